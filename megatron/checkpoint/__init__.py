@@ -1,0 +1,1 @@
+"""Global tensors to files and back."""

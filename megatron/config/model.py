@@ -1,0 +1,96 @@
+"""What the model is: its shape and its parts. Nothing here depends on the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PositionEmbedding = Literal["learned_absolute", "rope", "none"]
+Normalization = Literal["LayerNorm", "RMSNorm"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and parts of a GPT- or Llama-style decoder."""
+
+    num_layers: int = 0
+    """Number of transformer layers. Required."""
+    hidden_size: int = 0
+    """Width of the residual stream. Required."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP; by default 4 x hidden, with --swiglu floor(8 x hidden / 3) rounded down to a multiple of 64."""
+    num_attention_heads: int = 0
+    """Number of query heads. Required."""
+    kv_channels: int | None = None
+    """Size of one attention head; by default hidden / heads."""
+    group_query_attention: bool = False
+    """Share key and value heads between groups of query heads (see --num-query-groups)."""
+    num_query_groups: int = 1
+    """Number of key-value heads; acts with --group-query-attention."""
+    seq_length: int = 0
+    """Tokens in a training sequence. Required."""
+    max_position_embeddings: int | None = None
+    """Rows of the learned position table; by default the sequence length."""
+    position_embedding_type: PositionEmbedding = "learned_absolute"
+    """How positions enter: a learned table, rotary embeddings, or not at all."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies (theta)."""
+    rotary_percent: float = 1.0
+    """Share of each head that is rotated."""
+    use_rope_scaling: bool = False
+    """Stretch low rotary frequencies as Llama 3.1 does (original context 8192, low and high factors 1 and 4)."""
+    rope_scaling_factor: float = 8.0
+    """Factor of --use-rope-scaling."""
+    normalization: Normalization = "LayerNorm"
+    """Kind of every norm."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance (or mean square) in every norm."""
+    swiglu: bool = False
+    """Gated MLP: silu(gate) x up."""
+    squared_relu: bool = False
+    """MLP activation relu(x)^2 instead of GELU."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer a weight of its own instead of the word embedding's."""
+    disable_bias_linear: bool = False
+    """Leave out the biases of all linear layers."""
+    add_qkv_bias: bool = False
+    """Keep a bias on the query-key-value projection even with --disable-bias-linear."""
+    qk_layernorm: bool = False
+    """Normalise each query and key head before attention."""
+    attention_dropout: float = 0.1
+    """Dropout probability of the attention weights."""
+    hidden_dropout: float = 0.1
+    """Dropout probability of the embedding and of each sublayer's output."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; output projections use std / sqrt(2 x layers)."""
+    make_vocab_size_divisible_by: int = 128
+    """Rows of the word embedding are padded to a multiple of this x TP, for speed; padding never reaches the loss."""
+    fp32_residual_connection: bool = False
+    """Keep the residual stream in float32 when the model computes in 16 bits."""
+
+    @property
+    def head_size(self) -> int:
+        """Channels of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key-value heads: the query groups, or one for each query head."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP after defaults."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return 8 * self.hidden_size // 3 // 64 * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def num_positions(self) -> int:
+        """Rows of the learned position table after defaults."""
+        return self.max_position_embeddings or self.seq_length
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer shares the word embedding's weight."""
+        return not self.untie_embeddings_and_output_weights

@@ -1,0 +1,1 @@
+"""What a run tells of itself: FLOPs, device peaks, timers, loggers."""

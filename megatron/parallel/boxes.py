@@ -1,0 +1,102 @@
+"""Boxes: which part of a global tensor a rank holds. Pure arithmetic, so any rank can compute any other's.
+
+A contiguous range of a flattened tensor is a few boxes: of a matrix at most three (the tail of a row, whole rows, the head of a
+row), of an N-dimensional tensor at most 2N - 1. So flat optimizer shards need no gather to be described in global terms.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a global tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box."""
+        return math.prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part, or None if there is none."""
+        low = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
+        high = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        if any(end <= start for start, end in zip(low, high, strict=True)):
+            return None
+        return Box(low, tuple(end - start for start, end in zip(low, high, strict=True)))
+
+
+@dataclass(frozen=True)
+class PlacedBox:
+    """A box and where its elements (contiguous, row-major) begin in the holder's flat data."""
+
+    box: Box
+    start: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a rank's local tensor that a shard covers: elements [start, stop) of the flattened tensor."""
+
+    start: int
+    stop: int
+
+
+def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Boxes, in order, that cover elements [start, stop) of a row-major tensor of `shape`."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    if len(shape) == 1:
+        return [Box((start,), (stop - start,))]
+    inner = math.prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+
+    def in_row(row: int, low: int, high: int) -> list[Box]:
+        return [Box((row, *b.offsets), (1, *b.sizes)) for b in flat_range_boxes(shape[1:], low, high)]
+
+    if first == last:
+        if stop - start == inner:
+            return [Box((first,) + (0,) * (len(shape) - 1), (1, *shape[1:]))]
+        return in_row(first, start - first * inner, stop - first * inner)
+    boxes: list[Box] = []
+    rows_from, rows_to = first, last + 1
+    if start % inner:
+        boxes += in_row(first, start - first * inner, inner)
+        rows_from += 1
+    tail: list[Box] = []
+    if stop % inner:
+        tail = in_row(last, 0, stop - last * inner)
+        rows_to -= 1
+    if rows_to > rows_from:
+        boxes.append(Box((rows_from,) + (0,) * (len(shape) - 1), (rows_to - rows_from, *shape[1:])))
+    return boxes + tail
+
+
+def place(local_shape: tuple[int, ...], held: Box, piece: Piece) -> list[PlacedBox]:
+    """Global boxes of a piece of a local tensor.
+
+    Args:
+        local_shape: the local tensor's shape; its first dimension may be padded beyond the box.
+        held: the global, unpadded box that the local tensor holds (perhaps empty).
+        piece: elements of the flattened local tensor that are meant.
+
+    Returns:
+        boxes in global coordinates, each with its start in the flat data of the piece; padding is left out.
+    """
+    assert local_shape[1:] == held.sizes[1:], "only the first dimension may be padded"
+    placed: list[PlacedBox] = []
+    at = 0
+    for box in flat_range_boxes(held.sizes, piece.start, min(piece.stop, held.numel)):
+        offsets = tuple(a + b for a, b in zip(held.offsets, box.offsets, strict=True))
+        placed.append(PlacedBox(Box(offsets, box.sizes), at))
+        at += box.numel
+    return placed

@@ -1,0 +1,146 @@
+"""One record per parameter, in a table keyed by the global name.
+
+Everything that is done to a parameter beside using it (initial values, gradient reduction, the global norm, weight decay,
+sharding, checkpoints, export, memory reports) reads its record. Nothing codes these facts a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.parallel.boxes import Box
+
+
+@dataclass(frozen=True)
+class Split:
+    """One dimension cut over the ranks of one axis."""
+
+    dim: int
+    axis: str
+    padded_size: int | None = None
+    """Size of the dimension over all ranks with padding, where it is padded (only dimension 0 may be)."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """Initial values: normal with a standard deviation, or a constant."""
+
+    std: float = 0.0
+    constant: float = 0.0
+
+
+@dataclass(frozen=True)
+class ParamRecord:
+    """What is true of a parameter in the whole model, whatever the layout."""
+
+    name: str
+    """Global name; the layer number counts over the whole model."""
+    shape: tuple[int, ...]
+    """Global shape without padding."""
+    splits: tuple[Split, ...] = ()
+    partial_over: tuple[str, ...] = ("cp", "dp")
+    """Axes over which each rank's gradient is a partial sum."""
+    chunks: tuple[int, ...] = ()
+    """Pipeline chunks that hold the parameter; more than one when it is tied across chunks."""
+    init: Init = Init()
+    decay: bool = True
+    """Whether weight decay applies."""
+    fsdp_dim: int = 0
+    """Dimension that FSDP splits."""
+    matrix_dims: tuple[int, int] | None = None
+    """The two dimensions that are the matrix, for optimizers that need one."""
+
+    @property
+    def replicated_axes(self) -> tuple[str, ...]:
+        """Model-parallel axes along which every rank holds the same values."""
+        return tuple(axis for axis in ("tp",) if all(split.axis != axis for split in self.splits))
+
+    def local_shape(self, axis_sizes: dict[str, int]) -> tuple[int, ...]:
+        """Shape on one rank, padding included. `axis_sizes` maps axis names to sizes (missing means 1)."""
+        shape = list(self.shape)
+        for split in self.splits:
+            whole, ranks = split.padded_size or shape[split.dim], axis_sizes.get(split.axis, 1)
+            assert whole % ranks == 0, f"{self.name}: dimension {split.dim} ({whole}) does not divide by {split.axis} {ranks}"
+            shape[split.dim] = whole // ranks
+        return tuple(shape)
+
+    def held_box(self, axis_sizes: dict[str, int], coordinates: dict[str, int]) -> Box:
+        """The global, unpadded box that the rank at `coordinates` holds (empty if it holds only padding)."""
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        local = self.local_shape(axis_sizes)
+        for split in self.splits:
+            low = min(coordinates.get(split.axis, 0) * local[split.dim], self.shape[split.dim])
+            offsets[split.dim] = low
+            sizes[split.dim] = min(low + local[split.dim], self.shape[split.dim]) - low
+        return Box(tuple(offsets), tuple(sizes))
+
+
+@dataclass
+class ParamEntry:
+    """A parameter that this rank holds: its record, and the module attributes under which it is reached."""
+
+    record: ParamRecord
+    holders: list[tuple[nn.Module, str]]
+    """More than one when two modules of this rank share the parameter."""
+    uses_per_microbatch: int = 1
+    """How often backward writes its gradient in one microbatch on this rank."""
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter as it is now (wrappers such as FSDP may replace it)."""
+        module, attribute = self.holders[0]
+        found = getattr(module, attribute)
+        assert isinstance(found, nn.Parameter)
+        return found
+
+    def replace(self, param: nn.Parameter) -> None:
+        """Put another Parameter under every holder."""
+        for module, attribute in self.holders:
+            setattr(module, attribute, param)
+
+
+class ParamTable:
+    """The parameters of one rank by global name, in the order of their declaration."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, ParamEntry] = {}
+
+    def add(self, record: ParamRecord, module: nn.Module, attribute: str) -> None:
+        """Enter a new parameter. Declaring a name twice is a mistake; see `share`."""
+        assert record.name not in self._entries, f"parameter {record.name} declared twice"
+        self._entries[record.name] = ParamEntry(record, [(module, attribute)])
+
+    def share(self, name: str, module: nn.Module, attribute: str) -> nn.Parameter:
+        """Let a second module of this rank hold the parameter; returns it."""
+        entry = self._entries[name]
+        entry.holders.append((module, attribute))
+        entry.uses_per_microbatch += 1
+        return entry.param
+
+    def __getitem__(self, name: str) -> ParamEntry:
+        return self._entries[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[ParamEntry]:
+        return iter(self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def local_numel(self) -> int:
+        """Elements held by this rank, padding included."""
+        return sum(entry.param.numel() for entry in self)
+
+
+def materialize(module: nn.Module, table: ParamTable, device: torch.device) -> None:
+    """Give every meta parameter of the table memory on `device` (values undefined until initialised)."""
+    for entry in table:
+        if entry.param.is_meta:
+            entry.replace(nn.Parameter(torch.empty_like(entry.param, device=device)))
+    assert not any(p.is_meta for p in module.parameters()), "a parameter was made outside the table"

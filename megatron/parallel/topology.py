@@ -1,0 +1,140 @@
+"""Rank arithmetic: which rank sits where in the grid, and who shares a group with whom. Pure; no process is started.
+
+Worked example, 8 ranks at TP=2, PP=2, DP=2, default order tp-cp-dp-pp (the tensor coordinate varies fastest)::
+
+    rank = tp + 2 * (dp + 2 * pp)
+
+    rank   0  1  2  3 | 4  5  6  7
+    tp     0  1  0  1 | 0  1  0  1
+    dp     0  0  1  1 | 0  0  1  1
+    pp     0  0  0  0 | 1  1  1  1
+
+    tensor groups    ("tp",)       [0,1] [2,3] [4,5] [6,7]     neighbours: the most traffic on the fastest links
+    data groups      ("dp",)       [0,2] [1,3] [4,6] [5,7]
+    pipeline groups  ("pp",)       [0,4] [1,5] [2,6] [3,7]
+    model replicas   ("tp","pp")   [0,1,4,5] [2,3,6,7]
+
+With ``tp-cp-pp-dp`` (``--use-tp-pp-dp-mapping``) rank = tp + 2 * (pp + 2 * dp): the data groups become [0,4] [1,5] [2,6] [3,7].
+
+A second grid (etp, ep, edp, pp) lies on the same ranks for experts: it divides each pipeline stage's tp x cp x dp ranks anew, so
+the expert sizes do not multiply the world size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("etp", "ep", "edp", "pp")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes of the axes and the order in which ranks are numbered.
+
+    Raises:
+        ValueError: a size is not positive, or the expert grid does not fit on the dense one.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    etp: int = 1
+    ep: int = 1
+    pp_before_dp: bool = False
+    """Number the pipeline axis before the data axis (``--use-tp-pp-dp-mapping``)."""
+
+    def __post_init__(self) -> None:
+        for axis in ("tp", "cp", "dp", "pp", "etp", "ep"):
+            if getattr(self, axis) < 1:
+                raise ValueError(f"the size of axis {axis} must be at least 1, not {getattr(self, axis)}")
+        if (self.tp * self.cp * self.dp) % (self.etp * self.ep):
+            raise ValueError(
+                f"expert tensor x expert size ({self.etp} x {self.ep}) must divide the ranks of a stage, "
+                f"tp x cp x dp = {self.tp * self.cp * self.dp}"
+            )
+
+    @classmethod
+    def from_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, pp_before_dp: bool = False) -> Topology:
+        """The topology whose data size fills the world.
+
+        Raises:
+            ValueError: tp x cp x pp does not divide the world size.
+        """
+        if world_size < 1 or world_size % (tp * cp * pp):
+            raise ValueError(f"world size {world_size} does not divide by TP x CP x PP = {tp} x {cp} x {pp} = {tp * cp * pp}")
+        return cls(tp=tp, cp=cp, dp=world_size // (tp * cp * pp), pp=pp, pp_before_dp=pp_before_dp)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def edp(self) -> int:
+        """Data size of the expert grid."""
+        return self.tp * self.cp * self.dp // (self.etp * self.ep)
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks in a group over these axes."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Place of a rank on every axis of both grids.
+
+        Raises:
+            ValueError: the rank is outside the world.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        found: dict[str, int] = {}
+        for grid in (DENSE_AXES, EXPERT_AXES):
+            rest = rank
+            for axis in self._order(grid):
+                rest, found[axis] = divmod(rest, getattr(self, axis))
+        return found
+
+    def rank(self, **coordinates: int) -> int:
+        """Rank at dense coordinates; those left out are 0."""
+        rank = 0
+        for axis in reversed(self._order(DENSE_AXES)):
+            rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
+        return rank
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Ranks, ascending, that differ from `rank` at most along these axes of one grid.
+
+        Raises:
+            ValueError: the axes lie on different grids.
+        """
+        mine = self.coordinates(rank)
+        return self._members(axes, {axis: mine[axis] for axis in self._grid(axes) if axis not in axes})
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """Every group over these axes, each once, ordered by its first rank."""
+        others = [axis for axis in self._grid(axes) if axis not in axes]
+        places = itertools.product(*(range(getattr(self, axis)) for axis in others))
+        return sorted(self._members(axes, dict(zip(others, place, strict=True))) for place in places)
+
+    def _members(self, axes: tuple[str, ...], fixed: dict[str, int]) -> tuple[int, ...]:
+        stride, strides = 1, {}
+        for axis in self._order(self._grid(axes)):
+            strides[axis] = stride
+            stride *= getattr(self, axis)
+        base = sum(strides[axis] * at for axis, at in fixed.items())
+        free = itertools.product(*(range(0, strides[a] * getattr(self, a), strides[a]) for a in axes))
+        return tuple(sorted(base + sum(offsets) for offsets in free))
+
+    def _grid(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        for grid in (DENSE_AXES, EXPERT_AXES):
+            if all(axis in grid for axis in axes):
+                return grid
+        raise ValueError(f"axes {axes} do not lie on one grid: {DENSE_AXES} or {EXPERT_AXES}")
+
+    def _order(self, grid: tuple[str, ...]) -> tuple[str, ...]:
+        """Axes from fastest to slowest varying."""
+        first, second, third, fourth = grid
+        return (first, second, fourth, third) if self.pp_before_dp else grid

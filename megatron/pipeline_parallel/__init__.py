@@ -1,0 +1,1 @@
+"""Split the depth over the ranks of a pipeline group."""

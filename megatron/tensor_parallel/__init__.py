@@ -1,0 +1,1 @@
+"""Split a layer over the ranks of a tensor group."""
