@@ -25,9 +25,7 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """The common part, or None if there is none."""
         low = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
-        high = tuple(
-            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        )
+        high = tuple(min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
         if any(end <= start for start, end in zip(low, high, strict=True)):
             return None
         return Box(low, tuple(end - start for start, end in zip(low, high, strict=True)))

@@ -62,8 +62,9 @@ class Topology:
         """The topology whose data size fills the world.
 
         Raises:
-            ValueError: tp x cp x pp does not divide the world size.
+            ValueError: a size is not positive, or tp x cp x pp does not divide the world size.
         """
+        cls(tp=tp, cp=cp, pp=pp)  # refuses sizes that are not positive
         if world_size < 1 or world_size % (tp * cp * pp):
             raise ValueError(f"world size {world_size} does not divide by TP x CP x PP = {tp} x {cp} x {pp} = {tp * cp * pp}")
         return cls(tp=tp, cp=cp, dp=world_size // (tp * cp * pp), pp=pp, pp_before_dp=pp_before_dp)
@@ -90,19 +91,21 @@ class Topology:
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
-        found: dict[str, int] = {}
-        for grid in (DENSE_AXES, EXPERT_AXES):
-            rest = rank
-            for axis in self._order(grid):
-                rest, found[axis] = divmod(rest, getattr(self, axis))
-        return found
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        if self.pp_before_dp:
+            dp, pp = divmod(rest, self.pp)
+        else:
+            pp, dp = divmod(rest, self.dp)
+        rest, etp = divmod(self._place(tp, cp, dp), self.etp)
+        edp, ep = divmod(rest, self.ep)
+        return {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "etp": etp, "ep": ep, "edp": edp}
 
     def rank(self, **coordinates: int) -> int:
         """Rank at dense coordinates; those left out are 0."""
-        rank = 0
-        for axis in reversed(self._order(DENSE_AXES)):
-            rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
-        return rank
+        at = {axis: coordinates.pop(axis, 0) for axis in DENSE_AXES}
+        assert not coordinates, f"not dense axes: {coordinates}"
+        return self._rank(self._place(at["tp"], at["cp"], at["dp"]), at["pp"])
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Ranks, ascending, that differ from `rank` at most along these axes of one grid.
@@ -120,21 +123,30 @@ class Topology:
         return sorted(self._members(axes, dict(zip(others, place, strict=True))) for place in places)
 
     def _members(self, axes: tuple[str, ...], fixed: dict[str, int]) -> tuple[int, ...]:
-        stride, strides = 1, {}
-        for axis in self._order(self._grid(axes)):
-            strides[axis] = stride
-            stride *= getattr(self, axis)
-        base = sum(strides[axis] * at for axis, at in fixed.items())
-        free = itertools.product(*(range(0, strides[a] * getattr(self, a), strides[a]) for a in axes))
-        return tuple(sorted(base + sum(offsets) for offsets in free))
+        """Ranks that have these coordinates on the other axes of the grid."""
+        stride, base, free = 1, 0, []
+        for axis in self._grid(axes)[:3]:  # pp, the last, is apart
+            size = getattr(self, axis)
+            if axis in axes:
+                free.append(range(0, stride * size, stride))
+            else:
+                base += stride * fixed[axis]
+            stride *= size
+        stages = range(self.pp) if "pp" in axes else (fixed["pp"],)
+        return tuple(sorted(self._rank(base + sum(place), pp) for place in itertools.product(*free) for pp in stages))
+
+    def _place(self, tp: int, cp: int, dp: int) -> int:
+        """Place in the stage: number among the stage's ranks in ascending order. Both grids count it, each along its own axes."""
+        return tp + self.tp * (cp + self.cp * dp)
+
+    def _rank(self, place: int, pp: int) -> int:
+        if not self.pp_before_dp:
+            return place + self.tp * self.cp * self.dp * pp
+        dp, inner = divmod(place, self.tp * self.cp)
+        return inner + self.tp * self.cp * (pp + self.pp * dp)
 
     def _grid(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         for grid in (DENSE_AXES, EXPERT_AXES):
             if all(axis in grid for axis in axes):
                 return grid
         raise ValueError(f"axes {axes} do not lie on one grid: {DENSE_AXES} or {EXPERT_AXES}")
-
-    def _order(self, grid: tuple[str, ...]) -> tuple[str, ...]:
-        """Axes from fastest to slowest varying."""
-        first, second, third, fourth = grid
-        return (first, second, fourth, third) if self.pp_before_dp else grid

@@ -1,0 +1,84 @@
+"""The lines that training prints, byte for byte as Megatron-LM does: people parse them."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime
+from typing import Literal
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), cut off at exp(20) so that a bad loss does not overflow."""
+    return math.exp(min(20.0, loss))
+
+
+def training_log_line(
+    *,
+    time: datetime,
+    iteration: int,
+    train_iterations: int,
+    consumed_samples: int,
+    elapsed_ms: float,
+    learning_rate: float,
+    global_batch_size: int,
+    lm_loss: float | None,
+    loss_scale: float,
+    skipped: int,
+    nans: int,
+    tflops_per_device: float | None = None,
+    grad_norm: float | None = None,
+    num_zeros: float | None = None,
+    params_norm: float | None = None,
+) -> str:
+    """One line of progress, without a newline.
+
+    Args:
+        time: When the line is printed.
+        iteration: The step just made; the first is 1.
+        train_iterations: Steps of the whole run.
+        consumed_samples: Sequences read so far.
+        elapsed_ms: Milliseconds for one iteration, mean over the interval.
+        learning_rate: Of the last update.
+        global_batch_size: Sequences of the last step.
+        lm_loss: Mean over the interval; None when no step of it had a loss.
+        loss_scale: Scale of the loss.
+        skipped: Steps of the interval without an update.
+        nans: Steps of the interval with a NaN.
+        tflops_per_device: Throughput, with --log-throughput.
+        grad_norm: Global gradient norm of the last update; None when there was none.
+        num_zeros: Zeros in the gradient, with --log-num-zeros-in-grad.
+        params_norm: Norm of all parameters, with --log-params-norm.
+    """
+    fields = [
+        f" [{time:%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{train_iterations:8d}",
+        f"consumed samples: {consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {elapsed_ms:.1f}",
+    ]
+    if tflops_per_device is not None:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {tflops_per_device:.1f}")
+    fields += [f"learning rate: {learning_rate:.6E}", f"global batch size: {global_batch_size:5d}"]
+    if lm_loss is not None:
+        fields.append(f"lm loss: {lm_loss:.6E}")
+    fields.append(f"loss scale: {loss_scale:.1f}")
+    if grad_norm is not None:
+        fields.append(f"grad norm: {grad_norm:.3f}")
+    if num_zeros is not None:
+        fields.append(f"num zeros: {num_zeros:.1f}")
+    if params_norm is not None:
+        fields.append(f"params norm: {params_norm:.3f}")
+    fields += [f"number of skipped iterations: {skipped:3d}", f"number of nan iterations: {nans:3d}"]
+    return " | ".join(fields) + " |"
+
+
+def validation_lines(iteration: int, loss: float, split: Literal["validation", "test"] = "validation") -> list[str]:
+    """A rule of dashes, the loss with its perplexity, a rule.
+
+    Args:
+        iteration: The last step before the evaluation.
+        loss: Mean over the tokens of the evaluation.
+        split: Which part of the data it is; the test split is named in the line.
+    """
+    place = f"iteration {iteration}" if split == "validation" else f"iteration {iteration} on test set"
+    line = f" validation loss at {place} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    rule = "-" * (len(line) + 1)
+    return [rule, line, rule]

@@ -1,0 +1,172 @@
+"""Where the numbers of a run go: a file of JSON lines, TensorBoard, Weights & Biases, behind one small interface."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.config.logging import LoggingConfig
+from megatron.metrics.log_line import perplexity
+
+
+class Sink(Protocol):
+    """Takes numbers by name. Only the rank that logs opens one.
+
+    Names are those of the metrics file: lm_loss, grad_norm, learning_rate, loss_scale, skipped, elapsed_ms, tokens_per_s,
+    tflops_per_device, global_batch_size, num_zeros, params_norm, validation_loss, test_loss, and any other.
+    """
+
+    def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
+        """Record values as of `iteration`, after `samples` sequences."""
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+
+
+class MetricsFile:
+    """One JSON object a line, with full digits, flushed at each line.
+
+    JSON has no NaN and no infinity, and readers that are strict stop at them: such a value is written as null, and the
+    line then also has "nonfinite": true.
+
+    Args:
+        path: The file; its folder is made.
+        append: Keep what is there (a resumed run) instead of beginning a new file.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, append: bool) -> None:
+        path = Path(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            inside_line = append and _ends_inside_line(path)
+            self._file = path.open("a" if append else "w", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"--metrics-file {path} cannot be written ({error.strerror}). Give a path in a folder that you may write to."
+            ) from error
+        if inside_line:
+            self._file.write("\n")
+
+    def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
+        """Write one line."""
+        record: dict[str, Any] = {"iteration": iteration, "consumed_samples": samples}
+        record |= {name: value if math.isfinite(value) else None for name, value in values.items()}
+        if not all(map(math.isfinite, values.values())):
+            record["nonfinite"] = True
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+_TAGS = {
+    "lm_loss": "lm loss",
+    "learning_rate": "learning-rate",
+    "global_batch_size": "batch-size",
+    "loss_scale": "loss-scale",
+    "grad_norm": "grad-norm",
+    "num_zeros": "num-zeros",
+    "params_norm": "params-norm",
+    "elapsed_ms": "iteration-time",
+    "tflops_per_device": "throughput",
+    "validation_loss": "lm loss validation",
+    "test_loss": "lm loss test",
+}
+"""Megatron's TensorBoard tags. Other names are written as they are, by iteration only."""
+
+
+class TensorBoard:
+    """Curves with Megatron's tags, by iteration and (' vs samples') by samples; iteration time is in seconds there.
+
+    Args:
+        folder: Where the event files go.
+
+    Raises:
+        ValueError: The package tensorboard is not installed, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError("--tensorboard-dir needs the package tensorboard: pip install tensorboard") from error
+        try:
+            self._writer = SummaryWriter(folder)
+        except OSError as error:
+            raise ValueError(f"--tensorboard-dir {folder} cannot be written ({error.strerror}).") from error
+
+    def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
+        """Add one point to each curve."""
+        for name, value in values.items():
+            tag = _TAGS.get(name)
+            if tag is None:
+                self._writer.add_scalar(name, value, iteration)
+            elif name == "elapsed_ms":
+                self._add(tag, value / 1000.0, iteration, samples)
+            else:
+                self._add(tag, value, iteration, samples)
+                if name in ("validation_loss", "test_loss"):
+                    self._add(f"{tag} ppl", perplexity(value), iteration, samples)
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        self._writer.close()
+
+    def _add(self, tag: str, value: float, iteration: int, samples: int) -> None:
+        self._writer.add_scalar(tag, value, iteration)
+        self._writer.add_scalar(f"{tag} vs samples", value, samples)
+
+
+class WandB:
+    """A run at Weights & Biases, with the names of the metrics file.
+
+    Args:
+        project: Project of the run.
+        name: Name of the run; by default Weights & Biases invents one.
+        settings: The run's configuration, shown beside its curves.
+
+    Raises:
+        ValueError: The package wandb is not installed.
+    """
+
+    def __init__(self, project: str, name: str | None = None, settings: Mapping[str, Any] | None = None) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError('--wandb-project needs the package wandb (the extra "wandb"): pip install wandb') from error
+        self._run = wandb.init(project=project, name=name, config=dict(settings or {}))
+
+    def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
+        """Send the values of one iteration."""
+        self._run.log({**values, "consumed_samples": samples}, step=iteration)
+
+    def close(self) -> None:
+        """Send what is still in memory and end the run."""
+        self._run.finish()
+
+
+def curve_sinks(config: LoggingConfig, settings: Mapping[str, Any] | None = None) -> list[Sink]:
+    """TensorBoard and Weights & Biases, as far as they are asked for. `settings` is the run's configuration."""
+    sinks: list[Sink] = []
+    if config.tensorboard_dir is not None:
+        sinks.append(TensorBoard(config.tensorboard_dir))
+    if config.wandb_project is not None:
+        sinks.append(WandB(config.wandb_project, config.wandb_exp_name, settings))
+    return sinks
+
+
+def _ends_inside_line(path: Path) -> bool:
+    """Whether a run that was killed left half a line."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read() != b"\n"

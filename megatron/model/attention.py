@@ -1,0 +1,75 @@
+"""Causal self-attention, heads split over the tensor group.
+
+Shapes: `s` sequence, `b` microbatch, `h` hidden, `g` this rank's key-value heads, `r` query heads of each, `n = g * r` query heads,
+`d` head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.model.norms import Norm
+from megatron.model.rope import rotate
+from megatron.parallel.params import Init
+from megatron.parallel.products import slow_half
+from megatron.parallel.random import DropoutKey, seed_device
+from megatron.parallel.scope import Scope
+from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+RotaryTable = tuple[torch.Tensor, torch.Tensor]
+
+
+def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
+    """softmax(q k^T / sqrt(d)) v with a causal mask; the softmax is in at least float32.
+
+    Args:
+        q: [s, b, n, d].
+        k, v: [s, b, g, d]; each serves n/g neighbouring query heads.
+
+    Returns:
+        [s, b, n * d].
+    """
+    dtype = q.dtype
+    if slow_half(q):
+        q, k, v = q.float(), k.float(), v.float()
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d]
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out.permute(2, 0, 1, 3).flatten(2).to(dtype)
+
+
+class Attention(nn.Module):
+    """Query, key and value from one column-parallel layer, grouped by key-value head; a row-parallel layer joins the heads."""
+
+    def __init__(self, scope: Scope, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer, self.tensor_rank = config, layer, scope.tp.index
+        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_size
+        self.queries_per_group = heads // kv_heads
+        std, bias = config.init_method_std, not config.disable_bias_linear
+        self.qkv = ColumnParallelLinear(
+            scope.child("qkv"), config.hidden_size, (heads + 2 * kv_heads) * size, bias=bias or config.add_qkv_bias, init=Init(std)
+        )
+        self.q_norm = self.k_norm = None
+        if config.qk_layernorm:  # acts on this rank's heads only
+            self.q_norm = Norm(scope.child("q_norm"), config, size, partial_over_tp=True)
+            self.k_norm = Norm(scope.child("k_norm"), config, size, partial_over_tp=True)
+        self.output = RowParallelLinear(
+            scope.child("output"), heads * size, config.hidden_size, bias=bias, init=Init(std / (2 * config.num_layers) ** 0.5)
+        )
+
+    def forward(self, x: torch.Tensor, rotary: RotaryTable | None, key: DropoutKey | None) -> torch.Tensor:
+        """[s, b, h] (or [s/n, b, h] under sequence parallelism) to the same."""
+        qkv = self.qkv(x)
+        qkv = qkv.view(*qkv.shape[:2], -1, self.queries_per_group + 2, self.config.head_size)  # [s, b, g, r + 2, d]
+        q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        probability = 0.0 if key is None else self.config.attention_dropout
+        if probability > 0.0 and key is not None:
+            seed_device(x.device, key.site(self.layer, "attention", self.tensor_rank))
+        return self.output(core_attention(q, k, v, probability))

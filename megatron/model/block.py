@@ -1,0 +1,36 @@
+"""One transformer layer: norm, attention, residual; norm, MLP, residual."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.model.attention import Attention, RotaryTable
+from megatron.model.dropout import dropout
+from megatron.model.mlp import MLP
+from megatron.model.norms import Norm
+from megatron.parallel.random import DropoutKey
+from megatron.parallel.scope import Scope
+
+
+class Block(nn.Module):
+    """Pre-norm layer. The residual stream keeps its dtype: the model's, or float32 with --fp32-residual-connection."""
+
+    def __init__(self, scope: Scope, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.probability = layer, config.hidden_dropout
+        split = scope.sequence_parallel
+        self.coordinate = scope.tp.index if split else 0
+        self.attention_norm = Norm(scope.child("attention_norm"), config, config.hidden_size, partial_over_tp=split)
+        self.attention = Attention(scope.child("attention"), config, layer)
+        self.mlp_norm = Norm(scope.child("mlp_norm"), config, config.hidden_size, partial_over_tp=split)
+        self.mlp = MLP(scope.child("mlp"), config)
+
+    def forward(self, x: torch.Tensor, rotary: RotaryTable | None, key: DropoutKey | None) -> torch.Tensor:
+        """[s, b, h] (or [s/n, b, h] under sequence parallelism) to the same."""
+        x = x + self._drop(self.attention(self.attention_norm(x), rotary, key), key, "attention_output")
+        return x + self._drop(self.mlp(self.mlp_norm(x)), key, "mlp_output")
+
+    def _drop(self, x: torch.Tensor, key: DropoutKey | None, site: str) -> torch.Tensor:
+        return dropout(x, self.probability, key, self.layer, site, self.coordinate)

@@ -1,0 +1,66 @@
+"""The model of one rank: its chunks, and the table of their parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.model.gpt import GPTChunk, residual_dtype
+from megatron.model.init import initialize_all
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import ParamTable, materialize
+from megatron.parallel.scope import Scope
+from megatron.pipeline_parallel.p2p import Boundary, TensorSpec
+from megatron.pipeline_parallel.partition import Chunk, layer_table
+
+
+@dataclass
+class Model:
+    """What one rank holds of the model."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    vocab_size: int
+    layer_table: list[Chunk]
+    """Every chunk of every stage."""
+    chunks: dict[int, GPTChunk]
+    """This rank's, by index."""
+    params: ParamTable
+    sequence_parallel: bool
+
+    def boundary(self, micro_batch_size: int, tensor_size: int) -> Boundary:
+        """What travels between stages."""
+        length = self.config.seq_length // (tensor_size if self.sequence_parallel else 1)
+        shape = (length, micro_batch_size, self.config.hidden_size)
+        return {"hidden": TensorSpec(shape, residual_dtype(self.config, self.dtype))}
+
+
+def model_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """Dtype of parameters and activations."""
+    if precision.fp16:
+        return torch.float16
+    if precision.bf16:
+        return torch.bfloat16
+    return torch.float64 if precision.fp64 else torch.float32
+
+
+def build_model(
+    config: ModelConfig, context: ParallelContext, *, dtype: torch.dtype, vocab_size: int, sequence_parallel: bool, seed: int
+) -> Model:
+    """Build this rank's chunks on the meta device, then give them memory and initial values (unless the context is meta itself)."""
+    table = layer_table(config.num_layers, context.topology.pp)
+    params = ParamTable()
+    sequence_parallel = sequence_parallel and context.topology.tp > 1
+    chunks = {
+        chunk.index: GPTChunk(Scope(context, params, dtype, sequence_parallel, chunk=chunk.index), config, chunk, vocab_size)
+        for chunk in table
+        if chunk.stage == context.group("pp").index
+    }
+    if context.device.type != "meta":
+        for module in chunks.values():
+            materialize(module, params, context.device)
+        initialize_all(params, context, seed)
+    return Model(config, dtype, vocab_size, table, chunks, params, sequence_parallel)

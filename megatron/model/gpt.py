@@ -1,0 +1,137 @@
+"""A GPT, whole or a pipeline chunk of it. It reads like the one-process model; parallelism enters by which layer class is built.
+
+Shapes: `s` sequence, `b` microbatch, `h` hidden, `v` vocabulary, `n` tensor ranks. Between layers [s, b, h], under sequence parallelism
+[s/n, b, h].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.model.block import Block
+from megatron.model.dropout import dropout
+from megatron.model.inputs import ModelInputs
+from megatron.model.norms import Norm
+from megatron.model.rope import rotary_table
+from megatron.parallel.collectives import own_part
+from megatron.parallel.params import Init, Split
+from megatron.parallel.scope import Scope
+from megatron.pipeline_parallel.partition import Chunk
+from megatron.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup, padded_vocab_size
+from megatron.tensor_parallel.linear_function import parallel_linear
+
+WORD_EMBEDDING = "embedding.word.weight"
+
+
+class Embedding(nn.Module):
+    """Tokens, and learned positions if any, to vectors."""
+
+    def __init__(self, scope: Scope, config: ModelConfig, vocab_size: int, padded_size: int, holders: tuple[int, ...]) -> None:
+        super().__init__()
+        self.group, self.split, self.probability = scope.tp, scope.sequence_parallel, config.hidden_dropout
+        init = Init(config.init_method_std)
+        self.word = VocabParallelEmbedding(
+            scope.child("word"), vocab_size, padded_size, config.hidden_size, init=init, chunks=holders
+        )
+        self.position = None
+        if config.position_embedding_type == "learned_absolute":
+            self.position = PositionTable(scope.child("position"), config)
+
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        """Tokens and positions [s, b] to [s, b, h] (or [s/n, b, h])."""
+        assert inputs.tokens is not None
+        x = self.word(inputs.tokens)
+        if self.position is not None:
+            x = x + self.position(own_part(inputs.positions, self.group) if self.split else inputs.positions)
+        return dropout(x, self.probability, inputs.dropout_key, 0, "embedding", self.group.index if self.split else 0)
+
+
+class PositionTable(nn.Module):
+    """Learned absolute positions."""
+
+    weight: nn.Parameter
+
+    def __init__(self, scope: Scope, config: ModelConfig) -> None:
+        super().__init__()
+        shape = (config.num_positions, config.hidden_size)
+        scope.parameter(self, "weight", shape, init=Init(config.init_method_std), partial_over_tp=scope.sequence_parallel)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions [s, b] to [s, b, h]."""
+        return lookup(positions, self.weight)
+
+
+class OutputLayer(nn.Module):
+    """Hidden states to the loss of each token, the vocabulary split over the tensor group; the weight may be the word embedding's."""
+
+    weight: nn.Parameter
+
+    def __init__(self, scope: Scope, config: ModelConfig, vocab_size: int, padded_size: int, holders: tuple[int, ...]) -> None:
+        super().__init__()
+        self.group = scope.tp
+        columns = padded_size // self.group.size
+        self.first = self.group.index * columns
+        self.num_valid = max(0, min(columns, vocab_size - self.first))
+        self.gather = scope.sequence_parallel
+        if config.tied and WORD_EMBEDDING in scope.table:
+            self.weight = scope.table.share(WORD_EMBEDDING, self, "weight")
+        else:
+            named = Scope(scope.context, scope.table, scope.dtype, scope.sequence_parallel, "embedding.word.", scope.chunk)
+            scope = named if config.tied else scope
+            split, init = Split(0, "tp", padded_size), Init(config.init_method_std)
+            scope.parameter(self, "weight", (vocab_size, config.hidden_size), split=split, init=init, chunks=holders)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """[s, b, h] (or [s/n, b, h]) and labels [s, b] to losses [s, b]."""
+        logits = parallel_linear(x, self.weight, None, self.group, input_mode="gather" if self.gather else "copy")
+        return vocab_parallel_cross_entropy(logits, labels, self.group, first=self.first, num_valid=self.num_valid)
+
+
+class GPTChunk(nn.Module):
+    """The layers of one pipeline chunk, with the embedding in front of the first and norm, output and loss behind the last."""
+
+    def __init__(self, scope: Scope, config: ModelConfig, chunk: Chunk, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.residual_dtype = residual_dtype(config, scope.dtype)
+        padded = padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, scope.tp.size)
+        ends = (0,) if chunk.num_chunks == 1 else (0, chunk.num_chunks - 1)
+        self.embedding = self.final_norm = self.output = None
+        if chunk.first:
+            self.embedding = Embedding(scope.child("embedding"), config, vocab_size, padded, ends if config.tied else ends[:1])
+        self.layers = nn.ModuleList(Block(scope.child(f"layers.{layer}"), config, layer) for layer in chunk.layers)
+        if chunk.last:
+            split = scope.sequence_parallel
+            self.final_norm = Norm(scope.child("final_norm"), config, config.hidden_size, partial_over_tp=split)
+            self.output = OutputLayer(scope.child("output"), config, vocab_size, padded, ends if config.tied else ends[-1:])
+
+    def forward(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the chunk.
+
+        Args:
+            inputs: the microbatch.
+            hidden: what the chunk before gave; None on the first.
+
+        Returns:
+            hidden states, or on the last chunk the sum over tokens of mask x loss, a scalar in float32 or wider.
+        """
+        x = hidden if self.embedding is None else self.embedding(inputs).to(self.residual_dtype)
+        assert x is not None, "a chunk that is not the first needs hidden states"
+        rotary = None
+        if self.config.position_embedding_type == "rope" and len(self.layers) > 0:
+            rotary = rotary_table(inputs.positions, self.config, self.residual_dtype)
+        for layer in self.layers:
+            x = layer(x, rotary, inputs.dropout_key)
+        if self.final_norm is None or self.output is None:
+            return x
+        assert inputs.labels is not None and inputs.loss_mask is not None
+        losses = self.output(self.final_norm(x), inputs.labels)
+        return (losses * inputs.loss_mask).sum()
+
+
+def residual_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the residual stream, and so of what travels between pipeline stages."""
+    return torch.promote_types(dtype, torch.float32) if config.fp32_residual_connection else dtype

@@ -1,0 +1,59 @@
+"""Initial values as a function of (seed, global name, block of rows), so they do not depend on the layout.
+
+A parameter is seen as rows of its last dimension. Blocks of rows are drawn one by one on CPU in float32, each from its own generator;
+a rank draws the blocks that it needs and keeps its slice. So one rank and a thousand start from the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import ParamRecord, ParamTable
+from megatron.parallel.random import stable_seed
+
+_BLOCK_ELEMENTS = 1 << 16
+
+
+def block_values(record: ParamRecord, seed: int, block: int, rows: int) -> np.ndarray:
+    """Rows [block * rows, ...) of the whole parameter, float32 [rows or fewer, last dimension]."""
+    columns = record.shape[-1]
+    count = min(rows, math.prod(record.shape[:-1]) - block * rows)
+    generator = np.random.Generator(np.random.Philox(stable_seed(seed, record.name, block)))
+    values = generator.standard_normal((count, columns), dtype=np.float32)
+    values *= np.float32(record.init.std)
+    return values
+
+
+def initialize(param: torch.Tensor, record: ParamRecord, context: ParallelContext, seed: int) -> None:
+    """Fill this rank's part of a parameter; padding becomes 0."""
+    with torch.no_grad():
+        if record.init.std == 0.0:
+            param.fill_(record.init.constant)
+            return
+        held = record.held_box(context.axis_sizes, context.coordinates)
+        if held.sizes != tuple(param.shape):
+            param.zero_()
+        if held.numel == 0:
+            return
+        columns = slice(held.offsets[-1], held.offsets[-1] + held.sizes[-1])
+        rows = max(1, _BLOCK_ELEMENTS // record.shape[-1])
+        # The held box as ranges of rows: all leading dimensions but the last of them are walked one index at a time.
+        target = param[: held.sizes[0]] if len(held.sizes) > 1 else param
+        wanted = np.arange(math.prod(record.shape[:-1])).reshape(record.shape[:-1])
+        wanted = wanted[tuple(slice(o, o + n) for o, n in zip(held.offsets[:-1], held.sizes[:-1], strict=True))].ravel()
+        flat = target.reshape(-1, held.sizes[-1])
+        for block in np.unique(wanted // rows).tolist():
+            values = block_values(record, seed, block, rows)[:, columns]
+            at = np.nonzero(wanted // rows == block)[0]
+            # Consecutive places: rows of one block are neighbours in the slice too.
+            flat[at[0] : at[-1] + 1].copy_(torch.from_numpy(np.ascontiguousarray(values[wanted[at] - block * rows])))
+
+
+def initialize_all(table: ParamTable, context: ParallelContext, seed: int) -> None:
+    """Fill every parameter that this rank holds."""
+    for entry in table:
+        initialize(entry.param, entry.record, context, seed)

@@ -1,0 +1,21 @@
+"""What a microbatch brings to the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.parallel.random import DropoutKey
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Tensors of one microbatch on one rank, all [s, b]. Tokens are there on the first stage, labels and mask on the last."""
+
+    positions: torch.Tensor
+    tokens: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    loss_mask: torch.Tensor | None = None
+    dropout_key: DropoutKey | None = None
+    """None switches dropout off (evaluation)."""

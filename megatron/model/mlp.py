@@ -1,0 +1,58 @@
+"""The MLP: GELU, squared ReLU, or gated (SwiGLU, Shazeer 2020), its width split over the tensor group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.parallel.params import Init
+from megatron.parallel.scope import Scope
+from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up, [..., 2, f] to [..., f]. Keeps only its input; silu is computed again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return F.silu(x[..., 0, :]).mul_(x[..., 1, :])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        gate, up = x[..., 0, :], x[..., 1, :]
+        out = torch.empty_like(x)
+        out[..., 0, :] = torch.ops.aten.silu_backward(grad * up, gate)
+        torch.mul(grad, F.silu(gate), out=out[..., 1, :])
+        return out
+
+
+class MLP(nn.Module):
+    """Column-parallel up, activation, row-parallel down."""
+
+    def __init__(self, scope: Scope, config: ModelConfig) -> None:
+        super().__init__()
+        self.gated, self.squared_relu = config.swiglu, config.squared_relu
+        std, bias = config.init_method_std, not config.disable_bias_linear
+        self.up = ColumnParallelLinear(
+            scope.child("up"), config.hidden_size, config.ffn_size, bias=bias, init=Init(std), halves=2 if self.gated else 1
+        )
+        self.down = RowParallelLinear(
+            scope.child("down"), config.ffn_size, config.hidden_size, bias=bias, init=Init(std / (2 * config.num_layers) ** 0.5)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[s, b, h] to [s, b, h]."""
+        x = self.up(x)  # [s, b, f], gated [s, b, 2, f]
+        if self.gated:
+            x = _SwiGLU.apply(x)
+        elif self.squared_relu:
+            x = F.relu(x).square()
+        else:
+            x = F.gelu(x, approximate="tanh")  # as GPT-2
+        return self.down(x)

@@ -1,0 +1,145 @@
+"""Learning rate and weight decay as pure functions of the samples of the updates that were made.
+
+A skipped step makes no update, so it moves neither schedule. The first update takes the values at 0 samples.
+The formulas are those of Megatron-Core's OptimizerParamScheduler, so that a launch script keeps its curve.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import TrainingConfig
+
+
+@dataclass(frozen=True)
+class ScheduleLengths:
+    """Lengths of the schedules, in samples."""
+
+    warmup_samples: float
+    """Linear warm-up. A fraction of the decay length need not be a whole number."""
+    decay_samples: int
+    """Place where the rate reaches its floor, counted from the start of the run (warm-up included)."""
+    wsd_decay_samples: int
+    """The final decay of WSD, which ends at `decay_samples`; 0 for other styles."""
+    total_samples: int
+    """The whole run: weight decay grows over it."""
+
+
+def schedule_lengths(
+    optimizer: OptimizerConfig, training: TrainingConfig, global_batch_size: int, total_samples: int
+) -> ScheduleLengths:
+    """Turn the flags, in iterations or in samples, into samples.
+
+    Args:
+        optimizer: The settings of the schedules.
+        training: Says whether the run is counted in iterations (--train-iters) or in samples (--train-samples).
+        global_batch_size: Sequences in a step after any ramp-up; an iteration counts as this many samples.
+        total_samples: Samples of the whole run; the rate decays over them unless a decay length is given.
+
+    Raises:
+        ValueError: WSD has no length for its final decay, or warm-up leaves no samples to decay over.
+    """
+    decay: int | None
+    wsd_decay: int | None
+    if training.train_samples is None:
+        unit = "iters"
+        warmup: float = optimizer.lr_warmup_iters * global_batch_size
+        decay = None if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters * global_batch_size
+        wsd_decay = None if optimizer.lr_wsd_decay_iters is None else optimizer.lr_wsd_decay_iters * global_batch_size
+    else:
+        unit = "samples"
+        warmup = optimizer.lr_warmup_samples
+        decay = optimizer.lr_decay_samples
+        wsd_decay = optimizer.lr_wsd_decay_samples
+
+    if decay is None:
+        decay = total_samples
+    if optimizer.lr_warmup_fraction is not None:
+        warmup = optimizer.lr_warmup_fraction * decay
+
+    if optimizer.lr_decay_style == "WSD" and wsd_decay is None:
+        raise ValueError(
+            f"--lr-decay-style WSD needs the length of its final decay: give --lr-wsd-decay-{unit} "
+            f"(often a tenth of the run, here {_in_unit(total_samples / 10, unit, global_batch_size)})."
+        )
+    if optimizer.lr_decay_style != "constant" and warmup >= decay:
+        raise ValueError(
+            f"Warm-up of {warmup:g} samples leaves nothing of the {decay} samples over which the learning rate decays. "
+            f"Lower --lr-warmup-{unit} (or --lr-warmup-fraction) so that it is shorter than the decay, "
+            f"raise --lr-decay-{unit}, or take --lr-decay-style constant."
+        )
+    return ScheduleLengths(warmup, decay, wsd_decay or 0, total_samples)
+
+
+def learning_rate(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
+    """Learning rate of the next update.
+
+    Args:
+        samples: Samples of the updates made so far.
+        config: Rates and styles; `lr` must be set.
+        lengths: Where warm-up and decay end, from `schedule_lengths`.
+
+    Source: Megatron-Core OptimizerParamScheduler.
+    """
+    assert config.lr is not None, "the learning rate is required and checked with the configuration"
+    peak, floor = config.lr, config.min_lr
+    if lengths.warmup_samples > 0 and samples <= lengths.warmup_samples:
+        return config.lr_warmup_init + (peak - config.lr_warmup_init) * samples / lengths.warmup_samples
+    if config.lr_decay_style == "constant":
+        return peak
+    if samples > lengths.decay_samples:
+        return floor
+    if config.lr_decay_style == "inverse-square-root":
+        return max(floor, peak * math.sqrt(max(lengths.warmup_samples, 1)) / math.sqrt(max(samples, 1)))
+    return floor + _share_above_floor(samples, config, lengths) * (peak - floor)
+
+
+def weight_decay(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
+    """Weight decay of the next update; arguments as `learning_rate`.
+
+    It is constant, or goes from start to end over the whole run, linearly or along half a cosine.
+    """
+    if config.weight_decay_incr_style == "constant":
+        return config.weight_decay
+    start, end = config.start_weight_decay, config.end_weight_decay
+    assert start is not None and end is not None, "both ends are required and checked with the configuration"
+    if samples >= lengths.total_samples:
+        return end
+    ratio = samples / lengths.total_samples
+    share = ratio if config.weight_decay_incr_style == "linear" else _half_cosine(1.0 - ratio)
+    return start + share * (end - start)
+
+
+def _share_above_floor(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
+    """How much of (peak - floor) is left between warm-up and the end of the decay: 1 at its start, 0 at its end."""
+    if config.lr_decay_style == "WSD":
+        decay_start = lengths.decay_samples - lengths.wsd_decay_samples
+        if samples <= decay_start:
+            return 1.0
+        ratio = (samples - decay_start) / lengths.wsd_decay_samples
+        style: str = config.lr_wsd_decay_style
+    else:
+        ratio = (samples - lengths.warmup_samples) / (lengths.decay_samples - lengths.warmup_samples)
+        style = config.lr_decay_style
+    match style:
+        case "linear":
+            return 1.0 - ratio
+        case "cosine":
+            return _half_cosine(ratio)
+        case "exponential":  # halves would never arrive: scaled so that it ends at 0
+            return 2.0 * 0.5**ratio - 1.0
+        case "minus_sqrt":
+            return 1.0 - math.sqrt(ratio)
+        case _:
+            raise AssertionError(f"unknown decay style {style!r}")
+
+
+def _half_cosine(ratio: float) -> float:
+    """From 1 at ratio 0 to 0 at ratio 1."""
+    return 0.5 * (1.0 + math.cos(math.pi * ratio))
+
+
+def _in_unit(samples: float, unit: str, global_batch_size: int) -> int:
+    return max(1, round(samples / global_batch_size if unit == "iters" else samples))

@@ -1,0 +1,126 @@
+"""Where a parameter's gradient goes: one way for every layer, straight into `main_grad`, without autograd hooks.
+
+A parameter that takes part in training carries a `GradSink`. Layers hand their gradients to `accumulate` (a ready gradient) or
+`accumulate_product` (a weight gradient that is still a matrix product); `through(param)` does the same for parameters that are used in
+ordinary torch operations. Autograd itself never sees a parameter's gradient, so nothing is allocated twice and a schedule decides
+when a weight gradient is computed: inside `deferring()` products are not computed but kept as closures.
+
+A parameter without a sink (a layer used on its own) gets its gradient in `.grad`, as usual in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.parallel.products import weight_product
+
+Deferred = list[Callable[[], None]]
+
+# Set by the executor around one backward. A plain global: on CUDA, autograd runs backward on a thread of its own.
+_deferred: Deferred | None = None
+
+
+class GradSink:
+    """The place of one parameter's gradient.
+
+    `main_grad` has the parameter's shape. The first write of a step overwrites it, so it is never zeroed; `on_write` is called after
+    each write, and the receiver counts the writes to know when the gradient is complete.
+    """
+
+    __slots__ = ("main_grad", "on_write", "written")
+
+    def __init__(self, main_grad: torch.Tensor, on_write: Callable[[], None]) -> None:
+        self.main_grad, self.on_write, self.written = main_grad, on_write, False
+
+    def add(self, grad: torch.Tensor) -> None:
+        """Add a gradient of the parameter's shape."""
+        if self.written:
+            self.main_grad.add_(grad)
+        else:
+            self.main_grad.copy_(grad)
+        self._wrote()
+
+    def add_product(self, grad_output: torch.Tensor, x: torch.Tensor) -> None:
+        """Add grad_output^T x, with grad_output [n, out] and x [n, in], to a gradient of out * in elements."""
+        weight_product(grad_output, x, self.main_grad.view(-1, x.shape[-1]), add=self.written)
+        self._wrote()
+
+    def _wrote(self) -> None:
+        self.written = True
+        self.on_write()
+
+
+def sink_of(param: torch.Tensor) -> GradSink | None:
+    """The parameter's sink, if it has one."""
+    return getattr(param, "grad_sink", None)
+
+
+def accumulate(param: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add a ready gradient of the parameter's shape."""
+    sink = sink_of(param)
+    if sink is not None:
+        sink.add(grad)
+    elif param.grad is None:
+        param.grad = grad.to(param.dtype)
+    else:
+        param.grad += grad
+
+
+def accumulate_product(param: torch.Tensor, grad_output: torch.Tensor, x: Callable[[], torch.Tensor]) -> None:
+    """Add the weight gradient grad_output^T x() of a linear layer now or, inside `deferring()`, when the schedule says so.
+
+    Args:
+        param: the weight, of out * in elements.
+        grad_output: [n, out].
+        x: gives the layer's input [n, in]; a function, because it may have to be gathered first.
+    """
+
+    def run() -> None:
+        sink, inputs = sink_of(param), x()
+        if sink is not None:
+            sink.add_product(grad_output, inputs)
+        else:
+            grad = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+            weight_product(grad_output, inputs, grad.view(-1, inputs.shape[-1]), add=False)
+            accumulate(param, grad)
+
+    if _deferred is None:
+        run()
+    else:
+        _deferred.append(run)
+
+
+@contextmanager
+def deferring() -> Iterator[Deferred]:
+    """Keep weight-gradient products as closures instead of computing them; whoever opened it runs them."""
+    global _deferred
+    assert _deferred is None, "deferring() does not nest"
+    closures: Deferred = []
+    _deferred = closures
+    try:
+        yield closures
+    finally:
+        _deferred = None
+
+
+class _Through(torch.autograd.Function):
+    """Forward: the parameter itself. Backward: its gradient goes to `accumulate`, and autograd gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.param = param
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:  # type: ignore[override]
+        accumulate(ctx.param, grad)
+
+
+def through(param: nn.Parameter) -> torch.Tensor:
+    """The parameter for use in an ordinary torch operation, its gradient going to `accumulate`."""
+    return _Through.apply(param)

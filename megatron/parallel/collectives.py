@@ -1,0 +1,121 @@
+"""All communication of tensor groups: plain collectives, and the conjugate autograd pairs made of them.
+
+Shapes: `s` sequence, `b` microbatch, `h` hidden. What is gathered or scattered is always dimension 0 (the sequence), so messages are
+contiguous. Reductions are sums; any scaling is the caller's and explicit. Nothing happens in a group of one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.parallel.context import Group
+
+# Renamed in torch 2.13; the old names warn there.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A collective under way. `wait()` returns its result."""
+
+    def __init__(self, result: torch.Tensor, work: dist.Work | None = None) -> None:
+        self._result, self._work = result, work
+
+    def wait(self) -> torch.Tensor:
+        """Wait (on CUDA: let the current stream wait) and return the result."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._result
+
+
+def start_all_reduce(tensor: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+    """Begin to reduce `tensor` in place over the group."""
+    if group.size == 1:
+        return Pending(tensor)
+    return Pending(tensor, dist.all_reduce(tensor, op, group=group.process_group, async_op=True))
+
+
+def start_all_gather(tensor: torch.Tensor, group: Group) -> Pending:
+    """Begin to join the ranks' tensors along dimension 0: [s/n, ...] to [s, ...]."""
+    if group.size == 1:
+        return Pending(tensor)
+    joined = tensor.new_empty((tensor.shape[0] * group.size, *tensor.shape[1:]))
+    return Pending(joined, _all_gather(joined, tensor.contiguous(), group=group.process_group, async_op=True))
+
+
+def start_reduce_scatter(tensor: torch.Tensor, group: Group) -> Pending:
+    """Begin to sum over the ranks and keep this rank's part of dimension 0: [s, ...] to [s/n, ...]."""
+    if group.size == 1:
+        return Pending(tensor)
+    part = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
+    return Pending(part, _reduce_scatter(part, tensor.contiguous(), group=group.process_group, async_op=True))
+
+
+def all_reduce(tensor: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    """Reduce in place over the group; returns the tensor."""
+    return start_all_reduce(tensor, group, op).wait()
+
+
+def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """[s/n, ...] to [s, ...], in the order of the group's ranks."""
+    return start_all_gather(tensor, group).wait()
+
+
+def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Sum over the ranks, then this rank's part: [s, ...] to [s/n, ...]."""
+    return start_reduce_scatter(tensor, group).wait()
+
+
+def own_part(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's part of dimension 0, without communication: [s, ...] to a view [s/n, ...]."""
+    size = tensor.shape[0] // group.size
+    return tensor.narrow(0, group.index * size, size)
+
+
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """Every rank's small Python value, in the order of the ranks. For reports and errors, not for the hot path."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.process_group)
+    return values
+
+
+class _SumForward(torch.autograd.Function):
+    """Forward: sum over the group. Backward: identity. ("g" in Shoeybi et al. 2019, section 3.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # type: ignore[override]
+        ctx.mark_dirty(x)
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _ReduceScatterForward(torch.autograd.Function):
+    """Forward: sum, keep this rank's part of the sequence. Backward: gather. (Korthikanti et al. 2022, "g-bar".)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # type: ignore[override]
+        ctx.group = group
+        return reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return all_gather(grad, ctx.group), None
+
+
+def sum_forward(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Sum of the ranks' partial results, in place; its gradient is passed on as it is."""
+    return x if group.size == 1 else _SumForward.apply(x, group)
+
+
+def reduce_scatter_forward(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Sum of the ranks' partial results, cut along the sequence: [s, b, h] to [s/n, b, h]; its gradient is gathered."""
+    return x if group.size == 1 else _ReduceScatterForward.apply(x, group)

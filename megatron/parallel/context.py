@@ -1,0 +1,186 @@
+"""Process groups, made once and passed on. A layer receives the group that it needs: ``context.group("tp")``.
+
+A rank is an argument, not a fact of the process: with the "fake" backend (``connect_fake``) any rank of any world can be built on the
+meta device by the same code. A group of one needs no branch in the caller: every collective does nothing for it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.parallel import ParallelConfig
+from megatron.parallel.topology import DENSE_AXES, Topology
+
+# Groups that the framework asks for. Made eagerly and in this order, because every rank must take part in making every group.
+_GROUP_AXES = (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), ("tp", "cp", "dp"), ("tp", "cp", "dp", "pp"))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate, seen from one of them."""
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+    """This rank's position in `ranks`."""
+    process_group: dist.ProcessGroup | None = None
+    """None for a group of one."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+
+SELF_GROUP = Group("self", (0,), 0)
+
+
+@dataclass
+class ParallelContext:
+    """Where this rank sits, and its groups."""
+
+    topology: Topology
+    rank: int
+    device: torch.device
+    local_rank: int = 0
+    backend: str | None = None
+    _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Place on every axis."""
+        return self.topology.coordinates(self.rank)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Size of every dense axis."""
+        return {axis: self.topology.size(axis) for axis in DENSE_AXES}
+
+    def group(self, *axes: str) -> Group:
+        """The group over these axes that this rank belongs to.
+
+        Raises:
+            KeyError: no group is made for this set of axes.
+        """
+        return self._groups[_normal(axes)]
+
+    @property
+    def world(self) -> Group:
+        """All ranks."""
+        return self.group(*DENSE_AXES)
+
+    def pipeline_channel(self, source: int, destination: int) -> Group:
+        """Group for messages from one pipeline rank (position on the pp axis) to another.
+
+        Messages towards higher and towards lower ranks have a group each: NCCL runs the sends and receives of a pair in the order in
+        which they were issued, so two directions on one communicator could wait for each other.
+        """
+        return self._groups[("pp_up",) if source < destination else ("pp_down",)]
+
+    @property
+    def pipeline_ends(self) -> Group:
+        """First and last pipeline rank, which share a tied embedding; a group of one on the ranks between."""
+        return self._groups[("ends",)]
+
+
+def _normal(axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in DENSE_AXES if axis in axes)
+
+
+def make_context(
+    topology: Topology, rank: int, device: torch.device, *, local_rank: int = 0, timeout_minutes: float = 10
+) -> ParallelContext:
+    """Make every group of the topology. All ranks of the default process group call this together; a world of one needs none."""
+    context = ParallelContext(topology, rank, device, local_rank, dist.get_backend() if dist.is_initialized() else None)
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def enter(key: tuple[str, ...], members: list[tuple[int, ...]], own_communicator: bool = False) -> None:
+        name = "-".join(key)
+        for ranks in members:
+            if len(ranks) == 1:
+                process_group = None
+            elif ranks in made and not own_communicator:
+                process_group = made[ranks]
+            elif len(ranks) == topology.world_size and not own_communicator:
+                process_group = dist.group.WORLD
+            else:
+                process_group = dist.new_group(list(ranks), timeout=timeout, group_desc=name)
+            if not own_communicator:
+                made[ranks] = process_group
+            if rank in ranks:
+                context._groups[key] = Group(name, ranks, ranks.index(rank), process_group)
+
+    for axes in _GROUP_AXES:
+        enter(axes, topology.groups(*axes))
+    pipelines = topology.groups("pp")
+    enter(("pp_up",), pipelines, own_communicator=True)
+    enter(("pp_down",), pipelines, own_communicator=True)
+    context._groups[("ends",)] = Group("ends", (rank,), 0)
+    enter(("ends",), [(ranks[0], ranks[-1]) for ranks in pipelines if len(ranks) > 1])
+    return context
+
+
+def connect(config: ParallelConfig) -> ParallelContext:
+    """Join the job that a launcher such as torchrun describes in the environment, or be a world of one.
+
+    Raises:
+        ValueError: CUDA is asked for and missing, or there are more local ranks than devices.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = choose_device(config.device, local_rank)
+    backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+    if world_size > 1 and not dist.is_initialized():
+        timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+        dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)
+    topology = Topology.from_world(
+        world_size,
+        tp=config.tensor_model_parallel_size,
+        cp=config.context_parallel_size,
+        pp=config.pipeline_model_parallel_size,
+        pp_before_dp=config.use_tp_pp_dp_mapping,
+    )
+    return make_context(topology, rank, device, local_rank=local_rank, timeout_minutes=config.distributed_timeout_minutes)
+
+
+def connect_fake(topology: Topology, rank: int) -> ParallelContext:
+    """Be any rank of any world on the meta device: groups are real objects, collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if topology.world_size > 1:
+        dist.init_process_group("fake", rank=rank, world_size=topology.world_size, store=FakeStore())
+    return make_context(topology, rank, torch.device("meta"))
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of a local rank; makes it the current one on CUDA.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "--device cuda, but torch sees no CUDA device. Use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES."
+        )
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU of its own: this node shows {torch.cuda.device_count()}. "
+            f"Start at most that many processes a node (--nproc-per-node {torch.cuda.device_count()}), or use --device cpu."
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def disconnect() -> None:
+    """Leave the job, if one was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

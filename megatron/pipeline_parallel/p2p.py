@@ -1,0 +1,146 @@
+"""Messages between pipeline stages: receives posted early, sends that do not block, shapes agreed once.
+
+What travels is a named set of tensors (`Boundary`), the same for every microbatch. Both ends of a channel know the whole schedule, so
+they take its messages in the same order (the sender's) and no message carries a header. Each direction has a communicator of its own
+(see `ParallelContext.pipeline_channel`), so a send never waits behind a receive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.parallel.context import ParallelContext
+from megatron.pipeline_parallel.schedules import Message, Schedule
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that travels, and whether a gradient travels back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Size of one message."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Boundary = Mapping[str, TensorSpec]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ReceivePlan:
+    """When one stage posts which receives."""
+
+    before: tuple[tuple[tuple[Message, int], ...], ...]
+    """For each operation, the messages to post before it, each with the stage that it comes from."""
+
+
+def plan_receives(schedule: Schedule, stage: int, ahead: int = 1) -> ReceivePlan:
+    """Post what an operation needs `ahead` operations earlier, so that a message travels while the former operation computes.
+
+    Within a channel the order is the sender's, so what is needed later but sent earlier is posted on the way.
+    """
+    order: dict[int, list[Message]] = {}
+    place: dict[Message, tuple[int, int]] = {}
+    for source, ops in enumerate(schedule.ops):
+        for message in filter(None, map(schedule.gives, ops)):
+            if source != stage and schedule.stage_of_chunk[message.chunk] == stage:
+                channel = order.setdefault(source, [])
+                place[message] = (source, len(channel))
+                channel.append(message)
+    posted = dict.fromkeys(order, 0)
+    mine, before = schedule.ops[stage], []
+    for i in range(len(mine)):
+        due: list[tuple[Message, int]] = []
+        for op in mine[i : i + 1 + ahead]:
+            needed = schedule.needs(op)
+            if needed in place:
+                source, at = place[needed]
+                due += [(message, source) for message in order[source][posted[source] : at + 1]]
+                posted[source] = max(posted[source], at + 1)
+        before.append(tuple(due))
+    return ReceivePlan(tuple(before))
+
+
+class Messenger:
+    """This rank's mail. Buffers of received messages are allocated once and used again."""
+
+    def __init__(self, context: ParallelContext, boundary: Boundary) -> None:
+        self._context, self._boundary = context, boundary
+        self._stage = context.group("pp").index
+        self._arriving: dict[Message, tuple[Tensors, list[dist.Work]]] = {}
+        self._leaving: deque[tuple[Tensors, list[dist.Work]]] = deque()
+        self._free: dict[str, list[torch.Tensor]] = {name: [] for name in boundary}
+        self._own: set[int] = set()
+
+    def post(self, message: Message, source: int) -> None:
+        """Begin to receive from a stage."""
+        channel = self._context.pipeline_channel(source, self._stage)
+        buffers: Tensors = {}
+        works = []
+        for name, spec in self._travelling(message):
+            buffers[name] = buffer = self._buffer(name, spec)
+            works.append(_started(dist.irecv(buffer, channel.ranks[source], group=channel.process_group)))
+        self._arriving[message] = (buffers, works)
+
+    def receive(self, message: Message) -> Tensors:
+        """Wait for a posted message (or one delivered on this rank)."""
+        buffers, works = self._arriving.pop(message)
+        for work in works:
+            work.wait()
+        return buffers
+
+    def send(self, message: Message, destination: int, tensors: Tensors) -> None:
+        """Begin to send to a stage; the tensors are kept until they have left."""
+        if destination == self._stage:
+            self._arriving[message] = (tensors, [])
+            return
+        channel = self._context.pipeline_channel(self._stage, destination)
+        works = []
+        for name, spec in self._travelling(message):
+            tensor = tensors[name] = tensors[name].contiguous()
+            assert tensor.shape == spec.shape and tensor.dtype == spec.dtype, (
+                f"{name}: {tensor.shape} {tensor.dtype}, agreed {spec}"
+            )
+            works.append(_started(dist.isend(tensor, channel.ranks[destination], group=channel.process_group)))
+        self._leaving.append((tensors, works))
+        while self._leaving and all(work.is_completed() for work in self._leaving[0][1]):
+            self._leaving.popleft()
+
+    def recycle(self, buffers: Tensors) -> None:
+        """Take back the buffers of a received message that nothing reads any more. What came from this rank itself is not ours."""
+        for name, buffer in buffers.items():
+            if buffer.data_ptr() in self._own:
+                self._free[name].append(buffer.detach())
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        while self._leaving:
+            for work in self._leaving.popleft()[1]:
+                work.wait()
+        assert not self._arriving, f"messages that nobody took: {list(self._arriving)}"
+
+    def _buffer(self, name: str, spec: TensorSpec) -> torch.Tensor:
+        if self._free[name]:
+            return self._free[name].pop()
+        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._context.device)
+        self._own.add(buffer.data_ptr())
+        return buffer
+
+    def _travelling(self, message: Message) -> list[tuple[str, TensorSpec]]:
+        return [(name, spec) for name, spec in self._boundary.items() if spec.requires_grad or not message.is_gradient]
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not in the channel's group"
+    return work

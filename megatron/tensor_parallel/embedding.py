@@ -1,0 +1,70 @@
+"""Word embedding with the vocabulary split over the tensor group (Shoeybi et al. 2019, section 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.parallel.accumulate import accumulate
+from megatron.parallel.collectives import reduce_scatter_forward, sum_forward
+from megatron.parallel.params import Init, Split
+from megatron.parallel.scope import Scope
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_size: int) -> int:
+    """The vocabulary rounded up to a multiple of `divisible_by` x tensor size."""
+    multiple = divisible_by * tensor_size
+    return -(-vocab_size // multiple) * multiple
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of the table. Backward adds into the gradient sink; the table itself gets no gradient from autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
+        (ids,) = ctx.saved_tensors
+        # Repeated ids must be summed in the precision of the main gradient, or a frequent token's gradient is lost to rounding.
+        sink = getattr(ctx.weight, "grad_sink", None)
+        dtype = sink.main_grad.dtype if sink is not None else ctx.weight.dtype
+        accumulate(ctx.weight, torch.ops.aten.embedding_dense_backward(grad.to(dtype), ids, ctx.weight.shape[0], -1, False))
+        return None, None
+
+
+def lookup(ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    """Rows of a table [v, h] for integer ids [...]: [..., h]."""
+    return _Lookup.apply(ids, weight)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Each rank holds a range of rows and looks up the tokens in it; the ranks' results are summed.
+
+    Rows beyond the vocabulary are padding: no valid token reaches them, so they have no gradient, and they are in no checkpoint.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, scope: Scope, vocab_size: int, padded_size: int, hidden_size: int, *, init: Init, chunks: tuple[int, ...]
+    ) -> None:
+        super().__init__()
+        self.group, self.scatter = scope.tp, scope.sequence_parallel
+        self.first = self.group.index * (padded_size // self.group.size)
+        scope.parameter(self, "weight", (vocab_size, hidden_size), split=Split(0, "tp", padded_size), init=init, chunks=chunks)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Token ids [s, b] to [s, b, h] (or [s/n, b, h] under sequence parallelism)."""
+        if self.group.size == 1:
+            return lookup(tokens, self.weight)
+        local = tokens - self.first
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        rows = lookup(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return reduce_scatter_forward(rows, self.group) if self.scatter else sum_forward(rows, self.group)

@@ -1,0 +1,116 @@
+"""The one linear operation under column- and row-parallel layers.
+
+It owns its product, the communication on both sides, its weight gradient and where that goes. What it does forward and backward:
+
+========== ============================== ====================================================
+input      forward                        backward
+========== ============================== ====================================================
+plain      x                              dx
+copy       x                              all-reduce(dx), while the weight gradient is computed
+gather     all-gather(x) [s/n] to [s]     reduce-scatter(dx), while the weight gradient is computed
+========== ============================== ====================================================
+
+========== ============================== ====================================================
+output     forward                        backward
+========== ============================== ====================================================
+plain      y                              dy
+sum        all-reduce(y)                  dy
+scatter    reduce-scatter(y) [s] to [s/n] all-gather(dy)
+========== ============================== ====================================================
+
+A column-parallel layer has input copy (or gather under sequence parallelism), a row-parallel layer output sum (or scatter). Only the
+local part of a gathered input is kept for backward; it is gathered again there, while the input gradient is computed (Korthikanti et
+al. 2022, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from megatron.parallel.accumulate import accumulate, accumulate_product
+from megatron.parallel.collectives import (
+    Pending,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from megatron.parallel.context import Group
+from megatron.parallel.products import input_product, linear
+
+InputMode = Literal["plain", "copy", "gather"]
+OutputMode = Literal["plain", "sum", "scatter"]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: torch.Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: Group,
+        input_mode: InputMode,
+        output_mode: OutputMode,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        # Parameters are leaves and outlive the graph, so they need no saving; their identity is what finds their sink.
+        ctx.weight, ctx.bias, ctx.group, ctx.modes = weight, bias, group, (input_mode, output_mode)
+        whole = all_gather(x, group) if input_mode == "gather" else x
+        y = linear(whole, weight.flatten(0, -2), None if bias is None else bias.flatten())
+        if output_mode == "sum":
+            return all_reduce(y, group)
+        if output_mode == "scatter":
+            return reduce_scatter(y, group)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        weight, bias, group = ctx.weight, ctx.bias, ctx.group
+        input_mode, output_mode = ctx.modes
+        if output_mode == "scatter":
+            grad_output = all_gather(grad_output, group)
+        whole = start_all_gather(x, group) if input_mode == "gather" else Pending(x)
+        pending = None
+        if ctx.needs_input_grad[0]:
+            grad_input = input_product(grad_output, weight.flatten(0, -2))
+            if input_mode == "copy":
+                pending = start_all_reduce(grad_input, group)
+            elif input_mode == "gather":
+                pending = start_reduce_scatter(grad_input, group)
+            else:
+                pending = Pending(grad_input)
+        rows = grad_output.flatten(0, -2)
+        accumulate_product(weight, rows, lambda: whole.wait().flatten(0, -2))
+        if bias is not None:
+            accumulate(bias, rows.sum(0).view_as(bias))
+        return (None if pending is None else pending.wait()), None, None, None, None, None
+
+
+def parallel_linear(
+    x: torch.Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    group: Group,
+    *,
+    input_mode: InputMode = "plain",
+    output_mode: OutputMode = "plain",
+) -> torch.Tensor:
+    """x weight^T + bias with the communication of the two modes.
+
+    Args:
+        x: [s, b, in], or [s/n, b, in] with input mode gather.
+        weight: this rank's part, [out, in]; leading dimensions are flattened ([2, f, h] gives 2f outputs).
+        bias: as the weight without its last dimension; added before the output's communication, so only for plain output.
+
+    Returns:
+        [s, b, out], or [s/n, b, out] with output mode scatter.
+    """
+    assert bias is None or output_mode == "plain", "a bias added before a sum would count once a rank"
+    return _Linear.apply(x, weight, bias, group, input_mode, output_mode)

@@ -1,0 +1,161 @@
+"""One training step: gradients of a global batch, one scalar reduction over the world, one update or none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.data_parallel.buckets import GradBuckets
+from megatron.data_parallel.shards import bucket_shards
+from megatron.model.build import Model
+from megatron.model.inputs import ModelInputs
+from megatron.optimizer.grad_scaler import GradScaler
+from megatron.optimizer.norms import count_zeros, square_sums
+from megatron.optimizer.optimizer import make_optimizer
+from megatron.parallel.collectives import all_reduce, start_all_reduce
+from megatron.parallel.context import ParallelContext
+from megatron.pipeline_parallel.executor import Executor
+from megatron.pipeline_parallel.p2p import Tensors
+from megatron.pipeline_parallel.schedules import GENERATORS, Schedule, forward_only
+from megatron.training.nonfinite import raise_nonfinite
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The same on every rank."""
+
+    loss: float
+    """Sum over all tokens of the global batch of mask x loss, divided by the sum of the mask."""
+    grad_norm: float
+    """Global norm of the unscaled gradient, before clipping."""
+    num_zeros: float | None
+    skipped: bool
+    """No update was made, because the gradient overflowed."""
+
+
+class TrainStep:
+    """Everything that a step needs, made once."""
+
+    def __init__(
+        self,
+        model: Model,
+        context: ParallelContext,
+        scaler: GradScaler,
+        *,
+        parallel: ParallelConfig,
+        optimizer: OptimizerConfig,
+        micro_batch_size: int,
+        skip_overflow: bool,
+        count_zeros: bool = False,
+    ) -> None:
+        """Allocate gradients, mains and moments.
+
+        Args:
+            skip_overflow: a gradient that is not finite skips the update (float16); else it is an error.
+            count_zeros: count the zeros of the gradient in every step.
+        """
+        self.model, self.context, self.scaler = model, context, scaler
+        self.buckets = GradBuckets(model.params, context, parallel)
+        self.optimizer = make_optimizer(bucket_shards(self.buckets), optimizer)
+        self._executor = Executor(context, model.boundary(micro_batch_size, context.topology.tp))
+        self._schedule, self._clip = parallel.pipeline_schedule, optimizer.clip_grad
+        self._skip_overflow, self._count_zeros = skip_overflow, count_zeros
+        self._wide = torch.promote_types(model.dtype, torch.float32)
+        self._counted = [shard.grad for shard in self.optimizer.shards if shard.counted]
+        self._schedules: dict[tuple[str, int], Schedule] = {}
+
+    def run(self, batch: Sequence[ModelInputs], *, iteration: int, learning_rate: float, weight_decay: float) -> StepResult:
+        """Train on one global batch.
+
+        Args:
+            batch: this data rank's microbatches.
+            iteration: counted from 1, for error messages.
+
+        Raises:
+            NonFiniteError: loss or gradient is not finite and no overflow is to be skipped.
+        """
+        loss_sum, count = self.gradients(batch)
+        device = self.context.device
+        squares = square_sums(self._counted, device).sum()
+        zeros = count_zeros(self._counted, device) if self._count_zeros else torch.zeros_like(squares)
+        # The step's only reduction of scalars and only host synchronisation. A NaN or infinity anywhere makes the sum so everywhere.
+        sums = all_reduce(torch.stack([loss_sum, count, squares, zeros]), self.context.world).tolist()
+        loss, norm = sums[0] / sums[1] if sums[1] else math.nan, math.sqrt(sums[2]) / self.scaler.scale
+        overflow = not math.isfinite(norm)
+        if not self._skip_overflow and (overflow or not math.isfinite(loss)):
+            raise_nonfinite(iteration, float(loss_sum), self.optimizer.shards, self.context)
+        if not overflow:
+            clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0
+            self.optimizer.step(learning_rate, weight_decay, clip / self.scaler.scale)
+        self.scaler.update(overflow)
+        return StepResult(loss, norm, sums[3] if self._count_zeros else None, overflow)
+
+    def gradients(self, batch: Sequence[ModelInputs]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fill the gradient buckets with (loss scale) x the gradient of the mean loss, summed over all ranks.
+
+        Returns:
+            this rank's share of the global sums of the loss and of the loss mask: float64 scalars, zero where another rank counts.
+        """
+        local_count = self._mask_sum(batch)
+        # 1F1B starts backward before later masks are seen, so the count is summed first. Started here, awaited at the first loss.
+        pending = start_all_reduce(local_count.clone(), self.context.world)
+        scale: list[torch.Tensor] = []
+
+        def scaled(loss: torch.Tensor) -> torch.Tensor:
+            if not scale:
+                scale.append((self.scaler.scale / pending.wait().clamp(min=1.0)).to(self._wide))
+            return loss * scale[0]
+
+        self.buckets.start_step(len(batch))
+        loss_sum = self._run(self._schedule, batch, scaled)
+        pending.wait()
+        self.buckets.finish()
+        return loss_sum, local_count
+
+    def evaluate(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
+        """Global sums of loss and loss mask over one global batch, without gradients."""
+        loss_sum = self._run("forward-only", batch, lambda loss: loss)
+        total, count = all_reduce(torch.stack([loss_sum, self._mask_sum(batch)]), self.context.world).tolist()
+        return total, count
+
+    def _run(self, schedule: str, batch: Sequence[ModelInputs], scaled: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.context.device)
+        last = len(self.model.layer_table) - 1
+
+        def forward(chunk: int, microbatch: int, received: Tensors) -> Tensors:
+            out = self.model.chunks[chunk](batch[microbatch], received.get("hidden"))
+            if chunk < last:
+                return {"hidden": out}
+            if self._counts_loss:
+                total.add_(out.detach())
+            return {"loss": scaled(out)}
+
+        self._executor.run(self._schedule_for(schedule, len(batch)), forward)
+        return total
+
+    def _schedule_for(self, name: str, num_microbatches: int) -> Schedule:
+        key = (name, num_microbatches)
+        if key not in self._schedules:
+            generator = GENERATORS.get(name, forward_only)
+            self._schedules[key] = generator(self.context.topology.pp, num_microbatches)
+        return self._schedules[key]
+
+    @property
+    def _counts_loss(self) -> bool:
+        return self.context.group("tp").index == 0
+
+    def _mask_sum(self, batch: Sequence[ModelInputs]) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.context.device)
+        for inputs in batch:
+            if inputs.loss_mask is not None and self._last_stage and self._counts_loss:
+                total += inputs.loss_mask.sum()
+        return total
+
+    @property
+    def _last_stage(self) -> bool:
+        return len(self.model.layer_table) - 1 in self.model.chunks

@@ -1,0 +1,46 @@
+"""A small subset of a large product of settings in which every pair of settings still occurs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Case = dict[str, Any]
+
+
+def product(cases_by_axis: Mapping[str, Sequence[Any]], valid: Callable[[Case], bool] = lambda case: True) -> list[Case]:
+    """Every valid case of the full product, the last axis varying fastest."""
+    cases = (dict(zip(cases_by_axis, settings, strict=True)) for settings in itertools.product(*cases_by_axis.values()))
+    return [case for case in cases if valid(case)]
+
+
+def covering(
+    cases_by_axis: Mapping[str, Sequence[Any]], seed: int, valid: Callable[[Case], bool] = lambda case: True
+) -> list[Case]:
+    """Valid cases among which every pair of settings of two axes occurs that occurs in any valid case.
+
+    Greedy: each case taken is one of those that bring most new pairs; the seed decides between equals. For k axes of at most n
+    settings some n^2 x log(k) cases remain of n^k.
+
+    Args:
+        cases_by_axis: settings (hashable) of each axis.
+        seed: the same seed gives the same cases.
+        valid: which cases make sense.
+    """
+    candidates = product(cases_by_axis, valid)
+    random.Random(seed).shuffle(candidates)
+    pairs = [_pairs(case) for case in candidates]
+    missing = set().union(*pairs)
+    chosen: list[int] = []
+    while missing:
+        best = max(range(len(candidates)), key=lambda i: len(pairs[i] & missing))
+        chosen.append(best)
+        missing -= pairs[best]
+    return [candidates[i] for i in chosen]
+
+
+def _pairs(case: Case) -> set[Any]:
+    """Its settings two by two; of a single axis, the setting alone."""
+    return set(itertools.combinations(case.items(), min(2, len(case))))

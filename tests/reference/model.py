@@ -1,0 +1,115 @@
+"""The forward pass of the reference model, in plain tensor operations.
+
+Shapes: B sequences, s tokens in each, h hidden, n query heads, g key-value heads, d head size, f MLP width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tests.reference.shape import ReferenceShape
+
+Weights = dict[str, Tensor]
+
+
+def token_losses(shape: ReferenceShape, weights: Weights, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of every token [B, s], for tokens and labels [B, s]."""
+    scores = logits(shape, weights, tokens)
+    return scores.logsumexp(dim=-1) - scores.gather(-1, labels[..., None])[..., 0]
+
+
+def logits(shape: ReferenceShape, weights: Weights, tokens: Tensor) -> Tensor:
+    """Scores of the next token [B, s, V] for tokens [B, s]."""
+    x = weights["embedding.word.weight"][tokens]
+    if shape.positions == "learned":
+        x = x + weights["embedding.position.weight"][: tokens.shape[1]]
+    for i in range(shape.num_layers):
+        layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
+        x = x + attention(shape, layer, norm(shape, layer, "attention_norm", x))
+        x = x + mlp(shape, layer, norm(shape, layer, "mlp_norm", x))
+    x = norm(shape, weights, "final_norm", x)
+    return x @ weights["embedding.word.weight" if shape.tied else "output.weight"].T
+
+
+def attention(shape: ReferenceShape, layer: Weights, x: Tensor) -> Tensor:
+    """Causal attention over [B, s, h]."""
+    batch, seq, _ = x.shape
+    n, g, d = shape.heads, shape.kv_heads, shape.head_size
+    groups = linear(layer, "attention.qkv", x).view(batch, seq, g, n // g + 2, d)
+    q = groups[:, :, :, : n // g].reshape(batch, seq, n, d)
+    k, v = groups[:, :, :, -2], groups[:, :, :, -1]
+    if shape.qk_norm:
+        q, k = norm(shape, layer, "attention.q_norm", q), norm(shape, layer, "attention.k_norm", k)
+    if shape.positions == "rope":
+        q, k = rotate(shape, q), rotate(shape, k)
+    # Every query head of a group meets the same key and value head.
+    k, v = k.repeat_interleave(n // g, dim=2), v.repeat_interleave(n // g, dim=2)
+    scores = torch.einsum("bind,bjnd->bnij", q, k) / math.sqrt(d)
+    future = torch.ones(seq, seq, dtype=torch.bool, device=x.device).triu(1)
+    probabilities = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+    mixed = torch.einsum("bnij,bjnd->bind", probabilities, v)
+    return linear(layer, "attention.output", mixed.reshape(batch, seq, n * d))
+
+
+def rotate(shape: ReferenceShape, x: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) of heads [B, s, heads, d].
+
+    The first rotary_percent of the channels are rotated; channel c and channel c + half of them are a pair, as in GPT-NeoX and
+    Llama.
+    """
+    rotated = int(shape.head_size * shape.rotary_percent)
+    frequencies = torch.tensor(rotary_frequencies(shape, rotated), dtype=x.dtype, device=x.device)
+    positions = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)
+    angles = (positions[:, None] * frequencies)[:, None, :]  # [s, 1, rotated / 2]
+    first, second, rest = x.split([rotated // 2, rotated // 2, shape.head_size - rotated], dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def rotary_frequencies(shape: ReferenceShape, rotated: int) -> list[float]:
+    """Angle per position of each of the rotated / 2 pairs, perhaps stretched as Llama 3.1 does.
+
+    There wavelengths beyond the original context of 8192 tokens are stretched by the factor, those below a quarter of it stay,
+    and between them the two are mixed, linearly in the number of turns that fit into the context (1 to 4).
+    """
+    frequencies = [shape.rotary_base ** (-2 * i / rotated) for i in range(rotated // 2)]
+    if shape.rope_scaling_factor is None:
+        return frequencies
+    scaled = []
+    for frequency in frequencies:
+        turns = 8192 * frequency / (2 * math.pi)
+        kept = min(1.0, max(0.0, (turns - 1) / (4 - 1)))
+        scaled.append(kept * frequency + (1 - kept) * frequency / shape.rope_scaling_factor)
+    return scaled
+
+
+def mlp(shape: ReferenceShape, layer: Weights, x: Tensor) -> Tensor:
+    """The feed-forward part over [B, s, h]."""
+    if shape.activation == "swiglu":
+        weight, bias = layer["mlp.up.weight"], layer.get("mlp.up.bias")
+        gate, up = x @ weight[0].T, x @ weight[1].T
+        if bias is not None:
+            gate, up = gate + bias[0], up + bias[1]
+        return linear(layer, "mlp.down", gate * torch.sigmoid(gate) * up)
+    up = linear(layer, "mlp.up", x)
+    if shape.activation == "gelu":
+        return linear(layer, "mlp.down", up * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))))
+    return linear(layer, "mlp.down", up.clamp(min=0) ** 2)
+
+
+def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
+    """A matrix [out, in] and perhaps a bias applied to [..., in]."""
+    product = x @ weights[f"{name}.weight"].T
+    return product + weights[f"{name}.bias"] if f"{name}.bias" in weights else product
+
+
+def norm(shape: ReferenceShape, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """LayerNorm or RMSNorm over the last dimension."""
+    if shape.norm == "RMSNorm":
+        return x / (x.square().mean(dim=-1, keepdim=True) + shape.epsilon).sqrt() * weights[f"{name}.weight"]
+    centred = x - x.mean(dim=-1, keepdim=True)
+    variance = centred.square().mean(dim=-1, keepdim=True)
+    return centred / (variance + shape.epsilon).sqrt() * weights[f"{name}.weight"] + weights[f"{name}.bias"]

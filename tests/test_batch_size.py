@@ -1,0 +1,100 @@
+"""The plan of batch sizes against a loop that makes every step."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.training import TrainingConfig
+from megatron.training.batch_size import BatchSizePlan
+
+
+def test_without_ramp_up_the_batch_is_constant() -> None:
+    plan = BatchSizePlan(TrainingConfig(micro_batch_size=2, global_batch_size=24, train_iters=50), data_size=3)
+    assert plan.final_global_batch_size == 24
+    assert [plan.global_batch_size(n) for n in (0, 24, 10**9)] == [24, 24, 24]
+    assert plan.num_microbatches(0) == 4
+    assert [plan.samples_after(n) for n in (0, 1, 50)] == [0, 24, 1200]
+    assert (plan.total_iterations, plan.total_samples) == (50, 1200)
+
+
+def test_batch_size_defaults_to_one_microbatch_a_rank() -> None:
+    plan = BatchSizePlan(TrainingConfig(micro_batch_size=2, train_iters=1), data_size=3)
+    assert (plan.final_global_batch_size, plan.num_microbatches(0)) == (6, 1)
+
+
+def test_last_incomplete_batch_of_the_samples_is_dropped() -> None:
+    plan = BatchSizePlan(TrainingConfig(micro_batch_size=1, global_batch_size=8, train_samples=31), data_size=1)
+    assert (plan.total_iterations, plan.total_samples) == (3, 31)
+
+
+def test_ramp_up_by_hand() -> None:
+    # Two increments over 40 samples: 2 until 20, 4 until 40, then 6.
+    training = TrainingConfig(micro_batch_size=1, global_batch_size=6, rampup_batch_size=(2, 2, 40), train_samples=63)
+    plan = BatchSizePlan(training, data_size=2)
+    assert [plan.global_batch_size(n) for n in (0, 19, 20, 39, 40, 1000)] == [2, 2, 4, 4, 6, 6]
+    assert [plan.num_microbatches(n) for n in (0, 20, 40)] == [1, 2, 3]
+    assert [plan.samples_after(n) for n in (0, 10, 11, 15, 16)] == [0, 20, 24, 40, 46]
+    assert plan.total_iterations == 18  # 10 of 2, 5 of 4, 3 of 6; 5 samples are left
+
+
+@given(
+    micro=st.integers(1, 3),
+    data_size=st.integers(1, 3),
+    start=st.integers(1, 4),
+    increment=st.integers(1, 3),
+    increments=st.integers(0, 8),
+    ramp_samples=st.integers(1, 400),
+    train_samples=st.integers(1, 1500),
+)
+def test_plan_equals_a_loop_over_all_steps(
+    micro: int, data_size: int, start: int, increment: int, increments: int, ramp_samples: int, train_samples: int
+) -> None:
+    unit = micro * data_size
+    ramp = (start * unit, increment * unit, ramp_samples)
+    final = (start + increment * increments) * unit
+    training = TrainingConfig(micro_batch_size=micro, global_batch_size=final, rampup_batch_size=ramp, train_samples=train_samples)
+    plan = BatchSizePlan(training, data_size)
+
+    iterations, consumed = 0, 0
+    while True:
+        assert plan.samples_after(iterations) == consumed
+        # START + floor(consumed / (SAMPLES / increments)) * INCREMENT, at most the global batch size
+        batch = min(final, ramp[0] + consumed * increments // ramp_samples * ramp[1]) if consumed <= ramp_samples else final
+        assert plan.global_batch_size(consumed) == batch == plan.num_microbatches(consumed) * unit
+        if consumed + batch > train_samples:
+            break
+        consumed += batch
+        iterations += 1
+    assert plan.total_iterations == iterations
+
+
+def test_long_runs_are_answered_without_a_loop() -> None:
+    training = TrainingConfig(micro_batch_size=1, global_batch_size=1536, rampup_batch_size=(16, 16, 6_000_000), train_iters=10**15)
+    plan = BatchSizePlan(training, data_size=16)
+    ramp_iterations = next(n for n in range(0, 10**6, 1000) if plan.samples_after(n) > 6_000_000)
+    later = plan.samples_after(ramp_iterations)
+    assert plan.samples_after(10**15) == later + (10**15 - ramp_iterations) * 1536 == plan.total_samples
+
+
+@pytest.mark.parametrize(
+    ("ramp", "message"),
+    [
+        (None, "--global-batch-size 18 is not a multiple of --micro-batch-size 2 x 2 data ranks = 4. Nearest valid: 16 or 20."),
+        ((20, 4, 10), "START is larger than --global-batch-size 16"),
+        ((4, 8, 10), "Take an INCREMENT that divides 12"),
+        ((2, 7, 10), "START is not a multiple of --micro-batch-size 2 x 2 data ranks = 4. Nearest valid: 4."),
+        ((4, 6, 10), "INCREMENT is not a multiple of --micro-batch-size 2 x 2 data ranks = 4. Nearest valid: 4 or 8."),
+        ((4, 0, 10), "START, INCREMENT and SAMPLES must be positive"),
+        ((4, 4, 0), "START, INCREMENT and SAMPLES must be positive"),
+    ],
+)
+def test_impossible_plans_name_flag_and_nearest_value(ramp: tuple[int, int, int] | None, message: str) -> None:
+    training = TrainingConfig(
+        micro_batch_size=2, global_batch_size=18 if ramp is None else 16, rampup_batch_size=ramp, train_iters=1
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BatchSizePlan(training, data_size=2)

@@ -1,0 +1,64 @@
+"""The lines that people parse, byte for byte."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime
+from typing import Any
+
+from megatron.metrics.log_line import training_log_line, validation_lines
+
+VALUES: dict[str, Any] = {
+    "time": datetime(2026, 6, 11, 10, 0, 0, 123456),
+    "iteration": 100,
+    "train_iterations": 1000,
+    "consumed_samples": 3200,
+    "elapsed_ms": 250.123,
+    "learning_rate": 1.5e-4,
+    "global_batch_size": 32,
+    "lm_loss": 9.123456,
+    "loss_scale": 1.0,
+    "grad_norm": 1.2341,
+    "skipped": 0,
+    "nans": 0,
+}
+
+
+def test_line_with_throughput() -> None:
+    assert training_log_line(**VALUES, tflops_per_device=41.23) == (
+        " [2026-06-11 10:00:00.123456] iteration      100/    1000 | consumed samples:         3200 |"
+        " elapsed time per iteration (ms): 250.1 | throughput per GPU (TFLOP/s/GPU): 41.2 | learning rate: 1.500000E-04 |"
+        " global batch size:    32 | lm loss: 9.123456E+00 | loss scale: 1.0 | grad norm: 1.234 |"
+        " number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+
+
+def test_line_with_all_optional_fields_and_a_whole_second() -> None:
+    values = VALUES | {"time": datetime(2026, 6, 11, 10, 0, 0), "skipped": 12, "nans": 3, "loss_scale": 65536.0}
+    assert training_log_line(**values, num_zeros=7.0, params_norm=12.3456) == (
+        " [2026-06-11 10:00:00.000000] iteration      100/    1000 | consumed samples:         3200 |"
+        " elapsed time per iteration (ms): 250.1 | learning rate: 1.500000E-04 |"
+        " global batch size:    32 | lm loss: 9.123456E+00 | loss scale: 65536.0 | grad norm: 1.234 | num zeros: 7.0 |"
+        " params norm: 12.346 | number of skipped iterations:  12 | number of nan iterations:   3 |"
+    )
+
+
+def test_line_of_an_interval_without_an_update() -> None:
+    assert training_log_line(**VALUES | {"lm_loss": None, "grad_norm": None}) == (
+        " [2026-06-11 10:00:00.123456] iteration      100/    1000 | consumed samples:         3200 |"
+        " elapsed time per iteration (ms): 250.1 | learning rate: 1.500000E-04 |"
+        " global batch size:    32 | loss scale: 1.0 |"
+        " number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+
+
+def test_validation_lines() -> None:
+    rule, line, end = validation_lines(1000, 2.0)
+    assert line == " validation loss at iteration 1000 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
+    assert rule == end == "-" * (len(line) + 1)
+
+
+def test_validation_of_the_test_split_and_of_a_hopeless_loss() -> None:
+    _, line, _ = validation_lines(5, 1000.0, "test")
+    expected = f"{math.exp(20):.6E}"
+    assert line == f" validation loss at iteration 5 on test set | lm loss value: 1.000000E+03 | lm loss PPL: {expected} | "

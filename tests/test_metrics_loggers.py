@@ -1,0 +1,142 @@
+"""What the sinks write."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.config.logging import LoggingConfig
+from megatron.metrics.loggers import MetricsFile, TensorBoard, WandB, curve_sinks
+
+
+def strict_lines(path: Path) -> list[dict[str, Any]]:
+    """The records, read as a strict reader does: NaN and Infinity are errors."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_metrics_file_has_full_digits_and_is_flushed(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    metrics = MetricsFile(path, append=False)
+    loss = 2.718281828459045
+    metrics.scalars(10, 320, {"lm_loss": loss, "skipped": 0})
+    assert strict_lines(path) == [{"iteration": 10, "consumed_samples": 320, "lm_loss": loss, "skipped": 0}]
+    metrics.scalars(10, 320, {"validation_loss": 0.1 + 0.2})
+    metrics.close()
+    assert strict_lines(path)[1] == {"iteration": 10, "consumed_samples": 320, "validation_loss": 0.30000000000000004}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_json_cannot_say_is_null_and_marked(tmp_path: Path, value: float) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", append=False)
+    metrics.scalars(1, 2, {"lm_loss": value, "grad_norm": 1.0})
+    metrics.close()
+    expected = {"iteration": 1, "consumed_samples": 2, "lm_loss": None, "grad_norm": 1.0, "nonfinite": True}
+    assert strict_lines(tmp_path / "metrics.jsonl") == [expected]
+
+
+def test_resumed_run_appends_after_half_a_line_and_a_new_run_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for iteration, append in ((1, True), (2, True)):
+        metrics = MetricsFile(path, append=append)
+        metrics.scalars(iteration, 0, {})
+        metrics.close()
+    assert [record["iteration"] for record in strict_lines(path)] == [1, 2]
+
+    with path.open("a") as file:
+        file.write('{"iterat')  # killed while writing
+    metrics = MetricsFile(path, append=True)
+    metrics.scalars(3, 0, {})
+    metrics.close()
+    lines = path.read_text().splitlines()
+    assert lines[2] == '{"iterat' and json.loads(lines[3])["iteration"] == 3
+
+    metrics = MetricsFile(path, append=False)
+    metrics.scalars(9, 0, {})
+    metrics.close()
+    assert [record["iteration"] for record in strict_lines(path)] == [9]
+
+
+def test_path_that_cannot_be_written_names_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "metrics.jsonl"):
+        with pytest.raises(ValueError, match=r"--metrics-file .* cannot be written"):
+            MetricsFile(path, append=False)
+
+
+def test_tensorboard_has_the_tags_of_megatron(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(str(tmp_path))
+    board.scalars(10, 320, {"lm_loss": 4.0, "elapsed_ms": 250.0, "learning_rate": 0.5, "forward-time": 3.0})
+    board.scalars(10, 320, {"validation_loss": 0.0, "test_loss": 1.0})
+    board.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    points = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    e = pytest.approx(2.718281828, rel=1e-6)
+    curves = {
+        "lm loss": 4.0,
+        "iteration-time": 0.25,
+        "learning-rate": 0.5,
+        "lm loss validation": 0.0,
+        "lm loss validation ppl": 1.0,
+        "lm loss test": 1.0,
+        "lm loss test ppl": e,
+    }
+    expected = {tag: [(10, value)] for tag, value in curves.items()}
+    expected |= {f"{tag} vs samples": [(320, value)] for tag, value in curves.items()}
+    assert points == expected | {"forward-time": [(10, 3.0)]}
+
+
+def test_tensorboard_without_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="--tensorboard-dir needs the package tensorboard: pip install tensorboard"):
+        TensorBoard(str(tmp_path))
+
+
+def test_tensorboard_folder_that_cannot_be_made_names_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--tensorboard-dir .* cannot be written"):
+        TensorBoard(str(tmp_path / "file" / "curves"))
+
+
+def test_wandb_receives_values_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    run = SimpleNamespace(log=lambda values, step: calls.append((values, step)), finish=lambda: calls.append("finished"))
+
+    def init(**settings: Any) -> SimpleNamespace:
+        calls.append(settings)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    board = WandB("project", "name", {"lr": 0.1})
+    board.scalars(10, 320, {"lm_loss": 4.0})
+    board.close()
+    settings = {"project": "project", "name": "name", "config": {"lr": 0.1}}
+    assert calls == [settings, ({"lm_loss": 4.0, "consumed_samples": 320}, 10), "finished"]
+
+
+def test_wandb_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r'--wandb-project needs the package wandb \(the extra "wandb"\)'):
+        WandB("project")
+
+
+def test_only_what_is_asked_for_is_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    opened: list[Any] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: opened.append(settings)))
+    assert curve_sinks(LoggingConfig()) == [] == opened
+    config = LoggingConfig(tensorboard_dir=str(tmp_path / "curves"), wandb_project="project", wandb_exp_name="name")
+    sinks = curve_sinks(config, {"lr": 1.0})
+    assert [type(sink) for sink in sinks] == [TensorBoard, WandB]
+    assert opened == [{"project": "project", "name": "name", "config": {"lr": 1.0}}]
+    sinks[0].close()
+    assert (tmp_path / "curves").is_dir()
