@@ -62,7 +62,7 @@ def spawn_cli(argv: Sequence[str], nproc: int | None, timeout: float = 120.0, en
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            preexec_fn=lambda: die_with(parent, signal.SIGTERM),  # torchrun ends its ranks when terminated
+            preexec_fn=lambda: die_with(parent, signal.SIGTERM),  # noqa: PLW1509 - takes no lock; torchrun then ends its ranks
         )
         try:
             process.wait(timeout)

@@ -165,7 +165,7 @@ def _outcome(rank: int, setup: _Setup, function: Callable[..., Any], args: tuple
                 timeout=datetime.timedelta(seconds=setup.timeout),
             )
         return pickle.dumps((True, pickle.dumps(function(rank, *args))))
-    except BaseException:  # also SystemExit and pytest's own outcomes
+    except BaseException:  # noqa: BLE001 - the parent judges it; also SystemExit and pytest's own outcomes
         return pickle.dumps((False, traceback.format_exc()))
 
 

@@ -16,7 +16,7 @@ def stable_seed(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What dropout masks depend on within a run: the step and the microbatch, known by its first sample.
+    """What dropout masks depend on within a run: the step (known by the samples consumed before it) and the microbatch (by its first).
 
     So the masks do not depend on the data rank or the pipeline stage that happens to compute them.
     """

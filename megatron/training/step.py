@@ -12,6 +12,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.buckets import GradBuckets
 from megatron.data_parallel.shards import bucket_shards
+from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
@@ -36,6 +37,10 @@ class StepResult:
     num_zeros: float | None
     skipped: bool
     """No update was made, because the gradient overflowed."""
+    loss_scale: float
+    """The scale that this step used."""
+    exit_votes: tuple[bool, bool] = (False, False)
+    """Whether any rank was asked to exit by a signal, and whether any rank's time is up."""
 
 
 class TrainStep:
@@ -52,12 +57,14 @@ class TrainStep:
         micro_batch_size: int,
         skip_overflow: bool,
         count_zeros: bool = False,
+        timers: Timers | None = None,
     ) -> None:
         """Allocate gradients, mains and moments.
 
         Args:
             skip_overflow: a gradient that is not finite skips the update (float16); else it is an error.
             count_zeros: count the zeros of the gradient in every step.
+            timers: where the parts of a step are timed.
         """
         self.model, self.context, self.scaler = model, context, scaler
         self.buckets = GradBuckets(model.params, context, parallel)
@@ -66,34 +73,56 @@ class TrainStep:
         self._schedule, self._clip = parallel.pipeline_schedule, optimizer.clip_grad
         self._skip_overflow, self._count_zeros = skip_overflow, count_zeros
         self._wide = torch.promote_types(model.dtype, torch.float32)
-        self._counted = [shard.grad for shard in self.optimizer.shards if shard.counted]
+        self.counted_shards = [shard for shard in self.optimizer.shards if shard.counted]
+        self.counted_squares = torch.zeros(len(self.counted_shards), dtype=torch.float64, device=context.device)
+        """Sums of squares of the (scaled) gradients of `counted_shards` in the last step."""
+        self._counted_grads = [shard.grad for shard in self.counted_shards]
+        self._timers = timers or Timers(level=0)
         self._schedules: dict[tuple[str, int], Schedule] = {}
 
-    def run(self, batch: Sequence[ModelInputs], *, iteration: int, learning_rate: float, weight_decay: float) -> StepResult:
+    def run(
+        self,
+        batch: Sequence[ModelInputs],
+        *,
+        iteration: int,
+        learning_rate: float,
+        weight_decay: float,
+        exit_votes: tuple[bool, bool] = (False, False),
+    ) -> StepResult:
         """Train on one global batch.
 
         Args:
             batch: this data rank's microbatches.
             iteration: counted from 1, for error messages.
+            exit_votes: this rank's; they travel with the step's sums, so agreeing costs nothing.
 
         Raises:
             NonFiniteError: loss or gradient is not finite and no overflow is to be skipped.
         """
         loss_sum, count = self.gradients(batch)
-        device = self.context.device
-        squares = square_sums(self._counted, device).sum()
-        zeros = count_zeros(self._counted, device) if self._count_zeros else torch.zeros_like(squares)
-        # The step's only reduction of scalars and only host synchronisation. A NaN or infinity anywhere makes the sum so everywhere.
-        sums = all_reduce(torch.stack([loss_sum, count, squares, zeros]), self.context.world).tolist()
-        loss, norm = sums[0] / sums[1] if sums[1] else math.nan, math.sqrt(sums[2]) / self.scaler.scale
+        with self._timers("grad-norm", level=1):
+            sums = self._sums(loss_sum, count, exit_votes)
+        scale = self.scaler.scale
+        loss, norm = sums[0] / sums[1] if sums[1] else math.nan, math.sqrt(sums[2]) / scale
         overflow = not math.isfinite(norm)
         if not self._skip_overflow and (overflow or not math.isfinite(loss)):
             raise_nonfinite(iteration, float(loss_sum), self.optimizer.shards, self.context)
         if not overflow:
             clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0
-            self.optimizer.step(learning_rate, weight_decay, clip / self.scaler.scale)
+            with self._timers("optimizer", level=1):
+                self.optimizer.step(learning_rate, weight_decay, clip / scale)
         self.scaler.update(overflow)
-        return StepResult(loss, norm, sums[3] if self._count_zeros else None, overflow)
+        return StepResult(loss, norm, sums[3] if self._count_zeros else None, overflow, scale, (sums[4] > 0, sums[5] > 0))
+
+    def _sums(self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool]) -> list[float]:
+        """Loss, mask, squares, zeros and votes summed over the world: the step's only reduction of scalars and only host
+        synchronisation. A NaN or infinity in any gradient makes the squares so everywhere."""
+        device = self.context.device
+        self.counted_squares = square_sums(self._counted_grads, device)
+        squares = self.counted_squares.sum()
+        zeros = count_zeros(self._counted_grads, device) if self._count_zeros else torch.zeros_like(squares)
+        votes = torch.tensor(exit_votes, dtype=torch.float64, device=device)
+        return all_reduce(torch.cat([torch.stack([loss_sum, count, squares, zeros]), votes]), self.context.world).tolist()
 
     def gradients(self, batch: Sequence[ModelInputs]) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill the gradient buckets with (loss scale) x the gradient of the mean loss, summed over all ranks.
@@ -112,9 +141,11 @@ class TrainStep:
             return loss * scale[0]
 
         self.buckets.start_step(len(batch))
-        loss_sum = self._run(self._schedule, batch, scaled)
+        with self._timers("forward-backward", level=1):
+            loss_sum = self._run(self._schedule, batch, scaled)
         pending.wait()
-        self.buckets.finish()
+        with self._timers("grads-reduce", level=1):
+            self.buckets.finish()
         return loss_sum, local_count
 
     def evaluate(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:

@@ -38,14 +38,14 @@ class ReferenceShape:
 
 def gpt2_like(**changes: object) -> ReferenceShape:
     """A small GPT-2: learned positions, LayerNorm, GELU, biases, tied output."""
-    sizes = dict(num_layers=2, hidden=32, ffn=64, heads=4, kv_heads=4, head_size=8, vocab=64, seq=16)
+    sizes = {"num_layers": 2, "hidden": 32, "ffn": 64, "heads": 4, "kv_heads": 4, "head_size": 8, "vocab": 64, "seq": 16}
     return ReferenceShape(**{**sizes, **changes})  # type: ignore[arg-type]
 
 
 def llama_like(**changes: object) -> ReferenceShape:
     """A small Llama: rotary positions, RMSNorm, SwiGLU, grouped queries, no biases, untied output."""
-    parts = dict(positions="rope", norm="RMSNorm", activation="swiglu", bias=False, tied=False)
-    sizes = dict(num_layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_size=8, vocab=64, seq=16)
+    parts = {"positions": "rope", "norm": "RMSNorm", "activation": "swiglu", "bias": False, "tied": False}
+    sizes = {"num_layers": 2, "hidden": 32, "ffn": 48, "heads": 4, "kv_heads": 2, "head_size": 8, "vocab": 64, "seq": 16}
     return ReferenceShape(**{**sizes, **parts, **changes})  # type: ignore[arg-type]
 
 

@@ -1,0 +1,54 @@
+"""What a rank holds of a tensor of the whole model. Checkpoints know nothing else of layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.parallel.boxes import Box, PlacedBox
+
+
+@dataclass
+class GlobalTensor:
+    """The part of one global tensor that this rank holds.
+
+    Ranks that hold replicas give the same boxes: each is written once in the world, and read by everybody who holds it.
+    """
+
+    name: str
+    """Global name, the same at every layout, e.g. `model.layers.3.mlp.up.weight`."""
+    global_shape: tuple[int, ...]
+    """Shape in the whole model, without padding."""
+    local: torch.Tensor
+    """Contiguous; its flattened elements are what the boxes' starts count. On any device."""
+    boxes: list[PlacedBox]
+    """None where the rank holds only padding."""
+
+    def __post_init__(self) -> None:
+        assert self.local.is_contiguous(), f"{self.name}: the local tensor must be contiguous"
+        for placed in self.boxes:
+            box = placed.box
+            assert box.numel, f"{self.name}: {box} is empty"
+            assert len(box.offsets) == len(self.global_shape), f"{self.name}: {box} has another number of dimensions"
+            assert placed.start + box.numel <= self.local.numel(), f"{self.name}: {placed} lies beyond the local tensor"
+            ends = (offset + size for offset, size in zip(box.offsets, box.sizes, strict=True))
+            assert all(end <= size for end, size in zip(ends, self.global_shape, strict=True)), f"{self.name}: {box} is outside"
+
+    def part(self, placed: PlacedBox) -> torch.Tensor:
+        """The local elements of a box, as a view in the shape of the box."""
+        flat = self.local.detach().view(-1)
+        return flat[placed.start : placed.start + placed.box.numel].view(placed.box.sizes)
+
+
+def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    """An index that selects a block of a tensor."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def box_key(name: str, global_shape: tuple[int, ...], box: Box) -> str:
+    """Name of a box in a file: `name` for a whole tensor, else `name[0:128,64:128]`."""
+    if box.sizes == global_shape:
+        return name
+    ranges = ",".join(f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
+    return f"{name}[{ranges}]"

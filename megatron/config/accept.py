@@ -1,0 +1,95 @@
+"""Sorts what was given into settings, flags without effect, and problems."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron.config.compat import NoEffect, find, find_family, known_names, refused_choice
+from megatron.config.errors import Violation
+from megatron.config.flags import Flag, flags, nearest_names, switch
+from megatron.config.given import Given
+
+
+@dataclass
+class Sorted:
+    """What became of the flags."""
+
+    settings: list[tuple[Flag, Given]] = field(default_factory=list)
+    """Good settings in order; the last of a flag counts."""
+    notes: list[str] = field(default_factory=list)
+    """A line for each flag that has no effect, and for each that was given twice."""
+    problems: list[Violation] = field(default_factory=list)
+    """Unknown and refused flags, and values that do not fit."""
+    doubtful: set[str] = field(default_factory=set)
+    """Flags (``--lr``) whose value is not known because of a problem: a rule about them would mislead."""
+
+
+def sort_given(stray: Sequence[str], given: Sequence[Given]) -> Sorted:
+    """Look up every flag and check the form of its values."""
+    found = Sorted()
+    for word in stray:
+        found.problems.append(Violation((), f"{word} belongs to no flag.", "Every setting starts with a flag; see --help."))
+    for item in given:
+        setting = switch(item.name) or flags().get(item.name)
+        if setting is None:
+            _stranger(item, found)
+        else:
+            _setting(setting[0] if isinstance(setting, tuple) else setting, item, found)
+    _repeated(found)
+    return found
+
+
+def _setting(flag: Flag, item: Given, found: Sorted) -> None:
+    fault = flag.fault(item.values)
+    if fault is None:
+        found.settings.append((flag, item))
+        return
+    found.doubtful.add(f"--{flag.name}")
+    reason = refused_choice(flag.name, item.values[0]) if len(item.values) == 1 else None
+    if reason is not None:
+        found.problems.append(Violation((f"--{flag.name}",), f"{item}: {item.values[0]} {reason}."))
+        return
+    nearest = difflib.get_close_matches(item.values[0], flag.choices, n=1) if len(item.values) == 1 else []
+    suggestions = tuple(f"--{flag.name} {choice}" for choice in nearest)
+    found.problems.append(Violation((f"--{flag.name}",), f"{item}: --{flag.name} {fault}.", nearest=suggestions))
+
+
+def _stranger(item: Given, found: Sorted) -> None:
+    """A flag that is no setting: without effect, refused, or unknown."""
+    flag = f"--{item.name}"
+    known = find(item.name)
+    if known is None and not difflib.get_close_matches(item.name, flags(), n=1, cutoff=0.85):
+        known = find_family(item.name)
+    if isinstance(known, NoEffect):
+        fault = known.fault(item.values)
+        if fault is None:
+            found.notes.append(f"{item} has no effect: {known.reason}.")
+            return
+        reason = refused_choice(item.name, item.values[0]) if item.values else None
+        message = f"{item}: {item.values[0]} is refused." if reason else f"{item}: {item.spelled} {fault}."
+        found.problems.append(Violation((flag,), message, reason[0].upper() + reason[1:] + "." if reason else ""))
+    elif known is not None:
+        found.problems.append(Violation((flag,), f"{item} is refused.", known.reason))
+    else:
+        names = nearest_names(item.name.lstrip("-"), _spellings()) or nearest_names(item.name.lstrip("-"), known_names())
+        found.doubtful.update(f"--{name}" for name in names)
+        place = f"{item.where}: " if item.where else ""
+        advice = f"Perhaps you meant {' or '.join(f'--{name}' for name in names)}." if names else "See --help for all flags."
+        found.problems.append(Violation((flag,), f"{place}{item.spelled} is not a flag.", advice))
+
+
+def _spellings() -> list[str]:
+    """Every setting, and the negative form of switches that are on by default."""
+    return [*flags(), *(f"no-{flag.name}" for flag in flags().values() if flag.default is True)]
+
+
+def _repeated(found: Sorted) -> None:
+    """Name the settings that the command line gives more than once with different values."""
+    last: dict[str, Given] = {}
+    for flag, item in found.settings:
+        before = last.get(flag.name)
+        if before is not None and not before.where and (before.name, before.values) != (item.name, item.values):
+            found.notes.append(f"{before} is overruled by {item}, which comes later.")
+        last[flag.name] = item

@@ -1,0 +1,1 @@
+"""The rules between settings, a file a topic; `megatron.config.rules` runs them."""

@@ -1,0 +1,44 @@
+"""Rules about saving and resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.checks.finding import Finding, Rule, change, multiples_near, positive, try_values
+from megatron.config.config import Config
+
+
+def retained_are_saved(config: Config, world_size: int) -> Iterator[Finding]:
+    """Checkpoints to retain are among those that are saved."""
+    every, retain = config.checkpoint.save_interval, config.checkpoint.save_retain_interval
+    if every is None or retain is None or not positive(every, retain) or retain % every == 0:
+        return
+    yield Finding(
+        ("save_retain_interval", "save_interval"),
+        f"--save-retain-interval {retain} is not a multiple of --save-interval {every}.",
+        "Only what is saved can be retained.",
+        (try_values("save_retain_interval", retain, multiples_near(retain, every)),),
+    )
+
+
+def one_scheduler(config: Config, world_size: int) -> Iterator[Finding]:
+    """On resume the schedules come from one place."""
+    optimizer = config.optimizer
+    both = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+    if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
+        yield Finding(
+            both,
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other.",
+            "On resume the schedules come from the command line or from the checkpoint.",
+            ((change(override_opt_param_scheduler=False), change(use_checkpoint_opt_param_scheduler=False)),),
+        )
+    if optimizer.use_checkpoint_opt_param_scheduler and config.checkpoint.finetune:
+        yield Finding(
+            ("use_checkpoint_opt_param_scheduler", "finetune"),
+            "--use-checkpoint-opt-param-scheduler and --finetune exclude each other.",
+            "Fine-tuning takes only the weights from the checkpoint.",
+            ((change(use_checkpoint_opt_param_scheduler=False), change(finetune=False)),),
+        )
+
+
+RULES: tuple[Rule, ...] = (retained_are_saved, one_scheduler)

@@ -1,0 +1,114 @@
+"""What a rule reports, and the candidates from which the nearest valid settings are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.config import Config
+from megatron.config.flags import Flag, flags
+
+
+@dataclass(frozen=True)
+class Change:
+    """Other values of some settings, or another world size, that might be valid."""
+
+    fields: tuple[tuple[str, Any], ...] = ()
+    world_size: int | None = None
+
+    def apply(self, config: Config, world_size: int) -> tuple[Config, int]:
+        """The settings and the world size after the change."""
+        for name, value in self.fields:
+            topic = _by_field(name).topic
+            config = dataclasses.replace(config, **{topic: dataclasses.replace(getattr(config, topic), **{name: value})})
+        return config, world_size if self.world_size is None else self.world_size
+
+    def __str__(self) -> str:
+        """As a piece of a command line, or ``world size N``."""
+        if self.world_size is not None:
+            return f"world size {self.world_size}"
+        return " ".join(_shown(_by_field(name), value) for name, value in self.fields)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A violated rule."""
+
+    fields: tuple[str, ...]
+    """Settings that take part: names of fields."""
+    message: str
+    rule: str = ""
+    candidates: tuple[tuple[Change, ...], ...] = ()
+    """Groups of changes to try, each with the nearest first; of those that are valid, two of a group are shown."""
+
+
+Rule = Callable[[Config, int], Iterator[Finding]]
+"""A rule looks at the settings and the world size. It keeps silent where a number that it needs is missing or out of range:
+another rule says so."""
+
+
+def change(**fields: Any) -> Change:
+    """A change of settings by the names of their fields."""
+    return Change(tuple(fields.items()))
+
+
+def switch_on(field: str) -> tuple[Change, ...]:
+    """The group of candidates that switches one setting on."""
+    return (change(**{field: True}),)
+
+
+def try_values(field: str, current: float, values: Iterable[Any]) -> tuple[Change, ...]:
+    """Candidates for one setting, the nearest to its current value first."""
+    return tuple(change(**{field: value}) for value in sorted(set(values), key=lambda value: (abs(value - current), value)))
+
+
+def is_changed(config: Config, field: str) -> bool:
+    """Whether a setting differs from its default."""
+    flag = _by_field(field)
+    return bool(getattr(getattr(config, flag.topic), field) != flag.default)
+
+
+def shown(config: Config, field: str) -> str:
+    """A setting as it would be typed: ``--lr 0.1``, ``--bf16``, ``--no-load-optim``."""
+    flag = _by_field(field)
+    return _shown(flag, getattr(getattr(config, flag.topic), field))
+
+
+def positive(*values: float | None) -> bool:
+    """Whether all values are there and above zero, so that a rule can divide by them."""
+    return all(value is not None and 0 < value < math.inf for value in values)
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors of a positive number in ascending order (of one above 10^12: only pairs with a part up to 10^6, to stay quick)."""
+    small = [part for part in range(1, min(math.isqrt(number), 10**6) + 1) if number % part == 0]
+    return small + [number // part for part in reversed(small) if part * part != number]
+
+
+def multiples_near(number: int, unit: int, reach: int = 8) -> list[int]:
+    """Positive multiples of `unit` around a number: `reach` on each side."""
+    middle = number // unit
+    return [unit * count for count in range(max(1, middle - reach), middle + reach + 2)]
+
+
+def data_size(config: Config, world_size: int) -> int | None:
+    """Data-parallel size, or None where the layout does not fit the world."""
+    parallel = config.parallel
+    sizes = (parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.pipeline_model_parallel_size)
+    if not positive(world_size, *sizes) or world_size % math.prod(sizes):
+        return None
+    return world_size // math.prod(sizes)
+
+
+def _by_field(field: str) -> Flag:
+    return flags()[field.replace("_", "-")]
+
+
+def _shown(flag: Flag, value: Any) -> str:
+    if flag.kind is bool:
+        return f"--{flag.name}" if value else f"--no-{flag.name}"
+    values = value if isinstance(value, tuple) else (value,)
+    return " ".join([f"--{flag.name}", *map(str, values)])

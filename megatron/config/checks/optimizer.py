@@ -1,0 +1,162 @@
+"""Rules about the schedules of learning rate and weight decay, and about the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.checks.finding import Finding, Rule, change, positive, shown
+from megatron.config.config import Config
+
+_UNITS = ("lr_decay", "lr_warmup", "lr_wsd_decay")
+
+
+def schedule_counts_as_run(config: Config, world_size: int) -> Iterator[Finding]:
+    """A run in steps has its schedule in steps, a run in samples has it in samples."""
+    training = config.training
+    if (training.train_iters is None) == (training.train_samples is None):
+        return
+    mine, other = ("iters", "samples") if training.train_iters is not None else ("samples", "iters")
+    for schedule in _UNITS:
+        if getattr(config.optimizer, f"{schedule}_{other}"):
+            flag = f"--{schedule.replace('_', '-')}"
+            yield Finding(
+                (f"{schedule}_{other}", f"train_{mine}"),
+                f"{shown(config, f'{schedule}_{other}')} does not go with --train-{mine}.",
+                f"A run measured in {mine} has its schedule in {mine}: use {flag}-{mine}.",
+            )
+
+
+def schedule_is_given_once(config: Config, world_size: int) -> Iterator[Finding]:
+    """A length of the schedule is given in one way."""
+    optimizer = config.optimizer
+    for schedule in _UNITS:
+        fields = [f"{schedule}_iters", f"{schedule}_samples"]
+        if schedule == "lr_warmup":
+            fields.append("lr_warmup_fraction")
+        given = [field for field in fields if getattr(optimizer, field)]
+        if len(given) > 1:
+            unset = {field: 0 if field in ("lr_warmup_iters", "lr_warmup_samples") else None for field in given}
+            options = tuple(change(**{field: unset[field] for field in given if field != kept}) for kept in given)
+            yield Finding(
+                tuple(given),
+                f"{' and '.join(shown(config, field) for field in given)} exclude each other.",
+                "Each sets the same length.",
+                (options,),
+            )
+
+
+def rates_are_ordered(config: Config, world_size: int) -> Iterator[Finding]:
+    """--lr is the highest rate."""
+    optimizer = config.optimizer
+    for field in ("min_lr", "lr_warmup_init"):
+        rate = getattr(optimizer, field)
+        if optimizer.lr is not None and positive(optimizer.lr) and rate > optimizer.lr:
+            yield Finding(
+                (field, "lr"),
+                f"{shown(config, field)} is above --lr {optimizer.lr}.",
+                "--lr is the highest learning rate of the run.",
+                ((change(**{field: optimizer.lr}),), (change(lr=rate),)),
+            )
+
+
+def phases_fit_decay(config: Config, world_size: int) -> Iterator[Finding]:
+    """Warm-up ends before the decay does, and leaves room for the final decay of WSD."""
+    optimizer, training = config.optimizer, config.training
+    for unit, run in (("iters", training.train_iters), ("samples", training.train_samples)):
+        given: int | None = getattr(optimizer, f"lr_decay_{unit}")
+        length = run if given is None else given
+        warmup = getattr(optimizer, f"lr_warmup_{unit}")
+        final = getattr(optimizer, f"lr_wsd_decay_{unit}") if optimizer.lr_decay_style == "WSD" else None
+        if length is None or optimizer.lr_decay_style == "constant" or not positive(run, length):
+            continue
+        fields = (f"lr_warmup_{unit}", f"lr_decay_{unit}", f"train_{unit}")
+        decays_over = f"the {length} {unit} of the decay (--lr-decay-{unit}, by default --train-{unit})"
+        if warmup >= length:
+            yield Finding(
+                fields,
+                f"{shown(config, f'lr_warmup_{unit}')} is not below {decays_over}.",
+                "The learning rate first warms up, then decays.",
+                ((change(**{f"lr_warmup_{unit}": length - 1}),), (change(**{f"lr_decay_{unit}": warmup + 1}),)),
+            )
+            continue
+        if optimizer.lr_warmup_fraction is not None and 0 <= optimizer.lr_warmup_fraction < 1:
+            warmup = optimizer.lr_warmup_fraction * length
+        room = int(length - warmup)
+        if final is not None and positive(final) and final > room:
+            yield Finding(
+                (*fields, f"lr_wsd_decay_{unit}", "lr_warmup_fraction"),
+                f"{shown(config, f'lr_wsd_decay_{unit}')} does not fit after a warm-up of {warmup:g} into {decays_over}.",
+                "The final decay of WSD is the last part of the decay's length.",
+                ((change(**{f"lr_wsd_decay_{unit}": room}),) if room > 0 else (),),
+            )
+
+
+def wsd_has_final_decay(config: Config, world_size: int) -> Iterator[Finding]:
+    """WSD needs the length of its final decay."""
+    optimizer = config.optimizer
+    if optimizer.lr_decay_style == "WSD" and not (optimizer.lr_wsd_decay_iters or optimizer.lr_wsd_decay_samples):
+        yield Finding(
+            ("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+            "--lr-decay-style WSD needs the length of its final decay.",
+            "Give --lr-wsd-decay-iters with --train-iters, or --lr-wsd-decay-samples with --train-samples.",
+        )
+
+
+def weight_decay_has_ends(config: Config, world_size: int) -> Iterator[Finding]:
+    """A weight decay that changes has a start and an end."""
+    optimizer = config.optimizer
+    style = optimizer.weight_decay_incr_style
+    missing = [field for field in ("start_weight_decay", "end_weight_decay") if getattr(optimizer, field) is None]
+    if style != "constant" and missing:
+        needs = " and ".join(f"--{field.replace('_', '-')}" for field in missing)
+        yield Finding(
+            ("weight_decay_incr_style", *missing),
+            f"--weight-decay-incr-style {style} needs {needs}.",
+            "Weight decay goes from the start to the end over the run.",
+            (
+                (change(**dict.fromkeys(missing, optimizer.weight_decay)),),
+                (change(weight_decay_incr_style="constant"),),
+            ),
+        )
+
+
+def one_precision(config: Config, world_size: int) -> Iterator[Finding]:
+    """There is one dtype."""
+    given = [field for field in ("fp16", "bf16", "fp64") if getattr(config.precision, field)]
+    if len(given) > 1:
+        options = tuple(change(**{field: False for field in given if field != kept}) for kept in given)
+        yield Finding(
+            tuple(given),
+            f"{' and '.join(f'--{field}' for field in given)} exclude each other.",
+            "Each sets the dtype of the model; without any it is float32.",
+            (options,),
+        )
+
+
+def loss_scales_are_ordered(config: Config, world_size: int) -> Iterator[Finding]:
+    """The dynamic loss scale starts at or above its smallest value."""
+    precision = config.precision
+    if not precision.fp16 or precision.loss_scale is not None:
+        return
+    if positive(precision.min_loss_scale, precision.initial_loss_scale) and precision.min_loss_scale > precision.initial_loss_scale:
+        yield Finding(
+            ("min_loss_scale", "initial_loss_scale"),
+            f"--min-loss-scale {precision.min_loss_scale} is above --initial-loss-scale {precision.initial_loss_scale}.",
+            "The loss scale starts at or above its smallest value.",
+            (
+                (change(min_loss_scale=precision.initial_loss_scale),),
+                (change(initial_loss_scale=precision.min_loss_scale),),
+            ),
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    schedule_counts_as_run,
+    schedule_is_given_once,
+    rates_are_ordered,
+    phases_fit_decay,
+    wsd_has_final_decay,
+    weight_decay_has_ends,
+    one_precision,
+    loss_scales_are_ordered,
+)

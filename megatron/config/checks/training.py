@@ -1,0 +1,161 @@
+"""Rules about batches and the length of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.checks.finding import (
+    Change,
+    Finding,
+    Rule,
+    change,
+    data_size,
+    divisors,
+    multiples_near,
+    positive,
+    try_values,
+)
+from megatron.config.config import Config
+
+
+def length_is_given_once(config: Config, world_size: int) -> Iterator[Finding]:
+    """The run's length is given in steps or in samples."""
+    training = config.training
+    if training.train_iters is None and training.train_samples is None:
+        yield Finding(
+            ("train_iters", "train_samples"), "--train-iters and --train-samples are both missing.", "One says how long to train."
+        )
+    if training.train_iters is not None and training.train_samples is not None:
+        yield Finding(
+            ("train_iters", "train_samples"),
+            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other.",
+            "Each says how long to train.",
+            ((change(train_samples=None), change(train_iters=None)),),
+        )
+
+
+def batch_divides(config: Config, world_size: int) -> Iterator[Finding]:
+    """A step is a whole number of microbatches on each data rank."""
+    micro, batch, ranks = config.training.micro_batch_size, config.training.global_batch_size, data_size(config, world_size)
+    if ranks is None or batch is None or not positive(micro, batch) or batch % (micro * ranks) == 0:
+        return
+    micros = divisors(batch // ranks) if batch % ranks == 0 else []
+    yield Finding(
+        ("global_batch_size", "micro_batch_size"),
+        f"--global-batch-size {batch} does not divide by --micro-batch-size {micro} x {ranks} data ranks = {micro * ranks}.",
+        "A step is a whole number of microbatches on each data rank.",
+        (
+            try_values("global_batch_size", batch, multiples_near(batch, micro * ranks)),
+            try_values("micro_batch_size", micro, micros),
+        ),
+    )
+
+
+def ramp_up_reaches_batch(config: Config, world_size: int) -> Iterator[Finding]:
+    """Batch sizes of the ramp-up are whole numbers of microbatches, and it ends at the global batch size."""
+    ramp, micro, ranks = config.training.rampup_batch_size, config.training.micro_batch_size, data_size(config, world_size)
+    if ramp is None or not positive(*ramp):
+        return
+    start, increment, samples = ramp
+    fields = ("rampup_batch_size", "global_batch_size", "micro_batch_size")
+    given = f"--rampup-batch-size {start} {increment} {samples}"
+    batch = config.training.global_batch_size
+    if batch is None:
+        yield Finding(fields, f"{given} needs --global-batch-size.", "The batch grows from the start to the global batch size.")
+        return
+    unit = micro * ranks if ranks is not None and micro > 0 else 1
+    starts = [size for size in multiples_near(start, unit) if size < batch]
+    if start % unit or increment % unit:
+        increments = [size for size in multiples_near(increment, unit) if size < batch]
+        yield Finding(
+            fields,
+            f"{given}: START and INCREMENT do not both divide by --micro-batch-size {micro} x {ranks} data ranks = {unit}.",
+            "Every step is a whole number of microbatches on each data rank.",
+            (_ramps([(s, i) for s in starts for i in increments], ramp),),
+        )
+    elif start >= batch:
+        yield Finding(
+            fields,
+            f"{given} starts at {start}, which is not below --global-batch-size {batch}.",
+            "The batch grows from the start to the global batch size; leave --rampup-batch-size out for a constant batch.",
+            (_ramps([(s, increment) for s in range(unit, batch, unit)[-64:]], ramp),),
+        )
+    elif (batch - start) % increment:
+        steps = [step * unit for step in divisors((batch - start) // unit)] if (batch - start) % unit == 0 else []
+        yield Finding(
+            fields,
+            f"{given} does not reach --global-batch-size {batch}: {batch} - {start} does not divide by {increment}.",
+            "The batch grows from START by whole INCREMENTs to the global batch size.",
+            (
+                _ramps([(start, step) for step in steps], ramp),
+                try_values("global_batch_size", batch, [start + size for size in multiples_near(batch - start, increment)]),
+            ),
+        )
+
+
+def _ramps(pairs: list[tuple[int, int]], ramp: tuple[int, int, int]) -> tuple[Change, ...]:
+    """Candidates with other starts and increments."""
+    start, increment, samples = ramp
+    pairs = sorted(pairs, key=lambda pair: (abs(pair[0] - start) + abs(pair[1] - increment), pair))
+    return tuple(change(rampup_batch_size=(*pair, samples)) for pair in pairs)
+
+
+def samples_fill_a_step(config: Config, world_size: int) -> Iterator[Finding]:
+    """There is at least one step."""
+    samples, ranks = config.training.train_samples, data_size(config, world_size)
+    if samples is None or ranks is None or not positive(samples, config.training.micro_batch_size):
+        return
+    ramp = config.training.rampup_batch_size
+    batch = ramp[0] if ramp else config.training.global_batch_size or config.training.micro_batch_size * ranks
+    if samples < batch:
+        yield Finding(
+            ("train_samples", "global_batch_size", "micro_batch_size", "rampup_batch_size"),
+            f"--train-samples {samples} is less than one step of {batch} sequences.",
+            "The run would have no step.",
+            ((change(train_samples=batch),),),
+        )
+
+
+def skipped_iterations_exist(config: Config, world_size: int) -> Iterator[Finding]:
+    """Iterations to skip are iterations of the run."""
+    last = config.training.train_iters
+    beyond = [iteration for iteration in config.training.iterations_to_skip if last is not None and iteration > last]
+    if positive(last) and beyond:
+        kept = tuple(iteration for iteration in config.training.iterations_to_skip if iteration not in beyond)
+        yield Finding(
+            ("iterations_to_skip", "train_iters"),
+            f"--iterations-to-skip names {', '.join(map(str, beyond))}, but the run ends at --train-iters {last}.",
+            f"Iterations are 1 to {last}.",
+            ((change(iterations_to_skip=kept),) if kept else (),),
+        )
+
+
+def profile_window_opens(config: Config, world_size: int) -> Iterator[Finding]:
+    """The profiler's window is not empty and begins within the run."""
+    start, end, last = config.logging.profile_step_start, config.logging.profile_step_end, config.training.train_iters
+    if not config.logging.profile or not positive(start, end):
+        return
+    if end <= start:
+        yield Finding(
+            ("profile_step_start", "profile_step_end", "profile"),
+            f"--profile-step-end {end} is not above --profile-step-start {start}.",
+            "The profiler records from the start up to, but without, the end.",
+            ((change(profile_step_end=start + 1),), (change(profile_step_start=max(1, end - 1)),)),
+        )
+    elif positive(last) and last is not None and start > last:
+        yield Finding(
+            ("profile_step_start", "train_iters", "profile"),
+            f"--profile-step-start {start} is beyond --train-iters {last}.",
+            "The profiler would record nothing.",
+            ((change(profile_step_start=last),),),
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    length_is_given_once,
+    batch_divides,
+    ramp_up_reaches_batch,
+    samples_fill_a_step,
+    skipped_iterations_exist,
+    profile_window_opens,
+)

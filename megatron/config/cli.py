@@ -1,0 +1,198 @@
+"""The command line: flags in Megatron's spelling made from the dataclasses, with YAML files below them.
+
+``load`` is what a program calls; it reports every problem of the settings at once. ``load_or_exit`` also talks to the user.
+Nothing here imports torch, so that ``--help`` and bad settings are answered at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, NoReturn
+
+import tyro
+
+from megatron.config.accept import Sorted, sort_given
+from megatron.config.checkpoint_args import take_from_checkpoint
+from megatron.config.config import Config
+from megatron.config.effects import notes as effect_notes
+from megatron.config.errors import ConfigError, Violation
+from megatron.config.flags import Flag, switch
+from megatron.config.given import Given, split
+from megatron.config.rules import violations
+from megatron.config.save import to_yaml
+from megatron.config.yaml_file import read_yaml
+
+PROGRAM = "pretrain_gpt.py"
+DESCRIPTION = (
+    "Pretrain a GPT- or Llama-style model with tensor, pipeline and data parallelism, by the same command on one CPU and on "
+    "many GPUs. Flags have the names and defaults of Megatron-LM; those that cannot be had are refused with what to use instead."
+)
+
+
+@dataclass(frozen=True)
+class _CommandLine(Config):
+    """The flags as tyro shows and reads them: the settings, and what is not a setting of the run."""
+
+    config: str | None = None
+    """YAML file of settings below the flags given here: flag names, flat or under the topics of this help. May be repeated."""
+    print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the resolved settings as YAML, which --config reads back, and stop."""
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """Settings that can be run, and what the start-up log should say about them."""
+
+    config: Config
+    notes: tuple[str, ...]
+    """One line for each flag that has no effect, with the reason."""
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A command line after parsing, with what is wrong with it so far."""
+
+    config: Config
+    notes: tuple[str, ...]
+    problems: tuple[Violation, ...]
+    doubtful: frozenset[str]
+    """Flags whose value is not known because of a problem."""
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """Settings from a command line, without the rules between them (see `load`).
+
+    Raises:
+        ConfigError: unknown or refused flags, values of a wrong form, a bad ``--config`` file, or a checkpoint in which
+            ``--use-checkpoint-args`` finds no settings.
+        SystemExit: 0 after ``--help`` or ``--print-config``.
+    """
+    reading = _read(argv)
+    if reading.problems:
+        raise ConfigError(reading.problems)
+    return reading.config
+
+
+def load(argv: Sequence[str], world_size: int) -> LoadedConfig:
+    """Settings from a command line that can be run with this many ranks.
+
+    Args:
+        argv: the words after the program's name.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: with all problems together: those of `parse` and the violated rules.
+        SystemExit: 0 after ``--help`` or ``--print-config``.
+    """
+    reading = _read(argv)
+    ruled = [found for found in violations(reading.config, world_size) if not reading.doubtful.intersection(found.flags)]
+    if reading.problems or ruled:
+        raise ConfigError([*reading.problems, *ruled])
+    return LoadedConfig(reading.config, (*reading.notes, *effect_notes(reading.config, world_size)))
+
+
+def load_or_exit(argv: Sequence[str], world_size: int) -> LoadedConfig:
+    """`load` for a program's main: problems are printed by rank 0 and every rank exits with code 2."""
+    try:
+        return load(argv, world_size)
+    except ConfigError as error:
+        if _is_first_rank():
+            sys.stderr.write(f"{PROGRAM}: {error}\n")
+        sys.exit(2)
+
+
+def _read(argv: Sequence[str]) -> _Reading:
+    stray, given = split(argv)
+    if any(item.name in ("help", "h") for item in given):
+        _help()
+    given, problems, wants_print = _expand(given)
+    found = sort_given(stray, given)
+    config = _instantiate(found)
+    explicit = {flag.field for flag, item in found.settings if item.values != ("None",)}
+    if config.checkpoint.use_checkpoint_args and config.checkpoint.load is not None:
+        config, contradictions = take_from_checkpoint(config, explicit)
+        problems.extend(contradictions)
+        if contradictions:  # the model's shape is not known
+            found.doubtful.update(flag for item in contradictions for flag in item.flags)
+    problems = [*problems, *found.problems]
+    if wants_print and not problems:
+        _write_and_exit(to_yaml(config))
+    return _Reading(config, tuple(found.notes), tuple(problems), frozenset(found.doubtful))
+
+
+def _expand(given: Sequence[Given]) -> tuple[list[Given], list[Violation], bool]:
+    """Put the settings of ``--config`` files before the user's own, so that the user's count.
+
+    Returns:
+        All settings, problems of the files, and whether ``--print-config`` was given.
+    """
+    own: list[Given] = []
+    from_files: list[Given] = []
+    problems: list[Violation] = []
+    wants_print = False
+    for item in given:
+        if item.name == "print-config" and not item.values:
+            wants_print = True
+        elif item.name == "config" and len(item.values) == 1:
+            try:
+                from_files.extend(read_yaml(item.values[0]))
+            except ConfigError as error:
+                problems.extend(error.violations)
+        elif item.name in ("config", "print-config"):
+            needs = "takes one file" if item.name == "config" else "takes no value"
+            problems.append(Violation((f"--{item.name}",), f"{item}: --{item.name} {needs}."))
+        else:
+            own.append(item)
+    return [*from_files, *own], problems, wants_print
+
+
+def _instantiate(found: Sorted) -> Config:
+    """Let tyro build the dataclasses from settings whose form has been checked."""
+    last = {flag.name: (flag, item) for flag, item in found.settings}
+    words = [word for flag, item in last.values() for word in _words(flag, item)]
+    with _first_rank_speaks():
+        read = tyro.cli(_CommandLine, args=words, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
+    return Config(**{field.name: getattr(read, field.name) for field in fields(Config)})
+
+
+def _words(flag: Flag, item: Given) -> list[str]:
+    if flag.count == 0:
+        found = switch(item.name)
+        assert found is not None
+        return [f"--{flag.name}" if found[1] else f"--no-{flag.name}"]
+    return [f"--{flag.name}={item.values[0]}"] if flag.count == 1 else [f"--{flag.name}", *item.values]
+
+
+def _help() -> NoReturn:
+    with _first_rank_speaks():
+        try:
+            tyro.cli(_CommandLine, args=["--help"], prog=PROGRAM, description=DESCRIPTION, config=(tyro.conf.OmitArgPrefixes,))
+        except BrokenPipeError:  # `--help | head`: nobody reads on, and Python must not try to flush at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+    raise AssertionError("tyro exits after printing its help")
+
+
+def _write_and_exit(text: str) -> NoReturn:
+    if _is_first_rank():
+        sys.stdout.write(text)
+    sys.exit(0)
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") in ("0", "")
+
+
+@contextlib.contextmanager
+def _first_rank_speaks() -> Iterator[None]:
+    """Drop what other ranks than the first would print."""
+    if _is_first_rank():
+        yield
+    else:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield

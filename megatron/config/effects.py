@@ -1,0 +1,43 @@
+"""Settings that change nothing beside the others, although what they ask for holds: accepted, and named in the start-up log."""
+
+from __future__ import annotations
+
+from megatron.config.checks.finding import data_size, shown
+from megatron.config.config import Config
+
+
+def notes(config: Config, world_size: int) -> list[str]:
+    """One line for each such setting, with the reason. The settings must have passed the rules."""
+    model, parallel, training, precision = config.model, config.parallel, config.training, config.precision
+    copies = data_size(config, world_size)
+    cases = (
+        ("sequence_parallel", parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1, "there is one tensor rank"),
+        ("overlap_grad_reduce", parallel.overlap_grad_reduce and copies == 1, "there is one data rank"),
+        (
+            "use_tp_pp_dp_mapping",
+            parallel.use_tp_pp_dp_mapping and (copies == 1 or parallel.pipeline_model_parallel_size == 1),
+            "both numberings of the ranks are the same here",
+        ),
+        (
+            "pipeline_schedule",
+            parallel.pipeline_schedule != "1f1b" and parallel.pipeline_model_parallel_size == 1,
+            "there is one pipeline stage",
+        ),
+        (
+            "fp32_residual_connection",
+            model.fp32_residual_connection and not (precision.fp16 or precision.bf16),
+            "the model does not compute in 16 bits",
+        ),
+        ("add_qkv_bias", model.add_qkv_bias and not model.disable_bias_linear, "all linear layers have biases"),
+        (
+            "max_position_embeddings",
+            model.max_position_embeddings is not None and model.position_embedding_type != "learned_absolute",
+            "there is no learned position table",
+        ),
+        (
+            "eval_interval",
+            training.eval_interval is not None and training.eval_iters == 0,
+            "--eval-iters 0 switches evaluation off",
+        ),
+    )
+    return [f"{shown(config, field)} has no effect: {reason}." for field, idle, reason in cases if idle]

@@ -1,0 +1,156 @@
+"""The table of flags, made from the dataclasses: which field a flag sets and what it may hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.config.config import Config
+
+_KINDS = {int: "whole number", float: "number", str: "text"}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag and the field behind it."""
+
+    topic: str
+    """Field of Config, such as ``model``."""
+    field: str
+    """Field of the topic's dataclass, such as ``num_layers``."""
+    kind: type
+    """bool, int, float or str: the type of each value."""
+    choices: tuple[str, ...]
+    """The only texts allowed, or empty."""
+    optional: bool
+    """Whether the field may be None."""
+    count: int | None
+    """How many values it takes: 0 for a switch, None for any number."""
+    default: Any
+    """Value of the field when the flag is not given."""
+
+    @property
+    def name(self) -> str:
+        """The flag without its two dashes."""
+        return self.field.replace("_", "-")
+
+    @property
+    def is_tuple(self) -> bool:
+        """Whether the field holds several values."""
+        return self.count is None or self.count > 1
+
+    @property
+    def expects(self) -> str:
+        """The allowed values in words."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.count is None:
+            return f"any number of {_KINDS[self.kind]}s" if self.kind is not str else "any number of texts"
+        if self.count > 1:
+            return f"{self.count} {_KINDS[self.kind]}s"
+        return f"a {_KINDS[self.kind]}" if self.kind is not str else "a text"
+
+    def fault(self, values: Sequence[str]) -> str | None:
+        """Why these texts cannot be the flag's values, or None if they can."""
+        if self.count == 0:
+            return "is a switch and takes no value (in a file: true or false)" if values else None
+        if self.optional and tuple(values) == ("None",):
+            return None
+        if self.count is not None and len(values) != self.count:
+            return f"takes {self.expects}, not {len(values) or 'none'}"
+        if not all(self._accepts(value) for value in values):
+            return f"takes {self.expects}"
+        return None
+
+    def _accepts(self, value: str) -> bool:
+        if self.choices:
+            return value in self.choices
+        if self.kind is str:
+            # A value that looks like a flag is a flag whose value was forgotten.
+            return bool(value) and not (self.count is None and value.startswith("--"))
+        try:
+            self.kind(value)
+        except ValueError:
+            return False
+        return True
+
+    def from_plain(self, value: Any) -> Any:
+        """The field's value from JSON types: lists become tuples, whole numbers become float where the field is one.
+
+        Raises:
+            ValueError: the value is of another type.
+        """
+        if value is None and self.optional:
+            return None
+        items = value if self.is_tuple else [value]
+        fits = isinstance(items, list | tuple) and self.count in (None, 0, len(items)) and all(map(self._is_plain, items))
+        if not fits:
+            raise ValueError(f"{self.topic}.{self.field} must be {'true or false' if self.kind is bool else self.expects}")
+        converted = tuple(self.kind(item) for item in items)
+        return converted if self.is_tuple else converted[0]
+
+    def _is_plain(self, item: Any) -> bool:
+        if self.choices and item not in self.choices:
+            return False
+        if self.kind is float:
+            return isinstance(item, int | float) and not isinstance(item, bool)
+        return type(item) is self.kind
+
+
+def _flag(topic: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
+    arguments = typing.get_args(hint)
+    optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    if optional:
+        (hint,) = [argument for argument in arguments if argument is not type(None)]
+        arguments = typing.get_args(hint)
+    count: int | None = 0 if hint is bool else 1
+    if typing.get_origin(hint) is tuple:
+        count = None if arguments[-1] is Ellipsis else len(arguments)
+        hint = arguments[0]
+    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+    return Flag(topic, field.name, str if choices else hint, choices, optional, count, field.default)
+
+
+@functools.cache
+def topics() -> dict[str, type]:
+    """Name of each part of Config with its dataclass."""
+    return typing.get_type_hints(Config)
+
+
+@functools.cache
+def flags() -> dict[str, Flag]:
+    """Every flag by its name without dashes in front."""
+    found = [
+        _flag(topic, field, typing.get_type_hints(part)[field.name])
+        for topic, part in topics().items()
+        for field in dataclasses.fields(part)
+    ]
+    return {flag.name: flag for flag in found}
+
+
+@functools.cache
+def switch(name: str) -> tuple[Flag, bool] | None:
+    """The switch that a name turns on or, with ``no-`` in front, off."""
+    for field, value in ((name, True), (name.removeprefix("no-"), False)):
+        flag = flags().get(field)
+        if flag is not None and flag.kind is bool and (value or name.startswith("no-")):
+            return flag, value
+    return None
+
+
+def nearest_names(name: str, names: Iterable[str]) -> list[str]:
+    """Up to three names that the user may have meant: those that hold all of its words, else those spelled alike."""
+    names = list(names)
+    words = set(name.split("-"))
+    with_words = [candidate for candidate in names if words <= set(candidate.split("-"))]
+    if with_words:
+        return sorted(with_words, key=len)[:3]
+    alike = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    best = difflib.SequenceMatcher(None, name, alike[0]).ratio() if alike else 0.0
+    return [candidate for candidate in alike if difflib.SequenceMatcher(None, name, candidate).ratio() > best - 0.1]

@@ -1,0 +1,92 @@
+"""Settings as plain data: exactly there and back, as YAML, and as the record that is kept with a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+import yaml
+
+from megatron.config.config import Config
+from megatron.config.errors import ConfigError, Violation
+from megatron.config.flags import flags, topics
+
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "sentencepiece",
+    "tiktoken",
+    "regex",
+    "tyro",
+    "PyYAML",
+    "tensorboard",
+    "wandb",
+)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Settings as nested JSON types, one mapping a topic."""
+    nested = dataclasses.asdict(config)
+    return {topic: {name: _plain(value) for name, value in part.items()} for topic, part in nested.items()}
+
+
+def from_dict(nested: dict[str, Any]) -> Config:
+    """Settings from what `to_dict` made. A field that is missing (an older record) takes its default.
+
+    Raises:
+        ConfigError: a topic or field is unknown, or a value has a wrong type; all of them are named.
+    """
+    known = {(flag.topic, flag.field): flag for flag in flags().values()}
+    parts: dict[str, dict[str, Any]] = {topic: {} for topic in topics()}
+    problems = []
+    for topic, part in nested.items():
+        if topic not in parts or not isinstance(part, dict):
+            problems.append(f"{topic} is not a topic of settings")
+            continue
+        for field, value in part.items():
+            flag = known.get((topic, field))
+            if flag is None:
+                problems.append(f"{topic}.{field} is not a setting")
+                continue
+            try:
+                parts[topic][field] = flag.from_plain(value)
+            except ValueError as error:
+                problems.append(f"{error}, not {value!r}")
+    if problems:
+        rule = "They may come from another version."
+        raise ConfigError([Violation((), f"Saved settings cannot be read: {'; '.join(problems)}.", rule)])
+    return Config(**{topic: kind(**parts[topic]) for topic, kind in topics().items()})
+
+
+def to_yaml(config: Config) -> str:
+    """Settings as YAML that ``--config`` reads back to the same values."""
+    text: str = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=1000)
+    return text
+
+
+def run_record(config: Config, argv: Sequence[str]) -> dict[str, Any]:
+    """What is saved with a run so that it can be repeated, in JSON types.
+
+    Returns:
+        ``config`` (see `to_dict`), ``command`` (the words of the command line) and ``versions`` of Python and of the packages
+        that are installed.
+    """
+    return {"config": to_dict(config), "command": list(argv), "versions": _versions()}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,33 @@
+"""The tokenizer that the flags ask for."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from megatron.config.data import DataConfig, TokenizerType
+from megatron.data.tokenizers.gpt2_bpe import GPT2BPETokenizer
+from megatron.data.tokenizers.protocol import Tokenizer, required_file
+from megatron.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from megatron.data.tokenizers.simple import ByteTokenizer, NullTokenizer
+
+
+def build_tokenizer(config: DataConfig) -> Tokenizer:
+    """Make the tokenizer from local files; nothing is downloaded.
+
+    Raises:
+        ValueError: no type, a missing flag or file, or a file of another kind.
+    """
+    kind = config.tokenizer_type
+    if kind == "ByteTokenizer":
+        return ByteTokenizer()
+    if kind == "NullTokenizer":
+        if config.vocab_size is None:
+            raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size N.")
+        return NullTokenizer(config.vocab_size)
+    if kind == "GPT2BPETokenizer":
+        vocab_file = required_file("--vocab-file", config.vocab_file, kind)
+        return GPT2BPETokenizer(vocab_file, required_file("--merge-file", config.merge_file, kind))
+    if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        path = required_file("--tokenizer-model", config.tokenizer_model, kind)
+        return SentencePieceTokenizer(path, add_bos=kind == "Llama2Tokenizer")
+    raise ValueError(f"--tokenizer-type must be one of {', '.join(get_args(TokenizerType))}, not {kind}.")

@@ -1,0 +1,253 @@
+"""What of a run goes into a checkpoint, and how it comes back.
+
+Weights are stored once, in their most exact form: the float32 mains where the model computes in 16 bits, else the parameters themselves.
+So a checkpoint does not depend on the model's dtype, and the 16-bit parameters are the mains rounded, as they were in the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.check import check_writable
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.global_tensor import GlobalTensor
+from megatron.checkpoint.load import find_checkpoint, load_tensors, read_config, read_state
+from megatron.checkpoint.retention import retain
+from megatron.checkpoint.save import save_checkpoint
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.config import Config
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.save import from_dict
+from megatron.optimizer.grad_scaler import GradScaler
+from megatron.optimizer.lr_schedule import ScheduleLengths
+from megatron.optimizer.optimizer import ShardedOptimizer
+from megatron.parallel.boxes import place
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import Shard
+from megatron.training.progress import Progress
+from megatron.training.together import together
+
+WEIGHT = "model"
+
+# Model settings that may differ between a checkpoint and the run that continues it.
+_FREE_MODEL_FIELDS = {
+    "seq_length",
+    "attention_dropout",
+    "hidden_dropout",
+    "make_vocab_size_divisible_by",
+    "fp32_residual_connection",
+    "init_method_std",
+}
+_SCHEDULE_FIELDS = (
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_warmup_init",
+    "lr_wsd_decay_style",
+    "weight_decay",
+    "start_weight_decay",
+    "end_weight_decay",
+    "weight_decay_incr_style",
+)
+
+
+def global_tensors(
+    optimizer: ShardedOptimizer, context: ParallelContext, *, weights: bool = True, state: bool = True
+) -> list[GlobalTensor]:
+    """This rank's shards as parts of global tensors: `model.<name>`, and the moments such as `exp_avg.<name>`."""
+    found = []
+    for shard in optimizer.shards:
+        parts = {WEIGHT: shard.main} if weights else {}
+        if state:
+            parts |= optimizer.moments(shard)
+        found += [_global(kind, shard, tensor, context) for kind, tensor in parts.items()]
+    return found
+
+
+def _global(kind: str, shard: Shard, tensor: Any, context: ParallelContext) -> GlobalTensor:
+    record = shard.record
+    boxes = place(record.local_shape(context.axis_sizes), record.held_box(context.axis_sizes, context.coordinates), shard.piece)
+    return GlobalTensor(f"{kind}.{record.name}", record.shape, tensor, boxes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The schedules of learning rate and weight decay: settings, and lengths in samples."""
+
+    optimizer: OptimizerConfig
+    lengths: ScheduleLengths
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        fields = {name: getattr(self.optimizer, name) for name in _SCHEDULE_FIELDS}
+        return {**fields, "lengths": dataclasses.asdict(self.lengths)}
+
+    def with_saved(self, saved: dict[str, Any]) -> Schedule:
+        """The schedule that a checkpoint was trained with."""
+        fields = {name: saved[name] for name in _SCHEDULE_FIELDS}
+        return Schedule(dataclasses.replace(self.optimizer, **fields), ScheduleLengths(**saved["lengths"]))
+
+
+class Saver:
+    """Saves a run's state; checks first that it can.
+
+    Args:
+        run_record: the resolved settings, versions and command line, kept in each checkpoint and once in the save folder.
+    """
+
+    def __init__(self, config: CheckpointConfig, context: ParallelContext, run_record: dict[str, Any], vocab_size: int) -> None:
+        self._config, self._context = config, context
+        self._record = {**run_record, "vocab_size": vocab_size}
+        self._last: int | None = None
+        if config.save is not None:
+            folder = Path(config.save)
+            together(context, lambda: check_writable(folder) if context.rank == 0 else None)
+
+    def save(self, progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: Schedule) -> Path | None:
+        """Write a checkpoint of this iteration, unless there is no --save or it is written already. All ranks call it together."""
+        if self._config.save is None or self._last == progress.iteration:
+            return None
+        folder = Path(self._config.save)
+        state = {
+            "progress": progress.to_json(),
+            "optimizer_updates": optimizer.num_updates,
+            "scaler": scaler.state_dict(),
+            "schedule": schedule.to_json(),
+            "has_optimizer": self._config.save_optim,
+        }
+        tensors = global_tensors(optimizer, self._context, state=self._config.save_optim)
+        path = save_checkpoint(folder, progress.iteration, tensors, self._record, state)
+        self._last = progress.iteration
+        if self._context.rank == 0:
+            retain(folder, self._config.keep_last, self._config.save_retain_interval)
+        return path
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on."""
+
+    progress: Progress
+    schedule: Schedule
+    path: Path | None
+    """The checkpoint; None when the run begins."""
+    notes: tuple[str, ...] = ()
+
+
+def resume(
+    config: Config, context: ParallelContext, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: Schedule, vocab_size: int
+) -> Resumed:
+    """Fill weights and state from the checkpoint that --load names, if there is one. All ranks call it together.
+
+    Raises:
+        ValueError: there is none and there must be, it belongs to another model, is damaged, or its schedules differ.
+    """
+    asked = config.checkpoint
+    if asked.load is None:
+        return Resumed(Progress(), schedule, None)
+    notes: list[str] = []
+    path = together(context, lambda: _find(asked, notes))
+    if path is None:
+        return Resumed(Progress(), schedule, None, (f"--load {asked.load} holds no checkpoint: the run begins at iteration 0",))
+    notes += together(context, lambda: _check_model(config, read_config(path), vocab_size, path))
+    state = together(context, lambda: read_state(path))
+    wants_state = asked.load_optim and not asked.finetune
+    if wants_state and not state["has_optimizer"]:
+        raise CheckpointError(
+            f"{path} was saved without optimizer state: add --no-load-optim, or --finetune to start counting from 0"
+        )
+    tensors = global_tensors(optimizer, context, state=wants_state)
+    load_tensors(path, tensors, allow_unused=lambda name: not wants_state and not name.startswith(f"{WEIGHT}."))
+    optimizer.publish()
+    if asked.finetune:
+        return Resumed(Progress(), schedule, path, (*notes, f"weights of {path}; counting starts from iteration 0 (--finetune)"))
+    if wants_state:
+        optimizer.set_num_updates(int(state["optimizer_updates"]))
+        scaler.load_state_dict(state["scaler"])
+    else:
+        notes.append("moments start from zero (--no-load-optim)")
+    progress = Progress.from_json(state["progress"])
+    return Resumed(progress, _agreed_schedule(schedule, state["schedule"], path), path, tuple(notes))
+
+
+def _find(config: CheckpointConfig, notes: list[str]) -> Path | None:
+    assert config.load is not None
+    path = find_checkpoint(Path(config.load), config.ckpt_step, tell=notes.append)
+    if path is None and config.exit_on_missing_checkpoint:
+        raise CheckpointError(f"--load {config.load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
+    return path
+
+
+def _check_model(config: Config, record: dict[str, Any], vocab_size: int, path: Path) -> list[str]:
+    """Notes on settings that differ and may.
+
+    Raises:
+        CheckpointError: settings that make another model differ.
+    """
+    saved = from_dict(record["config"])
+    differing = _differences(saved.model, config.model)
+    wrong = [text for name, text in differing.items() if name not in _FREE_MODEL_FIELDS]
+    if record["vocab_size"] != vocab_size:
+        wrong.append(f"vocabulary {record['vocab_size']} there, {vocab_size} here (see --tokenizer-type and its files)")
+    if wrong:
+        raise CheckpointError(
+            f"{path} holds another model:\n  "
+            + "\n  ".join(wrong)
+            + "\n  Use the checkpoint's settings (--use-checkpoint-args takes them), or another --load folder."
+        )
+    free = [text for name, text in differing.items() if name in _FREE_MODEL_FIELDS]
+    data = _differences(saved.data, config.data) | _differences(saved.training, config.training)
+    return [f"differs from the checkpoint: {text}" for text in [*free, *data.values()]]
+
+
+def _differences(saved: Any, here: Any) -> dict[str, str]:
+    """Fields with another value, each as a text."""
+    return {
+        field.name: f"--{field.name.replace('_', '-')} {getattr(saved, field.name)} there, {getattr(here, field.name)} here"
+        for field in dataclasses.fields(saved)
+        if _effective(saved, field.name) != _effective(here, field.name)
+    }
+
+
+_EFFECTIVE = {
+    "ffn_hidden_size": "ffn_size",
+    "kv_channels": "head_size",
+    "num_query_groups": "num_key_value_heads",
+    "max_position_embeddings": "num_positions",
+}
+
+
+def _effective(part: Any, name: str) -> Any:
+    """A setting after its default: left out and given as its default are the same."""
+    if name == "max_position_embeddings" and part.position_embedding_type != "learned_absolute":
+        return None
+    if name == "group_query_attention":
+        return None  # what counts is the number of key-value heads
+    return getattr(part, _EFFECTIVE.get(name, name))
+
+
+def _agreed_schedule(here: Schedule, saved: dict[str, Any], path: Path) -> Schedule:
+    """The schedule to go on with.
+
+    Raises:
+        CheckpointError: the two differ and no flag says which one counts.
+    """
+    if here.optimizer.use_checkpoint_opt_param_scheduler:
+        return here.with_saved(saved)
+    mine = here.to_json()
+    if here.optimizer.override_opt_param_scheduler or mine == saved:
+        return here
+    flat_mine, flat_saved = ({**d, **d["lengths"]} for d in (mine, saved))
+    differing = [
+        f"{name}: {flat_saved[name]} there, {flat_mine[name]} here" for name in flat_mine if flat_mine[name] != flat_saved[name]
+    ]
+    differing = [text for text in differing if not text.startswith(("lengths:", "total_samples:"))]
+    if not differing:  # only the run is longer or shorter
+        return here
+    raise CheckpointError(
+        f"the schedules of learning rate or weight decay differ from those of {path}:\n  "
+        + "\n  ".join(differing)
+        + "\n  Add --override-opt-param-scheduler to take these, or --use-checkpoint-opt-param-scheduler to take the checkpoint's."
+    )

@@ -1,0 +1,151 @@
+"""The training loop: steps, evaluations, saves and exits, in this order at each iteration."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron.config.config import Config
+from megatron.metrics.timers import Timers
+from megatron.model.inputs import ModelInputs
+from megatron.optimizer.lr_schedule import learning_rate, weight_decay
+from megatron.parallel.context import ParallelContext
+from megatron.training.batch_size import BatchSizePlan
+from megatron.training.checkpointing import Saver, Schedule
+from megatron.training.evaluate import evaluate
+from megatron.training.layer_norms import layer_norms, params_norm, places
+from megatron.training.profiler import StepProfiler
+from megatron.training.progress import Progress
+from megatron.training.reporter import Reporter
+from megatron.training.signals import ExitSignal
+from megatron.training.step import StepResult, TrainStep
+
+Batches = Iterator[list[ModelInputs]]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What the loop runs with."""
+
+    config: Config
+    context: ParallelContext
+    step: TrainStep
+    plan: BatchSizePlan
+    schedule: Schedule
+    saver: Saver
+    reporter: Reporter
+    timers: Timers
+    train_batches: Callable[[int], Batches]
+    """Steps from a number of consumed samples on."""
+    valid_batches: Callable[[], Batches] | None
+    test_batches: Callable[[], Batches] | None
+    started_at: float
+    """When the job started, by time.monotonic()."""
+
+    def run(self, progress: Progress) -> None:
+        """Train from `progress` (updated in place) to the end of the run or to an exit; then evaluate and save."""
+        training = self.config.training
+        stopped = None
+        if training.manual_gc:
+            gc.disable()
+        with (
+            ExitSignal() as signal,
+            StepProfiler(self.config.logging, self.context.rank, self.context.device) as profiler,
+        ):
+            batches = self.train_batches(progress.consumed_samples)
+            while progress.iteration < self.plan.total_iterations and stopped is None:
+                profiler.step(progress.iteration + 1)
+                with self.timers("batch-generator", level=1):
+                    batch = next(batches)
+                result = self._advance(progress, batch, (signal.requested, self._time_is_up()))
+                self._between_steps(progress)
+                stopped = self._exit_reason(progress, result)
+            batches.close()  # type: ignore[attr-defined]
+        self._finish(progress, stopped)
+
+    def _advance(self, progress: Progress, batch: list[ModelInputs], exit_votes: tuple[bool, bool]) -> StepResult | None:
+        """One step, or none where the user leaves the iteration out."""
+        rate = learning_rate(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
+        decay = weight_decay(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
+        samples = self.plan.global_batch_size(progress.consumed_samples)
+        iteration, result = progress.iteration + 1, None
+        if iteration not in self.config.training.iterations_to_skip:
+            result = self.step.run(batch, iteration=iteration, learning_rate=rate, weight_decay=decay, exit_votes=exit_votes)
+        progress.iteration = iteration
+        progress.consumed_samples += samples
+        if result is None or result.skipped:
+            progress.skipped_iterations += 1
+        else:
+            progress.updated_samples += samples
+        self.reporter.step(progress, result, rate, samples, lambda: self._extras(result))
+        return result
+
+    def _extras(self, result: StepResult | None) -> dict[str, float]:
+        """Further numbers of a log line; collective."""
+        found: dict[str, float] = {}
+        shards, logging, model = self.step.counted_shards, self.config.logging, self.config.model
+        if logging.log_params_norm:
+            found["params_norm"] = params_norm(shards, self.context)
+        if logging.log_layer_norms and result is not None:
+            parts = places(model.num_layers, model.tied)
+            found |= layer_norms(shards, self.step.counted_squares, result.loss_scale, parts, self.context)
+        return found
+
+    def _between_steps(self, progress: Progress) -> None:
+        training, checkpoint = self.config.training, self.config.checkpoint
+        if training.eval_interval and progress.iteration % training.eval_interval == 0 and self.valid_batches is not None:
+            self._evaluate(progress, "validation")
+        if checkpoint.save_interval and progress.iteration % checkpoint.save_interval == 0:
+            self._save(progress)
+        if training.manual_gc and training.manual_gc_interval and progress.iteration % training.manual_gc_interval == 0:
+            gc.collect()
+
+    def _exit_reason(self, progress: Progress, result: StepResult | None) -> str | None:
+        training = self.config.training
+        if result is not None and result.exit_votes[0]:
+            return "on SIGTERM"
+        if result is not None and result.exit_votes[1]:
+            return f"after {training.exit_duration_in_mins} minutes (--exit-duration-in-mins)"
+        if training.exit_interval and progress.iteration % training.exit_interval == 0:
+            return f"at iteration {progress.iteration} (--exit-interval {training.exit_interval})"
+        return None
+
+    def _finish(self, progress: Progress, stopped: str | None) -> None:
+        if stopped is None:
+            if self.valid_batches is not None and not self._just_evaluated(progress):
+                self._evaluate(progress, "validation")
+            if self.test_batches is not None:
+                self._evaluate(progress, "test")
+        self._save(progress)
+        self.reporter.say(f"done after {progress.iteration} iterations" if stopped is None else f"exiting {stopped}")
+
+    def _just_evaluated(self, progress: Progress) -> bool:
+        interval = self.config.training.eval_interval
+        return bool(interval) and progress.iteration % interval == 0  # type: ignore[operator]
+
+    def _evaluate(self, progress: Progress, split: str) -> None:
+        paused = self.reporter.pause()
+        make = self.valid_batches if split == "validation" else self.test_batches
+        assert make is not None
+        with self.timers("evaluation", level=0):
+            loss = evaluate(self.step, make())
+        self.reporter.evaluation(progress, loss, "validation" if split == "validation" else "test")
+        if self.config.training.manual_gc:
+            gc.collect()
+        self.reporter.resume(paused)
+
+    def _save(self, progress: Progress) -> None:
+        paused = self.reporter.pause()
+        with self.timers("save-checkpoint", level=0):
+            path = self.saver.save(progress, self.step.optimizer, self.step.scaler, self.schedule)
+        if path is not None:
+            self.reporter.say(f"saved {path}")
+        if self.config.training.manual_gc:
+            gc.collect()
+        self.reporter.resume(paused)
+
+    def _time_is_up(self) -> bool:
+        limit = self.config.training.exit_duration_in_mins
+        return limit is not None and time.monotonic() - self.started_at > 60 * limit

@@ -1,0 +1,199 @@
+"""What a run says while it trains: the log line, validation lines, timers, and the sinks of curves. Only rank 0 speaks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Literal
+
+import torch
+
+from megatron.config.logging import LoggingConfig
+from megatron.metrics.log_line import training_log_line, validation_lines
+from megatron.metrics.loggers import MetricsFile, Sink, curve_sinks
+from megatron.metrics.timers import Timers, format_times, times_of_ranks
+from megatron.training.progress import Progress
+from megatron.training.step import StepResult
+
+Gather = Callable[[Any], Sequence[Any]]
+
+
+class Reporter:
+    """Collects the results of steps and speaks at intervals.
+
+    Args:
+        speaks: whether this rank prints and writes; the others only take part in gathering times.
+        gather: a value of every rank, in the order of ranks.
+        total_iterations: of the whole run.
+        flops_of: model FLOPs of a step over a number of sequences.
+        tokens_per_sample: the sequence length.
+        num_devices: over which throughput is divided.
+        peak: FLOP/s of one device, if known.
+        resumed: continue the metrics file instead of beginning it.
+        settings: saved with the curves where the sink can.
+    """
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        *,
+        speaks: bool,
+        gather: Gather,
+        timers: Timers,
+        total_iterations: int,
+        flops_of: Callable[[int], int],
+        tokens_per_sample: int,
+        num_devices: int,
+        peak: float | None,
+        resumed: bool,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._config, self._speaks, self._gather, self._timers = config, speaks, gather, timers
+        self._total_iterations, self._flops_of, self._tokens_per_sample = total_iterations, flops_of, tokens_per_sample
+        self._num_devices, self._peak = num_devices, peak
+        self._file = MetricsFile(config.metrics_file, append=resumed) if speaks and config.metrics_file else None
+        self._curves: list[Sink] = curve_sinks(config, settings) if speaks else []
+        self._first = True
+        self._start_interval()
+
+    def step(
+        self, progress: Progress, result: StepResult | None, learning_rate: float, batch: int, extras: Callable[[], dict]
+    ) -> None:
+        """Take the result of a step (None for one that was left out on request) and speak if it is time.
+
+        Args:
+            batch: sequences of the step.
+            extras: further numbers to log; called on every rank, and only when a line is due.
+        """
+        self._steps += 1
+        self._samples += batch
+        if result is None or result.skipped:
+            self._skipped += 1
+        if result is not None:
+            self._nans += math.isnan(result.loss)
+            if not result.skipped:
+                self._losses.append(result.loss)
+        now = time.perf_counter()
+        if self._curves and progress.iteration % self._config.tensorboard_log_interval == 0 and result is not None:
+            self._write_curves(progress, result, learning_rate, batch, now - self._last_step)
+        self._last_step = now
+        if self._first or progress.iteration % self._config.log_interval == 0:
+            self._line(progress, result, learning_rate, batch, extras())
+            self._first = False
+            self._start_interval()
+
+    def evaluation(self, progress: Progress, loss: float, split: Literal["validation", "test"]) -> None:
+        """Print and record the loss of a held-out split."""
+        for line in validation_lines(progress.iteration, loss, split):
+            self.say(line)
+        for sink in self._sinks():
+            sink.scalars(progress.iteration, progress.consumed_samples, {f"{split}_loss": loss})
+
+    def pause(self) -> float:
+        """Begin something that is no training; give the result to `resume`."""
+        return time.perf_counter()
+
+    def resume(self, paused_at: float) -> None:
+        """Leave the time since `pause` out of the time of iterations."""
+        away = time.perf_counter() - paused_at
+        self._started += away
+        self._last_step += away
+
+    def say(self, line: str) -> None:
+        """Print a line at once, on rank 0."""
+        if self._speaks:
+            print(line, flush=True)
+
+    def close(self) -> None:
+        """Close the sinks."""
+        for sink in self._sinks():
+            sink.close()
+
+    def _sinks(self) -> list[Sink]:
+        return [*self._curves, *([self._file] if self._file else [])]
+
+    def _start_interval(self) -> None:
+        self._started = self._last_step = time.perf_counter()
+        self._steps = self._samples = self._skipped = self._nans = 0
+        self._losses: list[float] = []
+
+    def _line(
+        self, progress: Progress, result: StepResult | None, learning_rate: float, batch: int, extras: dict[str, float]
+    ) -> None:
+        seconds = time.perf_counter() - self._started
+        tflops = self._flops_of(self._samples) / seconds / self._num_devices / 1e12
+        loss = math.fsum(self._losses) / len(self._losses) if self._losses else None
+        updated = result is not None and not result.skipped
+        self.say(
+            training_log_line(
+                time=datetime.now(),
+                iteration=progress.iteration,
+                train_iterations=self._total_iterations,
+                consumed_samples=progress.consumed_samples,
+                elapsed_ms=1000 * seconds / self._steps,
+                learning_rate=learning_rate,
+                global_batch_size=batch,
+                lm_loss=loss,
+                loss_scale=result.loss_scale if result else 1.0,
+                skipped=self._skipped,
+                nans=self._nans,
+                tflops_per_device=tflops if self._config.log_throughput else None,
+                grad_norm=result.grad_norm if result and updated else None,
+                num_zeros=result.num_zeros if result else None,
+                params_norm=extras.get("params_norm"),
+            )
+        )
+        values = {
+            "learning_rate": learning_rate,
+            "global_batch_size": batch,
+            "skipped": self._skipped,
+            "elapsed_ms": 1000 * seconds / self._steps,
+            "tokens_per_s": self._samples * self._tokens_per_sample / seconds,
+            "tflops_per_device": tflops,
+            **extras,
+        }
+        if self._peak is not None:
+            values["mfu"] = tflops * 1e12 / self._peak
+        if loss is not None:
+            values["lm_loss"] = loss
+        if result is not None:
+            values |= {"loss_scale": result.loss_scale, "grad_norm": result.grad_norm}
+        if self._file:
+            self._file.scalars(progress.iteration, progress.consumed_samples, values)
+        for sink in self._curves:
+            sink.scalars(progress.iteration, progress.consumed_samples, {"tokens_per_s": values["tokens_per_s"], **extras})
+        self._report_times(progress)
+
+    def _write_curves(self, progress: Progress, result: StepResult, learning_rate: float, batch: int, seconds: float) -> None:
+        values = {
+            "learning_rate": learning_rate,
+            "global_batch_size": batch,
+            "loss_scale": result.loss_scale,
+            "elapsed_ms": 1000 * seconds,
+            "tflops_per_device": self._flops_of(batch) / seconds / self._num_devices / 1e12,
+        }
+        if not result.skipped:
+            values |= {"lm_loss": result.loss, "grad_norm": result.grad_norm}
+        if self._config.log_memory_to_tensorboard and torch.cuda.is_available():
+            values |= {
+                "mem-allocated-bytes": torch.cuda.memory_allocated(),
+                "mem-max-allocated-bytes": torch.cuda.max_memory_allocated(),
+            }
+        for sink in self._curves:
+            sink.scalars(progress.iteration, progress.consumed_samples, values)
+
+    def _report_times(self, progress: Progress) -> None:
+        if self._config.timing_log_level == 0:
+            return
+        times = times_of_ranks(self._timers.elapsed_ms(), self._gather)
+        steps = max(1, self._steps)
+        times = {name: [ms / steps for ms in ranks] for name, ranks in times.items()}
+        text = format_times(times, self._config.timing_log_option)
+        if text:
+            self.say(text)
+        if self._config.log_timers_to_tensorboard:
+            for sink in self._curves:
+                longest = {f"{name}-time": max(ranks) / 1000 for name, ranks in times.items()}
+                sink.scalars(progress.iteration, progress.consumed_samples, longest)

@@ -1,0 +1,122 @@
+"""Before the first step: numerics switches, checks of the built model, and the start-up log."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from megatron.config.config import Config
+from megatron.config.logging import LoggingConfig
+from megatron.config.model import ModelConfig
+from megatron.config.save import to_dict
+from megatron.metrics.device_peaks import peak_flops
+from megatron.metrics.flops import count_parameters, flops_per_step
+from megatron.metrics.timers import Timers
+from megatron.model.build import Model
+from megatron.model.gpt import residual_dtype
+from megatron.optimizer.lr_schedule import schedule_lengths
+from megatron.parallel.collectives import all_reduce, gather_objects
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import Shard
+from megatron.pipeline_parallel.partition import format_layer_table
+from megatron.training.batch_size import BatchSizePlan
+from megatron.training.checkpointing import Schedule
+from megatron.training.reporter import Reporter
+
+
+def set_numerics(deterministic: bool) -> None:
+    """Choose the kernels. Called before the first use of a device."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def check_parameter_count(config: ModelConfig, vocab_size: int, shards: Sequence[Shard], context: ParallelContext) -> int:
+    """Parameters of the model as built, summed over all ranks, each element once and without padding.
+
+    Args:
+        shards: those that this rank counts.
+
+    Raises:
+        RuntimeError: the sum differs from what the settings say: a layer is lost or doubled.
+    """
+    sizes, place = context.axis_sizes, context.coordinates
+    mine = sum(shard.record.held_box(sizes, place).numel for shard in shards)
+    built = int(all_reduce(torch.tensor(mine, dtype=torch.int64, device=context.device), context.world))
+    expected = count_parameters(config, vocab_size)
+    if built != expected:
+        raise RuntimeError(
+            f"the ranks together hold {built:,} parameters, but the settings describe {expected:,}: a layer is lost or doubled"
+        )
+    return built
+
+
+def device_peak(context: ParallelContext, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of this rank's device in a dtype, if its table knows it."""
+    if context.device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(context.device), str(dtype).removeprefix("torch."))
+
+
+def describe(config: Config, context: ParallelContext, model: Model, num_parameters: int, plan: BatchSizePlan) -> list[str]:
+    """Lines of the start-up log: layout, model, layer table, batch."""
+    topology = context.topology
+    peak = device_peak(context, model.dtype)
+    kept = residual_dtype(model.config, model.dtype)
+    lines = [
+        f"{topology.world_size} ranks on {context.device.type} ({context.backend or 'one process'}): "
+        f"tensor {topology.tp} x pipeline {topology.pp} x data {topology.dp}"
+        + (", sequence parallel" if model.sequence_parallel else "")
+        + f"; schedule {config.parallel.pipeline_schedule}",
+        f"model of {num_parameters:,} parameters in {_name(model.dtype)}, residual stream {_name(kept)}, "
+        f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
+        *format_layer_table(model.layer_table),
+    ]
+    if context.device.type == "cuda" and peak is None:
+        lines.append(f"no peak FLOP/s is known for {torch.cuda.get_device_name(context.device)}: MFU is not reported")
+    stages, batch = topology.pp, plan.num_microbatches(0)
+    if stages > 1 and batch < stages:
+        bubble = (stages - 1) / (batch + stages - 1)
+        lines.append(
+            f"warning: {batch} microbatches for {stages} pipeline stages leave {bubble:.0%} of the time idle; "
+            "a larger --global-batch-size or a smaller --micro-batch-size fills it"
+        )
+    lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
+    return lines
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def make_timers(config: LoggingConfig, context: ParallelContext) -> Timers:
+    """The timers of this rank; on CUDA they wait for the device."""
+    return Timers(config.timing_log_level, torch.cuda.synchronize if context.device.type == "cuda" else None)
+
+
+def make_schedule(config: Config, plan: BatchSizePlan) -> Schedule:
+    """The schedules of learning rate and weight decay that the settings describe."""
+    lengths = schedule_lengths(config.optimizer, config.training, plan.final_global_batch_size, plan.total_samples)
+    return Schedule(config.optimizer, lengths)
+
+
+def make_reporter(
+    config: Config, context: ParallelContext, model: Model, plan: BatchSizePlan, timers: Timers, *, resumed: bool
+) -> Reporter:
+    """The voice of the run."""
+    return Reporter(
+        config.logging,
+        speaks=context.rank == 0,
+        gather=lambda value: gather_objects(value, context.world),
+        timers=timers,
+        total_iterations=plan.total_iterations,
+        flops_of=lambda samples: flops_per_step(config.model, model.vocab_size, samples),
+        tokens_per_sample=config.model.seq_length,
+        num_devices=context.topology.world_size,
+        peak=device_peak(context, model.dtype),
+        resumed=resumed,
+        settings=to_dict(config),
+    )

@@ -1,0 +1,97 @@
+"""Pretrain a GPT- or Llama-style model: on one CPU by `python pretrain_gpt.py ...`, on many devices by `torchrun ... pretrain_gpt.py ...`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from megatron.config.cli import LoadedConfig, load_or_exit
+from megatron.config.save import run_record
+
+
+def main(argv: list[str]) -> None:
+    """Settings, then everything else. Nothing that needs torch is imported before the settings are known to be right."""
+    started_at = time.monotonic()
+    loaded = load_or_exit(argv, int(os.environ.get("WORLD_SIZE", 1)))
+
+    from megatron.training.failure import reported_failures
+
+    with reported_failures():
+        pretrain(loaded, argv, started_at)
+
+
+def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
+    """The run as a story: context, data, model, optimizer, resume, train."""
+    from megatron.model.build import build_model, model_dtype
+    from megatron.optimizer.grad_scaler import make_grad_scaler
+    from megatron.parallel.context import connect, disconnect
+    from megatron.training import startup
+    from megatron.training.batch_size import BatchSizePlan
+    from megatron.training.checkpointing import Saver, resume
+    from megatron.training.inputs import open_data
+    from megatron.training.loop import Loop
+    from megatron.training.step import TrainStep
+
+    config = loaded.config
+    startup.set_numerics(config.training.deterministic_mode)
+    context = connect(config.parallel)
+    plan = BatchSizePlan(config.training, context.group("cp", "dp").size)
+    data = open_data(config, context)
+    saver = Saver(config.checkpoint, context, run_record(config, argv), data.vocab_size)
+    timers = startup.make_timers(config.logging, context)
+
+    model = build_model(
+        config.model,
+        context,
+        dtype=model_dtype(config.precision),
+        vocab_size=data.vocab_size,
+        sequence_parallel=config.parallel.sequence_parallel,
+        seed=config.training.seed,
+    )
+    step = TrainStep(
+        model,
+        context,
+        make_grad_scaler(config.precision),
+        parallel=config.parallel,
+        optimizer=config.optimizer,
+        micro_batch_size=config.training.micro_batch_size,
+        skip_overflow=config.precision.fp16,
+        count_zeros=config.logging.log_num_zeros_in_grad,
+        timers=timers,
+    )
+    num_parameters = startup.check_parameter_count(config.model, data.vocab_size, step.counted_shards, context)
+
+    schedule = startup.make_schedule(config, plan)
+    resumed = resume(config, context, step.optimizer, step.scaler, schedule, data.vocab_size)
+    reporter = startup.make_reporter(config, context, model, plan, timers, resumed=resumed.path is not None)
+    for line in [
+        *loaded.notes,
+        *startup.describe(config, context, model, num_parameters, plan),
+        *data.describe(plan),
+        *resumed.notes,
+    ]:
+        reporter.say(f"  {line}")
+    if resumed.path is not None:
+        reporter.say(f"resuming from {resumed.path} at iteration {resumed.progress.iteration}")
+
+    Loop(
+        config,
+        context,
+        step,
+        plan,
+        resumed.schedule,
+        saver,
+        reporter,
+        timers,
+        train_batches=lambda consumed: data.training(plan, consumed),
+        valid_batches=data.validation(plan),
+        test_batches=data.test(plan),
+        started_at=started_at,
+    ).run(resumed.progress)
+    reporter.close()
+    disconnect()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,144 @@
+"""Models cut over made-up worlds, for the tests of checkpoints: what every rank holds, and saves and loads of all ranks at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron.checkpoint.global_tensor import GlobalTensor
+from megatron.checkpoint.load_plan import BoxLoadPlanner
+from megatron.checkpoint.reader import BoxReader
+from megatron.checkpoint.save_plan import TENSORS, BoxSavePlanner
+from megatron.checkpoint.writer import BoxWriter
+from megatron.parallel.boxes import Box, PlacedBox, Piece, place
+from megatron.parallel.params import ParamRecord, Split
+
+PADDING = -777.0
+"""Stands in padded elements; nobody may store or overwrite it."""
+
+Values = dict[str, torch.Tensor]
+World = list[list[GlobalTensor]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensor ranks, and where the flattened local tensors are cut over the data ranks (fractions, ascending)."""
+
+    tp: int = 1
+    cuts: tuple[float, ...] = ()
+
+    @property
+    def dp(self) -> int:
+        return len(self.cuts) + 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.dp
+
+
+def record(name: str, shape: tuple[int, ...], split_dim: int | None, layout: Layout) -> ParamRecord:
+    """A parameter; dimension 0 is padded where it does not divide."""
+    if split_dim is None:
+        return ParamRecord(name, shape)
+    padded = math.ceil(shape[split_dim] / layout.tp) * layout.tp
+    return ParamRecord(name, shape, (Split(split_dim, "tp", padded if padded != shape[split_dim] else None),))
+
+
+def hold(
+    shapes: dict[str, tuple[tuple[int, ...], int | None]],
+    layout: Layout,
+    rank: int,
+    values: Values | None,
+    dtype: torch.dtype = torch.float32,
+) -> list[GlobalTensor]:
+    """What a rank holds: of each name `model.<name>` whole, `main.<name>` a flat piece of its data rank.
+
+    Args:
+        shapes: name -> (global shape, dimension that tensor ranks split).
+        values: global values by full name; without them the tensors hold zeros, to be filled by a load.
+    """
+    axes, coordinates = {"tp": layout.tp}, {"tp": rank % layout.tp}
+    data_rank = rank // layout.tp
+    tensors = []
+    for short, (shape, split_dim) in shapes.items():
+        of = record(short, shape, split_dim, layout)
+        local_shape, held = of.local_shape(axes), of.held_box(axes, coordinates)
+        numel = math.prod(local_shape)
+        ends = [0, *(round(cut * numel) for cut in layout.cuts), numel]
+        for kind, piece in (("model", Piece(0, numel)), ("main", Piece(ends[data_rank], ends[data_rank + 1]))):
+            name = f"{kind}.{short}"
+            if values is None:
+                local = torch.zeros(numel, dtype=dtype)
+            else:
+                block = tuple(slice(o, o + n) for o, n in zip(held.offsets, held.sizes, strict=True))
+                local = torch.full((numel,), PADDING, dtype=dtype)
+                local[: held.numel] = values[name][block].reshape(-1).to(dtype)
+            tensors.append(GlobalTensor(name, shape, local[piece.start : piece.stop].clone(), place(local_shape, held, piece)))
+    return tensors
+
+
+def random_values(shapes: dict[str, tuple[tuple[int, ...], int | None]], seed: int = 0) -> Values:
+    """Global values for every full name."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"{kind}.{short}": torch.randn(shape, generator=generator)
+        for short, (shape, _) in shapes.items()
+        for kind in ("model", "main")
+    }
+
+
+def whole(name: str, tensor: torch.Tensor) -> GlobalTensor:
+    """A tensor that one rank holds entirely."""
+    shape = tuple(tensor.shape)
+    return GlobalTensor(name, shape, tensor, [PlacedBox(Box((0,) * len(shape), shape), 0)] if tensor.numel() else [])
+
+
+def save_world(
+    folder: Path, iteration: int, world: World, state: dict[str, Any] | None = None, max_file_bytes: int | None = None
+) -> Path:
+    """Save what all ranks hold, in this process: the steps of torch.distributed.checkpoint.save, rank by rank."""
+    writers = [BoxWriter(folder, iteration, {}, state or {}, max_file_bytes) for _ in world]
+    planners = [BoxSavePlanner() for _ in world]
+    plans = []
+    for rank, tensors in enumerate(world):
+        planners[rank].set_up_planner({TENSORS: tensors}, None, rank == 0)
+        writers[rank].set_up_storage_writer(rank == 0)
+        plans.append(writers[rank].prepare_local_plan(planners[rank].create_local_plan()))
+    plans, metadata = planners[0].create_global_plan(plans)
+    plans = writers[0].prepare_global_plan(plans)
+    results = [
+        writers[rank].write_data(planners[rank].finish_plan(plans[rank]), planners[rank]).value() for rank in range(len(world))
+    ]
+    writers[0].finish(metadata, results)
+    return writers[0].final
+
+
+def load_world(path: Path, world: World, allow_unused: Callable[[str], bool] = lambda name: False) -> None:
+    """Fill what all ranks hold, in this process: the steps of torch.distributed.checkpoint.load, rank by rank."""
+    readers, planners = [BoxReader(path) for _ in world], [BoxLoadPlanner(allow_unused) for _ in world]
+    plans = []
+    for rank, tensors in enumerate(world):
+        metadata: Metadata = readers[rank].read_metadata()
+        planners[rank].set_up_planner({TENSORS: tensors}, metadata, rank == 0)
+        readers[rank].set_up_storage_reader(metadata, rank == 0)
+        plans.append(readers[rank].prepare_local_plan(planners[rank].create_local_plan()))
+    plans = readers[0].prepare_global_plan(planners[0].create_global_plan(plans))
+    for rank in range(len(world)):
+        readers[rank].read_data(planners[rank].finish_plan(plans[rank]), planners[rank]).wait()
+
+
+def assert_holds(tensors: Sequence[GlobalTensor], expected: Sequence[GlobalTensor], padding: float) -> None:
+    """Every element that a box covers equals that of the other list; every other element is `padding`."""
+    for tensor, other in zip(tensors, expected, strict=True):
+        assert tensor.boxes == other.boxes
+        covered = torch.zeros(tensor.local.numel(), dtype=torch.bool)
+        for placed in tensor.boxes:
+            covered[placed.start : placed.start + placed.box.numel] = True
+        assert torch.equal(tensor.local[covered], other.local[covered]), tensor.name
+        assert (tensor.local[~covered] == padding).all(), tensor.name

@@ -1,0 +1,180 @@
+"""Launch scripts of Megatron-LM: each of its flags acts, is refused with a reason, or is named as having no effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config.cli import load, parse
+from megatron.config.compat import NoEffect, Refused, find, find_family, known_names, refused_choice
+from megatron.config.compat_tables import CHOICES
+from megatron.config.errors import ConfigError
+from megatron.config.flags import flags, switch
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 100"
+).split()
+
+SETTINGS = """
+num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels group-query-attention num-query-groups seq-length
+max-position-embeddings position-embedding-type rotary-base rotary-percent use-rope-scaling rope-scaling-factor normalization
+norm-epsilon swiglu squared-relu untie-embeddings-and-output-weights disable-bias-linear add-qkv-bias qk-layernorm
+attention-dropout hidden-dropout init-method-std make-vocab-size-divisible-by
+
+micro-batch-size global-batch-size rampup-batch-size train-iters train-samples seed optimizer lr min-lr lr-decay-style
+lr-decay-iters lr-decay-samples lr-warmup-iters lr-warmup-samples lr-warmup-fraction lr-warmup-init lr-wsd-decay-style
+lr-wsd-decay-iters lr-wsd-decay-samples weight-decay start-weight-decay end-weight-decay weight-decay-incr-style clip-grad
+adam-beta1 adam-beta2 adam-eps sgd-momentum override-opt-param-scheduler use-checkpoint-opt-param-scheduler iterations-to-skip
+
+tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size expert-model-parallel-size sequence-parallel
+data-parallel-sharding-strategy overlap-grad-reduce ddp-bucket-size distributed-backend distributed-timeout-minutes
+use-tp-pp-dp-mapping
+
+fp16 bf16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis fp32-residual-connection
+
+data-path split mock-data num-workers tokenizer-type tokenizer-model vocab-file merge-file vocab-size eod-mask-loss
+
+save load save-interval save-retain-interval keep-last ckpt-step no-save-optim no-load-optim finetune use-checkpoint-args
+exit-on-missing-checkpoint
+
+log-interval eval-interval eval-iters log-throughput log-params-norm log-num-zeros-in-grad timing-log-level timing-log-option
+tensorboard-dir tensorboard-log-interval log-timers-to-tensorboard log-memory-to-tensorboard wandb-project wandb-exp-name
+exit-interval exit-duration-in-mins deterministic-mode manual-gc manual-gc-interval profile profile-step-start profile-step-end
+profile-ranks
+""".split()
+
+REFUSED = """
+num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers
+decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split
+pipeline-model-parallel-layout use-distributed-optimizer use-megatron-fsdp overlap-param-gather no-overlap-p2p-communication
+recompute-activations recompute-granularity recompute-method recompute-num-layers recompute-modules optimizer-cpu-offload
+train-data-path valid-data-path test-data-path data-cache-path reset-position-ids reset-attention-mask async-save
+fp8-format fp8-recipe fp8-margin moe-router-topk moe-layer-freq moe-grouped-gemm num-experts multi-latent-attention
+batch-size use-rotary-position-embeddings use-legacy-models init-method-xavier-uniform apply-layernorm-1p
+use-torch-fsdp2 tp-comm-overlap cuda-graph-scope rl-prompts-per-eval retro-num-neighbors log-straggler
+no-check-for-nan-in-loss-and-grad grad-reduce-in-bf16 nccl-communicator-config-path local-rank
+""".split()
+
+NO_EFFECT = """
+use-mcore-models use-flash-attn attention-softmax-in-fp32 accumulate-allreduce-grads-in-fp32 exit-signal-handler no-save-rng
+no-load-rng no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
+no-gradient-accumulation-fusion no-persist-layer-norm no-async-tensor-model-parallel-allreduce cross-entropy-loss-fusion
+use-cpu-initialization calculate-per-token-loss
+""".split()
+
+NO_EFFECT_VALUES = {
+    "transformer-impl": ("transformer_engine", "local"),
+    "attention-backend": ("flash", "fused", "unfused", "auto"),
+    "dataloader-type": ("single",),
+    "ckpt-format": ("torch_dist",),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_a_flag(name: str) -> None:
+    assert switch(name) or name in flags()
+    assert find(name) is None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_flag_outside_what_is_built_is_refused_with_its_values(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*BASE, f"--{name}", "7", "8", "--bf16"], 1)
+    (violation,) = caught.value.violations
+    assert violation.flags == (f"--{name}",)
+    assert violation.message == f"--{name} 7 8 is refused."
+    assert violation.rule.endswith(".")
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_a_flag_that_is_always_on_is_named(name: str) -> None:
+    loaded = load([*BASE, f"--{name}"], 1)
+    (note,) = loaded.notes
+    assert note.startswith(f"--{name} has no effect: ")
+    assert loaded.config == load(BASE, 1).config
+    with pytest.raises(ConfigError, match="takes no value"):
+        parse([f"--{name}", "7"])
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NO_EFFECT_VALUES.items() for value in values])
+def test_a_value_that_changes_nothing_is_named(name: str, value: str) -> None:
+    (note,) = load([*BASE, f"--{name}", value], 1).notes
+    assert note.startswith(f"--{name} {value} has no effect: ")
+    with pytest.raises(ConfigError, match="takes one value"):
+        parse([f"--{name}"])
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--tokenizer-type", "HuggingFaceTokenizer"], ["HuggingFaceTokenizer is not built yet", "sentencepiece"]),
+        (["--tokenizer-type", "TikTokenizer"], ["TikTokenizer is not built yet"]),
+        (["--optimizer", "lion"], ["lion is not built yet", "adam"]),
+        (["--position-embedding-type", "mrope"], ["mrope is not built yet", "rope"]),
+        (["--dataloader-type", "cyclic"], ["cyclic is refused", "already shuffled"]),
+        (["--ckpt-format", "torch"], ["--ckpt-format torch", "torch_dist only"]),
+        (["--rerun-mode", "validate_results"], ["disabled only"]),
+        (["--context-parallel-size", "2"], ["--context-parallel-size 2 is refused", "not built yet", "--context-parallel-size 1"]),
+        (["--expert-model-parallel-size", "2"], ["refused", "--expert-model-parallel-size 1"]),
+        (["--data-parallel-sharding-strategy", "optim"], ["optim is refused", "--data-parallel-sharding-strategy no_shard"]),
+        (["--no-mock-data", "--data-path", "a", "b"], ["more than one prefix", "--data-path a"]),
+        (["--no-mock-data", "--data-path", "1.0", "b"], ["more than one prefix", "--data-path b"]),
+    ],
+)
+def test_a_value_outside_what_is_built_is_refused(words: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*BASE, *words], 2)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_every_name_has_one_fate() -> None:
+    names = known_names()
+    assert len(names) == len(set(names))
+    for name in names:
+        assert name not in flags() and switch(name) is None, name
+        known = find(name)
+        assert isinstance(known, NoEffect | Refused)
+        assert known.reason
+    for name, value in CHOICES:
+        assert refused_choice(name, value)
+        assert name not in flags() or value not in flags()[name].choices, (name, value)
+
+
+def test_no_setting_belongs_to_a_family() -> None:
+    """A pattern that also fits a setting would make a typo of it a refusal; those are told apart by how near they are spelled."""
+    assert [name for name in flags() if find_family(name) is not None] == ["ckpt-step"]
+    with pytest.raises(ConfigError, match="Perhaps you meant --ckpt-step"):
+        parse(["--ckpt-steps", "3"])
+
+
+def test_a_launch_script_of_megatron_is_understood() -> None:
+    """The flags of the Llama 3 example of Megatron-LM, less what is not built."""
+    script = """
+    --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
+    --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope
+    --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --init-method-std 0.0134
+    --attention-backend fused --apply-layernorm-1p --untie-embeddings-and-output-weights --disable-bias-linear
+    --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748
+    --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --lr-decay-style cosine --clip-grad 1.0
+    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion
+    --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 --tensor-model-parallel-size 1
+    --pipeline-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel --overlap-grad-reduce --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 128256 --tiktoken-pattern v2 --no-create-attention-mask-in-dataloader
+    --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput
+    --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist --distributed-timeout-minutes 60
+    --save checkpoints --load checkpoints --tensorboard-dir logs
+    """.split()
+    with pytest.raises(ConfigError) as caught:
+        load(script, 8)
+    refused = {violation.flags[0] for violation in caught.value.violations}
+    assert refused == {
+        *("--apply-layernorm-1p", "--decoupled-lr", "--grad-reduce-in-bf16", "--empty-unused-memory-level", "--tiktoken-pattern"),
+    }
+    for name, length in ((name, 2 if name in ("--decoupled-lr", "--tiktoken-pattern") else 1) for name in refused):
+        place = script.index(name)
+        del script[place : place + length + (name == "--empty-unused-memory-level")]
+    loaded = load(script, 8)
+    assert loaded.config.model.ffn_size == 14336
+    assert loaded.config.training.train_samples == 1953125000
+    assert len(loaded.notes) == 9

@@ -1,0 +1,148 @@
+"""The token files: bytes by hand, round trips, damaged and foreign files."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data import indexed_dataset
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset, IndexedDatasetWriter, token_dtype
+
+
+def write(prefix: Path, documents: list[list[int]], dtype: type[np.integer] = np.uint16) -> str:
+    """An indexed dataset of these documents."""
+    with IndexedDatasetWriter(str(prefix), dtype) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return str(prefix)
+
+
+def index_bytes(lengths: list[int], offsets: list[int], entries: list[int], code: int = 8) -> bytes:
+    """An index put together by hand."""
+    head = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + bytes([code]) + struct.pack("<QQ", len(lengths), len(entries))
+    return head + struct.pack(f"<{len(lengths)}i{len(offsets)}q{len(entries)}q", *lengths, *offsets, *entries)
+
+
+def test_two_documents_make_the_82_bytes_of_the_format(tmp_path: Path) -> None:
+    write(tmp_path / "d", [[7, 8, 9], [500]])
+    index = (tmp_path / "d.idx").read_bytes()
+    assert len(index) == 82
+    assert index == index_bytes([3, 1], [0, 6], [0, 1, 2])
+    assert (tmp_path / "d.bin").read_bytes() == struct.pack("<4H", 7, 8, 9, 500)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
+
+
+def test_the_type_follows_the_vocabulary_and_is_read_from_the_file(tmp_path: Path) -> None:
+    assert [token_dtype(size) for size in (257, 65499, 65500, 70000)] == [np.uint16, np.uint16, np.int32, np.int32]
+    dataset = IndexedDataset(write(tmp_path / "d", [[70000, 1]], np.int32))
+    assert (tmp_path / "d.idx").read_bytes()[17] == 4
+    assert dataset.document(0).tolist() == [70000, 1]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16])
+def test_every_integer_type_round_trips(tmp_path: Path, dtype: type[np.integer]) -> None:
+    top = int(np.iinfo(dtype).max)
+    dataset = IndexedDataset(write(tmp_path / "d", [[0, top], [3]], dtype))
+    assert [dataset.document(number).tolist() for number in range(2)] == [[0, top], [3]]
+
+
+@given(documents=st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=12), block=st.integers(1, 5))
+def test_documents_round_trip_in_blocks_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], block: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexed_dataset, "_BLOCK", block)
+        dataset = IndexedDataset(write(tmp_path_factory.mktemp("d") / "d", documents))
+    assert dataset.num_documents == len(documents)
+    assert [dataset.document(number).tolist() for number in range(len(documents))] == documents
+    assert dataset.num_tokens(range(len(documents))) == sum(map(len, documents))
+
+
+def test_documents_of_several_or_no_sequences_keep_their_sequences_together(tmp_path: Path) -> None:
+    (tmp_path / "d.bin").write_bytes(struct.pack("<6H", *range(6)))
+    (tmp_path / "d.idx").write_bytes(index_bytes([2, 1, 0, 3], [0, 4, 6, 6], [0, 2, 2, 4]))
+    dataset = IndexedDataset(str(tmp_path / "d"))
+    assert [dataset.document(number).tolist() for number in range(3)] == [[0, 1, 2], [], [3, 4, 5]]
+    assert dataset.sequences(np.array([2, 1, 0])).tolist() == [2, 3, 0, 1]
+    assert [dataset.document_of(sequence) for sequence in range(4)] == [0, 0, 2, 2]
+    assert dataset.num_tokens(range(1, 3)) == 3
+
+
+def test_a_failed_block_leaves_the_old_files_and_no_others(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [[1, 2]])
+    with pytest.raises(RuntimeError), IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_document([3])
+        raise RuntimeError
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
+    assert IndexedDataset(prefix).document(0).tolist() == [1, 2]
+
+
+def test_a_failed_finalise_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "d.idx").mkdir()
+    with pytest.raises(OSError, match=r"d\.idx"):
+        write(tmp_path / "d", [[1]])
+    assert [path.name for path in tmp_path.iterdir()] == ["d.idx"]
+
+
+@pytest.mark.parametrize("tokens", [[65536], [-1], [0.5]])
+def test_the_writer_refuses_what_does_not_fit(tmp_path: Path, tokens: list[float]) -> None:
+    with pytest.raises(ValueError, match="do not fit into uint16"):
+        write(tmp_path / "d", [tokens])  # type: ignore[list-item]
+    assert not list(tmp_path.iterdir())
+
+
+GOOD = index_bytes([3, 1], [0, 6], [0, 1, 2])
+
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda _: b"", "not the index"),
+    "header cut": (lambda index: index[:33], "not the index"),
+    "magic": (lambda index: b"PK" + index[2:], "not the index"),
+    "version": (lambda index: index[:9] + struct.pack("<Q", 2) + index[17:], "version 2"),
+    "type unknown": (lambda index: index[:17] + b"\x09" + index[18:], "token type 9"),
+    "type float": (lambda index: index[:17] + b"\x06" + index[18:], "token type 6"),
+    "last byte cut": (lambda index: index[:-1], r"81 bytes.*asks for 82"),
+    "a byte more": (lambda index: index + b"\0", r"83 bytes.*asks for 82"),
+    "absurd count": (lambda index: index[:18] + b"\xff" * 8 + index[26:], "asks for"),
+    "no documents at all": (lambda _: index_bytes([], [], []), "document index"),
+    "documents do not start at 0": (lambda _: index_bytes([3, 1], [0, 6], [1, 1, 2]), "document index"),
+    "documents fall": (lambda _: index_bytes([3, 1], [0, 6], [0, 2, 1, 2]), "document index"),
+    "documents do not end at S": (lambda _: index_bytes([3, 1], [0, 6], [0, 1, 1]), "document index"),
+    "length negative": (lambda _: index_bytes([3, -1], [0, 6], [0, 1, 2]), r"sequence 1 \(-1"),
+    "offset negative": (lambda _: index_bytes([3, 1], [-2, 6], [0, 1, 2]), "sequence 0"),
+    "offset that overflows": (lambda _: index_bytes([3, 1], [0, 2**63 - 1], [0, 1, 2]), "sequence 1"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_index_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    damage, message = DAMAGE[name]
+    (tmp_path / "d.bin").write_bytes(struct.pack("<4H", 7, 8, 9, 500))
+    (tmp_path / "d.idx").write_bytes(damage(GOOD))
+    with pytest.raises(DatasetError, match=message) as error:
+        IndexedDataset(str(tmp_path / "d"))
+    assert str(tmp_path / "d.idx") in str(error.value)
+    assert "make" in str(error.value).lower()
+
+
+@pytest.mark.parametrize("size", [0, 7])
+def test_a_truncated_bin_is_refused_by_name(tmp_path: Path, size: int) -> None:
+    (tmp_path / "d.idx").write_bytes(GOOD)
+    (tmp_path / "d.bin").write_bytes(bytes(size))
+    with pytest.raises(DatasetError, match=rf"d\.bin has {size} bytes.*truncated"):
+        IndexedDataset(str(tmp_path / "d"))
+
+
+def test_a_missing_file_names_the_nearest_dataset(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "corpus_text_document", [[1]])
+    with pytest.raises(DatasetError, match=r"corpus_text\.idx does not exist") as error:
+        IndexedDataset(str(tmp_path / "corpus_text"))
+    assert prefix in str(error.value)
+    (tmp_path / "corpus_text_document.bin").unlink()
+    with pytest.raises(DatasetError, match=r"corpus_text_document\.bin does not exist"):
+        IndexedDataset(prefix)

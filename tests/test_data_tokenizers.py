@@ -1,0 +1,200 @@
+"""Every tokenizer: ids, round trips, and what it says of a wrong file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sentencepiece import SentencePieceTrainer
+
+from megatron.config.data import DataConfig
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.gpt2_bpe import GPT2BPETokenizer
+from megatron.data.tokenizers.protocol import Tokenizer
+from megatron.data.tokenizers.simple import ByteTokenizer, NullTokenizer
+from tests.bpe_trainer import Bpe, encode_plainly, train_bpe, write_bpe
+
+TEXT = """The cat sat on the mat; the cats' hats weren't that fat. aaaa aaa aa abababab
+    def that(cat, hat=17):\n        return "that's" + cat  # größer, größte, 東京都、京都\n\n\n
+The hatter's cat that sat there isn't the mother's, she'll say they've 1234 or 12 of them.
+"""
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Bpe:
+    """A vocabulary of the text above."""
+    return train_bpe(TEXT, 90)
+
+
+def gpt2(bpe: Bpe, folder: Path) -> GPT2BPETokenizer:
+    """The tokenizer of these files."""
+    return GPT2BPETokenizer(*write_bpe(bpe, folder))
+
+
+@pytest.fixture(scope="module")
+def trained(bpe: Bpe, tmp_path_factory: pytest.TempPathFactory) -> GPT2BPETokenizer:
+    """The tokenizer of the vocabulary above."""
+    return gpt2(bpe, tmp_path_factory.mktemp("bpe"))
+
+
+def sentencepiece_model(folder: Path, **settings: Any) -> Path:
+    """A small unigram model."""
+    lines = iter(TEXT.splitlines() * 3)
+    SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_prefix=str(folder / "model"),
+        vocab_size=80,
+        minloglevel=2,
+        hard_vocab_limit=False,
+        **settings,
+    )
+    return folder / "model.model"
+
+
+@given(text=st.text())
+def test_bytes_round_trip_any_text(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids == list(text.encode())
+    assert tokenizer.decode([*ids, tokenizer.eod]) == text
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+
+
+def test_null_tokenizer_reads_numbers_below_its_size() -> None:
+    tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer", vocab_size=100))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
+    assert tokenizer.encode(" 0 99\n5") == [0, 99, 5]
+    assert tokenizer.decode([0, 99, 100, 5]) == "0 99 5"
+    for text in ("100", "-1", "1.5", "x", "²", "٣"):
+        with pytest.raises(ValueError, match="is not an id from 0 to 99"):
+            tokenizer.encode(text)
+    with pytest.raises(ValueError, match="--vocab-size must be at least 1"):
+        NullTokenizer(0)
+
+
+@given(text=st.text() | st.text(alphabet="abtehcs' \n1ö東"))
+def test_bpe_gives_the_ids_of_its_merges_and_round_trips(trained: GPT2BPETokenizer, bpe: Bpe, text: str) -> None:
+    ids = trained.encode(text)
+    assert ids == encode_plainly(text, bpe)
+    assert trained.decode([*ids, trained.eod]) == text
+
+
+def test_bpe_of_its_own_text_is_short_and_ordinary(trained: GPT2BPETokenizer, bpe: Bpe) -> None:
+    ids = trained.encode(TEXT)
+    assert ids == encode_plainly(TEXT, bpe)
+    assert len(ids) < 0.6 * len(TEXT.encode())
+    assert trained.eod == trained.vocab_size - 1 == len(bpe.vocabulary) - 1
+    assert trained.eod not in trained.encode("a<|endoftext|>b")
+
+
+@pytest.mark.parametrize("order", ["reversed", "as GPT-2"])
+def test_bpe_ids_need_not_be_in_the_order_of_the_merges(tmp_path: Path, bpe: Bpe, order: str) -> None:
+    tokens = [*bpe.vocabulary]
+    # GPT-2 numbers the visible bytes first; then ranks are ids and nothing needs to be looked up.
+    tokens = tokens[::-1] if order == "reversed" else sorted(tokens[:256], key=ord) + tokens[256:]
+    renumbered = Bpe({token: number for number, token in enumerate(tokens)}, bpe.merges)
+    tokenizer = gpt2(renumbered, tmp_path)
+    assert tokenizer.encode(TEXT) == encode_plainly(TEXT, renumbered)
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+@given(text=st.text(alphabet="abc", max_size=30))
+def test_bpe_follows_the_merges_where_bytes_alone_would_mislead(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    """ "abc" is only made of ab and c, but b and c join first: whoever joins any two neighbours that make a token gets it wrong."""
+    base = train_bpe("x", 0)
+    merges = [("b", "c"), ("a", "b"), ("ab", "c"), ("c", "a"), ("a", "a"), ("aa", "a"), ("aa", "aa"), ("bc", "a"), ("b", "ca")]
+    vocabulary = dict(base.vocabulary)
+    for pair in merges:
+        vocabulary.setdefault("".join(pair), len(vocabulary))
+    hand_made = Bpe(vocabulary, merges)
+    tokenizer = gpt2(hand_made, tmp_path_factory.mktemp("bpe"))
+    assert tokenizer.encode(text) == encode_plainly(text, hand_made)
+
+
+def test_bpe_refuses_endless_blanks_instead_of_crashing(trained: GPT2BPETokenizer) -> None:
+    blanks = " " * 400_000
+    assert trained.decode(trained.encode("a" + blanks + "b")) == "a" + blanks + "b"
+    with pytest.raises(ValueError, match="blanks or more"):
+        trained.encode("a" + 3 * blanks + "b")
+
+
+@pytest.mark.parametrize(
+    ("vocab", "merges", "message"),
+    [
+        ("{", None, "is not JSON"),
+        ("[1]", None, "must be a JSON object"),
+        ('{"a": "1"}', None, "must be a JSON object"),
+        ('{"a": 1, "b": 1, "<|endoftext|>": 2}', None, "same id"),
+        ('{"a": 1}', None, r"no token <\|endoftext\|>"),
+        ('{"a": 1, "<|endoftext|>": 2}', None, "255 of the 256 bytes"),
+        (None, "q z\n", "line 1: 'q z'.*not there: 'qz'"),
+        (None, "#version: 0.2\nt h e\n", "line 2"),
+        (None, "the\n", "line 1"),
+    ],
+)
+def test_wrong_bpe_files_are_named(tmp_path: Path, bpe: Bpe, vocab: str | None, merges: str | None, message: str) -> None:
+    vocab_file, merge_file = write_bpe(bpe, tmp_path)
+    if vocab is not None:
+        vocab_file.write_text(vocab)
+    if merges is not None:
+        merge_file.write_text(merges)
+    with pytest.raises(ValueError, match=message) as error:
+        GPT2BPETokenizer(vocab_file, merge_file)
+    assert (str(vocab_file) if merges is None else str(merge_file)) in str(error.value)
+
+
+def test_sentencepiece_types(tmp_path: Path) -> None:
+    model = str(sentencepiece_model(tmp_path))
+    plain: Tokenizer = build_tokenizer(DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model))
+    same = build_tokenizer(DataConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=model))
+    llama = build_tokenizer(DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=model))
+    text = "the cat sat on that mat"
+    ids = plain.encode(text)
+    assert (plain.eod, plain.vocab_size > 50) == (2, True)
+    assert max(ids) < plain.vocab_size
+    assert plain.eod not in ids
+    assert same.encode(text) == ids
+    assert llama.encode(text) == [1, *ids]
+    assert llama.encode("") == plain.encode("") == []
+    for tokenizer in (plain, same, llama):
+        assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eod]) == text
+
+
+def test_a_sentencepiece_model_without_the_ids_that_are_needed_is_refused(tmp_path: Path) -> None:
+    path = sentencepiece_model(tmp_path, eos_id=-1, bos_id=-1)
+    for kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        with pytest.raises(ValueError, match="has no eos id"):
+            build_tokenizer(DataConfig(tokenizer_type=kind, tokenizer_model=str(path)))  # type: ignore[arg-type]
+    path = sentencepiece_model(tmp_path, bos_id=-1)
+    with pytest.raises(ValueError, match="has no bos id"):
+        build_tokenizer(DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(path)))
+
+
+def test_a_file_that_is_no_sentencepiece_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text(json.dumps({}))
+    with pytest.raises(ValueError, match="--tokenizer-model .* is not a sentencepiece model"):
+        build_tokenizer(DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "model")))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DataConfig(), "--tokenizer-type must be one of"),
+        (DataConfig(tokenizer_type="NullTokenizer"), "needs --vocab-size"),
+        (DataConfig(tokenizer_type="GPT2BPETokenizer"), "needs --vocab-file"),
+        (DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=__file__), "needs --merge-file"),
+        (
+            DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="/none/v.json"),
+            "--vocab-file /none/v.json: there is no such file",
+        ),
+        (DataConfig(tokenizer_type="Llama2Tokenizer"), "needs --tokenizer-model"),
+        (DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model="/none/m"), "--tokenizer-model /none/m: there is no such"),
+    ],
+)
+def test_a_missing_flag_or_file_is_named(config: DataConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_tokenizer(config)
