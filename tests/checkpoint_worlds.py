@@ -16,12 +16,14 @@ from megatron.checkpoint.load_plan import BoxLoadPlanner
 from megatron.checkpoint.reader import BoxReader
 from megatron.checkpoint.save_plan import TENSORS, BoxSavePlanner
 from megatron.checkpoint.writer import BoxWriter
-from megatron.parallel.boxes import Box, PlacedBox, Piece, place
+from megatron.parallel.boxes import Box, Piece, PlacedBox, place
 from megatron.parallel.params import ParamRecord, Split
 
 PADDING = -777.0
 """Stands in padded elements; nobody may store or overwrite it."""
 
+Shapes = dict[str, tuple[tuple[int, ...], int | None]]
+"""Name -> (global shape, dimension that tensor ranks split)."""
 Values = dict[str, torch.Tensor]
 World = list[list[GlobalTensor]]
 
@@ -51,7 +53,7 @@ def record(name: str, shape: tuple[int, ...], split_dim: int | None, layout: Lay
 
 
 def hold(
-    shapes: dict[str, tuple[tuple[int, ...], int | None]],
+    shapes: Shapes,
     layout: Layout,
     rank: int,
     values: Values | None,
@@ -60,7 +62,6 @@ def hold(
     """What a rank holds: of each name `model.<name>` whole, `main.<name>` a flat piece of its data rank.
 
     Args:
-        shapes: name -> (global shape, dimension that tensor ranks split).
         values: global values by full name; without them the tensors hold zeros, to be filled by a load.
     """
     axes, coordinates = {"tp": layout.tp}, {"tp": rank % layout.tp}
@@ -83,7 +84,7 @@ def hold(
     return tensors
 
 
-def random_values(shapes: dict[str, tuple[tuple[int, ...], int | None]], seed: int = 0) -> Values:
+def random_values(shapes: Shapes, seed: int = 0) -> Values:
     """Global values for every full name."""
     generator = torch.Generator().manual_seed(seed)
     return {

@@ -138,7 +138,9 @@ def microbatches(batch: Batch, context: ParallelContext, micro_batch_size: int) 
     for start in range(mine * micro_batch_size, len(tokens), ranks * micro_batch_size):
         rows = slice(start, start + micro_batch_size)
         positions = torch.arange(tokens.shape[1]).unsqueeze(1).expand(-1, micro_batch_size)
-        found.append(ModelInputs(positions, tokens[rows].t().contiguous(), labels[rows].t().contiguous(), mask[rows].t().contiguous()))
+        found.append(
+            ModelInputs(positions, tokens[rows].t().contiguous(), labels[rows].t().contiguous(), mask[rows].t().contiguous())
+        )
     return found
 
 
@@ -181,9 +183,16 @@ def run_layout(recipe: Recipe, layout: Layout) -> ReferenceRun:
         for i, batch in enumerate(recipe.batches):
             inputs = microbatches(batch, context, layout.micro_batch_size)
             if i == 0:
-                step.gradients(inputs)
-                found = {entry.record.name: grad / step.scaler.scale for entry, grad in step.buckets.gradients()}
-                gradients = _boxed(step, context, found)
+                update = step.optimizer.step
+
+                def first_update(*args: float) -> None:
+                    found = {entry.record.name: grad / step.scaler.scale for entry, grad in step.buckets.gradients()}
+                    gradients.extend(_boxed(step, context, found))
+                    update(*args)
+
+                step.optimizer.step = first_update  # type: ignore[method-assign]
+            elif i == 1:
+                step.optimizer.step = update  # type: ignore[method-assign]
             result = step.run(inputs, iteration=i + 1, learning_rate=recipe.lr, weight_decay=recipe.weight_decay)
             losses.append(result.loss)
             norms.append(result.grad_norm)

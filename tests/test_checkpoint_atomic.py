@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,7 +59,9 @@ def test_killed_before_the_rename(tmp_path: Path, where: object, name: str) -> N
     said: list[str] = []
     assert find_checkpoint(tmp_path, tell=said.append) == first and said == []
     assert loaded(first) == 1.0
-    assert loaded(save(tmp_path, 2, 2.0)) == 2.0  # what the killed save left does not disturb, and is gone
+    (tmp_path / ".iter_0000002.saving" / "rank_00009.safetensors").write_text("of a larger world")
+    second = save(tmp_path, 2, 2.0)  # what the killed save left does not disturb, and is gone
+    assert loaded(second) == 2.0 and not (second / "rank_00009.safetensors").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000002", folder_module.LATEST}
 
 
@@ -78,6 +79,13 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 1, 1.0)
     path = save(tmp_path, 1, 2.0)
     assert loaded(path) == 2.0
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", folder_module.LATEST}
+
+
+def test_what_a_killed_removal_left_does_not_disturb(tmp_path: Path) -> None:
+    save(tmp_path, 1, 1.0).rename(tmp_path / ".iter_0000001.removing")
+    save(tmp_path, 1, 2.0)
+    assert loaded(save(tmp_path, 1, 3.0)) == 3.0
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", folder_module.LATEST}
 
 
@@ -118,6 +126,21 @@ def test_one_rank_that_cannot_write_is_everybody_s_error(tmp_path: Path, failing
     assert f"cannot save {tmp_path / 'iter_0000002'}" in texts[0] and f"rank {failing}: [Errno 27] File too large" in texts[0]
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", folder_module.LATEST}
     assert find_checkpoint(tmp_path) == first and loaded(first) == 1.0
+
+
+def test_failures_of_several_ranks_are_all_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save_more(rank: int) -> str:
+        def fail(path: Path, *args: object) -> None:
+            raise OSError(28 if rank == 0 else 5, "full" if rank == 0 else "broken")
+
+        monkeypatch.setattr(writer_module, "write_file", fail)
+        with pytest.raises(CheckpointError) as error:
+            save_checkpoint(tmp_path, 2, [whole(f"t{index}", torch.ones(10)) for index in range(3)], {}, {})
+        return str(error.value)
+
+    texts = run_ranks(3, save_more)
+    assert len(set(texts)) == 1
+    assert texts[0].splitlines()[1:] == ["  rank 0: [Errno 28] full", "  ranks 1, 2: [Errno 5] broken"]
 
 
 def test_a_fault_of_the_program_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,4 +202,4 @@ def test_ranks_that_see_different_checkpoints(tmp_path: Path) -> None:
             load_tensors(tmp_path / f"node{rank}" / "iter_0000001", [whole("a", torch.zeros(100))])
         return str(error.value)
 
-    assert all("ranks 1 see another checkpoint" in text for text in run_ranks(2, load))
+    assert all("rank 1 found another checkpoint" in text for text in run_ranks(2, load))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.load import find_checkpoint, load_tensors, read_config, read_state
+from megatron.checkpoint.safetensors_file import Entry, MappedFile
 from megatron.checkpoint.save import save_checkpoint
-from tests.checkpoint_worlds import hold, whole
+from tests.checkpoint_worlds import Layout, Shapes, hold, random_values, save_world, whole
 from tests.distributed import run_ranks
 
 DATA = "rank_00000.safetensors"
@@ -137,6 +139,27 @@ def test_altered_json_is_refused(tmp_path: Path, name: str, read: Callable[[Path
         read(path)
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"b": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}},
+        {"a": {"dtype": "I64", "shape": [4], "data_offsets": [0, 16]}},
+        {"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}},
+        {"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}},
+        {"a": {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]}},
+        {"a": {"dtype": "F32", "shape": [4], "data_offsets": [16, 32]}},
+        {"a": {"dtype": "F32", "shape": [4]}},
+        {"a": [0, 16]},
+    ],
+)
+def test_an_entry_that_is_not_what_the_manifest_says(tmp_path: Path, header: dict) -> None:
+    text = json.dumps(header).encode()
+    (tmp_path / "x").write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
+    mapped = MappedFile(tmp_path / "x", 8 + len(text) + 16)
+    with pytest.raises(DamagedCheckpointError, match=r"x(: entry a is| holds no readable entry a)"):
+        mapped.tensor(Entry("a", torch.float32, (4,)))
+
+
 def rewrite_manifest(path: Path, change: Callable[[dict], None]) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
@@ -186,16 +209,14 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path, name: str) -
 
 
 def test_damage_that_one_rank_finds_is_everybody_s_error(tmp_path: Path) -> None:
-    from tests.checkpoint_worlds import Layout, random_values, save_world
-
-    shapes = {"up": ((8, 6), 0)}
-    values = random_values(shapes)  # type: ignore[arg-type]
-    path = save_world(tmp_path, 1, [hold(shapes, Layout(2), rank, values) for rank in range(2)])  # type: ignore[arg-type]
+    shapes: Shapes = {"up": ((8, 6), 0)}
+    values = random_values(shapes)
+    path = save_world(tmp_path, 1, [hold(shapes, Layout(2), rank, values) for rank in range(2)])
     flip(path / "rank_00001.safetensors", -1)
 
     def read(rank: int) -> str:
         with pytest.raises(DamagedCheckpointError) as error:
-            load_tensors(path, hold(shapes, Layout(2), rank, None))  # type: ignore[arg-type]
+            load_tensors(path, hold(shapes, Layout(2), rank, None))
         return str(error.value)
 
     first, second = run_ranks(2, read)

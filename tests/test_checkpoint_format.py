@@ -13,15 +13,16 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megatron.checkpoint.digest import content_digest
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.load import load_tensors, read_state
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.reader import BoxReader
 from megatron.checkpoint.safetensors_file import Entry, MappedFile, write_file
 from megatron.checkpoint.save import save_checkpoint
-from tests.checkpoint_worlds import Layout, hold, random_values, save_world, whole
+from tests.checkpoint_worlds import Layout, Shapes, hold, random_values, save_world, whole
 
-SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
+SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
 LAYOUT = Layout(2, (0.4,))
 
 
@@ -40,7 +41,7 @@ def read_by_the_manifest(path: Path) -> dict[str, torch.Tensor]:
         for box in tensor["boxes"]:
             part = safetensors.torch.load_file(path / box["file"])[box["key"]]
             assert list(part.shape) == box["sizes"]
-            assert box["checksum"] == f"crc32:{zlib.crc32(part.reshape(-1).view(torch.uint8).numpy()):08x}"
+            assert box["checksum"] == f"crc32:{zlib.crc32(part.reshape(-1).view(torch.uint8).numpy().data):08x}"
             tensors[name][tuple(slice(o, o + n) for o, n in zip(box["offsets"], box["sizes"], strict=True))] = part
     return tensors
 
@@ -100,6 +101,10 @@ def test_digest_follows_content_and_state_but_not_files(tmp_path: Path) -> None:
     values["a"][1] = -0.0  # equal, but not the same bits
     second = save_checkpoint(tmp_path, 2, [whole("a", values["a"])], {"x": 1}, {})
     assert read_manifest(first).digest != read_manifest(second).digest
+
+
+def test_digest_does_not_depend_on_order() -> None:
+    assert content_digest(["b", "a"]) == content_digest(["a", "b"]) != content_digest(["ab"])
 
 
 def test_every_dtype_is_aligned_and_read_back(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import load_tensors, read_config, read_state
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import save_checkpoint
-from tests.checkpoint_worlds import PADDING, Layout, assert_holds, hold, load_world, random_values, save_world, whole
+from tests.checkpoint_worlds import PADDING, Layout, Shapes, assert_holds, hold, load_world, random_values, save_world, whole
 from tests.distributed import run_ranks
 
-SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
+SHAPES: Shapes = {
     "embedding": ((13, 6), 0),  # padded at every even tensor size
     "layers.0.qkv": ((8, 6), 0),
     "layers.0.proj": ((6, 8), 1),
@@ -35,9 +35,9 @@ layouts = st.builds(
 
 
 @st.composite
-def models(draw: st.DrawFn) -> dict[str, tuple[tuple[int, ...], int | None]]:
+def models(draw: st.DrawFn) -> Shapes:
     """A few tensors of 0 to 4 dimensions; tensor ranks split dimension 0 (of any size, so with padding), another, or none."""
-    shapes: dict[str, tuple[tuple[int, ...], int | None]] = {}
+    shapes: Shapes = {}
     for index in range(draw(st.integers(1, 4))):
         shape = draw(st.lists(st.integers(1, 6), max_size=4))
         split = draw(st.sampled_from([None, *range(len(shape))]))
@@ -47,15 +47,13 @@ def models(draw: st.DrawFn) -> dict[str, tuple[tuple[int, ...], int | None]]:
     return shapes
 
 
-def world(shapes: dict[str, tuple[tuple[int, ...], int | None]], layout: Layout, filled: bool) -> list[list[GlobalTensor]]:
+def world(shapes: Shapes, layout: Layout, filled: bool) -> list[list[GlobalTensor]]:
     values = random_values(shapes) if filled else None
     return [hold(shapes, layout, rank, values) for rank in range(layout.world_size)]
 
 
 @given(models(), layouts, layouts)
-def test_any_layout_loads_any_other(
-    shapes: dict[str, tuple[tuple[int, ...], int | None]], saved: Layout, loaded: Layout
-) -> None:
+def test_any_layout_loads_any_other(shapes: Shapes, saved: Layout, loaded: Layout) -> None:
     with TemporaryDirectory() as folder:
         path = save_world(Path(folder), 1, world(shapes, saved, filled=True))
         targets = world(shapes, loaded, filled=False)
@@ -87,7 +85,7 @@ def test_replicas_are_written_once_and_evenly(tmp_path: Path) -> None:
 
 def test_ranks_that_hold_only_padding_or_nothing(tmp_path: Path) -> None:
     layout = Layout(tp=4)
-    shapes: dict[str, tuple[tuple[int, ...], int | None]] = {"rows": ((2, 3), 0)}
+    shapes: Shapes = {"rows": ((2, 3), 0)}
     saved = world(shapes, layout, filled=True)
     assert [len(tensors[0].boxes) for tensors in saved] == [1, 1, 0, 0]
     path = save_world(tmp_path, 1, [*saved, []])

@@ -8,22 +8,19 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.manifest import Manifest, StoredTensor, read_manifest
 from megatron.checkpoint.save import save_checkpoint
 from megatron.parallel.boxes import Box, PlacedBox
-from tests.checkpoint_worlds import Layout, hold, load_world, random_values, whole
+from tests.checkpoint_worlds import Layout, Shapes, hold, load_world, random_values, whole
 from tests.distributed import run_ranks
 
-SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {"up": ((8, 6), 0), "norm": ((6,), None)}
+SHAPES: Shapes = {"up": ((8, 6), 0), "norm": ((6,), None)}
 
 
 def saved(folder: Path, **tensors: torch.Tensor) -> Path:
     return save_checkpoint(folder, 1, [whole(name, tensor) for name, tensor in tensors.items()], {}, {})
-
-
-def zeros(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> object:
-    return whole(name, torch.zeros(*shape, dtype=dtype))
 
 
 def test_all_misfits_in_one_error_and_nothing_is_changed(tmp_path: Path) -> None:
@@ -91,8 +88,6 @@ def test_one_rank_s_misfit_is_everybody_s_error(tmp_path: Path) -> None:
 
 
 def test_impossible_boxes_are_our_own_mistake() -> None:
-    from megatron.checkpoint.global_tensor import GlobalTensor
-
     for local, box, start in [
         (torch.zeros(4), Box((0,), (4,)), 1),
         (torch.zeros(4), Box((1,), (4,)), 0),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     shape = tuple(draw(st.lists(st.integers(1, 4), max_size=4)))
     numel = int(np.prod(shape))
     cuts = [0, *sorted(draw(st.lists(st.integers(0, numel), max_size=4))), numel]
-    return shape, [box for low, high in zip(cuts, cuts[1:], strict=False) for box in flat_range_boxes(shape, low, high)]
+    return shape, [box for low, high in itertools.pairwise(cuts) for box in flat_range_boxes(shape, low, high)]
 
 
 @given(cut_tensors())

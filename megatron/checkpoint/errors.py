@@ -25,6 +25,11 @@ def listed(entries: list[str], separator: str = ", ") -> str:
     return shown if len(entries) <= MOST_LISTED else f"{shown}{separator}and {len(entries) - MOST_LISTED} more"
 
 
+def ranks_named(ranks: list[int]) -> str:
+    """ "rank 3", or "ranks 3, 4"."""
+    return f"rank{'s' * (len(ranks) > 1)} {listed([str(rank) for rank in ranks])}"
+
+
 def raise_for_user(failed: CheckpointException, doing: str) -> NoReturn:
     """Turn the failures of some ranks, which torch reports to every rank, into one error.
 
@@ -46,8 +51,7 @@ def raise_for_user(failed: CheckpointException, doing: str) -> NoReturn:
         ranks_of[str(cause)].append(rank)
     # A disagreement between settings and checkpoint is found by one rank for all; anything else is told with its ranks.
     reasons = [
-        text if type(causes[ranks[0]]) is CheckpointError else f"rank {listed([str(rank) for rank in ranks])}: {text}"
-        for text, ranks in ranks_of.items()
+        text if type(causes[ranks[0]]) is CheckpointError else f"{ranks_named(ranks)}: {text}" for text, ranks in ranks_of.items()
     ]
     damaged = any(isinstance(cause, DamagedCheckpointError) for cause in causes.values())
     kind = DamagedCheckpointError if damaged else CheckpointError

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megatron.checkpoint.digest import matches
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, ranks_named
 from megatron.checkpoint.global_tensor import slices
 from megatron.checkpoint.manifest import Manifest, StoredBox, read_manifest
 from megatron.checkpoint.safetensors_file import Entry, MappedFile, bytes_of
@@ -62,10 +62,10 @@ class BoxReader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator: all ranks must see the same checkpoint."""
-        other = [str(rank) for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data]
+        other = [rank for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data]
         if other:
             raise CheckpointError(
-                f"ranks {', '.join(other)} see another checkpoint under this name than rank 0: "
+                f"{ranks_named(other)} found another checkpoint under this name than rank 0: "
                 f"--load must be a folder on a file system that all nodes share"
             )
         return plans

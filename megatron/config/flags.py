@@ -145,8 +145,10 @@ def switch(name: str) -> tuple[Flag, bool] | None:
 
 
 def nearest_names(name: str, names: Iterable[str]) -> list[str]:
-    """Up to three names that the user may have meant: those that hold all of its words, else those spelled alike."""
+    """Up to three names that the user may have meant: the same, those that hold all of its words, or those spelled alike."""
     names = list(names)
+    if name in names:
+        return [name]
     words = set(name.split("-"))
     with_words = [candidate for candidate in names if words <= set(candidate.split("-"))]
     if with_words:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron.config.config import Config
 from megatron.data.batches import SampleSource
 from megatron.data.build import Datasets, build_datasets
+from megatron.data.split import parse_split
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext
@@ -67,7 +68,7 @@ def open_data(config: Config, context: ParallelContext) -> RunData:
         SetupError: something is missing or damaged on some rank.
     """
     training, evaluates = config.training, config.training.eval_iters > 0
-    test_share = not config.data.mock_data and float(config.data.split.replace(",", " ").split()[-1]) > 0
+    test_share = not config.data.mock_data and parse_split(config.data.split)[2] > 0
 
     def build() -> tuple[int, Datasets | None]:
         tokenizer = build_tokenizer(config.data)

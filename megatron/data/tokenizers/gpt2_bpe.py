@@ -48,7 +48,7 @@ class GPT2BPETokenizer:
 
         files = self._files
         ranks = {token: rank for rank, token in enumerate(token for token in files.ids if len(token) == 1)}
-        ranks |= {token: 256 + rank for token, rank in {a + b: r for (a, b), r in files.ranks.items()}.items()}
+        ranks |= {token: 256 + rank for token, rank in last_merges(files.ids, files.ranks).items()}
         encoding = tiktoken.Encoding("local", pat_str=PIECE_PATTERN, mergeable_ranks=ranks, special_tokens={})
         ids = {rank: files.ids[token] for token, rank in ranks.items()}
         pieces = [merge(piece.encode(), files.ranks)[0] for piece in regex.findall(PIECE_PATTERN, _PROBE)]

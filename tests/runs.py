@@ -1,0 +1,278 @@
+"""Whole runs of pretrain_gpt.py, from the command line to the exit code, in processes forked from the test's.
+
+A forked rank has torch imported already, so that a run of a tiny model on several ranks takes about a second. Each rank calls
+`pretrain_gpt.main` and ends as a rank started by torchrun does; the test keeps the store that torchrun's agent would keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch._dynamo  # noqa: F401 - as the next: imported once here, not in every forked rank (torch's optimizers import it)
+import torch.distributed as dist
+
+import megatron.training.failure
+import megatron.training.inputs
+import megatron.training.loop
+import megatron.training.startup  # noqa: F401
+import pretrain_gpt
+from megatron.checkpoint.global_tensor import GlobalTensor
+from megatron.checkpoint.load import load_tensors, read_state
+from megatron.checkpoint.manifest import read_manifest
+from megatron.parallel.boxes import Box, PlacedBox
+from megatron.training.step import TrainStep
+from tests.distributed import die_with, kill_group
+
+TINY = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "lr": 1e-2,
+    "mock_data": True,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 60,
+    "num_workers": 0,
+    "eval_iters": 0,
+    "log_interval": 1,
+}
+"""Settings of a run that takes about 10 ms for a microbatch. The vocabulary (61 with the end of document) divides by nothing."""
+
+_TIMES = ("elapsed_ms", "tokens_per_s", "tflops_per_device")
+
+
+def arguments(**settings: Any) -> list[str]:
+    """The command line of `TINY` with changes: flags by the names of their fields, None for left out."""
+    argv: list[str] = []
+    for name, value in {**TINY, **settings}.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            argv.append(flag)
+        elif isinstance(value, tuple | list):
+            argv += [flag, *map(str, value)]
+        elif value is not None and value is not False:
+            argv += [flag, str(value)]
+    return argv
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank ended: its exit code (negative for a signal) and what it said."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def launch(
+    argv: Sequence[str], world_size: int = 1, *, before: Callable[[int], None] | None = None, timeout: float = 60.0
+) -> list[Ended]:
+    """Run pretrain_gpt.py on every rank of a job and wait until all have ended by themselves.
+
+    Args:
+        before: called in each rank with its number before the run begins; may change what the run will call.
+
+    Raises:
+        AssertionError: a rank had not ended after `timeout` seconds; with where each of them was.
+    """
+    with tempfile.TemporaryDirectory(prefix="run-") as name:
+        folder = Path(name)
+        read_end, write_end = os.pipe()
+        pids: dict[int, int] = {}
+        codes: dict[int, int] = {}
+        try:
+            for rank in range(world_size):
+                pids[rank] = _fork(rank, world_size, argv, before, folder, read_end)
+            # After the forks, since the store has a thread.
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world_size > 1 else None
+            os.write(write_end, f"{store.port if store else 0:5d}".encode() * world_size)
+            _wait(pids, codes, timeout)
+            late = [rank for rank in pids if rank not in codes]
+            for rank in late:
+                os.kill(pids[rank], signal.SIGUSR2)
+            if late:
+                time.sleep(0.3)  # for the stacks to be written
+            ended = [Ended(codes.get(rank, 0), *_output(folder, rank)) for rank in pids]
+            assert not late, f"ranks {late} had not ended after {timeout:g} s\n{report(ended)}"
+            return ended
+        finally:
+            for rank, pid in pids.items():
+                if rank not in codes:
+                    kill_group(pid)
+                    os.waitpid(pid, 0)
+            os.close(read_end)
+            os.close(write_end)
+
+
+def run(argv: Sequence[str], world_size: int = 1, *, before: Callable[[int], None] | None = None, timeout: float = 60.0) -> str:
+    """`launch` for a run in which every rank must end with exit code 0. Returns what rank 0 printed."""
+    ended = launch(argv, world_size, before=before, timeout=timeout)
+    assert all(end.code == 0 for end in ended), report(ended)
+    return ended[0].stdout
+
+
+def report(ended: Sequence[Ended]) -> str:
+    """How every rank ended, for the message of a failed assertion."""
+    return "\n".join(
+        f"--- rank {rank} ended with {end.code}\n{end.stdout[-3000:]}{end.stderr[-3000:]}" for rank, end in enumerate(ended)
+    )
+
+
+def _fork(
+    rank: int, world_size: int, argv: Sequence[str], before: Callable[[int], None] | None, folder: Path, port: int
+) -> int:
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside pytest-timeout's thread
+        pid = os.fork()
+    if pid == 0:
+        _rank(rank, world_size, argv, before, folder, port, parent)
+    return pid
+
+
+def _rank(
+    rank: int,
+    world_size: int,
+    argv: Sequence[str],
+    before: Callable[[int], None] | None,
+    folder: Path,
+    port: int,
+    parent: int,
+) -> NoReturn:
+    """Life of one rank: never returns into the test."""
+    code = 70
+    try:
+        os.setpgid(0, 0)
+        die_with(parent, signal.SIGKILL)
+        for number, suffix in ((1, "out"), (2, "err")):
+            os.dup2(os.open(folder / f"{rank}.{suffix}", os.O_WRONLY | os.O_CREAT), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        logging.getLogger().handlers.clear()  # pytest's
+        faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+        found = os.read(port, 5).decode().strip()
+        if world_size > 1:
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": found,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else ""),
+            }
+        if before is not None:
+            before(rank)
+        pretrain_gpt.main(list(argv))
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001 - told to the test by the exit code
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(pids: Mapping[int, int], codes: dict[int, int], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while len(codes) < len(pids) and time.monotonic() < deadline:
+        for rank, pid in pids.items():
+            if rank not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[rank] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+
+
+def _output(folder: Path, rank: int) -> tuple[str, str]:
+    out, err = (folder / f"{rank}.{suffix}" for suffix in ("out", "err"))
+    return tuple(path.read_text() if path.exists() else "" for path in (out, err))  # type: ignore[return-value]
+
+
+def at_iteration(iteration: int, action: Callable[[TrainStep], None]) -> None:
+    """In this process, call `action` just before the step of an iteration is made."""
+    original = TrainStep.run
+
+    def changed(self: TrainStep, *args: Any, **named: Any) -> Any:
+        if named["iteration"] == iteration:
+            action(self)
+        return original(self, *args, **named)
+
+    TrainStep.run = changed  # type: ignore[method-assign]
+
+
+def on_rank(chosen: int, iteration: int, action: Callable[[TrainStep], None]) -> Callable[[int], None]:
+    """For `before`: `at_iteration` on one rank only."""
+    return lambda rank: at_iteration(iteration, action) if rank == chosen else None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def timeless(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file without what depends on the clock: equal for equal runs, in full digits."""
+    return [{name: value for name, value in line.items() if name not in _TIMES} for line in read_metrics(path)]
+
+
+def losses(path: Path) -> list[float]:
+    """The training losses of a metrics file."""
+    return [line["lm_loss"] for line in read_metrics(path) if "lm_loss" in line]
+
+
+def checkpoint(folder: Path, iteration: int) -> Path:
+    """The folder of a checkpoint."""
+    return folder / f"iter_{iteration:07d}"
+
+
+def digest(folder: Path, iteration: int) -> str:
+    """Digest of everything that a checkpoint holds: weights, moments, scaler and counts, bit for bit."""
+    return read_manifest(checkpoint(folder, iteration)).digest
+
+
+def saved_state(folder: Path, iteration: int) -> dict[str, Any]:
+    """The counts and the scaler of a checkpoint."""
+    return read_state(checkpoint(folder, iteration))
+
+
+def saved_tensors(folder: Path, iteration: int, kind: str = "model") -> dict[str, torch.Tensor]:
+    """Whole tensors of a checkpoint, whatever the layout it was saved at: weights, or moments such as exp_avg."""
+    path = checkpoint(folder, iteration)
+    stored = {name: tensor for name, tensor in read_manifest(path).tensors.items() if name.startswith(f"{kind}.")}
+    found = {name: torch.full(tensor.shape, torch.nan, dtype=tensor.dtype) for name, tensor in stored.items()}
+    whole = [
+        GlobalTensor(name, tuple(tensor.shape), tensor, [PlacedBox(Box((0,) * tensor.dim(), tuple(tensor.shape)), 0)])
+        for name, tensor in found.items()
+    ]
+    load_tensors(path, whole, allow_unused=lambda _: True)
+    return {name.removeprefix(f"{kind}."): tensor for name, tensor in found.items()}
+
+
+def complete_checkpoints(folder: Path) -> list[str]:
+    """Names of the checkpoints in a save folder."""
+    return sorted(path.name for path in folder.glob("iter_*"))

@@ -1,0 +1,226 @@
+"""Settings there and back, the record of a run, and settings taken from a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.cli import load, parse
+from megatron.config.config import Config
+from megatron.config.errors import ConfigError
+from megatron.config.flags import Flag, flags
+from megatron.config.save import from_dict, run_record, to_dict, to_yaml
+
+MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --tokenizer-type NullTokenizer --vocab-size 100"
+RUN = "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data"
+
+
+def _values(flag: Flag) -> st.SearchStrategy[object]:
+    if flag.choices:
+        one: st.SearchStrategy[object] = st.sampled_from(flag.choices)
+    else:
+        kinds: dict[type, st.SearchStrategy[object]] = {
+            bool: st.booleans(),
+            int: st.integers(-(10**20), 10**20),
+            float: st.floats(allow_nan=False),
+            str: st.text(),
+        }
+        one = kinds[flag.kind]
+    if flag.is_tuple:
+        one = st.lists(one, min_size=flag.count or 0, max_size=flag.count or 3).map(tuple)
+    return st.one_of(st.none(), one) if flag.optional else one
+
+
+@st.composite
+def _configs(draw: st.DrawFn) -> Config:
+    config = Config()
+    for flag in draw(st.sets(st.sampled_from(sorted(flags().values(), key=lambda flag: flag.name)), max_size=8)):
+        part = dataclasses.replace(getattr(config, flag.topic), **{flag.field: draw(_values(flag))})
+        config = dataclasses.replace(config, **{flag.topic: part})
+    return config
+
+
+@given(_configs())
+def test_settings_go_through_json_and_back(config: Config) -> None:
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+@given(_configs())
+def test_yaml_holds_the_same(config: Config) -> None:
+    assert from_dict(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_types_survive() -> None:
+    config = from_dict(json.loads(json.dumps(to_dict(parse(["--rampup-batch-size", "2", "2", "9", "--rotary-base", "5"])))))
+    assert config.training.rampup_batch_size == (2, 2, 9)
+    assert type(config.model.rotary_base) is float
+    assert type(from_dict({"model": {"rotary_base": 5}}).model.rotary_base) is float
+
+
+def test_missing_fields_take_their_defaults() -> None:
+    assert from_dict({"model": {"num_layers": 3}}) == parse(["--num-layers", "3"])
+
+
+@pytest.mark.parametrize(
+    ("nested", "part"),
+    [
+        ({"model": {"num_layrs": 3}}, "model.num_layrs is not a setting"),
+        ({"modle": {}}, "modle is not a topic"),
+        ({"model": 3}, "model is not a topic"),
+        ({"model": {"num_layers": "3"}}, "model.num_layers must be a whole number, not '3'"),
+        ({"model": {"num_layers": True}}, "model.num_layers must be a whole number"),
+        ({"model": {"num_layers": 3.0}}, "model.num_layers must be a whole number"),
+        ({"model": {"num_layers": None}}, "model.num_layers must be a whole number"),
+        ({"model": {"swiglu": 1}}, "model.swiglu must be true or false"),
+        ({"model": {"normalization": "BatchNorm"}}, "model.normalization must be one of LayerNorm, RMSNorm"),
+        ({"model": {"rotary_base": "5"}}, "model.rotary_base must be a number"),
+        ({"training": {"rampup_batch_size": [1, 2]}}, "training.rampup_batch_size must be 3 whole numbers"),
+        ({"data": {"data_path": "x"}}, "data.data_path must be any number of texts"),
+        ({"data": {"split": ["1"]}}, "data.split must be a text"),
+    ],
+)
+def test_what_does_not_fit_is_named(nested: dict[str, object], part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_dict(nested)
+    assert part in str(caught.value)
+
+
+def test_everything_that_does_not_fit_is_named_together() -> None:
+    with pytest.raises(ConfigError, match=r"model\.a is not a setting.*model\.b is not a setting.*x is not a topic"):
+        from_dict({"model": {"a": 1, "b": 2}, "x": {}})
+
+
+def test_run_record() -> None:
+    argv = ["--num-layers", "3"]
+    record = run_record(parse(argv), argv)
+    assert json.loads(json.dumps(record)) == record
+    assert from_dict(record["config"]) == parse(argv)
+    assert record["command"] == argv
+    assert record["versions"]["python"] == platform.python_version()
+    for package in ("torch", "tyro", "PyYAML"):
+        assert record["versions"][package] == metadata.version(package)
+    assert "wandb" not in record["versions"] or metadata.version("wandb")
+
+
+def _checkpoint(folder: Path, flags_: str, step: int = 100, newest: str | None = None) -> None:
+    place = folder / f"iter_{step:07d}"
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(run_record(parse(flags_.split()), flags_.split())))
+    (folder / "latest_checkpointed_iteration.txt").write_text(newest if newest is not None else f"{step}\n")
+
+
+def test_the_model_and_the_tokenizer_come_from_the_checkpoint(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, f"{MODEL} --swiglu --ffn-hidden-size 96 --lr 7 --seed 5")
+    config = load([*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args"], 1).config
+    assert config.model == parse([*MODEL.split(), "--swiglu", "--ffn-hidden-size", "96"]).model
+    assert (config.data.tokenizer_type, config.data.vocab_size) == ("NullTokenizer", 100)
+    assert (config.optimizer.lr, config.training.seed) == (1e-3, 1234)
+
+
+def test_ckpt_step_chooses_the_checkpoint(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, MODEL, step=100)
+    _checkpoint(tmp_path, f"{MODEL} --swiglu --ffn-hidden-size 96", step=200)
+    words = [*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args"]
+    assert load(words, 1).config.model.swiglu
+    assert not load([*words, "--ckpt-step", "100"], 1).config.model.swiglu
+
+
+def test_flags_that_agree_with_the_checkpoint_are_fine(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, MODEL)
+    words = [*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args"]
+    agreeing = f"{MODEL} --ffn-hidden-size 256 --kv-channels 8 --max-position-embeddings 32".split()
+    assert load([*words, *agreeing], 1) == load(words, 1)
+    assert load([*words, "--ffn-hidden-size", "None"], 1) == load(words, 1)
+
+
+@pytest.mark.parametrize(
+    ("extra", "name", "mine", "theirs"),
+    [
+        ("--num-layers 5", "--num-layers", "5", "4"),
+        ("--ffn-hidden-size 100", "--ffn-hidden-size", "100", "256"),
+        ("--swiglu", "--swiglu", "True", "False"),
+        ("--vocab-size 7", "--vocab-size", "7", "100"),
+        ("--tokenizer-type ByteTokenizer", "--tokenizer-type", "ByteTokenizer", "NullTokenizer"),
+    ],
+)
+def test_a_flag_that_contradicts_the_checkpoint_is_an_error(
+    extra: str, name: str, mine: str, theirs: str, tmp_path: Path
+) -> None:
+    _checkpoint(tmp_path, MODEL)
+    with pytest.raises(ConfigError) as caught:
+        load([*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args", *extra.split()], 1)
+    (violation,) = caught.value.violations
+    assert violation.flags == (name, "--use-checkpoint-args")
+    assert f"{name} is given as {mine}, but the checkpoint of iteration 100 in {tmp_path} was trained with {theirs}." in str(
+        caught.value
+    )
+
+
+def test_all_contradictions_are_named_together(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, MODEL)
+    with pytest.raises(ConfigError) as caught:
+        load([*"--lr 1 --num-layers 5 --swiglu --keep-last 3".split(), "--load", str(tmp_path), "--use-checkpoint-args"], 1)
+    named = {violation.flags[0] for violation in caught.value.violations}
+    assert {"--num-layers", "--swiglu", "--micro-batch-size", "--train-iters", "--data-path", "--keep-last"} == named
+
+
+def test_settings_of_another_version_beside_the_model_do_not_matter(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, MODEL)
+    file = tmp_path / "iter_0000100" / "config.json"
+    record = json.loads(file.read_text())
+    record["config"]["data"]["from_another_version"] = 1
+    record["config"]["logging"]["from_another_version"] = 1
+    file.write_text(json.dumps(record))
+    words = [*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args"]
+    assert load(words, 1).config.model.num_layers == 4
+    record["config"]["model"]["from_another_version"] = 1
+    file.write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=r"model\.from_another_version is not a setting"):
+        load(words, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "newest", "part"),
+    [
+        (None, None, "There is no checkpoint in"),
+        (None, "release", "holds 'release', not the number of an iteration"),
+        (None, "100", "config.json cannot be read: No such file"),
+        ("{", "100", "is not valid JSON"),
+        ("[]", "100", "no mapping named config"),
+        ('{"config": 3}', "100", "no mapping named config"),
+        ('{"config": {"model": {}}}', "100", "no settings of the model and the data"),
+        ('{"config": {"model": {"num_layers": "4"}, "data": {}}}', "100", "model.num_layers must be a whole number"),
+    ],
+)
+def test_a_checkpoint_without_readable_settings_is_one_clear_error(
+    content: str | None, newest: str | None, part: str, tmp_path: Path
+) -> None:
+    if newest is not None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(newest)
+    if content is not None:
+        (tmp_path / "iter_0000100").mkdir()
+        (tmp_path / "iter_0000100" / "config.json").write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load([*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args"], 1)
+    (violation,) = caught.value.violations
+    assert part in violation.message
+    assert "--use-checkpoint-args" in violation.flags
+
+
+def test_print_config_shows_what_came_from_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _checkpoint(tmp_path, MODEL)
+    words = ["--load", str(tmp_path), "--use-checkpoint-args"]
+    with pytest.raises(SystemExit):
+        parse([*words, "--print-config"])
+    file = tmp_path / "printed.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert parse(["--config", str(file)]) == parse(words)
+    assert parse(words).model.num_layers == 4
