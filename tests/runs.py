@@ -225,6 +225,27 @@ def at_iteration(iteration: int, action: Callable[[TrainStep], None]) -> None:
     TrainStep.run = changed  # type: ignore[method-assign]
 
 
+def spoil(value: float, name: str | None = None) -> Callable[[TrainStep], None]:
+    """For `at_iteration`: write a value into this rank's own gradient, before gradients are summed over ranks.
+
+    Args:
+        name: of the parameter; by default the first that the rank holds.
+    """
+
+    def action(step: TrainStep) -> None:
+        finish = step.buckets.finish
+
+        def spoiled() -> None:
+            step.buckets.finish = finish  # type: ignore[method-assign]
+            found = {entry.record.name: gradient for entry, gradient in step.buckets.gradients()}
+            found[name or next(iter(found))].view(-1)[0] = value
+            finish()
+
+        step.buckets.finish = spoiled  # type: ignore[method-assign]
+
+    return action
+
+
 def on_rank(chosen: int, iteration: int, action: Callable[[TrainStep], None]) -> Callable[[int], None]:
     """For `before`: `at_iteration` on one rank only."""
     return lambda rank: at_iteration(iteration, action) if rank == chosen else None

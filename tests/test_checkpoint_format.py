@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import warnings
-import zlib
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+import xxhash
 import torch.distributed.checkpoint as dcp
 
 from megatron.checkpoint.digest import content_digest
@@ -41,7 +41,7 @@ def read_by_the_manifest(path: Path) -> dict[str, torch.Tensor]:
         for box in tensor["boxes"]:
             part = safetensors.torch.load_file(path / box["file"])[box["key"]]
             assert list(part.shape) == box["sizes"]
-            assert box["checksum"] == f"crc32:{zlib.crc32(part.reshape(-1).view(torch.uint8).numpy().data):08x}"
+            assert box["checksum"] == f"xxh3:{xxhash.xxh3_64_hexdigest(part.reshape(-1).view(torch.uint8).numpy())}"
             tensors[name][tuple(slice(o, o + n) for o, n in zip(box["offsets"], box["sizes"], strict=True))] = part
     return tensors
 
@@ -64,7 +64,7 @@ def test_only_safetensors_and_json_and_every_file_in_the_list(tmp_path: Path) ->
         assert entry["bytes"] == files[name].stat().st_size
         if name.endswith(".json"):
             json.loads(files[name].read_text())
-            assert entry["checksum"] == f"crc32:{zlib.crc32(files[name].read_bytes()):08x}"
+            assert entry["checksum"] == f"xxh3:{xxhash.xxh3_64_hexdigest(files[name].read_bytes())}"
         else:
             assert safetensors.torch.load_file(files[name])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["iter_0000100", "latest_checkpointed_iteration.txt"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from megatron.config.cli import load, parse
@@ -10,12 +12,12 @@ from megatron.config.compat_tables import CHOICES
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags, switch
 
-BASE = (
+BASE = shlex.split(
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 100"
-).split()
+)
 
-SETTINGS = """
+SETTINGS = shlex.split("""
 num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels group-query-attention num-query-groups seq-length
 max-position-embeddings position-embedding-type rotary-base rotary-percent use-rope-scaling rope-scaling-factor normalization
 norm-epsilon swiglu squared-relu untie-embeddings-and-output-weights disable-bias-linear add-qkv-bias qk-layernorm
@@ -41,9 +43,9 @@ log-interval eval-interval eval-iters log-throughput log-params-norm log-num-zer
 tensorboard-dir tensorboard-log-interval log-timers-to-tensorboard log-memory-to-tensorboard wandb-project wandb-exp-name
 exit-interval exit-duration-in-mins deterministic-mode manual-gc manual-gc-interval profile profile-step-start profile-step-end
 profile-ranks
-""".split()
+""")
 
-REFUSED = """
+REFUSED = shlex.split("""
 num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers
 decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split
 pipeline-model-parallel-layout use-distributed-optimizer use-megatron-fsdp overlap-param-gather no-overlap-p2p-communication
@@ -53,14 +55,14 @@ fp8-format fp8-recipe fp8-margin moe-router-topk moe-layer-freq moe-grouped-gemm
 batch-size use-rotary-position-embeddings use-legacy-models init-method-xavier-uniform apply-layernorm-1p
 use-torch-fsdp2 tp-comm-overlap cuda-graph-scope rl-prompts-per-eval retro-num-neighbors log-straggler
 no-check-for-nan-in-loss-and-grad grad-reduce-in-bf16 nccl-communicator-config-path local-rank
-""".split()
+""")
 
-NO_EFFECT = """
+NO_EFFECT = shlex.split("""
 use-mcore-models use-flash-attn attention-softmax-in-fp32 accumulate-allreduce-grads-in-fp32 exit-signal-handler no-save-rng
 no-load-rng no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
 no-gradient-accumulation-fusion no-persist-layer-norm no-async-tensor-model-parallel-allreduce cross-entropy-loss-fusion
 use-cpu-initialization calculate-per-token-loss
-""".split()
+""")
 
 NO_EFFECT_VALUES = {
     "transformer-impl": ("transformer_engine", "local"),
@@ -150,7 +152,7 @@ def test_no_setting_belongs_to_a_family() -> None:
 
 def test_a_launch_script_of_megatron_is_understood() -> None:
     """The flags of the Llama 3 example of Megatron-LM, less what is not built."""
-    script = """
+    script = shlex.split("""
     --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
     --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope
     --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --init-method-std 0.0134
@@ -164,7 +166,7 @@ def test_a_launch_script_of_megatron_is_understood() -> None:
     --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput
     --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist --distributed-timeout-minutes 60
     --save checkpoints --load checkpoints --tensorboard-dir logs
-    """.split()
+    """)
     with pytest.raises(ConfigError) as caught:
         load(script, 8)
     refused = {violation.flags[0] for violation in caught.value.violations}

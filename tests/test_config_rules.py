@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 import typing
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from megatron.config.checks.finding import divisors, is_changed, multiples_near
 from megatron.config.checks.ranges import RANGES, REQUIRED
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
+from megatron.config.effects import notes
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flags, topics
 from megatron.config.rules import RULES, violations
@@ -35,23 +37,27 @@ BASE = {
 DATA = "--no-mock-data --data-path corpus"
 
 
-def _argv(extra: str, without: tuple[str, ...] = ()) -> list[str]:
-    base = [f"{flag} {value}" for flag, value in BASE.items() if flag not in without]
-    return shlex.split(" ".join([*base, extra]))
+def _argv(extra: str) -> list[str]:
+    return shlex.split(" ".join([*(f"{flag} {value}" for flag, value in BASE.items()), extra]))
 
 
-def _found(extra: str, world_size: int = 1, without: tuple[str, ...] = ()) -> list[Violation]:
-    return violations(parse(_argv(extra, without)), world_size)
+@functools.cache
+def _config(extra: str) -> Config:
+    return parse(_argv(extra))
 
 
-def _check_suggestions(extra: str, world_size: int, without: tuple[str, ...], before: list[Violation]) -> None:
+def _found(extra: str, world_size: int = 1) -> list[Violation]:
+    return violations(_config(extra), world_size)
+
+
+def _check_suggestions(extra: str, world_size: int, before: list[Violation]) -> None:
     """Each suggestion, put on the command line, leaves fewer violations, and where there was one it leaves none."""
     for violation in before:
         for suggestion in violation.nearest:
             if suggestion.startswith("world size "):
-                after = _found(extra, int(suggestion.removeprefix("world size ")), without)
+                after = _found(extra, int(suggestion.removeprefix("world size ")))
             else:
-                after = _found(f"{extra} {suggestion}", world_size, without)
+                after = _found(f"{extra} {suggestion}", world_size)
             assert len(after) < len(before), (suggestion, after)
 
 
@@ -439,6 +445,7 @@ CASES: list[tuple[str, int, set[str], list[str], list[str]]] = [
     ("--tensorboard-log-interval 5", 1, {"--tensorboard-log-interval"}, ["only with --tensorboard-dir"], []),
     ("--log-timers-to-tensorboard", 1, {"--log-timers-to-tensorboard"}, ["only with --tensorboard-dir"], []),
     ("--log-memory-to-tensorboard", 1, {"--log-memory-to-tensorboard"}, ["only with --tensorboard-dir"], []),
+    ("--log-layer-norms", 1, {"--log-layer-norms"}, ["only with --metrics-file, --tensorboard-dir or"], []),
     ("--wandb-exp-name x", 1, {"--wandb-exp-name"}, ["only with --wandb-project"], []),
     ("--save-interval 5", 1, {"--save-interval"}, ["only with --save"], []),
     ("--save-retain-interval 5", 1, {"--save-retain-interval"}, ["only with --save"], []),
@@ -467,21 +474,18 @@ def test_a_broken_rule_is_reported(extra: str, world_size: int, fields: set[str]
         assert part in f"{named[0].message} {named[0].rule}"
     for suggestion in nearest:
         assert suggestion in named[0].nearest
-    _check_suggestions(extra, world_size, (), found)
+    _check_suggestions(extra, world_size, found)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_each_rule_has_a_case(rule: Callable[..., object]) -> None:
-    broken = [extra for extra, world_size, *_ in CASES if list(rule(parse(_argv(extra)), world_size))]  # type: ignore[call-overload]
+    broken = [extra for extra, world_size, *_ in CASES if list(rule(_config(extra), world_size))]  # type: ignore[call-overload]
     assert broken, rule
 
 
 def test_each_setting_that_may_do_nothing_has_a_case() -> None:
-    tried = {name for case in CASES for name in case[2] if any("no effect" in part or "only" in part for part in case[3])}
-    tried |= {name for case in CASES for name in case[2]}
-    for condition in inert.CONDITIONS:
-        for field in condition.fields:
-            assert f"--{field.replace('_', '-')}" in tried
+    tried = {finding.fields[0] for case in CASES for finding in inert.changed_settings_act(_config(case[0]), 1)}
+    assert tried == {field for condition in inert.CONDITIONS for field in condition.fields}
 
 
 VALID = [
@@ -515,6 +519,8 @@ VALID = [
     ("--vocab-size None --tokenizer-type ByteTokenizer", 1),
     ("--device cuda --distributed-backend gloo", 1),
     ("--tensorboard-dir t --log-timers-to-tensorboard --wandb-project p --wandb-exp-name n", 1),
+    ("--wandb-project p --tensorboard-log-interval 5 --log-layer-norms", 1),
+    ("--metrics-file f --log-layer-norms", 1),
 ]
 
 
@@ -544,18 +550,18 @@ def test_defaults_lie_in_their_ranges() -> None:
 
 
 def test_all_violations_are_reported_together() -> None:
-    """Sixteen things wrong at once: none hides another."""
+    """Many things wrong at once: none hides another."""
     extra = (
         "--hidden-size 100 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 5 --context-parallel-size 2 --fp16 --bf16 "
         "--attention-dropout 3 --min-lr 1 --train-samples 10 --data-path x --keep-last 2 --seq-length 33 --sequence-parallel "
         "--split x --swiglu --squared-relu --num-query-groups 4 --ffn-hidden-size 13 --max-position-embeddings 7"
     )
     found = _found(extra, 7)
-    assert len(found) == 18
+    assert len(found) == 17
     with pytest.raises(ConfigError) as caught:
         load(_argv(extra), 7)
     assert caught.value.violations == tuple(found)
-    assert str(caught.value).startswith("18 problems in the settings:")
+    assert str(caught.value).startswith("17 problems in the settings:")
 
 
 def test_the_message_reads_like_a_sentence() -> None:
@@ -587,7 +593,7 @@ _SETTINGS = [flag for flag in flags().values() if flag.kind in (int, float) and 
     world_size=st.one_of(st.integers(-1, 64), st.just(10**7)),
     base=st.booleans(),
 )
-def test_rules_never_fail_and_suggestions_are_valid(
+def test_rules_never_fail(
     values: dict[typing.Any, typing.Any],
     switches: set[typing.Any],
     ramp: tuple[int, int, int] | None,
@@ -626,12 +632,16 @@ NOTES = [
     ("--add-qkv-bias", 1, "--add-qkv-bias"),
     ("--position-embedding-type rope --max-position-embeddings 32", 1, "--max-position-embeddings 32"),
     ("--eval-iters 0 --eval-interval 10", 1, "--eval-interval 10"),
+    ("--split 99,1,0", 1, "--split 99,1,0"),
+    ("--timing-log-option all", 1, "--timing-log-option all"),
+    ("--log-timers-to-tensorboard --tensorboard-dir t", 1, "--log-timers-to-tensorboard"),
+    ("--log-memory-to-tensorboard --tensorboard-dir t --device cpu", 1, "--log-memory-to-tensorboard"),
 ]
 
 
 @pytest.mark.parametrize(("extra", "world_size", "setting"), NOTES)
 def test_what_changes_nothing_is_noted(extra: str, world_size: int, setting: str) -> None:
-    (note,) = load(_argv(extra), world_size).notes
+    (note,) = notes(_config(extra), world_size)
     assert note.startswith(f"{setting} has no effect: ")
 
 
@@ -642,10 +652,13 @@ def test_what_changes_nothing_is_noted(extra: str, world_size: int, setting: str
         ("--use-tp-pp-dp-mapping --pipeline-schedule gpipe --pipeline-model-parallel-size 2", 4),
         ("--fp32-residual-connection --bf16 --add-qkv-bias --disable-bias-linear", 1),
         ("--max-position-embeddings 64 --eval-interval 10", 1),
+        (f"{DATA} --split 99,1,0", 1),
+        ("--timing-log-level 1 --timing-log-option all --log-timers-to-tensorboard --tensorboard-dir t", 1),
+        ("--log-memory-to-tensorboard --tensorboard-dir t --device cuda", 1),
     ],
 )
 def test_what_acts_is_not_noted(extra: str, world_size: int) -> None:
-    assert load(_argv(extra), world_size).notes == ()
+    assert notes(_config(extra), world_size) == []
 
 
 def test_whether_a_setting_was_changed() -> None:

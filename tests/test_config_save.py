@@ -151,9 +151,7 @@ def test_flags_that_agree_with_the_checkpoint_are_fine(tmp_path: Path) -> None:
         ("--tokenizer-type ByteTokenizer", "--tokenizer-type", "ByteTokenizer", "NullTokenizer"),
     ],
 )
-def test_a_flag_that_contradicts_the_checkpoint_is_an_error(
-    extra: str, name: str, mine: str, theirs: str, tmp_path: Path
-) -> None:
+def test_a_flag_that_contradicts_the_checkpoint_is_an_error(extra: str, name: str, mine: str, theirs: str, tmp_path: Path) -> None:
     _checkpoint(tmp_path, MODEL)
     with pytest.raises(ConfigError) as caught:
         load([*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args", *extra.split()], 1)
@@ -167,7 +165,9 @@ def test_a_flag_that_contradicts_the_checkpoint_is_an_error(
 def test_all_contradictions_are_named_together(tmp_path: Path) -> None:
     _checkpoint(tmp_path, MODEL)
     with pytest.raises(ConfigError) as caught:
-        load([*"--lr 1 --num-layers 5 --swiglu --keep-last 3".split(), "--load", str(tmp_path), "--use-checkpoint-args"], 1)
+        load(
+            ["--lr", "1", "--num-layers", "5", "--swiglu", "--keep-last", "3", "--load", str(tmp_path), "--use-checkpoint-args"], 1
+        )
     named = {violation.flags[0] for violation in caught.value.violations}
     assert {"--num-layers", "--swiglu", "--micro-batch-size", "--train-iters", "--data-path", "--keep-last"} == named
 

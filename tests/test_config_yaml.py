@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -79,10 +80,10 @@ def test_a_later_file_wins_over_an_earlier_one(file: Path, tmp_path: Path) -> No
 
 
 def test_overruling_a_file_is_no_news(file: Path) -> None:
-    base = (
+    base = shlex.split(
         "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
         "--mock-data --tokenizer-type NullTokenizer --vocab-size 100"
-    ).split()
+    )
     file.write_text("lr: 0.5\n")
     assert load(["--config", str(file), *base], 1).notes == ()
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.equality import assert_equal_tensors, number_differences
-from tests.runs import arguments, checkpoint, digest, losses, run, saved_state, saved_tensors, timeless
+from tests.runs import (
+    arguments,
+    at_iteration,
+    checkpoint,
+    digest,
+    losses,
+    run,
+    saved_state,
+    saved_tensors,
+    spoil,
+    timeless,
+)
 
 STEPS, STOP = 9, 6
 
@@ -28,12 +41,19 @@ EVERYTHING = {
 }
 """A run in which everything changes from step to step that may."""
 
-PRECISIONS = {
+PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"bf16": True},
-    # The first steps overflow; by the stop the scale has grown again and one of two overflows is already forgiven.
-    "float16": {"fp16": True, "initial_loss_scale": 2**21, "loss_scale_window": 2},
+    # The first steps overflow. At the stop one more step without overflow lets the scale grow.
+    "float16, growing": {"fp16": True, "initial_loss_scale": 2**20, "loss_scale_window": 3, "hysteresis": 3},
+    # Two overflows are made, one on either side of the stop. The scale shrinks at the second only if the first is remembered.
+    "float16, shrinking": {"fp16": True, "initial_loss_scale": 2**14, "hysteresis": 2},
 }
+SCALER_AT_STOP = {
+    "float16, growing": {"clean_steps": 2, "hysteresis_left": 0},
+    "float16, shrinking": {"clean_steps": 3, "hysteresis_left": 1},
+}
+OVERFLOWS = (3, STOP + 1)
 
 LAYOUTS = {
     1: {},
@@ -47,23 +67,25 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, world_size: int, 
     """Weights, moments, scaler and counts by the checkpoint's digest; losses, norms, rates and evaluations by the metrics file."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     settings = {**EVERYTHING, **PRECISIONS[precision], **LAYOUTS[world_size]}
-    run(arguments(**settings, save=whole, save_interval=STOP, metrics_file=tmp_path / "whole.jsonl"), world_size)
-    said = run(
-        arguments(**settings, load=whole, ckpt_step=STOP, save=resumed, metrics_file=tmp_path / "resumed.jsonl"), world_size
-    )
+
+    def before(rank: int) -> None:
+        if precision == "float16, shrinking" and rank == world_size - 1:
+            for iteration in OVERFLOWS:
+                at_iteration(iteration, spoil(math.inf))
+
+    run(arguments(**settings, save=whole, save_interval=STOP, metrics_file=tmp_path / "whole.jsonl"), world_size, before=before)
+    settings |= {"load": whole, "ckpt_step": STOP, "save": resumed, "metrics_file": tmp_path / "resumed.jsonl"}
+    said = run(arguments(**settings), world_size, before=before)
 
     assert f"resuming from {checkpoint(whole, STOP)} at iteration {STOP}" in said
     assert timeless(tmp_path / "resumed.jsonl") == [line for line in timeless(tmp_path / "whole.jsonl") if line["iteration"] > STOP]
     assert digest(resumed, STEPS) == digest(whole, STEPS) != digest(whole, STOP)
-    at_stop = saved_state(whole, STOP)
-    if precision == "float16":
-        counts = at_stop["progress"]
-        assert 0 < counts["skipped_iterations"] < STOP
-        assert counts["updated_samples"] < counts["consumed_samples"]
-        assert at_stop["scaler"]["hysteresis_left"] == 1
-        assert at_stop["optimizer_updates"] == STOP - counts["skipped_iterations"]
-    else:
-        assert at_stop["optimizer_updates"] == STOP
+    state = saved_state(whole, STOP)
+    skipped = state["progress"]["skipped_iterations"]
+    assert state["optimizer_updates"] == STOP - skipped
+    assert (skipped > 0) == (state["progress"]["updated_samples"] < state["progress"]["consumed_samples"])
+    assert (skipped > 0) == (precision in SCALER_AT_STOP)
+    assert state["scaler"].items() >= SCALER_AT_STOP.get(precision, {}).items()
 
 
 def test_a_run_goes_on_at_another_layout(tmp_path: Path) -> None:

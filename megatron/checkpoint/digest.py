@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Iterable
+
+import xxhash
 
 from megatron.checkpoint.errors import CheckpointError
 
-_KIND = "crc32:"
+_KIND = "xxh3:"
 
 
 def checksum(data: memoryview | bytes) -> str:
-    """Checksum of raw bytes, with its kind: `crc32:` and eight hexadecimal digits (zlib's CRC-32, as in gzip)."""
-    return f"{_KIND}{zlib.crc32(data):08x}"
+    """Checksum of raw bytes, with its kind: `xxh3:` and 16 hexadecimal digits (XXH3, 64 bits, seed 0).
+
+    It keeps up with memory (28 GB/s a core, where zlib's CRC-32 does 4), so checking costs a load next to nothing.
+    """
+    return f"{_KIND}{xxhash.xxh3_64_hexdigest(data)}"
 
 
 def matches(data: memoryview | bytes, expected: str) -> bool:

@@ -26,7 +26,7 @@ def listed(entries: list[str], separator: str = ", ") -> str:
 
 
 def ranks_named(ranks: list[int]) -> str:
-    """ "rank 3", or "ranks 3, 4"."""
+    """The ranks as text: `rank 3`, or `ranks 3, 4`."""
     return f"rank{'s' * (len(ranks) > 1)} {listed([str(rank) for rank in ranks])}"
 
 

@@ -1,16 +1,19 @@
 """The manifest: what a checkpoint holds and where. Together with the data files it is all that a reader needs.
 
+Which rank wrote a file, and where a box lies in it, is of no importance to a reader. Fields that a reader does not know are to be
+passed over; a change that old readers must not pass over raises the version.
+
 `manifest.json`::
 
     {"format": "megatron-boxes", "version": 1,
      "digest": "<sha-256>",                                  # see `Manifest.digest`
      "files": {"rank_00000.safetensors": {"bytes": 1024},
-               "config.json": {"bytes": 2, "checksum": "crc32:..."}, "state.json": {...}},
+               "config.json": {"bytes": 2, "checksum": "xxh3:..."}, "state.json": {...}},
      "tensors": {"model.embedding.weight": {
          "shape": [512, 64], "dtype": "float32",             # of the whole model, without padding
          "boxes": [{"offsets": [0, 0], "sizes": [256, 64],   # boxes tile the tensor exactly
                     "file": "rank_00000.safetensors", "key": "model.embedding.weight[0:256,0:64]",
-                    "checksum": "crc32:9ae0daaf"}, ...]}}}   # of the box's bytes: row-major, little-endian
+                    "checksum": "xxh3:cbbf039e47008cb8"}, ...]}}}   # of the box's bytes: row-major, little-endian
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `<folder>/iter_<iteration>/`, in the format that `manifest.py` describes, and point the latest file to it.
 
-    Call it on every rank of the group. All ranks return when the checkpoint is complete, or all raise, and then nothing
-    stands under its name that was not there before. A checkpoint of the same iteration is replaced.
+    Call it on every rank of the group. All ranks return when the checkpoint is complete, or all raise, and then nothing half
+    written stands under its name. A checkpoint of the same iteration is replaced.
 
     Args:
         folder: the save folder (`--save`), on a file system that all ranks share; made if it does not exist.

@@ -118,7 +118,7 @@ class BoxWriter(StorageWriter):
         sync_folder(self.final.parent)
         replace_synced(self.final.parent / LATEST, f"{self._iteration}\n".encode())
         if replaced is not None:
-            shutil.rmtree(replaced)
+            shutil.rmtree(replaced, ignore_errors=True)  # the new one is complete; retention removes what may be left
 
     def abandon(self) -> None:
         """After a failure: the coordinator frees the space of what was written."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron.config.compat import NoEffect, find, find_family, known_names, refused_choice
 from megatron.config.errors import Violation
-from megatron.config.flags import Flag, flags, nearest_names, switch
+from megatron.config.flags import Flag, flag_of, flags, nearest_names
 from megatron.config.given import Given
 
 
@@ -32,11 +32,11 @@ def sort_given(stray: Sequence[str], given: Sequence[Given]) -> Sorted:
     for word in stray:
         found.problems.append(Violation((), f"{word} belongs to no flag.", "Every setting starts with a flag; see --help."))
     for item in given:
-        setting = switch(item.name) or flags().get(item.name)
-        if setting is None:
+        flag = flag_of(item.name)
+        if flag is None:
             _stranger(item, found)
         else:
-            _setting(setting[0] if isinstance(setting, tuple) else setting, item, found)
+            _setting(flag, item, found)
     _repeated(found)
     return found
 
@@ -68,8 +68,8 @@ def _stranger(item: Given, found: Sorted) -> None:
             found.notes.append(f"{item} has no effect: {known.reason}.")
             return
         reason = refused_choice(item.name, item.values[0]) if item.values else None
-        message = f"{item}: {item.values[0]} is refused." if reason else f"{item}: {item.spelled} {fault}."
-        found.problems.append(Violation((flag,), message, reason[0].upper() + reason[1:] + "." if reason else ""))
+        message = f"{item.values[0]} {reason}" if reason else f"{item.spelled} {fault}"
+        found.problems.append(Violation((flag,), f"{item}: {message}."))
     elif known is not None:
         found.problems.append(Violation((flag,), f"{item} is refused.", known.reason))
     else:

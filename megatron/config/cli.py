@@ -1,47 +1,32 @@
 """The command line: flags in Megatron's spelling made from the dataclasses, with YAML files below them.
 
+The words are read by the table of flags (`flags`), not by the library that prints the help: so every problem can be reported
+at once, with its place, beside refused flags and violated rules.
+
 ``load`` is what a program calls; it reports every problem of the settings at once. ``load_or_exit`` also talks to the user.
 Nothing here imports torch, so that ``--help`` and bad settings are answered at once.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Annotated, NoReturn
-
-import tyro
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from megatron.config.accept import Sorted, sort_given
 from megatron.config.checkpoint_args import take_from_checkpoint
 from megatron.config.config import Config
 from megatron.config.effects import notes as effect_notes
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import Flag, switch
+from megatron.config.flags import build, flags, switch
 from megatron.config.given import Given, split
 from megatron.config.rules import violations
 from megatron.config.save import to_yaml
 from megatron.config.yaml_file import read_yaml
 
 PROGRAM = "pretrain_gpt.py"
-DESCRIPTION = (
-    "Pretrain a GPT- or Llama-style model with tensor, pipeline and data parallelism, by the same command on one CPU and on "
-    "many GPUs. Flags have the names and defaults of Megatron-LM; those that cannot be had are refused with what to use instead."
-)
-
-
-@dataclass(frozen=True)
-class _CommandLine(Config):
-    """The flags as tyro shows and reads them: the settings, and what is not a setting of the run."""
-
-    config: str | None = None
-    """YAML file of settings below the flags given here: flag names, flat or under the topics of this help. May be repeated."""
-    print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the resolved settings as YAML, which --config reads back, and stop."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +94,13 @@ def load_or_exit(argv: Sequence[str], world_size: int) -> LoadedConfig:
 def _read(argv: Sequence[str]) -> _Reading:
     stray, given = split(argv)
     if any(item.name in ("help", "h") for item in given):
-        _help()
+        from megatron.config.help import help_text  # its library takes 0.1 s, which only the help has to spend
+
+        _write_and_exit(help_text(PROGRAM))
     given, problems, wants_print = _expand(given)
     found = sort_given(stray, given)
+    if problems:  # a file was not read, so nothing is known for sure
+        found.doubtful.update(f"--{name}" for name in flags())
     config = _instantiate(found)
     explicit = {flag.field for flag, item in found.settings if item.values != ("None",)}
     if config.checkpoint.use_checkpoint_args and config.checkpoint.load is not None:
@@ -152,47 +141,23 @@ def _expand(given: Sequence[Given]) -> tuple[list[Given], list[Violation], bool]
 
 
 def _instantiate(found: Sorted) -> Config:
-    """Let tyro build the dataclasses from settings whose form has been checked."""
-    last = {flag.name: (flag, item) for flag, item in found.settings}
-    words = [word for flag, item in last.values() for word in _words(flag, item)]
-    with _first_rank_speaks():
-        read = tyro.cli(_CommandLine, args=words, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
-    return Config(**{field.name: getattr(read, field.name) for field in fields(Config)})
-
-
-def _words(flag: Flag, item: Given) -> list[str]:
-    if flag.count == 0:
-        found = switch(item.name)
-        assert found is not None
-        return [f"--{flag.name}" if found[1] else f"--no-{flag.name}"]
-    return [f"--{flag.name}={item.values[0]}"] if flag.count == 1 else [f"--{flag.name}", *item.values]
-
-
-def _help() -> NoReturn:
-    with _first_rank_speaks():
-        try:
-            tyro.cli(_CommandLine, args=["--help"], prog=PROGRAM, description=DESCRIPTION, config=(tyro.conf.OmitArgPrefixes,))
-        except BrokenPipeError:  # `--help | head`: nobody reads on, and Python must not try to flush at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
-    raise AssertionError("tyro exits after printing its help")
+    """Settings from flags whose form has been checked; the last of a flag counts."""
+    parts: dict[str, dict[str, Any]] = {}
+    for flag, item in found.settings:
+        turned = switch(item.name)
+        parts.setdefault(flag.topic, {})[flag.field] = turned[1] if turned is not None else flag.read(item.values)
+    return build(parts)
 
 
 def _write_and_exit(text: str) -> NoReturn:
     if _is_first_rank():
-        sys.stdout.write(text)
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:  # `--help | head`: nobody reads on, and Python must not try to flush at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)
 
 
 def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") in ("0", "")
-
-
-@contextlib.contextmanager
-def _first_rank_speaks() -> Iterator[None]:
-    """Drop what other ranks than the first would print."""
-    if _is_first_rank():
-        yield
-    else:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            yield

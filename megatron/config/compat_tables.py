@@ -112,9 +112,6 @@ REFUSED: dict[str, str] = {
     "overlap-param-gather-with-optimizer-step": _SHARDED,
     "no-align-param-gather": _SHARDED,
     "num-distributed-optimizer-instances": _SHARDED,
-    "use-megatron-fsdp": _SHARDED,
-    "use-torch-fsdp2": _SHARDED,
-    "use-custom-fsdp": _SHARDED,
     "num-layers-per-virtual-pipeline-stage": _VIRTUAL,
     "num-virtual-stages-per-pipeline-rank": _VIRTUAL,
     "microbatch-group-size-per-virtual-pipeline-stage": _VIRTUAL,
@@ -143,7 +140,6 @@ REFUSED: dict[str, str] = {
     "no-ckpt-fully-parallel-save": "Every rank always writes its own part of a checkpoint.",
     "pretrained-checkpoint": "Give the folder as --load, with --finetune.",
     "use-mp-args-from-checkpoint-args": "Any layout loads any checkpoint: give the layout that you want.",
-    "no-use-tokenizer-model-from-checkpoint-args": "The tokenizer's files are never taken from the checkpoint; leave it out.",
     "load-main-params-from-ckpt": "Main parameters belong to the optimizer state, which is loaded unless --no-load-optim is given.",
     "num-experts": _EXPERTS,
     "expert-tensor-parallel-size": _EXPERTS,
@@ -167,12 +163,10 @@ REFUSED: dict[str, str] = {
     "no-rope-freq": _ROTARY,
     "mrope-section": _ROTARY,
     "relative-attention-num-buckets": _ROTARY,
-    "relative-attention-max-distance": _ROTARY,
     "openai-gelu": _ACTIVATION,
     "quick-geglu": _ACTIVATION,
     "activation-func-clamp-value": _ACTIVATION,
     "glu-linear-offset": _ACTIVATION,
-    "onnx-safe": _ACTIVATION,
     "use-te-activation-func": "Transformer Engine is not used.",
     "apply-layernorm-1p": _NORM,
     "apply-residual-connection-post-layernorm": _NORM,
@@ -181,12 +175,8 @@ REFUSED: dict[str, str] = {
     "window-attn-skip-freq": _WINDOW,
     "softmax-type": "Attention uses the plain softmax.",
     "multi-latent-attention": "Latent attention is not built yet; use --group-query-attention for fewer key-value heads.",
-    "mtp-num-layers": "Predicting several tokens at once is not built yet; the model predicts the next token.",
-    "mtp-loss-scaling-factor": "Predicting several tokens at once is not built yet; the model predicts the next token.",
     "use-legacy-models": "There is one implementation of the model.",
     "spec": "The model is described by flags, not by a module.",
-    "sft": "Only pretraining is built.",
-    "sft-tokenizer-prompt-format": "Only pretraining is built.",
     "padded-vocab-size": "The size follows from the tokenizer, TP and --make-vocab-size-divisible-by.",
     "vocab-extra-ids": _TOKENIZER,
     "tokenizer-metadata": _TOKENIZER,
@@ -207,8 +197,6 @@ REFUSED: dict[str, str] = {
     "wgrad-deferral-limit": "Deferred weight gradients are not built yet.",
     "delay-wgrad-compute": "Deferred weight gradients are not built yet.",
     "overlap-moe-expert-parallel-comm": _EXPERTS,
-    "external-cuda-graph": "CUDA graphs are not built yet.",
-    "enable-cuda-graph": "CUDA graphs are not built yet.",
     "pipeline-model-parallel-comm-backend": "All groups use one backend (--distributed-backend).",
     "disable-gloo-process-groups": "All groups use one backend (--distributed-backend).",
     "distributed-timeout-seconds-after-init": "One time limit holds throughout (--distributed-timeout-minutes).",
@@ -220,12 +208,10 @@ REFUSED: dict[str, str] = {
     "lazy-mpu-init": _LAUNCHER,
     "log-progress": "Use --metrics-file, one JSON object a line.",
     "log-energy": "Energy is not measured.",
-    "log-straggler": "Timers of all ranks are shown with --timing-log-level 2 --timing-log-option all.",
     "no-log-loss-scale-to-tensorboard": "The loss scale is always written.",
     "log-world-size-to-tensorboard": "The start-up log and the saved config hold the layout.",
     "wandb-entity": "Set WANDB_ENTITY in the environment.",
     "wandb-save-dir": "Set WANDB_DIR in the environment.",
-    "logging-level": "The amount of output is set by --log-interval and --timing-log-level.",
     "config-logger-dir": "Use --print-config; the resolved config is also saved with the run.",
     "enable-experimental": "No feature is hidden behind a switch.",
     "use-precision-aware-optimizer": "Main parameters, gradients and moments of a 16-bit model are float32.",
@@ -233,9 +219,6 @@ REFUSED: dict[str, str] = {
     "main-params-dtype": "Main parameters of a 16-bit model are float32.",
     "exp-avg-dtype": "The optimizer's moments have the dtype of the main parameters.",
     "exp-avg-sq-dtype": "The optimizer's moments have the dtype of the main parameters.",
-    "run-workload-inspector-server": "Use --profile with --profile-step-start and --profile-step-end.",
-    "retriever-seq-length": "Only GPT- and Llama-style models are built.",
-    "bert-no-binary-head": "Only GPT- and Llama-style models are built.",
     "exit-signal": "SIGTERM always saves a checkpoint and exits; other signals are not a setting.",
 }
 """Flags that ask for what is not here, with the reason and what to use instead."""
@@ -256,7 +239,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("muon-*", "The optimizers are --optimizer adam and sgd."),
     ("tp-comm-*", "The input gradient's all-reduce always overlaps the weight gradient; there is nothing to set."),
     ("disable-tp-comm-*", "The input gradient's all-reduce always overlaps the weight gradient; there is nothing to set."),
-    ("cuda-graph-*", "CUDA graphs are not built yet."),
+    ("*cuda-graph*", "CUDA graphs are not built yet."),
     ("ckpt-*", "There is one checkpoint format, which fits every layout."),
     ("dist-ckpt-*", "There is one checkpoint format, which fits every layout."),
     ("distrib-optim-*", "There is one checkpoint format, which fits every layout."),
@@ -273,6 +256,8 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("grpo-*", "Only pretraining is built."),
     ("langrl-*", "Only pretraining is built."),
     ("inference-*", "Only pretraining is built."),
+    ("sft*", "Only pretraining is built."),
+    ("mtp-*", "Predicting several tokens at once is not built yet; the model predicts the next token."),
     ("q-lora-*", "Latent attention is not built yet; use --group-query-attention for fewer key-value heads."),
     ("kv-lora-*", "Latent attention is not built yet; use --group-query-attention for fewer key-value heads."),
     ("retro-*", "Only GPT- and Llama-style models are built."),
@@ -288,7 +273,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
 )
 """Patterns of names that are refused together; the tables above come first."""
 
-_CYCLIC = "the order of data is already shuffled; use single"
+_CYCLIC = "is refused: the order of data is already shuffled; use single"
 _OTHER_TOKENIZER = "is not built yet; GPT-2 BPE files, sentencepiece models, bytes and NullTokenizer are"
 _OTHER_OPTIMIZER = "is not built yet; adam (AdamW) and sgd are"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from megatron.config.checks.finding import data_size, shown
+from megatron.config.checks.finding import data_size, is_changed, shown
 from megatron.config.config import Config
 
 
 def notes(config: Config, world_size: int) -> list[str]:
     """One line for each such setting, with the reason. The settings must have passed the rules."""
     model, parallel, training, precision = config.model, config.parallel, config.training, config.precision
+    data, logging = config.data, config.logging
     copies = data_size(config, world_size)
     cases = (
         ("sequence_parallel", parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1, "there is one tensor rank"),
@@ -33,6 +34,22 @@ def notes(config: Config, world_size: int) -> list[str]:
             "max_position_embeddings",
             model.max_position_embeddings is not None and model.position_embedding_type != "learned_absolute",
             "there is no learned position table",
+        ),
+        ("split", data.mock_data and is_changed(config, "split"), "--mock-data makes up tokens for each split"),
+        (
+            "timing_log_option",
+            logging.timing_log_level == 0 and is_changed(config, "timing_log_option"),
+            "--timing-log-level 0 switches timers off",
+        ),
+        (
+            "log_timers_to_tensorboard",
+            logging.timing_log_level == 0 and logging.log_timers_to_tensorboard,
+            "--timing-log-level 0 switches timers off",
+        ),
+        (
+            "log_memory_to_tensorboard",
+            logging.log_memory_to_tensorboard and parallel.device == "cpu",
+            "only the memory of CUDA devices is measured",
         ),
         (
             "eval_interval",

@@ -7,7 +7,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,10 +51,8 @@ class Flag:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.count is None:
-            return f"any number of {_KINDS[self.kind]}s" if self.kind is not str else "any number of texts"
-        if self.count > 1:
-            return f"{self.count} {_KINDS[self.kind]}s"
-        return f"a {_KINDS[self.kind]}" if self.kind is not str else "a text"
+            return f"any number of {_KINDS[self.kind]}s"
+        return f"a {_KINDS[self.kind]}" if self.count == 1 else f"{self.count} {_KINDS[self.kind]}s"
 
     def fault(self, values: Sequence[str]) -> str | None:
         """Why these texts cannot be the flag's values, or None if they can."""
@@ -79,6 +77,13 @@ class Flag:
         except ValueError:
             return False
         return True
+
+    def read(self, values: Sequence[str]) -> Any:
+        """The field's value from texts in which `fault` finds none. (The value of a switch is in its spelling: see `switch`.)"""
+        if self.optional and tuple(values) == ("None",):
+            return None
+        converted = tuple(self.kind(value) for value in values)
+        return converted if self.is_tuple else converted[0]
 
     def from_plain(self, value: Any) -> Any:
         """The field's value from JSON types: lists become tuples, whole numbers become float where the field is one.
@@ -134,6 +139,11 @@ def flags() -> dict[str, Flag]:
     return {flag.name: flag for flag in found}
 
 
+def build(parts: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Settings from values by topic and field; the rest are defaults."""
+    return Config(**{topic: kind(**parts.get(topic, {})) for topic, kind in topics().items()})
+
+
 @functools.cache
 def switch(name: str) -> tuple[Flag, bool] | None:
     """The switch that a name turns on or, with ``no-`` in front, off."""
@@ -142,6 +152,12 @@ def switch(name: str) -> tuple[Flag, bool] | None:
         if flag is not None and flag.kind is bool and (value or name.startswith("no-")):
             return flag, value
     return None
+
+
+def flag_of(name: str) -> Flag | None:
+    """The flag that a name sets, if it is a setting: ``no-`` in front of a switch is part of a spelling."""
+    found = switch(name)
+    return found[0] if found is not None else flags().get(name)
 
 
 def nearest_names(name: str, names: Iterable[str]) -> list[str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron.config.checks import checkpoint, data, inert, model, optimizer, parallel, ranges, training
-from megatron.config.checks.finding import Change, Finding, Rule
+from megatron.config.checks.finding import Change, Finding, Rule, data_size
 from megatron.config.config import Config
 from megatron.config.errors import Violation
 
@@ -21,14 +19,15 @@ RULES: tuple[Rule, ...] = (
 )
 """All rules. None depends on another: each is evaluated whatever the others say."""
 
-_SHOWN = 2
-_TRIED = 64
+_SHOWN = 2  # suggestions for one setting
+_TRIED = 64  # candidates for one setting, so that an answer never takes long
 
 
 def violations(config: Config, world_size: int) -> list[Violation]:
     """Everything that stands against running these settings with this many ranks, in the order of the topics.
 
-    A suggested setting is checked by the rules themselves: it removes its violation and adds no other.
+    The rules themselves check what is suggested: it removes its violation and adds no other. Only where ranks and layout do not
+    fit may it bring up others that could not be seen before, as the batch could not be divided among ranks.
     """
     found = _evaluate(config, world_size)
     counts = [len(findings) for findings in found]
@@ -37,7 +36,7 @@ def violations(config: Config, world_size: int) -> list[Violation]:
             tuple(f"--{field.replace('_', '-')}" for field in finding.fields),
             finding.message,
             finding.rule,
-            tuple(str(change) for group in finding.candidates for change in _valid(group, index, counts, config, world_size)),
+            tuple(map(str, _nearest(finding, index, counts, config, world_size))),
         )
         for index, findings in enumerate(found)
         for finding in findings
@@ -48,11 +47,17 @@ def _evaluate(config: Config, world_size: int) -> list[list[Finding]]:
     return [list(rule(config, world_size)) for rule in RULES]
 
 
-def _valid(candidates: Sequence[Change], index: int, counts: Sequence[int], config: Config, world_size: int) -> list[Change]:
-    """Changes after which rule `index` finds less and no other rule finds more: those that leave least, then the nearest."""
-    accepted: list[tuple[int, Change]] = []
-    for change in candidates[:_TRIED]:
-        after = [len(findings) for findings in _evaluate(*change.apply(config, world_size))]
-        if after[index] < counts[index] and all(new <= old for new, old in zip(after, counts, strict=True)):
-            accepted.append((sum(after), change))
-    return [change for _, change in sorted(accepted, key=lambda item: item[0])[:_SHOWN]]
+def _nearest(finding: Finding, index: int, counts: list[int], config: Config, world_size: int) -> list[Change]:
+    """Of each group of candidates those that leave the fewest violations, the nearest first."""
+    strict: list[Change] = []
+    loose: list[Change] = []
+    for group in finding.candidates:
+        removing = []
+        for change in group[:_TRIED]:
+            after = [len(findings) for findings in _evaluate(*change.apply(config, world_size))]
+            if after[index] < counts[index] and sum(after) <= sum(counts):
+                removing.append((sum(after), all(new <= old for new, old in zip(after, counts, strict=True)), change))
+        removing.sort(key=lambda item: item[0])
+        strict += [change for _, adds_none, change in removing if adds_none][:_SHOWN]
+        loose += [change for _, _, change in removing][:_SHOWN]
+    return strict or (loose if data_size(config, world_size) is None else [])

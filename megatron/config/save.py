@@ -12,7 +12,7 @@ import yaml
 
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import flags, topics
+from megatron.config.flags import build, flags, topics
 
 _PACKAGES = (
     "torch",
@@ -59,7 +59,7 @@ def from_dict(nested: dict[str, Any]) -> Config:
     if problems:
         rule = "They may come from another version."
         raise ConfigError([Violation((), f"Saved settings cannot be read: {'; '.join(problems)}.", rule)])
-    return Config(**{topic: kind(**parts[topic]) for topic, kind in topics().items()})
+    return build(parts)
 
 
 def to_yaml(config: Config) -> str:

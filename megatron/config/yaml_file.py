@@ -13,7 +13,7 @@ import yaml
 
 from megatron.config.compat import NoEffect, Refused, find
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import flags, switch, topics
+from megatron.config.flags import flag_of, flags, switch, topics
 from megatron.config.given import Given
 
 _NULLS = ("null", "Null", "NULL", "~", "")
@@ -111,8 +111,7 @@ def _misplaced(given: list[Given], topic: str | None) -> list[Violation]:
     """The settings of an entry that stands under a topic which is not its own."""
     problems = []
     for setting in given if topic is not None else ():
-        found = switch(setting.name)
-        flag = found[0] if found else flags().get(setting.name)
+        flag = flag_of(setting.name)
         if flag is not None and flag.topic != topic:
             message = f"{setting.where}: {flag.field} belongs under {flag.topic}, not {topic}."
             problems.append(Violation((f"--{flag.name}",), message))
@@ -120,11 +119,12 @@ def _misplaced(given: list[Given], topic: str | None) -> list[Violation]:
 
 
 def _twice(given: list[Given]) -> list[Violation]:
+    """Settings that the file holds more than once."""
     first: dict[str, Given] = {}
     problems = []
     for setting in given:
-        found = switch(setting.name)
-        name = found[0].name if found else setting.name
+        flag = flag_of(setting.name)
+        name = flag.name if flag is not None else setting.name
         if name in first:
             problems.append(Violation((f"--{name}",), f"{setting.where}: {name} was already set in {first[name].where}."))
         first.setdefault(name, setting)

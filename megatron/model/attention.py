@@ -64,7 +64,8 @@ class Attention(nn.Module):
         """[s, b, h] (or [s/n, b, h] under sequence parallelism) to the same."""
         qkv = self.qkv(x)
         qkv = qkv.view(*qkv.shape[:2], -1, self.queries_per_group + 2, self.config.head_size)  # [s, b, g, r + 2, d]
-        q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
+        # One split, whose backward is one concatenation.
+        q, k, v = (x.flatten(2, 3) for x in qkv.split([self.queries_per_group, 1, 1], dim=3))  # [s, b, n or g, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:

@@ -85,6 +85,15 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     return values
 
 
+def broadcast_object(value: Any, group: Group) -> Any:
+    """The first rank's small Python value on every rank."""
+    if group.size == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=group.ranks[0], group=group.process_group)
+    return values[0]
+
+
 class _SumForward(torch.autograd.Function):
     """Forward: sum over the group. Backward: identity. ("g" in Shoeybi et al. 2019, section 3.)"""
 

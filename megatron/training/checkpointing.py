@@ -24,6 +24,7 @@ from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.lr_schedule import ScheduleLengths
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.boxes import place
+from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
 from megatron.training.progress import Progress
@@ -39,6 +40,17 @@ _FREE_MODEL_FIELDS = {
     "make_vocab_size_divisible_by",
     "fp32_residual_connection",
     "init_method_std",
+}
+# Settings that decide which tokens a step holds: a resumed run may change them, but should know.
+_ORDER_FIELDS = {
+    "data_path",
+    "split",
+    "mock_data",
+    "eod_mask_loss",
+    "seed",
+    "micro_batch_size",
+    "global_batch_size",
+    "rampup_batch_size",
 }
 _SCHEDULE_FIELDS = (
     "lr",
@@ -147,12 +159,11 @@ def resume(
     asked = config.checkpoint
     if asked.load is None:
         return Resumed(Progress(), schedule, None)
-    notes: list[str] = []
-    path = together(context, lambda: _find(asked, notes))
-    if path is None:
+    # One rank looks and tells the others: thousands need not ask the file system, and all take the same one.
+    found = broadcast_object(together(context, lambda: _look(config, vocab_size) if context.rank == 0 else None), context.world)
+    if found is None:
         return Resumed(Progress(), schedule, None, (f"--load {asked.load} holds no checkpoint: the run begins at iteration 0",))
-    notes += together(context, lambda: _check_model(config, read_config(path), vocab_size, path))
-    state = together(context, lambda: read_state(path))
+    path, state, notes = found
     wants_state = asked.load_optim and not asked.finetune
     if wants_state and not state["has_optimizer"]:
         raise CheckpointError(
@@ -172,12 +183,16 @@ def resume(
     return Resumed(progress, _agreed_schedule(schedule, state["schedule"], path), path, tuple(notes))
 
 
-def _find(config: CheckpointConfig, notes: list[str]) -> Path | None:
-    assert config.load is not None
-    path = find_checkpoint(Path(config.load), config.ckpt_step, tell=notes.append)
-    if path is None and config.exit_on_missing_checkpoint:
-        raise CheckpointError(f"--load {config.load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
-    return path
+def _look(config: Config, vocab_size: int) -> tuple[Path, dict[str, Any], list[str]] | None:
+    """Folder and state of the checkpoint to take, and notes; checks that it fits."""
+    folder, notes = config.checkpoint.load, []
+    assert folder is not None
+    path = find_checkpoint(Path(folder), config.checkpoint.ckpt_step, tell=notes.append)
+    if path is None:
+        if config.checkpoint.exit_on_missing_checkpoint:
+            raise CheckpointError(f"--load {folder} holds no checkpoint, and --exit-on-missing-checkpoint is given")
+        return None
+    return path, read_state(path), notes + _check_model(config, read_config(path), vocab_size, path)
 
 
 def _check_model(config: Config, record: dict[str, Any], vocab_size: int, path: Path) -> list[str]:
@@ -198,8 +213,9 @@ def _check_model(config: Config, record: dict[str, Any], vocab_size: int, path: 
             + "\n  Use the checkpoint's settings (--use-checkpoint-args takes them), or another --load folder."
         )
     free = [text for name, text in differing.items() if name in _FREE_MODEL_FIELDS]
-    data = _differences(saved.data, config.data) | _differences(saved.training, config.training)
-    return [f"differs from the checkpoint: {text}" for text in [*free, *data.values()]]
+    order = _differences(saved.data, config.data) | _differences(saved.training, config.training)
+    free += [text for name, text in order.items() if name in _ORDER_FIELDS]
+    return [f"differs from the checkpoint: {text}" for text in free]
 
 
 def _differences(saved: Any, here: Any) -> dict[str, str]:
@@ -240,11 +256,17 @@ def _agreed_schedule(here: Schedule, saved: dict[str, Any], path: Path) -> Sched
     if here.optimizer.override_opt_param_scheduler or mine == saved:
         return here
     flat_mine, flat_saved = ({**d, **d["lengths"]} for d in (mine, saved))
+    idle = {"lengths"}  # the run may be longer or shorter where no schedule follows its length
+    if here.optimizer.weight_decay_incr_style == "constant":
+        idle.add("total_samples")
+    if here.optimizer.lr_decay_style == "constant":
+        idle.add("decay_samples")
     differing = [
-        f"{name}: {flat_saved[name]} there, {flat_mine[name]} here" for name in flat_mine if flat_mine[name] != flat_saved[name]
+        f"{name}: {flat_saved[name]} there, {flat_mine[name]} here"
+        for name in flat_mine
+        if name not in idle and flat_mine[name] != flat_saved[name]
     ]
-    differing = [text for text in differing if not text.startswith(("lengths:", "total_samples:"))]
-    if not differing:  # only the run is longer or shorter
+    if not differing:
         return here
     raise CheckpointError(
         f"the schedules of learning rate or weight decay differ from those of {path}:\n  "

@@ -21,6 +21,7 @@ from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.signals import ExitSignal
 from megatron.training.step import StepResult, TrainStep
+from megatron.training.together import together
 
 Batches = Iterator[list[ModelInputs]]
 
@@ -45,15 +46,17 @@ class Loop:
     """When the job started, by time.monotonic()."""
 
     def run(self, progress: Progress) -> None:
-        """Train from `progress` (updated in place) to the end of the run or to an exit; then evaluate and save."""
-        training = self.config.training
-        stopped = None
-        if training.manual_gc:
+        """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end."""
+        if self.config.training.manual_gc:
             gc.disable()
-        with (
-            ExitSignal() as signal,
-            StepProfiler(self.config.logging, self.context.rank, self.context.device) as profiler,
-        ):
+        with ExitSignal() as signal:
+            stopped = self._train(progress, signal)
+            self._finish(progress, stopped)  # a further signal must not cut off the save
+
+    def _train(self, progress: Progress, signal: ExitSignal) -> str | None:
+        """All steps. Returns why they stopped before the end of the run, or None."""
+        stopped = None
+        with self._profiler() as profiler:
             batches = self.train_batches(progress.consumed_samples)
             while progress.iteration < self.plan.total_iterations and stopped is None:
                 profiler.step(progress.iteration + 1)
@@ -63,7 +66,10 @@ class Loop:
                 self._between_steps(progress)
                 stopped = self._exit_reason(progress, result)
             batches.close()  # type: ignore[attr-defined]
-        self._finish(progress, stopped)
+        return stopped
+
+    def _profiler(self) -> StepProfiler:
+        return together(self.context, lambda: StepProfiler(self.config.logging, self.context.rank, self.context.device))
 
     def _advance(self, progress: Progress, batch: list[ModelInputs], exit_votes: tuple[bool, bool]) -> StepResult | None:
         """One step, or none where the user leaves the iteration out."""
@@ -113,12 +119,12 @@ class Loop:
         return None
 
     def _finish(self, progress: Progress, stopped: str | None) -> None:
+        self._save(progress)  # before evaluations, which may take longer than a scheduler that ends the job allows
         if stopped is None:
             if self.valid_batches is not None and not self._just_evaluated(progress):
                 self._evaluate(progress, "validation")
             if self.test_batches is not None:
                 self._evaluate(progress, "test")
-        self._save(progress)
         self.reporter.say(f"done after {progress.iteration} iterations" if stopped is None else f"exiting {stopped}")
 
     def _just_evaluated(self, progress: Progress) -> bool:

@@ -42,3 +42,16 @@ def raise_nonfinite(iteration: int, loss_sum: float, shards: Sequence[Shard], co
     lines.append("  Resume from the last checkpoint with a lower --lr or a smaller --clip-grad, or leave the batch out with")
     lines.append(f"  --iterations-to-skip {iteration}.")
     raise NonFiniteError("\n".join(lines))
+
+
+def raise_uncounted(iteration: int) -> NoReturn:
+    """The loss mask of the whole global batch is zero, so there is no mean. Every rank knows and calls this.
+
+    Raises:
+        NonFiniteError: always.
+    """
+    raise NonFiniteError(
+        f"iteration {iteration}: the loss mask is zero at every token of the global batch, so there is no loss to train on.\n"
+        "  Look for documents without text in the dataset (--eod-mask-loss leaves the ends of documents out of the loss), or leave the\n"
+        f"  batch out with --iterations-to-skip {iteration}."
+    )

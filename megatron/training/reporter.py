@@ -56,6 +56,9 @@ class Reporter:
         self._file = MetricsFile(config.metrics_file, append=resumed) if speaks and config.metrics_file else None
         self._curves: list[Sink] = curve_sinks(config, settings) if speaks else []
         self._first = True
+        self._started = self._last_step = 0.0
+        self._steps = self._samples = self._skipped = self._nans = 0
+        self._losses: list[float] = []
         self._start_interval()
 
     def step(
@@ -117,7 +120,7 @@ class Reporter:
     def _start_interval(self) -> None:
         self._started = self._last_step = time.perf_counter()
         self._steps = self._samples = self._skipped = self._nans = 0
-        self._losses: list[float] = []
+        self._losses = []
 
     def _line(
         self, progress: Progress, result: StepResult | None, learning_rate: float, batch: int, extras: dict[str, float]
@@ -160,6 +163,8 @@ class Reporter:
             values["lm_loss"] = loss
         if result is not None:
             values |= {"loss_scale": result.loss_scale, "grad_norm": result.grad_norm}
+        if result is not None and result.num_zeros is not None:
+            values["num_zeros"] = result.num_zeros
         if self._file:
             self._file.scalars(progress.iteration, progress.consumed_samples, values)
         for sink in self._curves:
@@ -176,6 +181,8 @@ class Reporter:
         }
         if not result.skipped:
             values |= {"lm_loss": result.loss, "grad_norm": result.grad_norm}
+        if result.num_zeros is not None:
+            values["num_zeros"] = result.num_zeros
         if self._config.log_memory_to_tensorboard and torch.cuda.is_available():
             values |= {
                 "mem-allocated-bytes": torch.cuda.memory_allocated(),

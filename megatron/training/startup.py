@@ -24,6 +24,7 @@ from megatron.pipeline_parallel.partition import format_layer_table
 from megatron.training.batch_size import BatchSizePlan
 from megatron.training.checkpointing import Schedule
 from megatron.training.reporter import Reporter
+from megatron.training.together import together
 
 
 def set_numerics(deterministic: bool) -> None:
@@ -106,17 +107,24 @@ def make_schedule(config: Config, plan: BatchSizePlan) -> Schedule:
 def make_reporter(
     config: Config, context: ParallelContext, model: Model, plan: BatchSizePlan, timers: Timers, *, resumed: bool
 ) -> Reporter:
-    """The voice of the run."""
-    return Reporter(
-        config.logging,
-        speaks=context.rank == 0,
-        gather=lambda value: gather_objects(value, context.world),
-        timers=timers,
-        total_iterations=plan.total_iterations,
-        flops_of=lambda samples: flops_per_step(config.model, model.vocab_size, samples),
-        tokens_per_sample=config.model.seq_length,
-        num_devices=context.topology.world_size,
-        peak=device_peak(context, model.dtype),
-        resumed=resumed,
-        settings=to_dict(config),
+    """The voice of the run. All ranks call it together.
+
+    Raises:
+        SetupError: the metrics file or another sink cannot be opened.
+    """
+    return together(
+        context,
+        lambda: Reporter(
+            config.logging,
+            speaks=context.rank == 0,
+            gather=lambda value: gather_objects(value, context.world),
+            timers=timers,
+            total_iterations=plan.total_iterations,
+            flops_of=lambda samples: flops_per_step(config.model, model.vocab_size, samples),
+            tokens_per_sample=config.model.seq_length,
+            num_devices=context.topology.world_size,
+            peak=device_peak(context, model.dtype),
+            resumed=resumed,
+            settings=to_dict(config),
+        ),
     )

@@ -18,12 +18,14 @@ from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import make_optimizer
+from megatron.parallel.boxes import place
 from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import Shard
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors
 from megatron.pipeline_parallel.schedules import GENERATORS, Schedule, forward_only
-from megatron.training.nonfinite import raise_nonfinite
+from megatron.training.nonfinite import raise_nonfinite, raise_uncounted
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class TrainStep:
         self.counted_squares = torch.zeros(len(self.counted_shards), dtype=torch.float64, device=context.device)
         """Sums of squares of the (scaled) gradients of `counted_shards` in the last step."""
         self._counted_grads = [shard.grad for shard in self.counted_shards]
+        self._num_padding = sum(shard.grad.numel() - self._num_real(shard) for shard in self.counted_shards)
         self._timers = timers or Timers(level=0)
         self._schedules: dict[tuple[str, int], Schedule] = {}
 
@@ -97,13 +100,15 @@ class TrainStep:
             exit_votes: this rank's; they travel with the step's sums, so agreeing costs nothing.
 
         Raises:
-            NonFiniteError: loss or gradient is not finite and no overflow is to be skipped.
+            NonFiniteError: loss or gradient is not finite and no overflow is to be skipped, or no token counts in the loss.
         """
         loss_sum, count = self.gradients(batch)
         with self._timers("grad-norm", level=1):
             sums = self._sums(loss_sum, count, exit_votes)
+        if not sums[1]:
+            raise_uncounted(iteration)
         scale = self.scaler.scale
-        loss, norm = sums[0] / sums[1] if sums[1] else math.nan, math.sqrt(sums[2]) / scale
+        loss, norm = sums[0] / sums[1], math.sqrt(sums[2]) / scale
         overflow = not math.isfinite(norm)
         if not self._skip_overflow and (overflow or not math.isfinite(loss)):
             raise_nonfinite(iteration, float(loss_sum), self.optimizer.shards, self.context)
@@ -120,7 +125,9 @@ class TrainStep:
         device = self.context.device
         self.counted_squares = square_sums(self._counted_grads, device)
         squares = self.counted_squares.sum()
-        zeros = count_zeros(self._counted_grads, device) if self._count_zeros else torch.zeros_like(squares)
+        zeros = torch.zeros_like(squares)
+        if self._count_zeros:  # the gradient of padding is always zero, and how much padding there is depends on the layout
+            zeros = count_zeros(self._counted_grads, device) - self._num_padding
         votes = torch.tensor(exit_votes, dtype=torch.float64, device=device)
         return all_reduce(torch.cat([torch.stack([loss_sum, count, squares, zeros]), votes]), self.context.world).tolist()
 
@@ -175,6 +182,12 @@ class TrainStep:
             generator = GENERATORS.get(name, forward_only)
             self._schedules[key] = generator(self.context.topology.pp, num_microbatches)
         return self._schedules[key]
+
+    def _num_real(self, shard: Shard) -> int:
+        """Elements of a shard that are not padding."""
+        sizes, coordinates = self.context.axis_sizes, self.context.coordinates
+        held = shard.record.held_box(sizes, coordinates)
+        return sum(placed.box.numel for placed in place(shard.record.local_shape(sizes), held, shard.piece))
 
     @property
     def _counts_loss(self) -> bool:

@@ -37,6 +37,10 @@ def _has_warmup(config: Config) -> bool:
     return bool(optimizer.lr_warmup_iters or optimizer.lr_warmup_samples or optimizer.lr_warmup_fraction)
 
 
+def _draws_curves(config: Config) -> bool:
+    return config.logging.tensorboard_dir is not None or config.logging.wandb_project is not None
+
+
 CONDITIONS = (
     Condition(
         ("num_query_groups",),
@@ -106,8 +110,13 @@ CONDITIONS = (
     ),
     Condition(
         ("tensorboard_log_interval", "log_timers_to_tensorboard", "log_memory_to_tensorboard"),
-        lambda config: config.logging.tensorboard_dir is not None,
-        "with --tensorboard-dir",
+        _draws_curves,
+        "with --tensorboard-dir or --wandb-project",
+    ),
+    Condition(
+        ("log_layer_norms",),
+        lambda config: _draws_curves(config) or config.logging.metrics_file is not None,
+        "with --metrics-file, --tensorboard-dir or --wandb-project",
     ),
     Condition(("wandb_exp_name",), lambda config: config.logging.wandb_project is not None, "with --wandb-project"),
     Condition(
