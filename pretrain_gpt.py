@@ -64,6 +64,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
 
     schedule = startup.make_schedule(config, plan)
     resumed = resume(config, context, step.optimizer, step.scaler, schedule, data.vocab_size)
+    plan = plan.resumed_at(resumed.progress.iteration, resumed.progress.consumed_samples)
     reporter = startup.make_reporter(config, context, model, plan, timers, resumed=resumed.path is not None)
     for line in [
         *loaded.notes,

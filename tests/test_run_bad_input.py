@@ -50,15 +50,19 @@ def test_an_unknown_flag() -> None:
 
 def test_an_impossible_layout(tmp_path: Path) -> None:
     """All violations together, with what would be valid."""
-    argv = arguments(train_iters=1, tensor_model_parallel_size=2, num_attention_heads=3, hidden_size=33, save=tmp_path / "save")
-    _refused(argv, 2, "problems in the settings", "--num-attention-heads 3", "--tensor-model-parallel-size 2", code=2)
+    shape = {"num_attention_heads": 3, "hidden_size": 33, "seq_length": 15, "sequence_parallel": True}
+    argv = arguments(**TP2, **shape, train_iters=1, save=tmp_path / "save")
+    said = _refused(argv, 2, "2 problems in the settings", "--num-attention-heads 3", "--seq-length 15", code=2)
+    assert said.count("--tensor-model-parallel-size 2") == 2 and said.count("Nearest valid") == 2
     assert not (tmp_path / "save").exists()
 
 
 @pytest.mark.parametrize(("world_size", "settings"), [(1, TP2), (2, {**TP2, **PP2})])
 def test_a_world_of_another_size(world_size: int, settings: dict[str, Any]) -> None:
     """Fewer ranks than the model-parallel sizes need."""
-    _refused(arguments(train_iters=1, **settings), world_size, "world size", "--tensor-model-parallel-size 2", code=2)
+    product = 2 * world_size
+    words = [f"world size {world_size} does not divide", f"Nearest valid: world size {product}", "--tensor-model-parallel-size 1"]
+    _refused(arguments(train_iters=1, **settings), world_size, *words, code=2)
 
 
 @pytest.fixture
@@ -92,7 +96,13 @@ def test_a_bad_data_file(tmp_path: Path, text: str, damage: str) -> None:
 def test_an_empty_split(tmp_path: Path, text: str) -> None:
     """A validation split that is needed and gets no documents."""
     argv = arguments(**{**FLAGS, "split": "100,0,0", "eval_iters": 1}, train_iters=1, data_path=text)
-    _refused(argv, 2, "validation split", "--split", "--eval-iters 0")
+    _refused(argv, 2, "--split '100,0,0' gives validation nothing", "--eval-iters 0", code=2)
+
+
+def test_a_split_that_is_too_short(tmp_path: Path, text: str) -> None:
+    """It has documents, but not the tokens of one sample."""
+    argv = arguments(**{**FLAGS, "split": "9999,1,0", "eval_iters": 1}, train_iters=1, data_path=text)
+    _refused(argv, 2, "the validation split of", "one sample takes 17", "--split")
 
 
 @pytest.mark.parametrize("settings", [{}, PP2, {"num_workers": 2}])
@@ -154,7 +164,8 @@ def test_a_longer_run_changes_a_schedule_that_follows_its_length(saved: Path, tm
 def test_a_place_that_cannot_be_written(tmp_path: Path, flag: str) -> None:
     """A folder inside a file, which not even the superuser can make: told before training."""
     (tmp_path / "file").write_text("in the way")
-    argv = arguments(train_iters=1, profile=flag == "profile_dir", **{flag: tmp_path / "file" / "folder"})
+    profile = {"profile": True, "profile_step_start": 1} if flag == "profile_dir" else {}
+    argv = arguments(train_iters=1, **profile, **{flag: tmp_path / "file" / "folder"})
     ended = launch(argv, 2)
     said = ended[0].stderr
     assert [end.code for end in ended] == [1, 1] and f"--{flag.replace('_', '-')}" in said and "Traceback" not in said, report(ended)

@@ -65,7 +65,7 @@ class PositionTable(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """Hidden states to the loss of each token, the vocabulary split over the tensor group; the weight may be the word embedding's."""
+    """Hidden states to the sum of the loss, the vocabulary split over the tensor group; the weight may be the word embedding's."""
 
     weight: nn.Parameter
 
@@ -84,10 +84,10 @@ class OutputLayer(nn.Module):
             split, init = Split(0, "tp", padded_size), Init(config.init_method_std)
             scope.parameter(self, "weight", (vocab_size, config.hidden_size), split=split, init=init, chunks=holders)
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """[s, b, h] (or [s/n, b, h]) and labels [s, b] to losses [s, b]."""
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """[s, b, h] (or [s/n, b, h]), labels and mask [s, b] to the sum of mask x loss."""
         logits = parallel_linear(x, self.weight, None, self.group, input_mode="gather" if self.gather else "copy")
-        return vocab_parallel_cross_entropy(logits, labels, self.group, first=self.first, num_valid=self.num_valid)
+        return vocab_parallel_cross_entropy(logits, labels, mask, self.group, first=self.first, num_valid=self.num_valid)
 
 
 class GPTChunk(nn.Module):
@@ -128,8 +128,7 @@ class GPTChunk(nn.Module):
         if self.final_norm is None or self.output is None:
             return x
         assert inputs.labels is not None and inputs.loss_mask is not None
-        losses = self.output(self.final_norm(x), inputs.labels)
-        return (losses * inputs.loss_mask).sum()
+        return self.output(self.final_norm(x), inputs.labels, inputs.loss_mask)
 
 
 def residual_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:

@@ -1,8 +1,8 @@
-"""Cross entropy over a vocabulary that is split over the tensor group. No rank ever holds the full logits.
+"""Masked cross entropy over a vocabulary that is split over the tensor group. No rank ever holds the full logits.
 
-loss = log(sum_v exp(logit_v)) - logit_target. Each rank reduces its own columns; three numbers a token travel (maximum, sum of
-exponentials, target logit). The gradient, softmax minus one-hot, is written over the logits already in forward, in their dtype, so the
-logits' memory is the only memory of that size; everything is computed in at least float32, in blocks of rows that fit a cache.
+The sum over tokens of mask x loss, with loss = log(sum_v exp(logit_v)) - logit_target. Each rank reduces its own columns; three numbers a token travel (maximum, sum of
+exponentials, target logit). The gradient, mask x (softmax - one-hot), is written over the logits already in forward, in their dtype, so
+the logits' memory is the only memory of that size; everything is computed in at least float32, in blocks of rows that fit a cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HALF_HEADROOM = 1024.0
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group, first: int, num_valid: int
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, group: Group, first: int, num_valid: int
     ) -> torch.Tensor:
         columns = logits.shape[-1]
         rows = logits.view(-1, columns)
@@ -44,38 +44,49 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             sums = all_reduce(torch.stack([torch.exp(log_sum - largest), target]), group)
             log_sum, target = largest + sums[0].log(), sums[1]
 
+        mask = mask.reshape(-1).to(wide)
+        gradient_factor = mask * _HALF_HEADROOM if logits.dtype == torch.float16 else mask
         for block in blocks:
             part = rows[block]
             softmax = part if part.dtype == wide else part.to(wide)
             softmax.sub_(log_sum[block].unsqueeze(-1)).exp_()
             softmax.scatter_add_(-1, local[block], -here[block].unsqueeze(-1).to(wide))
+            softmax.mul_(gradient_factor[block].unsqueeze(-1))
             if softmax is not part:
-                part.copy_(softmax if logits.dtype != torch.float16 else softmax.mul_(_HALF_HEADROOM))
+                part.copy_(softmax)
         ctx.save_for_backward(logits)
-        return (log_sum - target).view(labels.shape)
+        return torch.dot(log_sum - target, mask)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
-        (difference,) = ctx.saved_tensors
-        if difference.dtype == torch.float16:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        if gradient.dtype == torch.float16:
             grad = grad / _HALF_HEADROOM
         # In place, since nobody else reads it: the logits were an intermediate result of ours.
-        return difference.mul_(grad.unsqueeze(-1)), None, None, None, None
+        return gradient.mul_(grad), None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, group: Group, *, first: int = 0, num_valid: int | None = None
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    mask: torch.Tensor,
+    group: Group,
+    *,
+    first: int = 0,
+    num_valid: int | None = None,
 ) -> torch.Tensor:
-    """Loss of each token; overwrites `logits`.
+    """Sum over tokens of mask x loss; overwrites `logits`.
 
     Args:
         logits: this rank's columns [s, b, v/n], contiguous; destroyed.
         labels: token ids [s, b] in the whole vocabulary.
+        mask: weight of each token's loss [s, b].
         group: the tensor group.
         first: id of this rank's first column.
         num_valid: columns of this rank that are no padding (perhaps 0); by default all.
 
     Returns:
-        [s, b], in float32 or wider.
+        a scalar, in float32 or wider, the same on every rank of the group.
     """
-    return _VocabParallelCrossEntropy.apply(logits, labels, group, first, logits.shape[-1] if num_valid is None else num_valid)
+    num_valid = logits.shape[-1] if num_valid is None else num_valid
+    return _VocabParallelCrossEntropy.apply(logits, labels, mask, group, first, num_valid)

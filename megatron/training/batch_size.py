@@ -31,18 +31,24 @@ class BatchSizePlan:
     Args:
         training: Batch sizes, ramp-up and length of the run.
         data_size: Number of data-parallel ranks.
+        iteration: Steps made before, if the run is resumed.
+        consumed_samples: Samples of these steps, whose batches may have been of other sizes.
 
     Raises:
         ValueError: A batch size of the plan does not divide among the data ranks, or the ramp-up does not arrive.
     """
 
-    def __init__(self, training: TrainingConfig, data_size: int) -> None:
-        self._training = training
+    def __init__(self, training: TrainingConfig, data_size: int, *, iteration: int = 0, consumed_samples: int = 0) -> None:
+        self._training, self._data_size = training, data_size
         self._samples_per_microstep = training.micro_batch_size * data_size
         self.final_global_batch_size = training.global_batch_size or self._samples_per_microstep
         """Sequences in a step after any ramp-up."""
         self._check(data_size)
-        self._stages = self._list_stages()
+        self._stages = self._list_stages(_Stage(iteration, consumed_samples, self.global_batch_size(consumed_samples)))
+
+    def resumed_at(self, iteration: int, consumed_samples: int) -> BatchSizePlan:
+        """The plan of the rest of the run."""
+        return BatchSizePlan(self._training, self._data_size, iteration=iteration, consumed_samples=consumed_samples)
 
     def global_batch_size(self, consumed_samples: int) -> int:
         """Sequences in the step that starts after `consumed_samples`."""
@@ -58,8 +64,9 @@ class BatchSizePlan:
         return self.global_batch_size(consumed_samples) // self._samples_per_microstep
 
     def samples_after(self, iterations: int) -> int:
-        """Samples consumed by the first `iterations` steps of a run, ramp-up included."""
-        stage = self._stages[bisect_right(self._stages, iterations, key=lambda stage: stage.first_iteration) - 1]
+        """Samples consumed by the first `iterations` steps of a run, ramp-up included; not asked for steps before a resume."""
+        found = bisect_right(self._stages, iterations, key=lambda stage: stage.first_iteration)
+        stage = self._stages[max(0, found - 1)]
         return stage.first_sample + (iterations - stage.first_iteration) * stage.batch_size
 
     @property
@@ -69,7 +76,8 @@ class BatchSizePlan:
             assert self._training.train_iters is not None, "the length is required and checked with the configuration"
             return self._training.train_iters
         samples = self._training.train_samples
-        stage = self._stages[bisect_right(self._stages, samples, key=lambda stage: stage.first_sample) - 1]
+        found = bisect_right(self._stages, samples, key=lambda stage: stage.first_sample)
+        stage = self._stages[max(0, found - 1)]
         return stage.first_iteration + (samples - stage.first_sample) // stage.batch_size
 
     @property
@@ -85,8 +93,8 @@ class BatchSizePlan:
         start, increment, _ = self._training.rampup_batch_size
         return (self.final_global_batch_size - start) // increment
 
-    def _list_stages(self) -> list[_Stage]:
-        stages = [_Stage(0, 0, self.global_batch_size(0))]
+    def _list_stages(self, first: _Stage) -> list[_Stage]:
+        stages = [first]
         while (current := stages[-1]).batch_size < self.final_global_batch_size:
             assert self._training.rampup_batch_size is not None
             start, increment, ramp_samples = self._training.rampup_batch_size

@@ -185,7 +185,8 @@ def resume(
 
 def _look(config: Config, vocab_size: int) -> tuple[Path, dict[str, Any], list[str]] | None:
     """Folder and state of the checkpoint to take, and notes; checks that it fits."""
-    folder, notes = config.checkpoint.load, []
+    folder = config.checkpoint.load
+    notes: list[str] = []
     assert folder is not None
     path = find_checkpoint(Path(folder), config.checkpoint.ckpt_step, tell=notes.append)
     if path is None:
