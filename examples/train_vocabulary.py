@@ -32,23 +32,26 @@ def train(corpus: Path, output: Path, vocab_size: int) -> None:
     from sentencepiece import SentencePieceTrainer  # only after --help
 
     unfinished = output.with_name(output.name + ".unfinished")
-    with unfinished.open("wb") as model:
-        SentencePieceTrainer.train(
-            sentence_iterator=lines(corpus),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,  # what no piece covers is spelled in bytes
-            user_defined_symbols=["\n"],
-            # Source code: blanks matter, so nothing is normalised, joined or put in front.
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
-            max_sentence_length=1 << 16,
-            minloglevel=2,
-        )
-    unfinished.replace(output)
+    try:
+        with unfinished.open("wb") as model:
+            SentencePieceTrainer.train(
+                sentence_iterator=lines(corpus),
+                model_writer=model,
+                model_type="bpe",
+                vocab_size=vocab_size,
+                byte_fallback=True,  # what no piece covers is spelled in bytes
+                user_defined_symbols=["\n"],
+                # Source code: blanks matter, so nothing is normalised, joined or put in front.
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                add_dummy_prefix=False,
+                allow_whitespace_only_pieces=True,
+                max_sentence_length=1 << 16,
+                minloglevel=2,
+            )
+        unfinished.replace(output)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron.data.indexed_dataset import IndexedDatasetWriter
 from megatron.data.tokenizers.simple import ByteTokenizer
 
-FLAGS = {
+FLAGS: dict[str, Any] = {
     "mock_data": None,
     "tokenizer_type": "ByteTokenizer",
     "vocab_size": None,

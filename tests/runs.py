@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch._dynamo  # noqa: F401 - as the next: imported once here, not in every forked rank (torch's optimizers import it)
+import torch._dynamo  # torch's optimizers import it: once here, not in every forked rank
 import torch.distributed as dist
 
-import megatron.training.failure
+import megatron.training.failure  # as the next three: once here
 import megatron.training.inputs
 import megatron.training.loop
 import megatron.training.startup  # noqa: F401
@@ -38,7 +38,7 @@ from megatron.parallel.boxes import Box, PlacedBox
 from megatron.training.step import TrainStep
 from tests.distributed import die_with, kill_group
 
-TINY = {
+TINY: dict[str, Any] = {
     "num_layers": 2,
     "hidden_size": 32,
     "num_attention_heads": 4,
@@ -137,9 +137,7 @@ def report(ended: Sequence[Ended]) -> str:
     )
 
 
-def _fork(
-    rank: int, world_size: int, argv: Sequence[str], before: Callable[[int], None] | None, folder: Path, port: int
-) -> int:
+def _fork(rank: int, world_size: int, argv: Sequence[str], before: Callable[[int], None] | None, folder: Path, port: int) -> int:
     parent = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside pytest-timeout's thread

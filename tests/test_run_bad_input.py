@@ -135,7 +135,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"hidden_size": 64}, ["--hidden-size 32 there, 64 here"]),
         ({"num_layers": 4, "swiglu": True}, ["--num-layers 2 there, 4 here", "--swiglu False there, True here"]),
         ({"vocab_size": 61}, ["vocabulary 61 there, 62 here"]),
-        ({"untie_embeddings_and_output_weights": True}, ["--untie-embeddings-and-output-weights"]),
+        ({"untie_embeddings_and_output_weights": True}, ["--untie-embeddings-and-output-weights False there, True here"]),
+        ({"seq_length": 8}, ["--max-position-embeddings 16 there, 8 here"]),  # as many as the sequence is long, by default
     ],
 )
 def test_a_checkpoint_of_another_model(saved: Path, settings: dict[str, Any], words: list[str]) -> None:
@@ -147,6 +148,13 @@ def test_another_schedule(saved: Path, tmp_path: Path) -> None:
     """Of learning rate or weight decay: one must say which counts."""
     settings = {"load": saved, "train_iters": 4, "lr": 5e-3, "lr_decay_iters": 4}
     _refused(arguments(**settings), 2, "lr: 0.01 there, 0.005 here", "--override-opt-param-scheduler", "--use-checkpoint-opt-param")
+
+
+def test_another_optimizer(saved: Path, tmp_path: Path) -> None:
+    """Its state cannot be taken over, its weights can."""
+    again = arguments(load=saved, train_iters=3, optimizer="sgd", override_opt_param_scheduler=True)
+    _refused(again, 2, "--optimizer adam", "--no-load-optim")
+    assert "moments start from zero" in run([*again, "--no-load-optim"])
 
 
 def test_a_longer_run_changes_a_schedule_that_follows_its_length(saved: Path, tmp_path: Path) -> None:
@@ -167,9 +175,9 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, flag: str) -> None:
     profile = {"profile": True, "profile_step_start": 1} if flag == "profile_dir" else {}
     argv = arguments(train_iters=1, **profile, **{flag: tmp_path / "file" / "folder"})
     ended = launch(argv, 2)
-    said = ended[0].stderr
-    assert [end.code for end in ended] == [1, 1] and f"--{flag.replace('_', '-')}" in said and "Traceback" not in said, report(ended)
-    assert "] iteration" not in ended[0].stdout and ended[1].stderr == ""
+    assert [end.code for end in ended] == [1, 1] and ended[1].stderr == "", report(ended)
+    assert f"--{flag.replace('_', '-')}" in ended[0].stderr and "Traceback" not in ended[0].stderr, report(ended)
+    assert "] iteration" not in ended[0].stdout
 
 
 def test_a_flipped_byte_in_a_checkpoint(saved: Path, tmp_path: Path) -> None:
@@ -195,7 +203,7 @@ def test_an_incomplete_checkpoint_is_passed_over(saved: Path, tmp_path: Path) ->
 
 
 def test_nothing_to_resume_from(saved: Path, tmp_path: Path) -> None:
-    """An empty folder starts the run, and the log says so, unless --exit-on-missing-checkpoint; a step that is not there is an error."""
+    """An empty folder starts the run, and the log says so, unless it must not; a step that is not there is an error."""
     assert "holds no checkpoint: the run begins at iteration 0" in run(arguments(load=tmp_path, train_iters=1))
     _refused(arguments(load=tmp_path, train_iters=1, exit_on_missing_checkpoint=True), 2, "holds no checkpoint")
     _refused(arguments(load=saved, ckpt_step=7, train_iters=1), 2, "--ckpt-step 7", "2, 1")

@@ -45,9 +45,7 @@ def _assert_goes_on(folder: Path, whole: Path, stopped_at: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_to_one_rank(tmp_path: Path, whole: Path, rank: int) -> None:
     """It comes during iteration 3, which is finished and saved."""
-    said = run(
-        arguments(**SETTINGS, save=tmp_path, metrics_file=tmp_path / "metrics"), 2, before=on_rank(rank, 3, _terminate)
-    )
+    said = run(arguments(**SETTINGS, save=tmp_path, metrics_file=tmp_path / "metrics"), 2, before=on_rank(rank, 3, _terminate))
     # The request travels with the sums of a step: of this one, if the signal was there before it began.
     assert "exiting on SIGTERM" in said
     _assert_goes_on(tmp_path, whole, stopped_at=4)
@@ -64,7 +62,7 @@ def test_sigterm_again_while_saving(tmp_path: Path, whole: Path) -> None:
             _terminate(None)
             return save(self, *args)
 
-        Saver.save = interrupted  # type: ignore[method-assign]
+        Saver.save = interrupted  # type: ignore[assignment, method-assign]
 
     run(arguments(**SETTINGS, save=tmp_path, metrics_file=tmp_path / "metrics"), 2, before=before)
     _assert_goes_on(tmp_path, whole, stopped_at=4)
@@ -73,9 +71,7 @@ def test_sigterm_again_while_saving(tmp_path: Path, whole: Path) -> None:
 def test_exit_interval(tmp_path: Path, whole: Path) -> None:
     """Save and exit at each multiple, until the run is done."""
     for stop in (2, 4):
-        said = run(
-            arguments(**SETTINGS, exit_interval=2, save=tmp_path, load=tmp_path, metrics_file=tmp_path / "metrics"), 2
-        )
+        said = run(arguments(**SETTINGS, exit_interval=2, save=tmp_path, load=tmp_path, metrics_file=tmp_path / "metrics"), 2)
         assert f"exiting at iteration {stop} (--exit-interval 2)" in said
         assert complete_checkpoints(tmp_path)[-1] == f"iter_{stop:07d}"
     run(arguments(**SETTINGS, save=tmp_path, load=tmp_path, metrics_file=tmp_path / "metrics"), 2)
@@ -85,9 +81,7 @@ def test_exit_interval(tmp_path: Path, whole: Path) -> None:
 
 def test_exit_after_some_time(tmp_path: Path, whole: Path) -> None:
     """Sooner than the first step is done: one step is made."""
-    said = run(
-        arguments(**SETTINGS, exit_duration_in_mins=1e-6, save=tmp_path, metrics_file=tmp_path / "metrics"), 2
-    )
+    said = run(arguments(**SETTINGS, exit_duration_in_mins=1e-6, save=tmp_path, metrics_file=tmp_path / "metrics"), 2)
     assert "--exit-duration-in-mins" in said
     _assert_goes_on(tmp_path, whole, stopped_at=1)
 

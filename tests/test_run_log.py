@@ -59,7 +59,8 @@ def test_the_log_line_and_the_metrics_file_agree(tmp_path: Path) -> None:
     said = run(arguments(**settings, **switches, log_interval=2, metrics_file=tmp_path / "second"))
     lines, metrics = _log_lines(said), read_metrics(tmp_path / "second")
 
-    assert [(int(line["iteration"]), int(line["of"]), int(line["samples"])) for line in lines] == [(1, 5, 12), (2, 5, 24), (4, 5, 48)]
+    counts = [(int(line["iteration"]), int(line["of"]), int(line["samples"])) for line in lines]
+    assert counts == [(1, 5, 12), (2, 5, 24), (4, 5, 48)]
     assert [line["lm_loss"] for line in metrics] == pytest.approx([each[0], each[1], (each[2] + each[3]) / 2], rel=1e-15)
     for line, values in zip(lines, metrics, strict=True):
         assert values.keys() >= STEP_KEYS
@@ -100,7 +101,8 @@ def test_evaluation_is_printed_and_recorded(tmp_path: Path) -> None:
     """At its interval and at the end of the run, once where they fall together; ln(PPL) is the loss."""
     said = run(arguments(train_iters=4, eval_iters=1, eval_interval=2, metrics_file=tmp_path / "metrics"))
     found = re.findall(
-        r"^(-+)\n validation loss at iteration (\d+) \| lm loss value: (\d\.\d{6}E[+-]\d\d) \| lm loss PPL: (\d\.\d{6}E[+-]\d\d) \| \n\1$",
+        r"^(-+)\n validation loss at iteration (\d+)"
+        r" \| lm loss value: (\d\.\d{6}E[+-]\d\d) \| lm loss PPL: (\d\.\d{6}E[+-]\d\d) \| \n\1$",
         said,
         re.MULTILINE,
     )
@@ -133,7 +135,8 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     events.Reload()
     tags = set(events.Tags()["scalars"])
     by_name = {"learning-rate": "learning_rate", "lm loss": "lm_loss", "loss-scale": "loss_scale", "grad-norm": "grad_norm"}
-    for tag in [*by_name, "batch-size", "iteration-time", "throughput", "num-zeros", "lm loss validation", "lm loss validation ppl"]:
+    others = ("batch-size", "iteration-time", "throughput", "num-zeros", "lm loss validation", "lm loss validation ppl")
+    for tag in (*by_name, *others):
         assert {tag, f"{tag} vs samples"} <= tags
     *steps, evaluation = read_metrics(tmp_path / "metrics")
     for tag, name in by_name.items():
@@ -141,7 +144,7 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
         assert [event.value for event in events.Scalars(tag)] == pytest.approx(values, rel=1e-6)
         assert [event.step for event in events.Scalars(tag)] == [1, 2, 3]
         assert [event.step for event in events.Scalars(f"{tag} vs samples")] == [8, 16, 24]
-    assert [event.value for event in events.Scalars("lm loss validation")] == pytest.approx([evaluation["validation_loss"]], rel=1e-6)
+    assert events.Scalars("lm loss validation")[0].value == pytest.approx(evaluation["validation_loss"], rel=1e-6)
     for name in ("grad-norm/layers.1", "weight-norm/embedding"):
         assert [event.value for event in events.Scalars(name)] == pytest.approx([line[name] for line in steps], rel=1e-6)
     assert "forward-backward-time" in tags
@@ -181,7 +184,7 @@ def test_a_profile_of_some_steps_on_some_ranks(tmp_path: Path) -> None:
 def test_norms_at_a_parallel_layout_are_those_of_one_rank(tmp_path: Path) -> None:
     """Parameters, zeros of the gradient (without padding), and each layer's norms; the parts' squares add up to the whole's."""
     switches = {"fp64": True, "train_iters": 2, "log_params_norm": True, "log_layer_norms": True, "log_num_zeros_in_grad": True}
-    # Untied, so that the gradient of a token that does not occur is exactly zero, and without key biases, whose gradient is almost so.
+    # Untied, so that the gradient of a token that does not occur is exactly zero; no key biases, whose gradient is almost zero.
     switches |= {"untie_embeddings_and_output_weights": True, "disable_bias_linear": True, "seq_length": 8}
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
     run(arguments(**switches, metrics_file=tmp_path / "one"))

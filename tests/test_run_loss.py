@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.split import split_documents
 from tests.byte_dataset import FLAGS, write_bytes
 from tests.equality import assert_equal_tensors, number_differences
+from tests.model_styles import STYLES
 from tests.reference.shape import ReferenceShape, gpt2_like, llama_like
 from tests.reference.training import Batch, ReferenceRun, mean_loss, train
 from tests.runs import TINY, arguments, read_metrics, run, saved_tensors
@@ -21,20 +23,9 @@ from tests.runs import TINY, arguments, read_metrics, run, saved_tensors
 STEPS, EVAL_ITERS = 4, 2
 SEED, EOD, VOCABULARY = 1234, 256, 257
 
-STYLES: dict[str, tuple[ReferenceShape, dict[str, Any]]] = {
-    "gpt2": (gpt2_like(vocab=VOCABULARY, ffn=128), {}),
-    "llama": (
-        llama_like(vocab=VOCABULARY, ffn=64),
-        {
-            "position_embedding_type": "rope",
-            "normalization": "RMSNorm",
-            "swiglu": True,
-            "disable_bias_linear": True,
-            "untie_embeddings_and_output_weights": True,
-            "group_query_attention": True,
-            "num_query_groups": 2,
-        },
-    ),
+SHAPES: dict[str, ReferenceShape] = {
+    "gpt2": gpt2_like(vocab=VOCABULARY, ffn=128),
+    "llama": llama_like(vocab=VOCABULARY, ffn=64),
 }
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -70,7 +61,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _settings(style: str, prefix: str) -> dict[str, Any]:
     return {
         **FLAGS,
-        **STYLES[style][1],
+        **STYLES[style],
         "data_path": prefix,
         "fp64": True,
         "clip_grad": 0.5,
@@ -81,16 +72,16 @@ def _settings(style: str, prefix: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=STYLES)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, prefix: str) -> tuple[str, ReferenceRun, float]:
+def reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, prefix: str
+) -> tuple[str, ReferenceRun, float]:
     """The style, the reference's run, and its validation loss at the end."""
     style, folder = request.param, tmp_path_factory.mktemp("start")
     # The initial weights: of a run that leaves its only step out.
     run(arguments(**_settings(style, prefix), train_iters=1, iterations_to_skip=(1,), save=folder))
-    shape = STYLES[style][0]
+    shape = SHAPES[style]
     rates = [TINY["lr"] * (1 - step / STEPS) for step in range(STEPS)]  # linear decay to 0
-    found = train(
-        shape, saved_tensors(folder, 1), _batches(prefix, 0, STEPS), lr=rates, weight_decay=0.1, clip=0.5
-    )
+    found = train(shape, saved_tensors(folder, 1), _batches(prefix, 0, STEPS), lr=rates, weight_decay=0.1, clip=0.5)
     tokens, labels, mask = (torch.cat(part) for part in zip(*_batches(prefix, 1, EVAL_ITERS), strict=True))
     return style, found, mean_loss(shape, found.weights_after, (tokens, labels, mask)).item()
 
@@ -108,11 +99,27 @@ def test_the_logged_loss_is_the_true_one(
     """Losses, norms, the weights at the end and the validation loss equal those of one plain process."""
     style, wanted, validation_loss = reference
     world_size, changes = LAYOUTS[layout]
-    settings = {**_settings(style, prefix), **changes, "train_iters": STEPS}
+    settings = {**_settings(style, prefix), **changes, "train_iters": STEPS, "log_layer_norms": True, "log_params_norm": True}
     run(arguments(**settings, save=tmp_path / "save", metrics_file=tmp_path / "metrics"), world_size)
     *steps, evaluation = read_metrics(tmp_path / "metrics")
     problems = number_differences("losses", [line["lm_loss"] for line in steps], wanted.losses, 1e-10)
     problems += number_differences("norms", [line["grad_norm"] for line in steps], wanted.grad_norms, 1e-10)
     problems += number_differences("validation", [evaluation["validation_loss"]], [validation_loss], 1e-10)
+    problems += _norm_differences("grad-norm/", steps[0], wanted.first_gradients)
+    problems += _norm_differences("weight-norm/", steps[-1], wanted.weights_after)
+    whole = math.hypot(*(weight.norm().item() for weight in wanted.weights_after.values()))
+    problems += number_differences("params_norm", [steps[-1]["params_norm"]], [whole], 1e-10)
     assert not problems, "\n".join(problems)
     assert_equal_tensors(saved_tensors(tmp_path / "save", STEPS), wanted.weights_after, what="weights")
+
+
+def _norm_differences(prefix: str, line: dict[str, float], tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Where the logged norms of the parts of the model are not those of these tensors."""
+    norms: dict[str, float] = {}
+    for name, tensor in tensors.items():
+        part = prefix + ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
+        norms[part] = math.hypot(norms.get(part, 0.0), tensor.norm().item())
+    logged = {name for name in line if name.startswith(prefix)}
+    if logged != norms.keys():
+        return [f"{prefix}: logged {sorted(logged)}, the model has {sorted(norms)}"]
+    return number_differences(prefix, [line[name] for name in norms], list(norms.values()), 1e-10)

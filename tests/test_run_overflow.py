@@ -112,9 +112,7 @@ def test_a_nan_in_the_loss_names_the_rank_that_has_it(tmp_path: Path) -> None:
     def poison(step: Any) -> None:
         next(entry.param for entry in step.model.params if entry.record.name == "final_norm.weight").data.fill_(math.nan)
 
-    ended = launch(
-        arguments(pipeline_model_parallel_size=2, train_iters=4, save=tmp_path), 4, before=on_rank(3, 2, poison)
-    )
+    ended = launch(arguments(pipeline_model_parallel_size=2, train_iters=4, save=tmp_path), 4, before=on_rank(3, 2, poison))
     assert [end.code for end in ended] == [1] * 4, report(ended)
     assert "iteration 2:" in ended[0].stderr and "loss not finite on rank 3\n" in ended[0].stderr
     assert complete_checkpoints(tmp_path) == []

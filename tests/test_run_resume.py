@@ -116,7 +116,8 @@ def test_a_run_goes_on_at_another_layout(tmp_path: Path) -> None:
     found, wanted = losses(tmp_path / "moved.jsonl"), losses(tmp_path / "one.jsonl")
     assert not number_differences("losses", found, wanted, 1e-10)
     for kind in ("model", "exp_avg", "exp_avg_sq"):
-        assert_equal_tensors(saved_tensors(tmp_path / "moved", STEPS, kind), saved_tensors(tmp_path / "one", STEPS, kind), what=kind)
+        moved, one = (saved_tensors(tmp_path / name, STEPS, kind) for name in ("moved", "one"))
+        assert_equal_tensors(moved, one, what=kind)
 
 
 def test_the_checkpoint_does_not_depend_on_the_models_dtype(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def accumulate(param: torch.Tensor, grad: torch.Tensor) -> None:
     if sink is not None:
         sink.add(grad)
     elif param.grad is None:
-        param.grad = grad.to(param.dtype)
+        param.grad = grad.to(param.dtype, copy=True)  # autograd may hand the same memory to another parameter
     else:
         param.grad += grad
 
@@ -92,7 +92,7 @@ def accumulate_product(param: torch.Tensor, grad_output: torch.Tensor, x: Callab
     if _deferred is None:
         run()
     else:
-        _deferred.append(run)
+        _deferred.append(torch.no_grad()(run))  # called outside of autograd, with an input that may require a gradient
 
 
 @contextmanager

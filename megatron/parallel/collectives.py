@@ -72,7 +72,8 @@ def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 def own_part(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's part of dimension 0, without communication: [s, ...] to a view [s/n, ...]."""
-    size = tensor.shape[0] // group.size
+    size, rest = divmod(tensor.shape[0], group.size)
+    assert rest == 0, f"dimension 0 of {tuple(tensor.shape)} does not divide by {group.size} ranks"
     return tensor.narrow(0, group.index * size, size)
 
 

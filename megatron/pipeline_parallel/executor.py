@@ -47,7 +47,7 @@ class Executor:
         """Run one step. Gradients go where the parameters' sinks say; a forward-only schedule keeps nothing."""
         plan = checked_plan(schedule, self._stage)
         training = any(op.kind is not OpKind.FORWARD for op in schedule.ops[self._stage])
-        for op, due in zip(schedule.ops[self._stage], plan.before, strict=True):
+        for op, due, arrived in zip(schedule.ops[self._stage], plan.before, plan.arrived, strict=True):
             for message, source in due:
                 self._messenger.post(message, source)
             if op.kind is OpKind.FORWARD:
@@ -59,6 +59,8 @@ class Executor:
                 self._retire(op)
             else:
                 self._backward(schedule, op)
+            for message in arrived:
+                self._messenger.settle(message)
         self._messenger.finish()
         assert not self._in_flight, "activations left over"
 
@@ -67,10 +69,11 @@ class Executor:
         received = {} if needed is None else self._messenger.receive(needed)
         inputs = {name: _leaf(t, training and self._boundary[name].requires_grad) for name, t in received.items()}
         outputs = forward(op.chunk, op.microbatch, inputs)
-        if training:
-            edges = {name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}
-            self._in_flight[op.chunk, op.microbatch] = _InFlight(inputs, edges)
         given = schedule.gives(op)
+        if training:
+            roots = {name: t for name, t in outputs.items() if given is None or self._boundary[name].requires_grad}
+            edges = {name: get_gradient_edge(t) for name, t in roots.items() if t.requires_grad}
+            self._in_flight[op.chunk, op.microbatch] = _InFlight(inputs, edges)
         if given is not None:
             destination = schedule.stage_of_chunk[given.chunk]
             self._messenger.send(given, destination, {name: t.detach() for name, t in outputs.items()})

@@ -8,7 +8,6 @@ they take its messages in the same order (the sender's) and no message carries a
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -39,10 +38,12 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ReceivePlan:
-    """When one stage posts which receives."""
+    """When one stage posts which receives, and what it then knows of its own messages."""
 
     before: tuple[tuple[tuple[Message, int], ...], ...]
     """For each operation, the messages to post before it, each with the stage that it comes from."""
+    arrived: tuple[tuple[Message, ...], ...]
+    """For each operation, the messages of this stage that must have arrived once what the operation needs is here."""
 
 
 def plan_receives(schedule: Schedule, stage: int, ahead: int = 1) -> ReceivePlan:
@@ -69,7 +70,22 @@ def plan_receives(schedule: Schedule, stage: int, ahead: int = 1) -> ReceivePlan
                 due += [(message, source) for message in order[source][posted[source] : at + 1]]
                 posted[source] = max(posted[source], at + 1)
         before.append(tuple(due))
-    return ReceivePlan(tuple(before))
+    return ReceivePlan(tuple(before), _arrivals(schedule, stage))
+
+
+def _arrivals(schedule: Schedule, stage: int) -> tuple[tuple[Message, ...], ...]:
+    """A stage sends a message after it took all that its operations so far needed: hearing from it proves that those have arrived."""
+    mine = {schedule.gives(op) for op in schedule.ops[stage]}
+    proved: dict[Message | None, list[Message]] = {}
+    for peer, ops in enumerate(schedule.ops):
+        taken: list[Message] = []
+        for op in ops if peer != stage else ():
+            needed, given = schedule.needs(op), schedule.gives(op)
+            if needed is not None and needed in mine:
+                taken.append(needed)
+            if given is not None and schedule.stage_of_chunk[given.chunk] == stage:
+                proved[given], taken = taken, []
+    return tuple(tuple(proved.get(schedule.needs(op), ())) for op in schedule.ops[stage])
 
 
 class Messenger:
@@ -79,7 +95,7 @@ class Messenger:
         self._context, self._boundary = context, boundary
         self._stage = context.group("pp").index
         self._arriving: dict[Message, tuple[Tensors, list[dist.Work]]] = {}
-        self._leaving: deque[tuple[Tensors, list[dist.Work]]] = deque()
+        self._leaving: dict[Message, tuple[Tensors, list[dist.Work]]] = {}
         self._free: dict[str, list[torch.Tensor]] = {name: [] for name in boundary}
         self._own: set[int] = set()
 
@@ -102,43 +118,61 @@ class Messenger:
 
     def send(self, message: Message, destination: int, tensors: Tensors) -> None:
         """Begin to send to a stage; the tensors are kept until they have left."""
+        tensors = {name: self._apart(tensor) for name, tensor in tensors.items()}
         if destination == self._stage:
             self._arriving[message] = (tensors, [])
             return
         channel = self._context.pipeline_channel(self._stage, destination)
         works = []
         for name, spec in self._travelling(message):
-            tensor = tensors[name] = tensors[name].contiguous()
+            tensor = tensors[name]
             assert tensor.shape == spec.shape and tensor.dtype == spec.dtype, (
                 f"{name}: {tensor.shape} {tensor.dtype}, agreed {spec}"
             )
             works.append(_started(dist.isend(tensor, channel.ranks[destination], group=channel.process_group)))
-        self._leaving.append((tensors, works))
-        while self._leaving and all(work.is_completed() for work in self._leaving[0][1]):
-            self._leaving.popleft()
+        self._leaving[message] = (tensors, works)
+        for older in list(self._leaving):  # gloo does not know before it is asked to wait: see `settle`
+            if not all(work.is_completed() for work in self._leaving[older][1]):
+                break
+            del self._leaving[older]
+
+    def settle(self, message: Message) -> None:
+        """Let go of a sent message that must have arrived."""
+        _tensors, works = self._leaving.pop(message, ({}, []))
+        for work in works:
+            work.wait()
 
     def recycle(self, buffers: Tensors) -> None:
         """Take back the buffers of a received message that nothing reads any more. What came from this rank itself is not ours."""
         for name, buffer in buffers.items():
-            if buffer.data_ptr() in self._own:
+            if _memory(buffer) in self._own:
                 self._free[name].append(buffer.detach())
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
-        while self._leaving:
-            for work in self._leaving.popleft()[1]:
-                work.wait()
+        for message in list(self._leaving):
+            self.settle(message)
         assert not self._arriving, f"messages that nobody took: {list(self._arriving)}"
 
     def _buffer(self, name: str, spec: TensorSpec) -> torch.Tensor:
         if self._free[name]:
             return self._free[name].pop()
         buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._context.device)
-        self._own.add(buffer.data_ptr())
+        self._own.add(_memory(buffer))
         return buffer
+
+    def _apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor for sending; a copy if a chunk passes on a buffer of ours, which may be filled again before this has left."""
+        if _memory(tensor) in self._own:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor.contiguous()
 
     def _travelling(self, message: Message) -> list[tuple[str, TensorSpec]]:
         return [(name, spec) for name, spec in self._boundary.items() if spec.requires_grad or not message.is_gradient]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _started(work: dist.Work | None) -> dist.Work:

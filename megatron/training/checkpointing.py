@@ -213,6 +213,11 @@ def _check_model(config: Config, record: dict[str, Any], vocab_size: int, path: 
             + "\n  ".join(wrong)
             + "\n  Use the checkpoint's settings (--use-checkpoint-args takes them), or another --load folder."
         )
+    before, now = saved.optimizer.optimizer, config.optimizer.optimizer
+    if before != now and config.checkpoint.load_optim and not config.checkpoint.finetune:
+        raise CheckpointError(
+            f"{path} holds the state of --optimizer {before}, not of {now}: take {before}, or leave its state with --no-load-optim"
+        )
     free = [text for name, text in differing.items() if name in _FREE_MODEL_FIELDS]
     order = _differences(saved.data, config.data) | _differences(saved.training, config.training)
     free += [text for name, text in order.items() if name in _ORDER_FIELDS]
@@ -221,10 +226,9 @@ def _check_model(config: Config, record: dict[str, Any], vocab_size: int, path: 
 
 def _differences(saved: Any, here: Any) -> dict[str, str]:
     """Fields with another value, each as a text."""
+    values = {field.name: (_effective(saved, field.name), _effective(here, field.name)) for field in dataclasses.fields(saved)}
     return {
-        field.name: f"--{field.name.replace('_', '-')} {getattr(saved, field.name)} there, {getattr(here, field.name)} here"
-        for field in dataclasses.fields(saved)
-        if _effective(saved, field.name) != _effective(here, field.name)
+        name: f"--{name.replace('_', '-')} {there} there, {this} here" for name, (there, this) in values.items() if there != this
     }
 
 

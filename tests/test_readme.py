@@ -1,0 +1,221 @@
+"""The README and the documents tell the truth: commands run, or are accepted where they need GPUs; files, flags and tables are right."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.make_corpus import write_corpus
+from examples.train_vocabulary import train
+from megatron.config.cli import load
+from megatron.config.compat_tables import FAMILIES, NO_EFFECT, REFUSED
+from megatron.config.flags import flags
+from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.schedules import one_f_one_b
+from tests.cli import ROOT, spawn_cli
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {path.name: path.read_text() for path in DOCUMENTS}
+
+
+def commands(text: str) -> Iterator[str]:
+    """Commands of the shell blocks, each on one line and without its comment."""
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            command = " ".join(re.sub(r"\s#.*", "", line).split())
+            if command:
+                yield command
+
+
+COMMANDS = list(commands(TEXTS["README.md"]))
+
+
+def shell(command: str, folder: Path, **variables: str) -> str:
+    """Run a command from the repository with the interpreter of this test; returns what it printed."""
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    finished = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path, "NO_SETUP": "1", **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert finished.returncode == 0, f"{command}\n{finished.stdout[-4000:]}"
+    return finished.stdout
+
+
+def quick_start(command: str, folder: Path) -> None:
+    said = shell(f"{command} --short --folder {shlex.quote(str(folder / 'data'))}", folder)
+    assert "resuming from" in said
+    assert re.search(r"training loss 8\.\d+ at iteration 1, [4-7]\.\d+ at iteration 16", said)
+    assert re.search(r"validation loss \S+ at iteration 12, \S+ at iteration 16", said)
+
+
+def test_suite(command: str, folder: Path) -> None:
+    options = "--collect-only --quiet -p no:cacheprovider"
+    words = shlex.split(command)
+    paths = [word for word in words[2:] if not word.startswith("-")]
+    assert all((ROOT / path).exists() for path in paths)
+    said = shell(f"{command} {options} {'' if paths else 'tests/test_topology.py'}", folder)
+    assert re.search(r"^\d+ tests collected", said, re.MULTILINE)
+
+
+def training_on_one_process(command: str, folder: Path) -> None:
+    finished = spawn_cli([*shlex.split(command)[1:], "--train-iters", "3", "--eval-iters", "1", "--log-interval", "1"], nproc=None)
+    assert finished.returncode == 0, finished.stderr
+    losses = [float(found) for found in re.findall(r"lm loss: (\S+)", finished.stdout)]
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
+    assert "validation loss at iteration 3" in finished.stdout
+
+
+def help_text(command: str, folder: Path) -> None:
+    said = spawn_cli(shlex.split(command)[1:], nproc=None).stdout
+    assert "--tensor-model-parallel-size" in said
+
+
+def preprocessing(command: str, folder: Path) -> None:
+    corpus, model, prefix = folder / "corpus.jsonl", folder / "tokenizer.model", folder / "data/corpus"
+    write_corpus(ROOT / "megatron/config", corpus)
+    train(corpus, model, 500)
+    prefix.parent.mkdir()
+    places = {"corpus.jsonl": str(corpus), "tokenizer.model": str(model), "data/corpus": str(prefix)}
+    words = [places.get(word, word) for word in shlex.split(command)]
+    assert set(places.values()) <= set(words)
+    finished = spawn_cli(words[1:], nproc=None)
+    assert finished.returncode == 0, finished.stderr
+    assert Path(f"{prefix}_text_document.bin").stat().st_size > 0
+
+
+def nodes_and_ranks(words: list[str]) -> int:
+    """World size of a torchrun command line."""
+    found = {flag: int(value) for flag, value in zip(words, words[1:], strict=False) if flag in ("--nnodes", "--nproc-per-node")}
+    return found.get("--nnodes", 1) * found["--nproc-per-node"]
+
+
+def accepted(words: list[str]) -> None:
+    """Settings of a torchrun command line are valid for its world."""
+    program = next(i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
+    load(words[program + 1 :], nodes_and_ranks(words))
+
+
+def launch(command: str, folder: Path) -> None:
+    accepted(shlex.split(command))
+
+
+def launch_script(command: str, folder: Path) -> None:
+    """With programs in the place of torchrun, srun and scontrol that note or pass on their arguments."""
+    noted = folder / "noted.json"
+    programs = {
+        "torchrun": f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open({str(noted)!r}, 'w'))\n",
+        "srun": '#!/usr/bin/env bash\nwhile [[ $1 == --* ]]; do shift 2; done\nexec "$@"\n',
+        "scontrol": "#!/usr/bin/env bash\nprintf '%s\\n' node0 node1\n",
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    shell(command, folder, SLURM_JOB_NODELIST="node[0-1]", **({"SLURM_NNODES": "8", "HEAD": "node0"} if "srun" in command else {}))
+    if "torchrun" in {path.name for path in folder.iterdir()} and noted.exists():
+        accepted(json.loads(noted.read_text()))
+    else:
+        assert command.startswith("export HEAD=")
+
+
+KINDS: list[tuple[str, Callable[[str, Path], None]]] = [
+    (r"bash examples/quickstart\.sh", quick_start),
+    (r"bash tests/run\.sh", test_suite),
+    (r"python pretrain_gpt\.py --help$", help_text),
+    (r"python pretrain_gpt\.py --mock-data ", training_on_one_process),
+    (r"python tools/preprocess_data\.py ", preprocessing),
+    (r"torchrun ", launch),
+    (r"(\w+=\S+ )+(srun --ntasks-per-node 1 )?bash examples/train_\w+\.sh$|export HEAD=", launch_script),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_readme(command: str, tmp_path: Path) -> None:
+    check = next((check for pattern, check in KINDS if re.match(pattern, command)), None)
+    assert check is not None, f"no kind of command that this test can check: {command}"
+    check(command, tmp_path)
+
+
+def test_the_readme_opens_with_the_two_commands() -> None:
+    assert COMMANDS[:2] == ["bash examples/quickstart.sh", "bash tests/run.sh"]
+    assert TEXTS["README.md"].index("```bash") < 40
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "examples").glob("train_*.sh")))
+def test_every_launch_script_is_in_the_readme(script: str) -> None:
+    assert any(script in command for command in COMMANDS)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_files_exist(name: str) -> None:
+    folder = (ROOT if name == "README.md" else ROOT / "docs").resolve()
+    for link in re.findall(r"\]\(([^)#]+)\)", TEXTS[name]):
+        assert (folder / link).exists(), f"{name} links to {link}"
+    for path in re.findall(r"`((?:megatron|tools|tests|examples|docs|\.ci)/[\w./]+)`", TEXTS[name]):
+        assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_flags_exist(name: str) -> None:
+    others = {"config", "print-config", "help", "no-", "flag"}
+    launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
+    scripts = {"short", "folder", "full", "ntasks-per-node", "input", "output-prefix", "append-eod", "workers"}
+    known = {*flags(), *others, *launcher, *scripts}
+    for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
+        assert flag in known, f"{name} names --{flag}"
+
+
+def test_names_of_the_tour_are_in_their_files() -> None:
+    """`file.py`, `name`: the text says where a name is."""
+    found = re.findall(r"`(megatron/[\w/]+\.py)`,\s+`([\w.]+)(?:\(\w*\))?`", TEXTS["tour.md"])
+    assert len(found) > 15
+    for path, name in found:
+        for part in name.split("."):
+            assert re.search(rf"\b(def|class) {part}\b", (ROOT / path).read_text()), f"{path} has no {part}"
+
+
+def test_what_is_not_built_is_refused() -> None:
+    refused = ("num-layers-per-virtual-pipeline-stage", "use-distributed-optimizer", "optimizer-cpu-offload", "num-experts", "async-save")
+    assert set(refused) <= set(REFUSED)
+    assert {"recompute-*", "fp8*"} <= {pattern for pattern, _ in FAMILIES}
+    assert not set(flags()) & (set(REFUSED) | set(NO_EFFECT))
+
+
+def test_the_rooms_of_the_picture_exist() -> None:
+    picture = TEXTS["README.md"].split("## The house")[1].split("```")[1]
+    drawn = set(re.findall(r"^  (\w+)/", picture, re.MULTILINE))
+    assert drawn == {path.name for path in (ROOT / "megatron").iterdir() if path.is_dir() and path.name != "__pycache__"}
+
+
+@pytest.mark.parametrize("pp_before_dp", [False, True])
+def test_the_worked_example_of_the_groups(pp_before_dp: bool) -> None:
+    text = TEXTS["parallelism.md"].split("With `--use-tp-pp-dp-mapping`")[int(pp_before_dp)]
+    topology = Topology(tp=2, dp=2, pp=2, pp_before_dp=pp_before_dp)
+    for axis, name in (("tp", "tensor"), ("dp", "data"), ("pp", "pipeline")):
+        row = re.search(rf"^\| {axis} \|(.*)\|$", text, re.MULTILINE)
+        assert row is not None
+        assert [int(place) for place in row[1].split("|")] == [topology.coordinates(rank)[axis] for rank in range(8)]
+        members = re.search(rf"^\| {name} \| (.*) \|$", text, re.MULTILINE)
+        assert members is not None
+        assert [tuple(map(int, group.split(","))) for group in re.findall(r"\[([^]]*)\]", members[1])] == topology.groups(axis)
+
+
+def test_the_example_of_a_schedule() -> None:
+    for stage, ops in enumerate(one_f_one_b(3, 4).ops):
+        line = f"stage {stage}   " + " ".join(f"{op.kind.value}{op.microbatch}" for op in ops)
+        assert line in TEXTS["parallelism.md"]
