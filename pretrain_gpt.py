@@ -1,4 +1,4 @@
-"""Pretrain a GPT- or Llama-style model: on one CPU by `python pretrain_gpt.py ...`, on many devices by `torchrun ... pretrain_gpt.py ...`."""
+"""Pretrain a GPT- or Llama-style model: `python pretrain_gpt.py ...` on one device, `torchrun ... pretrain_gpt.py ...` on many."""
 
 from __future__ import annotations
 

@@ -185,12 +185,12 @@ def run_layout(recipe: Recipe, layout: Layout) -> ReferenceRun:
             if i == 0:
                 update = step.optimizer.step
 
-                def first_update(*args: float) -> None:
+                def first_update(*args: float, update: Any = update) -> None:
                     found = {entry.record.name: grad / step.scaler.scale for entry, grad in step.buckets.gradients()}
                     gradients.extend(_boxed(step, context, found))
                     update(*args)
 
-                step.optimizer.step = first_update  # type: ignore[method-assign]
+                step.optimizer.step = first_update  # type: ignore[assignment,method-assign]
             elif i == 1:
                 step.optimizer.step = update  # type: ignore[method-assign]
             result = step.run(inputs, iteration=i + 1, learning_rate=recipe.lr, weight_decay=recipe.weight_decay)

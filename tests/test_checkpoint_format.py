@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-import xxhash
 import torch.distributed.checkpoint as dcp
+import xxhash
 
 from megatron.checkpoint.digest import content_digest
 from megatron.checkpoint.errors import CheckpointError
@@ -41,7 +41,7 @@ def read_by_the_manifest(path: Path) -> dict[str, torch.Tensor]:
         for box in tensor["boxes"]:
             part = safetensors.torch.load_file(path / box["file"])[box["key"]]
             assert list(part.shape) == box["sizes"]
-            assert box["checksum"] == f"xxh3:{xxhash.xxh3_64_hexdigest(part.reshape(-1).view(torch.uint8).numpy())}"
+            assert box["checksum"] == f"xxh3:{xxhash.xxh3_64_hexdigest(part.reshape(-1).view(torch.uint8).numpy().tobytes())}"
             tensors[name][tuple(slice(o, o + n) for o, n in zip(box["offsets"], box["sizes"], strict=True))] = part
     return tensors
 

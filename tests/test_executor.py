@@ -49,17 +49,16 @@ class Chain:
             self.params[f"{chunk}.bias"] = nn.Parameter(values("bias", chunk, shape=(4,)).clone())
         for param in self.params.values():
             param.grad_sink = GradSink(torch.zeros_like(param), lambda: None)  # type: ignore[attr-defined]
-        self.memory: list[int] = []
-        """Where received tensors lay."""
         self.outputs: list[StorageWeakRef] = []
+        self.input_grads: list[StorageWeakRef] = []
         self.alive: list[int] = []
-        """Earlier outputs still in memory at each forward."""
+        """Earlier outputs and gradients of inputs still in memory at each forward."""
         self.losses: list[float] = []
 
     def forward(self, chunk: int, microbatch: int, received: Tensors) -> Tensors:
-        self.alive.append(sum(not output.expired() for output in self.outputs))
-        if received:
-            self.memory.append(received["hidden"].data_ptr())
+        self.alive.append(sum(not memory.expired() for memory in self.outputs + self.input_grads))
+        if received and received["hidden"].requires_grad:
+            received["hidden"].register_hook(lambda grad: self.input_grads.append(StorageWeakRef(grad.untyped_storage())))
         x = received["hidden"] if received else values("data", microbatch)
         if chunk == self.passing:
             return {"hidden": x.view(-1).view(SHAPE) if microbatch % 2 else x}
@@ -96,7 +95,9 @@ def plain_grads(num_chunks: int, num_microbatches: int, passing: int | None = No
 def assert_close(actual: Grads, expected: Grads) -> None:
     assert actual.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            actual[name], expected[name], rtol=1e-12, atol=1e-13, msg=functools.partial("{}: {}".format, name)
+        )
 
 
 def assert_bitwise(actual: Grads, expected: Grads) -> None:
@@ -191,7 +192,7 @@ def plain_grads_with_zeros(chunks: int, microbatches: int, passing: int) -> Grad
 
 def test_what_needs_no_gradient_gets_none() -> None:
     """A number that travels beside the hidden states is no root of backward, although it was computed from parameters."""
-    boundary: Boundary = BOUNDARY | {"note": TensorSpec((), torch.float64, requires_grad=False)}
+    boundary: Boundary = {**BOUNDARY, "note": TensorSpec((), torch.float64, requires_grad=False)}
     chain = Chain(2, [0, 1])
     notes: list[float] = []
 
@@ -230,6 +231,9 @@ ON_TWO: dict[str, Schedule] = {
 }
 
 
+LATE = split_backwards(one_f_one_b(2, 8), weights_last=True)
+
+
 def poison_recycled_buffers() -> None:
     """What is handed back for use again holds NaN from then on."""
     recycle = Messenger.recycle
@@ -243,31 +247,27 @@ def poison_recycled_buffers() -> None:
     Messenger.recycle = poisoning  # type: ignore[method-assign]
 
 
-def watch_memory() -> list[str]:
-    """Notes every receive into memory from which a send may still be reading."""
-    leaving: list[tuple[int, dist.Work]] = []
-    found: list[str] = []
+class WatchedDist:
+    """torch.distributed, noting where messages are received, and whether an earlier message may still be leaving from there."""
 
-    class Watched:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(dist, name)
+    def __init__(self) -> None:
+        self.leaving: list[tuple[int, dist.Work]] = []
+        self.received: list[int] = []
+        self.overwritten = 0
 
-        @staticmethod
-        def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
-            work = dist.isend(tensor, *args, **kwargs)
-            assert work is not None
-            leaving.append((tensor.untyped_storage().data_ptr(), work))
-            return work
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
 
-        @staticmethod
-        def irecv(buffer: torch.Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
-            busy = {memory for memory, work in leaving if not work.is_completed()}
-            if buffer.untyped_storage().data_ptr() in busy:
-                found.append("a buffer was given to a receive before it had left")
-            return dist.irecv(buffer, *args, **kwargs)
+    def isend(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
+        work = dist.isend(tensor, *args, **kwargs)
+        assert work is not None
+        self.leaving.append((tensor.untyped_storage().data_ptr(), work))
+        return work
 
-    p2p.dist = Watched()  # type: ignore[assignment]
-    return found
+    def irecv(self, buffer: torch.Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
+        self.received.append(buffer.data_ptr())
+        self.overwritten += any(memory == buffer.data_ptr() and not work.is_completed() for memory, work in self.leaving)
+        return dist.irecv(buffer, *args, **kwargs)
 
 
 def one_step(context: ParallelContext, schedule: Schedule, passing: int | None = None) -> Chain:
@@ -282,19 +282,21 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
     context = make_context(Topology(pp=2), rank, CPU)
     results: dict[str, Any] = {name: one_step(context, schedule).grads for name, schedule in ON_TWO.items()}
     results["losses"] = {s.name: one_step(context, s).losses for s in (forward_only(2, 5), one_f_one_b(2, 5))}
-    results["alive"] = {s.name: one_step(context, s).alive for s in (one_f_one_b(2, 8), forward_only(2, 8))}
+    results["alive"] = {s.name: one_step(context, s).alive for s in (one_f_one_b(2, 8), LATE)}
 
+    watched = p2p.dist = WatchedDist()  # type: ignore[assignment]
     # The same executor for several steps of growing length: buffers of earlier steps come back.
     chain, executor = Chain(2, [rank]), Executor(context, BOUNDARY)
     results["memory"] = []
     for microbatches in (4, 4, 6):
-        chain.memory.clear()
+        watched.received.clear()
         chain.start_step()
         executor.run(one_f_one_b(2, microbatches), chain.forward)
-        results["memory"].append(list(chain.memory))
+        results["memory"].append(list(watched.received))
     results["third step"] = chain.grads
+    executor.run(forward_only(2, 6), chain.forward)
+    results["memory in evaluation"] = watched.received[6:]
 
-    overwritten = watch_memory()
     poison_recycled_buffers()
     for name, schedule in ON_TWO.items():
         results[f"{name}, poisoned"] = one_step(context, schedule).grads
@@ -302,7 +304,7 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
     results["passing"] = one_step(context, passing, passing=1).grads
     evaluation = Schedule("forward-only", 6, (0, 1, 0), tuple(tuple(op for op in ops if op.kind is F) for ops in passing.ops))
     results["passing losses"] = one_step(context, evaluation, passing=1).losses
-    results["overwritten"] = overwritten
+    results["overwritten"] = watched.overwritten
     dist.barrier()
     return results
 
@@ -347,7 +349,7 @@ def test_no_buffer_is_handed_back_while_it_is_needed(two: list[dict[str, Any]], 
 def test_a_buffer_that_a_chunk_passes_on_is_not_filled_again_before_it_has_left(two: list[dict[str, Any]]) -> None:
     assert_close(two[0]["passing"] | two[1]["passing"], plain_grads(3, 6, passing=1))
     assert two[0]["passing losses"] == alone(gpipe_on_one(3, 6), passing=1).losses
-    assert two[0]["overwritten"] == two[1]["overwritten"] == []
+    assert two[0]["overwritten"] == two[1]["overwritten"] == 0
 
 
 def test_evaluation_gives_the_losses_of_training(two: list[dict[str, Any]]) -> None:
@@ -355,15 +357,21 @@ def test_evaluation_gives_the_losses_of_training(two: list[dict[str, Any]]) -> N
     assert two[1]["losses"]["forward-only"] == two[1]["losses"]["1f1b"] == alone(gpipe_on_one(2, 5)).losses
 
 
-def test_a_sent_output_is_freed_while_its_graph_lives(two: list[dict[str, Any]]) -> None:
-    """With one forward ahead of the backward, at most the outputs that may still be on their way are in memory."""
-    assert max(two[0]["alive"]["1f1b"]) <= 2
+def test_what_was_sent_is_freed_while_its_graph_lives(two: list[dict[str, Any]]) -> None:
+    """Of eight outputs on the first rank, and eight gradients on the last, only those that may still be on their way are kept."""
+    for schedule in (one_f_one_b(2, 8), LATE):
+        assert len(two[0]["alive"][schedule.name]) == len(two[1]["alive"][schedule.name]) == 8
+        assert max(two[0]["alive"][schedule.name]) <= 2
+        assert max(two[1]["alive"][schedule.name]) <= 2
 
 
 def test_receive_buffers_are_used_again(two: list[dict[str, Any]]) -> None:
-    memory = two[1]["memory"]
-    assert [len(step) for step in memory] == [4, 4, 6]
-    used = {place for step in memory for place in step}
-    assert used == set(memory[0]), "later steps allocate nothing"
-    assert len(used) <= 2, "one in use, one arriving"
+    """Activations on the last rank, gradients on the first."""
+    for rank in range(2):
+        memory = two[rank]["memory"]
+        assert [len(step) for step in memory] == [4, 4, 6]
+        used = {place for step in memory for place in step}
+        assert used == set(memory[0]), "later steps allocate nothing"
+        assert len(used) <= 2, "one in use, one arriving"
+    assert set(two[1]["memory in evaluation"]) <= used and len(two[1]["memory in evaluation"]) == 6
     assert_close(two[0]["third step"] | two[1]["third step"], plain_grads(2, 6))

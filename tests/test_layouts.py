@@ -1,7 +1,7 @@
 """The proof: in float64, every layout trains exactly as one process written plainly does.
 
-Losses and gradient norms of 5 steps, every gradient of the first and every weight after the fifth are compared. The normal run takes a
-subset in which every pair of settings occurs; `--full` takes every case.
+Losses and gradient norms of 5 steps, every gradient of the first and every weight after the fifth are compared. The normal run
+takes a subset in which every pair of settings occurs; `--full` takes every case.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.reference.training import ReferenceRun, train
 SIZES = [
     (tp, pp, dp) for n in (1, 2, 4, 8) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for dp in (1, 2, 4, 8) if tp * pp * dp == n
 ]
-AXES = {
+AXES: dict[str, list[Any]] = {
     "sizes": SIZES,
     "style": ["gpt2", "llama"],
     "tied": [True, False],

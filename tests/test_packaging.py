@@ -72,7 +72,9 @@ def test_rooms_import_one_way(room: str) -> None:
             assert imported in IMPORTS[room] | {room}, f"{path.relative_to(ROOT)} imports megatron.{imported}"
 
 
-@pytest.mark.parametrize("path", [Path("tools/setup_env.sh"), *(p.relative_to(ROOT) for p in (ROOT / "examples").glob("*.sh"))], ids=str)
+@pytest.mark.parametrize(
+    "path", [Path("tools/setup_env.sh"), *(p.relative_to(ROOT) for p in (ROOT / "examples").glob("*.sh"))], ids=str
+)
 def test_scripts_name_no_machine(path: Path) -> None:
     text = (ROOT / path).read_text()
     assert not re.search(r"https?://|--(extra-)?index-url|/home/|/root/|/tmp/", text)

@@ -83,7 +83,8 @@ def test_more_pieces_than_the_text_has(library: Path, tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("losses", "code", "words"), [([8.5, 6.0, 5.0], 0, "8.500 at iteration 1, 5.000 at iteration 3"), ([5.0, 5.0], 1, "did not fall")]
+    ("losses", "code", "words"),
+    [([8.5, 6.0, 5.0], 0, "8.500 at iteration 1, 5.000 at iteration 3"), ([5.0, 5.0], 1, "did not fall")],
 )
 def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str], losses: list[float], code: int, words: str) -> None:
     metrics = tmp_path / "metrics.jsonl"

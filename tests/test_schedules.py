@@ -116,7 +116,10 @@ def swap(a: Op, b: Op) -> Callable[[list[Op]], None]:
 
 
 BROKEN: dict[str, tuple[Schedule, str]] = {
-    "missing forward": (changed(1, lambda ops: ops.remove(Op(F, 1, 2))), "chunk 1, microbatch 2: each must be computed exactly once"),
+    "missing forward": (
+        changed(1, lambda ops: ops.remove(Op(F, 1, 2))),
+        "chunk 1, microbatch 2: each must be computed exactly once",
+    ),
     "missing backward": (changed(2, lambda ops: ops.remove(Op(B, 2, 0))), "chunk 2, microbatch 0"),
     "doubled forward": (changed(0, lambda ops: ops.append(Op(F, 0, 3))), "chunk 0, microbatch 3"),
     "doubled backward": (changed(1, lambda ops: ops.append(Op(B, 1, 1))), "chunk 1, microbatch 1"),
@@ -151,7 +154,10 @@ BROKEN: dict[str, tuple[Schedule, str]] = {
         ),
         "schedule gpipe deadlocks: stage 0 before B of microbatch 1; stage 1 before F of microbatch 2",
     ),
-    "backward too early on the first stage": (changed(0, swap(Op(F, 0, 0), Op(B, 0, 0))), "deadlocks: stage 0 before B of microbatch 0"),
+    "backward too early on the first stage": (
+        changed(0, swap(Op(F, 0, 0), Op(B, 0, 0))),
+        "deadlocks: stage 0 before B of microbatch 0",
+    ),
     "a stage without operations": (changed(1, lambda ops: ops.clear()), "chunk 1, microbatch 0"),
     "a chunk on a stage that is not there": (replace(gpipe(2, 1), stage_of_chunk=(0, 2)), "which does not hold its chunk"),
 }

@@ -5,8 +5,9 @@
     python tools/bench.py parallel        only 8 processes at TP=2, PP=2, DP=2, with the share of communication
     python tools/bench.py single --shape 350m --device cuda
 
-The plain loop is what one would write by hand: scaled_dot_product_attention, fused AdamW, gradient clipping; in bfloat16 it is autocast
-over float32 parameters. Both train on the same tokens from memory. Runs alternate and medians are compared, because machines are noisy.
+The plain loop is what one would write by hand: scaled_dot_product_attention, fused AdamW, gradient clipping; in bfloat16 it is
+autocast over float32 parameters. Both train on the same tokens from memory. Runs alternate and medians are compared, because
+machines are noisy.
 """
 
 from __future__ import annotations
@@ -185,7 +186,9 @@ def bench_single(shape: Shape, device: torch.device, dtypes: list[torch.dtype], 
         ratios = [p / o for p, o in zip(times["plain"], times["ours"], strict=True)]
         for which, found in times.items():
             middle = statistics.median(found)
-            line = f"{name:9} {which:6} {1000 * middle:9.1f} ms a step (spread {1000 * min(found):.1f} to {1000 * max(found):.1f}), "
+            line = (
+                f"{name:9} {which:6} {1000 * middle:9.1f} ms a step (spread {1000 * min(found):.1f} to {1000 * max(found):.1f}), "
+            )
             line += f"{shape.batch * shape.seq / middle:,.0f} tokens/s, {flops / middle / 1e12:.3f} TFLOP/s"
             peak = peak_flops(torch.cuda.get_device_name(device), name) if device.type == "cuda" else None
             print(line + (f", MFU {flops / middle / peak:.1%}" if peak else ""))
@@ -249,14 +252,23 @@ def bench_parallel(shape: Shape) -> None:
         launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "pretrain_gpt.py"]
         launch += [*flags, *layout, "--metrics-file", str(metrics)]
         if ranks > 1:
-            launch += ["--profile", "--profile-step-start", "5", "--profile-step-end", "7", "--profile-dir", str(metrics) + ".profile"]
+            launch += [
+                "--profile",
+                "--profile-step-start",
+                "5",
+                "--profile-step-end",
+                "7",
+                "--profile-dir",
+                str(metrics) + ".profile",
+            ]
         try:
             subprocess.run(
                 launch, check=True, cwd=root, env={**os.environ, "OMP_NUM_THREADS": str(max(1, 2 // ranks))}, capture_output=True
             )
             rows = [json.loads(line) for line in metrics.read_text().splitlines()]
             times[name] = rows[-1]["elapsed_ms"]
-            print(f"{name}: {rows[-1]['elapsed_ms']:.0f} ms a step, {rows[-1]['tokens_per_s']:,.0f} tokens/s, loss {rows[-1]['lm_loss']:.4f}")
+            last = rows[-1]
+            print(f"{name}: {last['elapsed_ms']:.0f} ms a step, {last['tokens_per_s']:,.0f} tokens/s, loss {last['lm_loss']:.4f}")
             if ranks > 1:
                 print(f"share of time in communication (rank 0): {_communication_share(Path(str(metrics) + '.profile')):.0%}")
         finally:
@@ -269,7 +281,9 @@ def _communication_share(folder: Path) -> float:
     (trace,) = folder.glob("trace_rank0*.json")
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
     spans = sorted(
-        (e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith(("gloo:", "c10d::", "nccl:")) or "wait" in e["name"].lower()
+        (e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e["name"].startswith(("gloo:", "c10d::", "nccl:")) or "wait" in e["name"].lower()
     )
     total = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
     covered, end = 0.0, 0.0
@@ -283,9 +297,7 @@ def _communication_share(folder: Path) -> float:
 
 
 def _model(shape: Shape) -> ModelConfig:
-    return ModelConfig(
-        num_layers=shape.layers, hidden_size=shape.hidden, num_attention_heads=shape.heads, seq_length=shape.seq
-    )
+    return ModelConfig(num_layers=shape.layers, hidden_size=shape.hidden, num_attention_heads=shape.heads, seq_length=shape.seq)
 
 
 def main() -> None:
@@ -304,7 +316,9 @@ def main() -> None:
         measure_memory(which, Shape(**json.loads(shape)), getattr(torch, dtype), torch.device(device))
         return
     if args.part in ("all", "single"):
-        bench_single(SHAPES[args.shape], torch.device(args.device), [getattr(torch, d) for d in args.dtypes], args.pairs, args.steps)
+        bench_single(
+            SHAPES[args.shape], torch.device(args.device), [getattr(torch, d) for d in args.dtypes], args.pairs, args.steps
+        )
     if args.part in ("all", "parallel"):
         bench_parallel(SHAPES[args.shape])
 

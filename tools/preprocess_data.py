@@ -112,8 +112,8 @@ def _report(summary: Summary, seconds: float) -> None:
     if summary.num_bad_lines > len(summary.bad_lines):
         print(f"left out: {summary.num_bad_lines - len(summary.bad_lines):,} more bad lines", file=sys.stderr)
     print(
-        f"{summary.num_documents:,} documents, {summary.num_tokens:,} tokens from {summary.num_bytes / 1e6:.1f} MB in {seconds:.1f} s; "
-        f"left out: {summary.num_empty:,} empty, {summary.num_bad_lines:,} bad lines",
+        f"{summary.num_documents:,} documents, {summary.num_tokens:,} tokens from {summary.num_bytes / 1e6:.1f} MB in "
+        f"{seconds:.1f} s; left out: {summary.num_empty:,} empty, {summary.num_bad_lines:,} bad lines",
         file=sys.stderr,
     )
     for prefix in summary.prefixes:

@@ -52,8 +52,8 @@ def build_datasets(
         if len(config.data_path) != 1:
             raise ValueError(
                 f"--data-path needs one prefix (PREFIX.bin and PREFIX.idx), not {len(config.data_path)} values: "
-                f"{' '.join(config.data_path) or '(none)'}.\n  Without a dataset, try --mock-data. Several datasets or weights are not "
-                "supported: join the texts with tools/preprocess_data.py --input FILE FILE ..."
+                f"{' '.join(config.data_path) or '(none)'}.\n  Without a dataset, try --mock-data. Several datasets or weights are "
+                "not supported: join the texts with tools/preprocess_data.py --input FILE FILE ..."
             )
         dataset = IndexedDataset(config.data_path[0])
         documents = split_documents(config.split, dataset.num_documents)

@@ -70,8 +70,8 @@ class GPTDataset:
         self.samples_per_epoch = (self.num_tokens - 1) // seq_length
         if self.samples_per_epoch < 1:
             raise DatasetError(
-                f"the {SPLIT_NAMES[split]} split of {dataset.prefix} has {len(documents):,} of {dataset.num_documents:,} documents and "
-                f"{self.num_tokens:,} tokens; one sample takes {seq_length + 1:,} (--seq-length {seq_length} + 1).\n"
+                f"the {SPLIT_NAMES[split]} split of {dataset.prefix} has {len(documents):,} of {dataset.num_documents:,} documents "
+                f"and {self.num_tokens:,} tokens; one sample takes {seq_length + 1:,} (--seq-length {seq_length} + 1).\n"
                 "  Give it a larger share with --split, take a dataset with more documents or a shorter --seq-length"
                 + (", or do without evaluation (--eval-iters 0)." if split else ".")
             )
@@ -110,8 +110,8 @@ class GPTDataset:
         """What a user wants to know of the split."""
         dropped = self.num_tokens - self.samples_per_epoch * self.seq_length - 1
         return (
-            f"{SPLIT_NAMES[self.split]}: {self.dataset.prefix}, {len(self.documents):,} of {self.dataset.num_documents:,} documents, "
-            f"{self.num_tokens:,} tokens, {self.samples_per_epoch:,} samples of {self.seq_length} tokens an epoch "
+            f"{SPLIT_NAMES[self.split]}: {self.dataset.prefix}, {len(self.documents):,} of {self.dataset.num_documents:,} "
+            f"documents, {self.num_tokens:,} tokens, {self.samples_per_epoch:,} samples of {self.seq_length} tokens an epoch "
             f"({dropped:,} tokens left out of each epoch: less than a sample)"
         )
 
@@ -137,8 +137,8 @@ class GPTDataset:
         if low >= 0 and high < self.vocab_size:
             return
         raise DatasetError(
-            f"{self.dataset.prefix}: document {self.dataset.document_of(sequence):,} has token id {high if low >= 0 else low:,}, but the "
-            f"tokenizer has {self.vocab_size:,} ids (0 to {self.vocab_size - 1:,}).\n"
-            "  The dataset was made with another tokenizer: give that one (--tokenizer-type and its files, or --vocab-size), or make the "
-            "dataset again with tools/preprocess_data.py."
+            f"{self.dataset.prefix}: document {self.dataset.document_of(sequence):,} has token id {high if low >= 0 else low:,}, "
+            f"but the tokenizer has {self.vocab_size:,} ids (0 to {self.vocab_size - 1:,}).\n"
+            "  The dataset was made with another tokenizer: give that one (--tokenizer-type and its files, or --vocab-size), or "
+            "make the dataset again with tools/preprocess_data.py."
         )

@@ -67,8 +67,9 @@ class IndexedDataset:
         path = f"{self.prefix}.idx"
         if index[: len(MAGIC)] != MAGIC or len(index) < HEADER.size:
             raise DatasetError(
-                f"{path} is not the index of an indexed dataset: it does not start with {MAGIC!r} and a header of {HEADER.size} bytes.\n"
-                "  Give the prefix of files made by tools/preprocess_data.py; if this was one, it is damaged: make or copy it again."
+                f"{path} is not the index of an indexed dataset: it does not start with {MAGIC!r} and a header of {HEADER.size} "
+                "bytes.\n  Give the prefix of files made by tools/preprocess_data.py; if this was one, it is damaged: make or copy "
+                "it again."
             )
         _, version, code, num_sequences, num_entries = HEADER.unpack_from(index)
         if version != VERSION:
@@ -80,8 +81,8 @@ class IndexedDataset:
         expected = HEADER.size + 12 * num_sequences + 8 * num_entries
         if len(index) != expected:
             raise DatasetError(
-                f"{path} has {len(index):,} bytes, but its header ({num_sequences:,} sequences, {num_entries:,} entries of the document "
-                f"index) asks for {expected:,}.\n  It is truncated or damaged: make or copy it again."
+                f"{path} has {len(index):,} bytes, but its header ({num_sequences:,} sequences, {num_entries:,} entries of the "
+                f"document index) asks for {expected:,}.\n  It is truncated or damaged: make or copy it again."
             )
         self.dtype = dtype
         first, second = HEADER.size + 4 * num_sequences, HEADER.size + 12 * num_sequences
@@ -106,8 +107,8 @@ class IndexedDataset:
             if bad.any():
                 at = int(np.argmax(bad))
                 raise DatasetError(
-                    f"{self.prefix}.bin has {size:,} bytes, but {path} places sequence {block.start + at:,} ({lengths[at]:,} tokens of "
-                    f"{self.dtype.itemsize} bytes) at byte {offsets[at]:,}.\n"
+                    f"{self.prefix}.bin has {size:,} bytes, but {path} places sequence {block.start + at:,} ({lengths[at]:,} "
+                    f"tokens of {self.dtype.itemsize} bytes) at byte {offsets[at]:,}.\n"
                     "  The .bin file is truncated or belongs to another .idx: make or copy both again."
                 )
 

@@ -1,9 +1,9 @@
 """Gradients in contiguous buckets, summed over the data ranks (and whatever else a parameter's record names).
 
-Parameters are packed in the reverse order of their declaration, which is about the order in which backward completes them. A bucket holds
-parameters whose gradients are partial over the same axes. It is complete when every parameter was written as often as its uses and the
-number of microbatches say; with overlap its reduction starts then, while backward goes on, else all start at the end. Buckets and their
-boundaries are the same either way, and so are the results, bit for bit.
+Parameters are packed in the reverse order of their declaration, which is about the order in which backward completes them. A bucket
+holds parameters whose gradients are partial over the same axes. It is complete when every parameter was written as often as its
+uses and the number of microbatches say; with overlap its reduction starts then, while backward goes on, else all start at the end.
+Buckets and their boundaries are the same either way, and so are the results, bit for bit.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from megatron.data_parallel.buckets import GradBuckets
 from megatron.parallel.shards import Shard
 

@@ -1,7 +1,7 @@
 """A GPT, whole or a pipeline chunk of it. It reads like the one-process model; parallelism enters by which layer class is built.
 
-Shapes: `s` sequence, `b` microbatch, `h` hidden, `v` vocabulary, `n` tensor ranks. Between layers [s, b, h], under sequence parallelism
-[s/n, b, h].
+Shapes: `s` sequence, `b` microbatch, `h` hidden, `v` vocabulary, `n` tensor ranks. Between layers [s, b, h], under sequence
+parallelism [s/n, b, h].
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Initial values as a function of (seed, global name, block of rows), so they do not depend on the layout.
 
-A parameter is seen as rows of its last dimension. Blocks of rows are drawn one by one on CPU in float32, each from its own generator;
-a rank draws the blocks that it needs and keeps its slice. So one rank and a thousand start from the same weights.
+A parameter is seen as rows of its last dimension. Blocks of rows are drawn one by one on CPU in float32, each from its own
+generator; a rank draws the blocks that it needs and keeps its slice. So one rank and a thousand start from the same weights.
 """
 
 from __future__ import annotations

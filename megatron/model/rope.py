@@ -1,6 +1,6 @@
-"""Rotary position embedding (Su et al. 2021), with Llama 3.1's stretching of low frequencies. Pairs are halves, as in GPT-NeoX and Llama.
+"""Rotary position embedding (Su et al. 2021), with Llama 3.1's stretching of low frequencies.
 
-Angles, sines and cosines are computed in at least float32, and so is the rotation.
+Pairs are halves, as in GPT-NeoX and Llama. Angles, sines and cosines are computed in at least float32, and so is the rotation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One optimizer over shards, in two forms: FP32Optimizer updates the parameters themselves, Float16Optimizer float32 main copies.
 
-The update rules are torch's (fused where the device has it) or NVIDIA apex's on request. Unscaling and clipping are one factor on the
-gradient, which torch's fused kernels apply while they update, so it costs no pass over memory.
+The update rules are torch's (fused where the device has it) or NVIDIA apex's on request. Unscaling and clipping are one factor on
+the gradient, which torch's fused kernels apply while they update, so it costs no pass over memory.
 """
 
 from __future__ import annotations

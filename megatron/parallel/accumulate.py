@@ -1,8 +1,9 @@
 """Where a parameter's gradient goes: one way for every layer, straight into `main_grad`, without autograd hooks.
 
 A parameter that takes part in training carries a `GradSink`. Layers hand their gradients to `accumulate` (a ready gradient) or
-`accumulate_product` (a weight gradient that is still a matrix product); `through(param)` does the same for parameters that are used in
-ordinary torch operations. Autograd itself never sees a parameter's gradient, so nothing is allocated twice and a schedule decides
+`accumulate_product` (a weight gradient that is still a matrix product); `through(param)` does the same for parameters that are used
+in ordinary torch operations. Autograd itself never sees a parameter's gradient, so nothing is allocated twice and a schedule
+decides
 when a weight gradient is computed: inside `deferring()` products are not computed but kept as closures.
 
 A parameter without a sink (a layer used on its own) gets its gradient in `.grad`, as usual in torch.
@@ -28,8 +29,8 @@ _deferred: Deferred | None = None
 class GradSink:
     """The place of one parameter's gradient.
 
-    `main_grad` has the parameter's shape. The first write of a step overwrites it, so it is never zeroed; `on_write` is called after
-    each write, and the receiver counts the writes to know when the gradient is complete.
+    `main_grad` has the parameter's shape. The first write of a step overwrites it, so it is never zeroed; `on_write` is called
+    after each write, and the receiver counts the writes to know when the gradient is complete.
     """
 
     __slots__ = ("main_grad", "on_write", "written")

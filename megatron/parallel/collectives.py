@@ -1,7 +1,7 @@
 """All communication of tensor groups: plain collectives, and the conjugate autograd pairs made of them.
 
-Shapes: `s` sequence, `b` microbatch, `h` hidden. What is gathered or scattered is always dimension 0 (the sequence), so messages are
-contiguous. Reductions are sums; any scaling is the caller's and explicit. Nothing happens in a group of one.
+Shapes: `s` sequence, `b` microbatch, `h` hidden. What is gathered or scattered is always dimension 0 (the sequence), so messages
+are contiguous. Reductions are sums; any scaling is the caller's and explicit. Nothing happens in a group of one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Process groups, made once and passed on. A layer receives the group that it needs: ``context.group("tp")``.
 
-A rank is an argument, not a fact of the process: with the "fake" backend (``connect_fake``) any rank of any world can be built on the
-meta device by the same code. A group of one needs no branch in the caller: every collective does nothing for it.
+A rank is an argument, not a fact of the process: with the "fake" backend (``connect_fake``) any rank of any world can be built on
+the meta device by the same code. A group of one needs no branch in the caller: every collective does nothing for it.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class ParallelContext:
     def pipeline_channel(self, source: int, destination: int) -> Group:
         """Group for messages from one pipeline rank (position on the pp axis) to another.
 
-        Messages towards higher and towards lower ranks have a group each: NCCL runs the sends and receives of a pair in the order in
-        which they were issued, so two directions on one communicator could wait for each other.
+        Messages towards higher and towards lower ranks have a group each: NCCL runs the sends and receives of a pair in the order
+        in which they were issued, so two directions on one communicator could wait for each other.
         """
         return self._groups[("pp_up",) if source < destination else ("pp_down",)]
 

@@ -1,6 +1,7 @@
 """Matrix products, as the device computes them well.
 
-float16 products on CPU run at about 1 GFLOP/s (measured, one thread, against 95 in float32), so there they are computed in float32 and
+float16 products on CPU run at about 1 GFLOP/s (measured, one thread, against 95 in float32), so there they are computed in float32
+and
 rounded back: also what a tensor core computes.
 """
 
@@ -38,7 +39,7 @@ def weight_product(grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tenso
         into: [out, in], of the same dtype or float32.
         add: add to `into` instead of overwriting it.
     """
-    if slow_half(x) and into.dtype == torch.float32:
+    if slow_half(x):
         grad_output, x = grad_output.float(), x.float()
     if into.dtype == x.dtype:
         if add:

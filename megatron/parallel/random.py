@@ -16,9 +16,10 @@ def stable_seed(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What dropout masks depend on within a run: the step (known by the samples consumed before it) and the microbatch (by its first).
+    """What dropout masks depend on within a run: the step and the microbatch.
 
-    So the masks do not depend on the data rank or the pipeline stage that happens to compute them.
+    The step is known by the samples consumed before it, the microbatch by its first sample. So the masks
+    do not depend on the data rank or the pipeline stage that happens to compute them.
     """
 
     seed: int

@@ -48,8 +48,9 @@ class Scope:
         Args:
             shape: global shape without padding.
             split: the dimension that the tensor group divides, if any.
-            partial_over_tp: each tensor rank sees only part of what the (replicated) parameter acts on, so its gradient is a partial sum
-                over the tensor group: everything replicated under sequence parallelism, and what acts on a rank's own heads.
+            partial_over_tp: each tensor rank sees only part of what the (replicated) parameter acts on, so its gradient is a
+                partial sum over the tensor group: everything replicated under sequence parallelism, and what acts on a rank's own
+                heads.
             chunks: pipeline chunks that hold it, if not only this one.
         """
         record = ParamRecord(

@@ -1,8 +1,8 @@
 """Messages between pipeline stages: receives posted early, sends that do not block, shapes agreed once.
 
-What travels is a named set of tensors (`Boundary`), the same for every microbatch. Both ends of a channel know the whole schedule, so
-they take its messages in the same order (the sender's) and no message carries a header. Each direction has a communicator of its own
-(see `ParallelContext.pipeline_channel`), so a send never waits behind a receive.
+What travels is a named set of tensors (`Boundary`), the same for every microbatch. Both ends of a channel know the whole schedule,
+so they take its messages in the same order (the sender's) and no message carries a header. Each direction has a communicator of its
+own (see `ParallelContext.pipeline_channel`), so a send never waits behind a receive.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def plan_receives(schedule: Schedule, stage: int, ahead: int = 1) -> ReceivePlan
 
 
 def _arrivals(schedule: Schedule, stage: int) -> tuple[tuple[Message, ...], ...]:
-    """A stage sends a message after it took all that its operations so far needed: hearing from it proves that those have arrived."""
+    """A stage sends a message after it took all that its operations so far needed: hearing from it proves that this arrived."""
     mine = {schedule.gives(op) for op in schedule.ops[stage]}
     proved: dict[Message | None, list[Message]] = {}
     for peer, ops in enumerate(schedule.ops):

@@ -29,8 +29,8 @@ class Chunk:
 def layer_table(num_layers: int, num_stages: int) -> list[Chunk]:
     """Chunks in the order of the depth, one a stage.
 
-    Sizes differ by at most one layer. The longer ones come first among the inner stages, because the ends also carry the embedding and
-    the loss.
+    Sizes differ by at most one layer. The longer ones come first among the inner stages, because the ends also carry the embedding
+    and the loss.
 
     Raises:
         ValueError: fewer layers than stages.

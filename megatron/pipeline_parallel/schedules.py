@@ -1,7 +1,7 @@
 """A schedule is data: for each stage, a list of operations. Generators make it, the validator proves it, the executor runs it.
 
-A new schedule is a new generator and nothing else. Messages between stages are not listed: they follow from the operations, because the
-result of chunk c goes to chunk c + 1 forward and to chunk c - 1 backward, wherever these lie.
+A new schedule is a new generator and nothing else. Messages between stages are not listed: they follow from the operations, because
+the result of chunk c goes to chunk c + 1 forward and to chunk c - 1 backward, wherever these lie.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Message:
-    """What an operation of one chunk gives to a neighbouring chunk: an activation (to the next) or a gradient (to the one before)."""
+    """What an operation of one chunk gives to a neighbouring one: an activation (to the next) or a gradient (to the one before)."""
 
     is_gradient: bool
     chunk: int

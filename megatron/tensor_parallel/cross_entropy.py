@@ -1,8 +1,9 @@
 """Masked cross entropy over a vocabulary that is split over the tensor group. No rank ever holds the full logits.
 
-The sum over tokens of mask x loss, with loss = log(sum_v exp(logit_v)) - logit_target. Each rank reduces its own columns; three numbers a token travel (maximum, sum of
-exponentials, target logit). The gradient, mask x (softmax - one-hot), is written over the logits already in forward, in their dtype, so
-the logits' memory is the only memory of that size; everything is computed in at least float32, in blocks of rows that fit a cache.
+The sum over tokens of mask x loss, with loss = log(sum_v exp(logit_v)) - logit_target. Each rank reduces its own columns; three
+numbers a token travel (maximum, sum of exponentials, target logit). The gradient, mask x (softmax - one-hot), is written over the
+logits already in forward, in their dtype, so the logits' memory is the only memory of that size; everything is computed in at least
+float32, in blocks of rows that fit a cache.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Group
 
 _BLOCK_ELEMENTS = 1 << 21
-# float16 has no number between 0 and 6e-8, where most of a softmax lies: there softmax - onehot is kept times this (exact: a power of two).
+# float16 has no number between 0 and 6e-8, where most of a softmax lies: there softmax - onehot is kept times this (exact: a power
+# of two).
 _HALF_HEADROOM = 1024.0
 
 

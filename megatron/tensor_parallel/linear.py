@@ -1,7 +1,7 @@
 """Column- and row-parallel linear layers (Shoeybi et al. 2019, section 3): thin over one operation.
 
-Shapes: `s` sequence, `b` microbatch, `n` tensor ranks. Under sequence parallelism a column layer takes [s/n, b, in] and a row layer gives
-[s/n, b, out].
+Shapes: `s` sequence, `b` microbatch, `n` tensor ranks. Under sequence parallelism a column layer takes [s/n, b, in] and a row layer
+gives [s/n, b, out].
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron.tensor_parallel.linear_function import InputMode, parallel_linear
 class ColumnParallelLinear(nn.Module):
     """Output features are split: each rank computes [s, b, out/n].
 
-    The weight is [out, in]; with `halves` > 1 it is [halves, out, in] and the output [s, b, halves, out/n]: the halves of a gated MLP, each
-    split by itself, so that a tensor rank's part is one slice of one dimension.
+    The weight is [out, in]; with `halves` > 1 it is [halves, out, in] and the output [s, b, halves, out/n]: the halves of a gated
+    MLP, each split by itself, so that a tensor rank's part is one slice of one dimension.
     """
 
     weight: nn.Parameter
@@ -43,7 +43,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Input features are split: each rank multiplies its part and the products are summed over the ranks; the bias is added once."""
+    """Input features are split: each rank multiplies its part, and the products are summed over the ranks. The bias counts once."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None

@@ -18,9 +18,9 @@ sum        all-reduce(y)                  dy
 scatter    reduce-scatter(y) [s] to [s/n] all-gather(dy)
 ========== ============================== ====================================================
 
-A column-parallel layer has input copy (or gather under sequence parallelism), a row-parallel layer output sum (or scatter). Only the
-local part of a gathered input is kept for backward; it is gathered again there, while the input gradient is computed (Korthikanti et
-al. 2022, section 4.2.2).
+A column-parallel layer has input copy (or gather under sequence parallelism), a row-parallel layer output sum (or scatter). Only
+the local part of a gathered input is kept for backward; it is gathered again there, while the input gradient is computed
+(Korthikanti et al. 2022, section 4.2.2).
 """
 
 from __future__ import annotations

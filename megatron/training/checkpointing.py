@@ -1,7 +1,8 @@
 """What of a run goes into a checkpoint, and how it comes back.
 
-Weights are stored once, in their most exact form: the float32 mains where the model computes in 16 bits, else the parameters themselves.
-So a checkpoint does not depend on the model's dtype, and the 16-bit parameters are the mains rounded, as they were in the run.
+Weights are stored once, in their most exact form: the float32 mains where the model computes in 16 bits, else the parameters
+themselves. So a checkpoint does not depend on the model's dtype, and the 16-bit parameters are the mains rounded, as they were in
+the run.
 """
 
 from __future__ import annotations

@@ -62,8 +62,9 @@ def read_bpe_files(vocab_file: Path, merge_file: Path) -> BpeFiles:
     missing = [byte for character, byte in to_byte.items() if character not in vocabulary]
     if missing:
         raise ValueError(
-            f"--vocab-file {vocab_file} has no token for {len(missing)} of the 256 bytes ({', '.join(f'{b:#04x}' for b in missing[:8])}), "
-            "so not every text could be encoded.\n  Take a byte-level vocabulary like GPT-2's."
+            f"--vocab-file {vocab_file} has no token for {len(missing)} of the 256 bytes "
+            f"({', '.join(f'{b:#04x}' for b in missing[:8])}), so not every text could be encoded.\n"
+            "  Take a byte-level vocabulary like GPT-2's."
         )
     ids = {bytes([byte]): vocabulary[character] for character, byte in to_byte.items()}
     ranks: dict[Pair, int] = {}
@@ -74,8 +75,9 @@ def read_bpe_files(vocab_file: Path, merge_file: Path) -> BpeFiles:
         unknown = [part for part in (*parts, "".join(parts)) if part not in vocabulary]
         if len(parts) != 2 or unknown:
             raise ValueError(
-                f"--merge-file {merge_file}, line {number}: {line!r} must be two tokens and together make a third, all in {vocab_file}"
-                f"{f' (not there: {unknown[-1]!r})' if unknown else ''}.\n  The two files must be of the same tokenizer."
+                f"--merge-file {merge_file}, line {number}: {line!r} must be two tokens and together make a third, all "
+                f"in {vocab_file}{f' (not there: {unknown[-1]!r})' if unknown else ''}.\n  The two files must be of the same "
+                "tokenizer."
             )
         left, right = (bytes(to_byte[character] for character in part) for part in parts)
         ids[left + right] = vocabulary["".join(parts)]
