@@ -37,6 +37,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     startup.set_numerics(config.training.deterministic_mode)
     context = connect(config.parallel)
     plan = BatchSizePlan(config.training, context.group("cp", "dp").size)
+    config = startup.with_batch_size(config, plan)
     data = open_data(config, context)
     saver = Saver(config.checkpoint, context, run_record(config, argv), data.vocab_size)
     timers = startup.make_timers(config.logging, context)

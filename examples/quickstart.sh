@@ -49,11 +49,12 @@ else
     python tools/preprocess_data.py --input "$corpus" --output-prefix "${dataset%_text_document}" --append-eod --workers 2 \
         --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$vocabulary"
 fi
-if [[ -d $run ]]; then
+if [[ -e $run/made-by-quickstart ]]; then
     say "Starting afresh: removing the run of an earlier call, $run"
     rm -r "$run"
 fi
-mkdir "$run"
+mkdir "$run" || exit 1 # what is there and not ours stays
+touch "$run/made-by-quickstart"
 
 export OMP_NUM_THREADS=1 # 8 processes share the cores of one machine
 launch=(python -m torch.distributed.run --standalone --nproc-per-node 8 pretrain_gpt.py)

@@ -119,6 +119,17 @@ def test_tokens_that_do_not_count_have_no_gradient() -> None:
     assert loss.item() == 0.0 and not gradient.any()
 
 
+def test_labels_that_do_not_count_may_be_anything() -> None:
+    """Also ids beyond the vocabulary, within the padding, and negative ones."""
+    logits, labels, mask = example(61)
+    wild = labels.masked_fill(mask == 0.0, -100)
+    wild[1, 1], wild[1, 2] = 62, 10**9
+    padded = torch.cat([logits, torch.zeros(SEQ, BATCH, 3, dtype=torch.float64)], -1)
+    loss, gradient = ours(padded, wild, mask, num_valid=61)
+    same, same_gradient = ours(padded, labels, mask, num_valid=61)
+    assert torch.equal(loss, same) and torch.equal(gradient, same_gradient)
+
+
 def test_a_mask_in_float32_weighs_a_float64_loss() -> None:
     logits, labels, mask = example(61)
     loss, gradient = ours(logits, labels, mask.float())
@@ -159,7 +170,6 @@ def test_the_tail_of_a_float16_softmax_is_kept() -> None:
     _, exact = plain(logits, labels, mask, scale=2.0**18)
     assert exact[0, 0, 1].item() / 2.0**18 == pytest.approx(2e-9, rel=0.1)
     torch.testing.assert_close(gradient[..., 1:].double(), exact[..., 1:], rtol=0.02, atol=0.0)
-    assert gradient[0, 0, 0].item() == pytest.approx(exact[0, 0, 0].item(), rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -193,7 +203,6 @@ def test_the_logits_memory_is_the_only_memory_of_its_size(monkeypatch: pytest.Mo
     for dtype in (torch.float32, torch.bfloat16):
         logits, labels, mask = example(600)
         given = logits.to(dtype).requires_grad_().clone()
-        given.retain_grad()
         memory = given.untyped_storage().data_ptr()
         with Watch():
             loss = vocab_parallel_cross_entropy(given, labels, mask, SELF_GROUP)

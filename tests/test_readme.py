@@ -106,6 +106,12 @@ def preprocessing(command: str, folder: Path) -> None:
     assert Path(f"{prefix}_text_document.bin").stat().st_size > 0
 
 
+def bench(command: str, folder: Path) -> None:
+    told = spawn_cli(["tools/bench.py", "--help"], nproc=None).stdout
+    for word in shlex.split(command)[2:]:
+        assert word in told
+
+
 def nodes_and_ranks(words: list[str]) -> int:
     """World size of a torchrun command line."""
     found = {flag: int(value) for flag, value in itertools.pairwise(words) if flag in ("--nnodes", "--nproc-per-node")}
@@ -146,6 +152,7 @@ KINDS: list[tuple[str, Callable[[str, Path], None]]] = [
     (r"python pretrain_gpt\.py --help$", help_text),
     (r"python pretrain_gpt\.py --mock-data ", training_on_one_process),
     (r"python tools/preprocess_data\.py ", preprocessing),
+    (r"python tools/bench\.py", bench),
     (r"torchrun ", launch),
     (r"(\w+=\S+ )+(srun --ntasks-per-node 1 )?bash examples/train_\w+\.sh$|export HEAD=", launch_script),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -263,6 +264,24 @@ def test_a_rank_that_dies_while_saving(saved: Path, tmp_path: Path, victim: int)
     said = run(arguments(load=tmp_path, save=tmp_path, train_iters=3, lr_decay_iters=2), 2)
     assert f"resuming from {checkpoint(tmp_path, 2)}" in said
     assert complete_checkpoints(tmp_path)[-1] == "iter_0000003" and not list(tmp_path.glob(".iter*"))
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """On one rank, in the middle of a run: all ranks stop with its reason, and nothing half-written is left."""
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank_00001.safetensors")
+
+    def before(rank: int) -> None:
+        if rank == 1:
+            BoxWriter.write_data = full  # type: ignore[assignment, method-assign]
+
+    ended = launch(arguments(**TP2, train_iters=3, save=tmp_path, save_interval=2), 2, before=before)
+    assert [end.code for end in ended] == [1, 1], report(ended)
+    said = ended[0].stderr
+    assert "cannot save" in said and "No space left" in said and "rank 1" in said and "Traceback" not in said, report(ended)
+    assert ended[1].stderr == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_that_dies_in_an_evaluation(tmp_path: Path) -> None:

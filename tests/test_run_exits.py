@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.training.checkpointing import Saver
-from tests.runs import arguments, complete_checkpoints, digest, on_rank, run, timeless
+from tests.runs import arguments, complete_checkpoints, digest, launch, on_rank, report, run, timeless
 
 STEPS = 6
 SETTINGS: dict[str, Any] = {
@@ -69,12 +69,13 @@ def test_sigterm_again_while_saving(tmp_path: Path, whole: Path) -> None:
 
 
 def test_exit_interval(tmp_path: Path, whole: Path) -> None:
-    """Save and exit at each multiple, until the run is done."""
+    """Save and exit at each multiple before the end, which is an end as any other."""
     for stop in (2, 4):
         said = run(arguments(**SETTINGS, exit_interval=2, save=tmp_path, load=tmp_path, metrics_file=tmp_path / "metrics"), 2)
         assert f"exiting at iteration {stop} (--exit-interval 2)" in said
         assert complete_checkpoints(tmp_path)[-1] == f"iter_{stop:07d}"
-    run(arguments(**SETTINGS, save=tmp_path, load=tmp_path, metrics_file=tmp_path / "metrics"), 2)
+    said = run(arguments(**SETTINGS, exit_interval=2, save=tmp_path, load=tmp_path, metrics_file=tmp_path / "metrics"), 2)
+    assert f"done after {STEPS} iterations" in said and "exiting" not in said
     assert digest(tmp_path, STEPS) == digest(whole, STEPS)
     assert timeless(tmp_path / "metrics") == timeless(whole / "metrics")
 
@@ -86,7 +87,25 @@ def test_exit_after_some_time(tmp_path: Path, whole: Path) -> None:
     _assert_goes_on(tmp_path, whole, stopped_at=1)
 
 
+def test_a_run_that_was_killed_goes_on_from_its_last_save(tmp_path: Path, whole: Path) -> None:
+    """Steps after the save are made again, with the same results; the metrics file then has them twice."""
+    settings = {**SETTINGS, "save": tmp_path, "load": tmp_path, "metrics_file": tmp_path / "metrics"}
+    kill = on_rank(1, 6, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    assert [end.code for end in launch(arguments(**settings, save_interval=3), 2, before=kill)] == [1, -signal.SIGKILL]
+    run(arguments(**settings), 2)
+    assert digest(tmp_path, STEPS) == digest(whole, STEPS)
+    lines, wanted = timeless(tmp_path / "metrics"), timeless(whole / "metrics")
+    assert lines == [*wanted[:5], *wanted[3:]]
+
+
 def test_exit_without_saving(tmp_path: Path) -> None:
     """Without --save there is nothing to write, and an exit is still an exit."""
     assert "exiting at iteration 2" in run(arguments(**SETTINGS, exit_interval=2))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """At once and without a traceback: what is not saved is lost, which the user knows."""
+    ended = launch(arguments(**SETTINGS, save=tmp_path), before=on_rank(0, 3, lambda _: os.kill(os.getpid(), signal.SIGINT)))
+    assert ended[0].code == 130 and ended[0].stderr == "pretrain_gpt.py: interrupted\n", report(ended)
+    assert complete_checkpoints(tmp_path) == []

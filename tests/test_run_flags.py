@@ -68,9 +68,21 @@ def test_a_batch_of_another_size_after_a_resume(saved: Path, tmp_path: Path, bat
     assert saved_state(tmp_path, 5)["progress"]["consumed_samples"] == 24 + 2 * batch
 
 
+def test_a_batch_that_follows_the_data_ranks_after_a_resume(tmp_path: Path) -> None:
+    """Without --global-batch-size the batch is the micro-batch times the data ranks: another number of them is no silent change."""
+    settings = {"global_batch_size": None, "lr_decay_style": "constant", "save": tmp_path, "load": tmp_path}
+    run(arguments(**settings, train_iters=1))
+    said = run(arguments(**settings, train_iters=2), 2)
+    assert "--global-batch-size 2 there, 4 here" in said
+    assert saved_state(tmp_path, 2)["progress"]["consumed_samples"] == 2 + 4
+
+
 def test_finetune_takes_the_weights_alone(saved: Path, tmp_path: Path) -> None:
-    """Counts, moments and schedules begin afresh."""
-    _load_and_save(tmp_path, load=saved, finetune=True, train_iters=1, iterations_to_skip=(1,), lr=1e-3)
+    """Counts, moments, schedules and the metrics file begin afresh."""
+    metrics = tmp_path / "metrics"
+    metrics.write_text("of another run\n")
+    _load_and_save(tmp_path, load=saved, finetune=True, train_iters=1, iterations_to_skip=(1,), lr=1e-3, metrics_file=metrics)
+    assert [line["iteration"] for line in read_metrics(metrics)] == [1]
     _assert_weights_without_moments(saved, tmp_path, 1)
     assert saved_state(tmp_path, 1)["progress"]["consumed_samples"] == TINY["global_batch_size"]
     assert saved_state(tmp_path, 1)["schedule"]["lr"] == 1e-3

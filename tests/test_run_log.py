@@ -200,3 +200,13 @@ def test_norms_at_a_parallel_layout_are_those_of_one_rank(tmp_path: Path) -> Non
             parts = [value for name, value in a.items() if name.startswith(part)]
             assert len(parts) == TINY["num_layers"] + 3
             assert math.hypot(*parts) == pytest.approx(a[total], rel=1e-12)
+
+
+def test_norms_do_not_depend_on_the_loss_scale(tmp_path: Path) -> None:
+    """In float16 gradients are scaled; what is logged is not."""
+    run(arguments(fp16=True, initial_loss_scale=2**12, train_iters=1, log_layer_norms=True, metrics_file=tmp_path / "fp16"))
+    run(arguments(train_iters=1, log_layer_norms=True, metrics_file=tmp_path / "fp32"))
+    half, single = read_metrics(tmp_path / "fp16")[0], read_metrics(tmp_path / "fp32")[0]
+    names = [name for name in single if "norm" in name]
+    assert "grad_norm" in names and "grad-norm/embedding" in names
+    assert [half[name] for name in names] == pytest.approx([single[name] for name in names], rel=0.01)

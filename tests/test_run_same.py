@@ -1,16 +1,21 @@
-"""What must not change a run: running it again, the number of loader threads, overlap, the numbering of the ranks."""
+"""What must not change a run: running it again, loader threads, overlap, pipeline and data ranks, even with dropout."""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.data_parallel.buckets import GradBuckets
+from megatron.model.inputs import ModelInputs
+from megatron.training.step import TrainStep
 from tests.byte_dataset import FLAGS, write_bytes
 from tests.equality import assert_equal_tensors, number_differences
-from tests.runs import arguments, digest, losses, run, saved_tensors, timeless
+from tests.runs import arguments, at_iteration, digest, launch, losses, report, run, saved_tensors, timeless
 
 STEPS = 4
 
@@ -76,11 +81,86 @@ def test_another_seed_is_another_run(base: tuple[Path, dict[str, Any]], tmp_path
     assert digest(tmp_path / "save", STEPS) != digest(folder / "save", STEPS)
 
 
-def test_both_numberings_of_the_ranks(tmp_path: Path) -> None:
-    """In float64, since the sums over ranks may be made in another order."""
-    settings = {"fp64": True, "train_iters": STEPS, "pipeline_model_parallel_size": 2}
-    for name, changes in (("default", {}), ("mapping", {"use_tp_pp_dp_mapping": True})):
-        run(arguments(**settings, **changes, save=tmp_path / name, metrics_file=tmp_path / f"{name}.jsonl"), 4)
-    found, wanted = losses(tmp_path / "mapping.jsonl"), losses(tmp_path / "default.jsonl")
-    assert not number_differences("losses", found, wanted, 1e-10)
-    assert_equal_tensors(saved_tensors(tmp_path / "mapping", STEPS), saved_tensors(tmp_path / "default", STEPS), what="weights")
+DROPOUT: dict[str, Any] = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "pp2-dp2": (4, {"pipeline_model_parallel_size": 2}),
+    "pp2-dp2, ranks of a pipeline side by side": (4, {"pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process in float64, with dropout."""
+    folder = tmp_path_factory.mktemp("one")
+    run(arguments(**DROPOUT, fp64=True, train_iters=STEPS, save=folder, metrics_file=folder / "metrics"))
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dropout_is_the_same_over_pipeline_and_data_ranks(one_rank: Path, tmp_path: Path, layout: str) -> None:
+    """In float64, since sums over ranks are made in another order."""
+    world_size, flags = LAYOUTS[layout]
+    settings = {**DROPOUT, **flags, "fp64": True, "train_iters": STEPS}
+    run(arguments(**settings, save=tmp_path, metrics_file=tmp_path / "metrics"), world_size)
+    assert not number_differences("losses", losses(tmp_path / "metrics"), losses(one_rank / "metrics"), 1e-10)
+    assert_equal_tensors(saved_tensors(tmp_path, STEPS), saved_tensors(one_rank, STEPS), what="weights")
+
+
+def test_no_two_microbatches_have_the_same_masks() -> None:
+    """On any data rank, in any step; what a mask depends on is printed by the ranks."""
+
+    def before(rank: int) -> None:
+        gradients = TrainStep.gradients
+
+        def telling(self: TrainStep, batch: Sequence[ModelInputs]) -> tuple[torch.Tensor, torch.Tensor]:
+            for inputs in batch:
+                print(f"key: {inputs.dropout_key}", flush=True)
+            return gradients(self, batch)
+
+        TrainStep.gradients = telling  # type: ignore[method-assign]
+
+    ended = launch(arguments(**DROPOUT, train_iters=3), 2, before=before)
+    keys = [line for end in ended for line in end.stdout.splitlines() if line.startswith("key: ")]
+    assert len(keys) == len(set(keys)) == 3 * 4, report(ended)  # steps x microbatches of both ranks
+
+
+def test_both_numberings_of_the_ranks() -> None:
+    """The ranks of a pipeline are two apart, or side by side."""
+
+    def before(rank: int) -> None:
+        at_iteration(1, lambda step: print(f"layers of rank {rank}: {list(step.model.chunks)}", flush=True))
+
+    for mapping, stages in ((False, [0, 0, 1, 1]), (True, [0, 1, 0, 1])):
+        settings = {"train_iters": 1, "pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": mapping}
+        ended = launch(arguments(**settings), 4, before=before)
+        for rank, stage in enumerate(stages):
+            assert f"layers of rank {rank}: [{stage}]" in ended[rank].stdout, report(ended)
+
+
+@pytest.mark.parametrize(
+    "flags", [{"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}]
+)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_replicas_stay_equal(flags: dict[str, Any], sequence_parallel: bool) -> None:
+    """What several ranks hold of a parameter is the same bit for bit after some steps, with dropout and in bfloat16."""
+    lines = []
+
+    def before(rank: int) -> None:
+        at_iteration(STEPS, _print_parameters)
+
+    settings = {**DROPOUT, **flags, "bf16": True, "sequence_parallel": sequence_parallel, "train_iters": STEPS}
+    for end in launch(arguments(**settings), 4, before=before):
+        lines += [line for line in end.stdout.splitlines() if line.startswith("parameter ")]
+    parts = {line.rpartition(" ")[0] for line in lines}
+    assert len(parts) == len(set(lines)) < len(lines), "a part with several values is listed several times"
+
+
+def _print_parameters(step: TrainStep) -> None:
+    context = step.context
+    for entry in step.model.params:
+        box = entry.record.held_box(context.axis_sizes, context.coordinates)
+        data = entry.param.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        print(f"parameter {entry.record.name} {box} {zlib.crc32(data)}", flush=True)

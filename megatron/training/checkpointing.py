@@ -145,7 +145,7 @@ class Resumed:
     progress: Progress
     schedule: Schedule
     path: Path | None
-    """The checkpoint; None when the run begins."""
+    """The checkpoint; None when the run begins, be it with the weights of another."""
     notes: tuple[str, ...] = ()
 
 
@@ -174,7 +174,7 @@ def resume(
     load_tensors(path, tensors, allow_unused=lambda name: not wants_state and not name.startswith(f"{WEIGHT}."))
     optimizer.publish()
     if asked.finetune:
-        return Resumed(Progress(), schedule, path, (*notes, f"weights of {path}; counting starts from iteration 0 (--finetune)"))
+        return Resumed(Progress(), schedule, None, (*notes, f"weights of {path}; counting starts from iteration 0 (--finetune)"))
     if wants_state:
         optimizer.set_num_updates(int(state["optimizer_updates"]))
         scaler.load_state_dict(state["scaler"])

@@ -54,7 +54,7 @@ def _words(error: BaseException) -> str:
         where = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in where if "megatron" in frame.filename] or list(where)
         call = f"{os.path.basename(ours[-1].filename)}:{ours[-1].lineno} in {ours[-1].name}"
-        first_line = str(error).splitlines()[0]
+        first_line = str(error).splitlines()[0].split(". This is typically caused by")[0]  # what gloo advises is no help here
         return f"rank {rank}: lost contact with another rank at {call}: {first_line}. The rank that failed first says why."
     return f"rank {rank}:\n{''.join(traceback.format_exception(error))}"
 

@@ -114,7 +114,8 @@ class Loop:
             return "on SIGTERM"
         if result is not None and result.exit_votes[1]:
             return f"after {training.exit_duration_in_mins} minutes (--exit-duration-in-mins)"
-        if training.exit_interval and progress.iteration % training.exit_interval == 0:
+        done = progress.iteration == self.plan.total_iterations
+        if training.exit_interval and progress.iteration % training.exit_interval == 0 and not done:
             return f"at iteration {progress.iteration} (--exit-interval {training.exit_interval})"
         return None
 

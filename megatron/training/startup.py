@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 
@@ -33,6 +34,13 @@ def set_numerics(deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+
+def with_batch_size(config: Config, plan: BatchSizePlan) -> Config:
+    """Settings with --global-batch-size written out, whose default follows the number of data ranks: so it is saved, and compared
+    when the run is resumed on another number of them."""
+    training = dataclasses.replace(config.training, global_batch_size=plan.final_global_batch_size)
+    return dataclasses.replace(config, training=training)
 
 
 def check_parameter_count(config: ModelConfig, vocab_size: int, shards: Sequence[Shard], context: ParallelContext) -> int:

@@ -1,0 +1,305 @@
+"""The optimizer over shards against torch's own, and sums over gradients that every layout must agree on."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.optimizer.norms import count_zeros, square_sums
+from megatron.optimizer.optimizer import Float16Optimizer, FP32Optimizer, ShardedOptimizer, make_optimizer
+from megatron.parallel.boxes import Piece
+from megatron.parallel.params import ParamRecord
+from megatron.parallel.shards import Shard
+from tests.lone_rank import CPU
+
+SHAPES = {"matrix": (7, 5), "bias": (11,), "norm": (3,)}
+DECAYING = {"matrix"}
+
+
+def values(*shape: int, key: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(key)).to(dtype)
+
+
+def shards(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> list[Shard]:
+    """One a name, whole; a 16-bit parameter has a float32 main."""
+    wide = torch.promote_types(dtype, torch.float32)
+    made = []
+    for key, (name, shape) in enumerate(SHAPES.items()):
+        param = (values(*shape, key=key, dtype=torch.float64) * scale).to(dtype)
+        main = param.view(-1) if dtype == wide else param.view(-1).to(wide)
+        record = ParamRecord(name, shape, decay=name in DECAYING)
+        made.append(Shard(record, Piece(0, param.numel()), param, main, torch.zeros(param.numel(), dtype=wide), True))
+    return made
+
+
+def set_grads(made: Sequence[Shard], step: int) -> None:
+    for key, shard in enumerate(made):
+        shard.grad.copy_(values(shard.grad.numel(), key=100 * step + key + 10, dtype=shard.grad.dtype))
+
+
+def plain(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    """torch's optimizer, not fused, on copies; decay on the first tensor only."""
+    params = [shard.main.clone().requires_grad_() for shard in shards(dtype)]
+    groups = [{"params": params[:1], "weight_decay": 0.1}, {"params": params[1:], "weight_decay": 0.0}]
+    if kind == "adam":
+        return params, torch.optim.AdamW(groups, lr=0.0, foreach=False, **{"betas": (0.9, 0.95), "eps": 1e-8, **changes})
+    return params, torch.optim.SGD(groups, lr=0.0, foreach=False, **changes)
+
+
+def plain_step(
+    params: list[torch.Tensor], optimizer: torch.optim.Optimizer, made: Sequence[Shard], factor: float, lr: float
+) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    for param, shard in zip(params, made, strict=True):
+        param.grad = shard.grad * factor
+    optimizer.step()
+
+
+ADAM = OptimizerConfig(optimizer="adam", adam_beta2=0.95)
+SGD = OptimizerConfig(optimizer="sgd", sgd_momentum=0.9)
+PLAIN_SGD = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0)
+
+
+# ---- the update rules
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("config", "changes"), [(ADAM, {}), (SGD, {"momentum": 0.9}), (PLAIN_SGD, {})], ids=["adam", "sgd", "plain sgd"]
+)
+@pytest.mark.parametrize("factor", [1.0, 0.37, 1.0 / 65536])
+def test_updates_equal_those_of_torch_on_scaled_gradients(
+    config: OptimizerConfig, changes: dict[str, Any], factor: float, dtype: torch.dtype
+) -> None:
+    """The factor, of unscaling and clipping, acts before momentum and moments; the learning rate changes every step."""
+    made = shards(dtype)
+    optimizer = make_optimizer(made, config)
+    assert type(optimizer) is FP32Optimizer
+    params, expected = plain(config.optimizer, dtype, **changes)
+    for step in range(4):
+        set_grads(made, step)
+        now = factor if step != 2 else 1.0  # a step without scaling between others
+        plain_step(params, expected, made, now, lr=0.01 * (step + 1))
+        optimizer.step(0.01 * (step + 1), 0.1, now)
+        tolerance = 2e-6 if dtype == torch.float32 else 1e-13
+        for shard, param in zip(made, params, strict=True):
+            torch.testing.assert_close(shard.param.view(-1), param.detach(), rtol=tolerance, atol=tolerance)
+            assert shard.param.data_ptr() == shard.main.data_ptr()
+    assert optimizer.num_updates == 4
+
+
+def test_weight_decay_acts_on_records_that_decay_only() -> None:
+    for config in (ADAM, PLAIN_SGD):
+        made = shards()
+        before = [shard.main.clone() for shard in made]
+        make_optimizer(made, config).step(0.5, 0.1, 1.0)  # the gradients are zero
+        for shard, old in zip(made, before, strict=True):
+            torch.testing.assert_close(shard.main, old * 0.95 if shard.record.name in DECAYING else old, rtol=1e-6, atol=0.0)
+
+
+def test_weight_decay_follows_its_schedule() -> None:
+    made = shards()
+    optimizer, old = make_optimizer(made, ADAM), made[0].main.clone()
+    for decay in (0.0, 0.2):
+        optimizer.step(0.5, decay, 1.0)
+    torch.testing.assert_close(made[0].main, old * 0.9, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("names", [["matrix"], ["bias", "norm"]])
+def test_all_shards_may_be_of_one_kind(names: list[str]) -> None:
+    made = [shard for shard in shards() if shard.record.name in names]
+    set_grads(made, 0)
+    old = [shard.main.clone() for shard in made]
+    make_optimizer(made, ADAM).step(0.1, 0.1, 0.5)
+    assert all(not torch.equal(shard.main, before) for shard, before in zip(made, old, strict=True))
+
+
+# ---- 16 bits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mains_are_updated_in_float32_and_published_rounded(dtype: torch.dtype) -> None:
+    made = shards(dtype)
+    optimizer = make_optimizer(made, ADAM)
+    assert type(optimizer) is Float16Optimizer
+    params, expected = plain("adam", dtype)
+    pointers = [shard.param.data_ptr() for shard in made]
+    for step in range(3):
+        set_grads(made, step)
+        plain_step(params, expected, made, 0.5, lr=0.01)
+        optimizer.step(0.01, 0.1, 0.5)
+        for shard, param in zip(made, params, strict=True):
+            assert shard.main.dtype == torch.float32 and shard.param.dtype == dtype
+            torch.testing.assert_close(shard.main, param.detach(), rtol=2e-6, atol=2e-6)
+            assert torch.equal(shard.param.view(-1), shard.main.to(dtype))
+            assert shard.param.shape == SHAPES[shard.record.name]
+    assert [shard.param.data_ptr() for shard in made] == pointers
+
+
+def test_updates_too_small_for_16_bits_add_up() -> None:
+    """A hundred steps of 1e-4 from 1: in bfloat16, whose neighbours of 1 are 0.004 away, nothing would ever move."""
+    param = torch.ones(4, dtype=torch.bfloat16)
+    shard = Shard(ParamRecord("w", (4,)), Piece(0, 4), param, torch.ones(4), torch.ones(4), True)
+    optimizer = make_optimizer([shard], PLAIN_SGD)
+    optimizer.step(1e-4, 0.0, 1.0)
+    assert param.tolist() == [1.0] * 4
+    for _ in range(99):
+        optimizer.step(1e-4, 0.0, 1.0)
+    torch.testing.assert_close(shard.main, torch.full((4,), 0.99), rtol=1e-5, atol=0.0)
+    assert param.tolist() == torch.full((4,), 0.99).bfloat16().tolist()
+
+
+def test_a_shard_publishes_its_piece_only_and_reloads_it() -> None:
+    param = torch.zeros(2, 3, dtype=torch.bfloat16)
+    shard = Shard(ParamRecord("w", (2, 3)), Piece(2, 5), param, torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3), True)
+    optimizer = make_optimizer([shard], ADAM)
+    optimizer.publish()
+    assert param.tolist() == [[0.0, 0.0, 1.0], [2.0, 3.0, 0.0]]
+    param.copy_(torch.arange(6.0).view(2, 3))
+    optimizer.reload_main()
+    assert shard.main.tolist() == [2.0, 3.0, 4.0]
+
+
+# ---- state
+
+
+def test_state_is_there_before_the_first_step() -> None:
+    for config, names in ((ADAM, {"exp_avg", "exp_avg_sq"}), (SGD, {"momentum_buffer"}), (PLAIN_SGD, set())):
+        made = shards(torch.bfloat16)
+        optimizer = make_optimizer(made, config)
+        before = {s.record.name: optimizer.moments(s) for s in made}
+        for shard in made:
+            moments = before[shard.record.name]
+            assert moments.keys() == names
+            assert all(m.shape == shard.main.shape and m.dtype == torch.float32 and not m.any() for m in moments.values())
+        set_grads(made, 0)
+        optimizer.step(0.1, 0.0, 1.0)
+        for shard in made:
+            for name, moment in optimizer.moments(shard).items():
+                assert moment is before[shard.record.name][name] and moment.any(), "updated where it lies"
+
+
+@pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
+def test_another_optimizer_goes_on_from_moments_and_the_number_of_updates(config: OptimizerConfig) -> None:
+    """Without that number Adam's bias correction would start again."""
+
+    def train(optimizer: ShardedOptimizer, made: Sequence[Shard], steps: range) -> None:
+        for step in steps:
+            set_grads(made, step)
+            optimizer.step(0.01, 0.1, 0.5)
+
+    first = shards()
+    through = make_optimizer(first, config)
+    train(through, first, range(3))
+    second = shards()
+    resumed = make_optimizer(second, config)
+    for old, new in zip(first, second, strict=True):
+        new.main.copy_(old.main)
+        for name, moment in through.moments(old).items():
+            resumed.moments(new)[name].copy_(moment)
+    resumed.set_num_updates(through.num_updates)
+    train(through, first, range(3, 6))
+    train(resumed, second, range(3, 6))
+    assert resumed.num_updates == through.num_updates == 6
+    assert all(torch.equal(a.main, b.main) for a, b in zip(first, second, strict=True))
+
+
+# ---- apex
+
+
+def test_apex_that_is_not_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "apex", None)
+    monkeypatch.setitem(sys.modules, "apex.optimizers", None)
+    for kind in ("adam", "sgd"):
+        with pytest.raises(ValueError, match="--use-apex, but NVIDIA apex is not installed"):
+            make_optimizer(shards(), OptimizerConfig(optimizer=kind, use_apex=True))  # type: ignore[arg-type]
+
+
+class FakeFusedAdam(torch.optim.AdamW):
+    """Takes apex's arguments; like apex's it reads plain gradients, with no factor."""
+
+    def __init__(self, params: Any, *, adam_w_mode: bool, lr: float, betas: tuple[float, float], eps: float) -> None:
+        assert adam_w_mode
+        super().__init__(params, lr=lr, betas=betas, eps=eps, foreach=False)
+
+
+class FakeFusedSGD(torch.optim.SGD):
+    """Takes apex's arguments."""
+
+    def __init__(self, params: Any, *, lr: float, momentum: float) -> None:
+        super().__init__(params, lr=lr, momentum=momentum, foreach=False)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("adam", {}), ("sgd", {"momentum": 0.9})])
+def test_apex_is_used_where_it_is_there_and_asked_for(kind: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizers = types.ModuleType("apex.optimizers")
+    optimizers.FusedAdam, optimizers.FusedSGD = FakeFusedAdam, FakeFusedSGD  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
+    made = shards()
+    config = OptimizerConfig(optimizer=kind, use_apex=True, adam_beta2=0.95)  # type: ignore[arg-type]
+    optimizer = make_optimizer(made, config)
+    assert isinstance(optimizer._torch, FakeFusedAdam | FakeFusedSGD)
+    params, expected = plain(kind, **changes)
+    for step in range(3):
+        set_grads(made, step)
+        plain_step(params, expected, made, 0.37, lr=0.01)
+        optimizer.step(0.01, 0.1, 0.37)
+        for shard, param in zip(made, params, strict=True):
+            torch.testing.assert_close(shard.main, param.detach(), rtol=1e-6, atol=1e-6)
+
+
+# ---- sums over gradients
+
+
+@pytest.mark.parametrize("numel", [1, 7, 4095, 4096, 4097, 8192, 4_800_000])
+def test_sums_of_squares_are_exact_to_float32(numel: int) -> None:
+    """One float32 reduction over 4.8 million elements came out 1e-3 low."""
+    tensor = values(numel, key=numel)
+    exact = tensor.double().square().sum().item()
+    found = square_sums([tensor, tensor.double()], CPU)
+    assert found.dtype == torch.float64
+    assert found[0].item() == pytest.approx(exact, rel=1e-6)
+    assert found[1].item() == pytest.approx(exact, rel=1e-13)
+
+
+def test_equal_numbers_are_the_worst_case() -> None:
+    """All roundings of a row go one way."""
+    tensor = torch.full((5_000_000,), 0.1)
+    assert square_sums([tensor], CPU)[0].item() == pytest.approx(tensor[:1].double().square().item() * 5e6, rel=1e-5)
+
+
+def test_sums_have_a_place_for_each_tensor_of_any_shape() -> None:
+    tensors = [torch.full((2, 3), 2.0), torch.tensor(3.0), torch.zeros(0), torch.full((5000, 2), 1.0).t()]
+    assert square_sums(tensors, CPU).tolist() == pytest.approx([24.0, 9.0, 0.0, 10_000.0], rel=1e-6)
+    assert square_sums([], CPU).shape == (0,)
+
+
+@pytest.mark.parametrize("numel", [10, 10_000])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_shows(numel: int, bad: float) -> None:
+    for place in (0, numel // 2, numel - 1):
+        tensor = torch.zeros(numel)
+        tensor[place] = bad
+        assert not torch.isfinite(square_sums([tensor, torch.ones(3)], CPU)).tolist()[0]
+        assert square_sums([tensor, torch.ones(3)], CPU)[1].item() == pytest.approx(3.0)
+
+
+def test_large_finite_gradients_do_not_overflow_as_sums() -> None:
+    """Gradients of 1e4 times a loss scale of 2^16, by the million."""
+    assert square_sums([torch.full((1_000_000,), 1e4 * 2**16)], CPU)[0].item() == pytest.approx(1e6 * (1e4 * 2**16) ** 2, rel=1e-5)
+
+
+def test_zeros_are_counted() -> None:
+    tensor = values(5000)
+    tensor[::5] = 0.0
+    tensor[1], tensor[2] = -0.0, float("nan")
+    assert count_zeros([tensor, torch.zeros(3), torch.ones(2, 2)], CPU).item() == 1000 + 1 + 3
+    assert count_zeros([], CPU).item() == 0.0
