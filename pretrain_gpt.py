@@ -36,6 +36,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     config = loaded.config
     startup.set_numerics(config.training.deterministic_mode)
     context = connect(config.parallel)
+    startup.set_logging(context.rank)
     plan = BatchSizePlan(config.training, context.group("cp", "dp").size)
     config = startup.with_batch_size(config, plan)
     data = open_data(config, context)

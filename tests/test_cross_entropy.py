@@ -22,7 +22,7 @@ SCALE = 0.37
 
 
 def example(vocab: int, key: int = 0, spread: float = 3.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [s, b, v], labels and mask [s, b]; the last and the first token of the vocabulary are labels, some tokens do not count."""
+    """Logits [s, b, v], labels and mask [s, b]. The ends of the vocabulary are among the labels; some tokens do not count."""
     generator = torch.Generator().manual_seed(key)
     logits = torch.randn(SEQ, BATCH, vocab, dtype=torch.float64, generator=generator) * spread
     labels = torch.randint(vocab, (SEQ, BATCH), generator=generator)

@@ -31,6 +31,11 @@ def values(*shape: int, key: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(key))
 
 
+def error(found: torch.Tensor | None, exact: torch.Tensor | None) -> float:
+    assert found is not None and exact is not None
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
 @dataclass(frozen=True)
 class Case:
     """A layer and how it runs."""
@@ -139,7 +144,7 @@ def test_two_ranks_equal_one_plain_layer(two: list[list[dict[str, Any]]], case: 
         if case.bias and column:
             wanted["bias"] = part(whole["bias"], -1, rank)
         for name, tensor in wanted.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-13, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
+            assert error(found[name], tensor) < 1e-14, name
         assert not found["weight partial"]
     if case.bias and not column:
         first, second = two[0][number], two[1][number]
@@ -240,7 +245,7 @@ def test_deferred_weight_gradients_are_the_same_bits() -> None:
                         run()
                 else:
                     y.square().sum().backward()
-            kept = [w.grad_sink.main_grad if with_sinks else w.grad for w in weights]  # type: ignore[attr-defined]
+            kept: list[torch.Tensor] = [w.grad_sink.main_grad if with_sinks else w.grad for w in weights]  # type: ignore
             assert not any(tensor.requires_grad for tensor in kept)
             found.append(kept)
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -253,11 +258,6 @@ def test_a_bias_before_a_sum_is_our_mistake() -> None:
 
 
 # ---- 16 bits
-
-
-def error(found: torch.Tensor | None, exact: torch.Tensor | None) -> float:
-    assert found is not None and exact is not None
-    return ((found.double() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)])

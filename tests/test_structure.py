@@ -127,11 +127,10 @@ def test_no_device_is_hard_wired() -> None:
         if file.parts[1] == "config" or str(file) == "megatron/parallel/context.py":
             continue
         for call in calls(tree(file)):
-            name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-            devices = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "device")]
-            if name in ("cuda", "set_device", "current_device") or name in ("to", "device") and any(map(names_a_device, devices)):
-                found.append(f"{file}:{call.lineno}")
-            elif any(names_a_device(keyword.value) for keyword in call.keywords if keyword.arg == "device"):
+            method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+            devices = [keyword.value for keyword in call.keywords if keyword.arg == "device"]
+            devices += call.args if method in ("to", "device") else []
+            if method in ("cuda", "set_device", "current_device") or any(map(names_a_device, devices)):
                 found.append(f"{file}:{call.lineno}")
     # The generator of a device that was given without a number is the current one's.
     assert [place.rpartition(":")[0] for place in found] == ["megatron/parallel/random.py"], found
@@ -189,7 +188,7 @@ def test_every_setting_is_read_where_it_acts() -> None:
     used = set().union(
         *(read_of_settings(file) for file in FILES if file.parts[1] != "config"), read_of_settings(Path("pretrain_gpt.py"))
     )
-    unread = []
+    unread: list[str] = []
     for topic in dataclasses.fields(Config):
         settings = topic.default_factory
         assert isinstance(settings, type)

@@ -18,6 +18,7 @@ _PACKAGES = (
     "torch",
     "numpy",
     "safetensors",
+    "xxhash",
     "sentencepiece",
     "tiktoken",
     "regex",

@@ -130,12 +130,16 @@ def connect(config: ParallelConfig) -> ParallelContext:
     """Join the job that a launcher such as torchrun describes in the environment, or be a world of one.
 
     Raises:
-        ValueError: CUDA is asked for and missing, or there are more local ranks than devices.
+        ValueError: CUDA is asked for and missing, there are more local ranks than devices, or the backend does not fit the device.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = choose_device(config.device, local_rank)
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+    if backend == "nccl" and device.type != "cuda":
+        raise ValueError(
+            f"--distributed-backend nccl needs CUDA, but the device is {device.type}. Use gloo, or leave the flag out."
+        )
     if world_size > 1 and not dist.is_initialized():
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
         dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)

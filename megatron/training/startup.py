@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Sequence
 
@@ -26,6 +27,12 @@ from megatron.training.batch_size import BatchSizePlan
 from megatron.training.checkpointing import Schedule
 from megatron.training.reporter import Reporter
 from megatron.training.together import together
+
+
+def set_logging(rank: int) -> None:
+    """Let what library code has to say reach the screen, once: from rank 0, and errors from all."""
+    logging.basicConfig(format="  %(message)s", level=logging.WARNING)
+    logging.getLogger("megatron").setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
 
 def set_numerics(deterministic: bool) -> None:
