@@ -15,10 +15,11 @@ def main(argv: list[str]) -> None:
     started_at = time.monotonic()
     loaded = load_or_exit(argv, int(os.environ.get("WORLD_SIZE", 1)))
 
-    from megatron.training.failure import reported_failures
+    from megatron.training.failure import leave_well, reported_failures
 
     with reported_failures():
         pretrain(loaded, argv, started_at)
+    leave_well()
 
 
 def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:

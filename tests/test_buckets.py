@@ -206,6 +206,19 @@ def test_a_bucket_is_reduced_after_its_last_write(overlap: bool, monkeypatch: py
         assert sorted(reductions.buffers) == sorted(bucket.buffer.data_ptr() for bucket in buckets.buckets), "each once"
 
 
+def test_a_step_that_does_not_reduce_leaves_each_rank_its_own_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(lone_rank())
+    buckets = GradBuckets(model.params, lone_rank(), settings(3000, overlap=True))
+    reductions = Reductions(monkeypatch)
+    buckets.start_step(1, reduces=False)
+    write_all(model, 0)
+    assert not reductions.buffers
+    buckets.start_step(1)
+    write_all(model, 0)
+    assert len(reductions.buffers) == len(buckets.buckets)
+    buckets.finish()
+
+
 def test_a_step_begins_anew() -> None:
     model = build(lone_rank())
     buckets = GradBuckets(model.params, lone_rank(), settings())

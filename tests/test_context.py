@@ -230,7 +230,9 @@ def count_over_stages_and_slices(_: int) -> list[list[tuple[int, ...]]]:
                 sizes, place = context.axis_sizes, context.coordinates
                 once = [e for e in params if (e.record.splits or tp == 0) and (len(e.record.chunks) == 1 or pp == 0)]
                 held = sum(e.record.held_box(sizes, place).numel for e in once)
-                counts[-1].append((held, sum(e.record.held_box(sizes, place).numel for e in params), params.local_numel()))
+                counts[-1].append(
+                    (held, sum(e.record.held_box(sizes, place).numel for e in params), sum(e.param.numel() for e in params))
+                )
                 disconnect()
     return counts
 

@@ -130,6 +130,14 @@ def test_labels_that_do_not_count_may_be_anything() -> None:
     assert torch.equal(loss, same) and torch.equal(gradient, same_gradient)
 
 
+def test_without_gradients_the_loss_is_the_same() -> None:
+    logits, labels, mask = example(61)
+    for dtype in (torch.float64, torch.float16):
+        with torch.no_grad():
+            loss = vocab_parallel_cross_entropy(logits.to(dtype), labels, mask, SELF_GROUP)
+        assert torch.equal(loss, ours(logits.to(dtype), labels, mask)[0]) and not loss.requires_grad
+
+
 def test_a_mask_in_float32_weighs_a_float64_loss() -> None:
     logits, labels, mask = example(61)
     loss, gradient = ours(logits, labels, mask.float())

@@ -162,11 +162,19 @@ def _tokens(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Ten
     return window[:, :-1].to(device), window[:, 1:].to(device)
 
 
+def _synchronize() -> None:
+    """Wait for the device: a step may leave its update running."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def _timed(step: Step, steps: int) -> float:
     """Seconds a step."""
+    _synchronize()
     began = time.perf_counter()
     for _ in range(steps):
         step()
+    _synchronize()
     return (time.perf_counter() - began) / steps
 
 
@@ -263,7 +271,11 @@ def bench_parallel(shape: Shape) -> None:
             ]
         try:
             subprocess.run(
-                launch, check=True, cwd=root, env={**os.environ, "OMP_NUM_THREADS": str(max(1, 2 // ranks))}, capture_output=True
+                launch,
+                check=True,
+                cwd=root,
+                env={**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))},
+                capture_output=True,
             )
             rows = [json.loads(line) for line in metrics.read_text().splitlines()]
             times[name] = rows[-1]["elapsed_ms"]

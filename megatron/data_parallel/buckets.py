@@ -56,14 +56,20 @@ class GradBuckets:
         size = config.ddp_bucket_size or default_bucket_size(context.topology.dp)
         self.buckets: list[Bucket] = [self._allocate(entries) for entries in _plan(table, context, size)]
         self._sinks: list[GradSink] = []
+        self._reduces_early = False
         for bucket in self.buckets:
             for entry, view in zip(bucket.entries, bucket.views, strict=True):
                 sink = GradSink(view, partial(self._wrote, bucket))
                 entry.param.grad_sink = sink  # type: ignore[attr-defined]
                 self._sinks.append(sink)
 
-    def start_step(self, num_microbatches: int) -> None:
-        """Forget the last step's gradients and expect this many microbatches."""
+    def start_step(self, num_microbatches: int, *, reduces: bool = True) -> None:
+        """Forget the last step's gradients and expect this many microbatches.
+
+        Args:
+            reduces: whether complete buckets may be reduced; False leaves each rank's own gradients (do not call `finish` then).
+        """
+        self._reduces_early = reduces and self._overlap
         for sink in self._sinks:
             sink.written = False
         for bucket in self.buckets:
@@ -119,7 +125,7 @@ class GradBuckets:
 
     def _wrote(self, bucket: Bucket) -> None:
         bucket.writes_left -= 1
-        if bucket.writes_left == 0 and self._overlap:
+        if bucket.writes_left == 0 and self._reduces_early:
             self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:

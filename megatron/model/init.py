@@ -46,11 +46,12 @@ def initialize(param: torch.Tensor, record: ParamRecord, context: ParallelContex
         wanted = np.arange(math.prod(record.shape[:-1])).reshape(record.shape[:-1])
         wanted = wanted[tuple(slice(o, o + n) for o, n in zip(held.offsets[:-1], held.sizes[:-1], strict=True))].ravel()
         flat = target.reshape(-1, held.sizes[-1])
-        for block in np.unique(wanted // rows).tolist():
+        blocks = wanted // rows
+        ends = [*np.flatnonzero(np.diff(blocks)) + 1, len(wanted)]
+        for start, end in zip([0, *ends], ends, strict=False):  # rows of one block are neighbours in the slice too
+            block = int(blocks[start])
             values = block_values(record, seed, block, rows)[:, columns]
-            at = np.nonzero(wanted // rows == block)[0]
-            # Consecutive places: rows of one block are neighbours in the slice too.
-            flat[at[0] : at[-1] + 1].copy_(torch.from_numpy(np.ascontiguousarray(values[wanted[at] - block * rows])))
+            flat[start:end].copy_(torch.from_numpy(np.ascontiguousarray(values[wanted[start:end] - block * rows])))
 
 
 def initialize_all(table: ParamTable, context: ParallelContext, seed: int) -> None:

@@ -12,8 +12,6 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any
 
-import torch
-
 from megatron.config.precision import PrecisionConfig
 
 logger = logging.getLogger(__name__)
@@ -27,24 +25,17 @@ class LossScaleError(RuntimeError):
 
 
 class GradScaler(ABC):
-    """A loss scale: its value as a number and as a tensor on each device that asked."""
+    """A loss scale, a number on the host: it meets tensors only as a factor of one, which costs no synchronisation."""
 
     def __init__(self, scale: float) -> None:
         if not 0.0 < scale <= _LARGEST_SCALE:
             raise ValueError(f"A loss scale must be above 0 and at most 2^127 (it is a float32), not {scale}.")
         self._scale = float(scale)
-        self._tensors: dict[torch.device, torch.Tensor] = {}
 
     @property
     def scale(self) -> float:
         """What the loss is multiplied by."""
         return self._scale
-
-    def scale_tensor(self, device: torch.device) -> torch.Tensor:
-        """The scale as a float32 tensor of no dimension: always the same tensor, whose value `update` changes in place."""
-        if device not in self._tensors:
-            self._tensors[device] = torch.tensor(self._scale, dtype=torch.float32, device=device)
-        return self._tensors[device]
 
     @abstractmethod
     def update(self, found_inf: bool) -> None:
@@ -60,8 +51,6 @@ class GradScaler(ABC):
 
     def _set_scale(self, scale: float) -> None:
         self._scale = scale
-        for tensor in self._tensors.values():
-            tensor.fill_(scale)
 
 
 class ConstantGradScaler(GradScaler):

@@ -50,9 +50,6 @@ class ShardedOptimizer:
     def publish(self) -> None:
         """Carry updated mains to the compute parameters; nothing where they are the same tensor."""
 
-    def reload_main(self) -> None:
-        """Take the mains from the compute parameters; nothing where they are the same tensor."""
-
     def moments(self, shard: Shard) -> dict[str, torch.Tensor]:
         """The optimizer state of a shard, by name, each of the shard's size."""
         return {name: self._torch.state[shard.main][name] for name in self._moments}
@@ -62,6 +59,9 @@ class ShardedOptimizer:
         self.num_updates = count
         for step in self._steps:
             step.fill_(float(count))
+        if self._config.use_apex:  # which counts in the group
+            for group in self._torch.param_groups:
+                group["step"] = count
 
     def _allocate_state(self) -> None:
         # Eagerly, so that a checkpoint can be loaded into it before the first step.
@@ -69,7 +69,7 @@ class ShardedOptimizer:
             state = self._torch.state[shard.main]
             for name in self._moments:
                 state[name] = torch.zeros_like(shard.main)
-            if self._config.optimizer == "adam":
+            if self._config.optimizer == "adam" and not self._config.use_apex:
                 device = shard.main.device if shard.main.device.type != "meta" else None
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
                 self._steps.append(state["step"])
@@ -99,10 +99,6 @@ class Float16Optimizer(ShardedOptimizer):
     def publish(self) -> None:
         """Round the mains to the model's dtype."""
         torch._foreach_copy_([_part(shard) for shard in self.shards], [shard.main for shard in self.shards])
-
-    def reload_main(self) -> None:
-        """Widen the model's parameters to mains."""
-        torch._foreach_copy_([shard.main for shard in self.shards], [_part(shard) for shard in self.shards])
 
 
 def _part(shard: Shard) -> torch.Tensor:

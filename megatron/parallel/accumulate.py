@@ -61,6 +61,17 @@ def sink_of(param: torch.Tensor) -> GradSink | None:
     return getattr(param, "grad_sink", None)
 
 
+def grad_dtype(param: torch.Tensor) -> torch.dtype:
+    """Dtype in which a parameter's gradient is summed."""
+    sink = sink_of(param)
+    return param.dtype if sink is None else sink.main_grad.dtype
+
+
+def is_deferring() -> bool:
+    """Whether weight-gradient products are being put off."""
+    return _deferred is not None
+
+
 def accumulate(param: torch.Tensor, grad: torch.Tensor) -> None:
     """Add a ready gradient of the parameter's shape."""
     sink = sink_of(param)

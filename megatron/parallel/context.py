@@ -142,7 +142,9 @@ def connect(config: ParallelConfig) -> ParallelContext:
         )
     if world_size > 1 and not dist.is_initialized():
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-        dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)
+        # No device_id: with it, NCCL would make every group at once, by a split of the whole world each. Without, a communicator is
+        # made at its first use by its own ranks, and each pair of pipeline neighbours has one of its own in each direction.
+        dist.init_process_group(backend, timeout=timeout)
     topology = Topology.from_world(
         world_size,
         tp=config.tensor_model_parallel_size,
@@ -174,6 +176,8 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
         raise ValueError(
             "--device cuda, but torch sees no CUDA device. Use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES."
         )
+    if torch.cuda.device_count() == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        local_rank = 0  # the launcher shows each process a GPU of its own
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"local rank {local_rank} has no GPU of its own: this node shows {torch.cuda.device_count()}. "

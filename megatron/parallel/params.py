@@ -133,10 +133,6 @@ class ParamTable:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def local_numel(self) -> int:
-        """Elements held by this rank, padding included."""
-        return sum(entry.param.numel() for entry in self)
-
 
 def materialize(module: nn.Module, table: ParamTable, device: torch.device) -> None:
     """Give every meta parameter of the table memory on `device` (values undefined until initialised)."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.parallel.boxes import Piece
+from megatron.parallel.boxes import Piece, PlacedBox, place
+from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 
 
@@ -27,3 +28,8 @@ class Shard:
     grad: torch.Tensor
     counted: bool
     """Whether this rank counts the shard in global norms and zero counts (each element counts once in the world)."""
+
+    def boxes(self, context: ParallelContext) -> list[PlacedBox]:
+        """Which boxes of the global tensor the shard holds, padding left out."""
+        sizes = context.axis_sizes
+        return place(self.record.local_shape(sizes), self.record.held_box(sizes, context.coordinates), self.piece)

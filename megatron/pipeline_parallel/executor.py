@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -42,10 +41,12 @@ class Executor:
         self._boundary = boundary
         self._messenger = Messenger(context, boundary)
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._plans: dict[int, ReceivePlan] = {}
+        self._checked: list[Schedule] = []  # kept, so that no other schedule takes the identity of one of them
 
     def run(self, schedule: Schedule, forward: ForwardFunction) -> None:
         """Run one step. Gradients go where the parameters' sinks say; a forward-only schedule keeps nothing."""
-        plan = checked_plan(schedule, self._stage)
+        plan = self._plans.get(id(schedule)) or self._check(schedule)
         training = any(op.kind is not OpKind.FORWARD for op in schedule.ops[self._stage])
         for op, due, arrived in zip(schedule.ops[self._stage], plan.before, plan.arrived, strict=True):
             for message, source in due:
@@ -54,8 +55,9 @@ class Executor:
                 with torch.set_grad_enabled(training):
                     self._forward(schedule, op, forward, training)
             elif op.kind is OpKind.WEIGHT_GRAD:
-                for run in self._in_flight[op.chunk, op.microbatch].deferred:
-                    run()
+                deferred = self._in_flight[op.chunk, op.microbatch].deferred
+                while deferred:  # each product's inputs are let go as soon as it is done
+                    deferred.pop(0)()
                 self._retire(op)
             else:
                 self._backward(schedule, op)
@@ -63,6 +65,13 @@ class Executor:
                 self._messenger.settle(message)
         self._messenger.finish()
         assert not self._in_flight, "activations left over"
+
+    def _check(self, schedule: Schedule) -> ReceivePlan:
+        """The receive plan of a schedule, after the schedule was proved valid. Once for each schedule."""
+        validate(schedule)
+        self._checked.append(schedule)
+        plan = self._plans[id(schedule)] = plan_receives(schedule, self._stage)
+        return plan
 
     def _forward(self, schedule: Schedule, op: Op, forward: ForwardFunction, training: bool) -> None:
         needed = schedule.needs(op)
@@ -109,10 +118,3 @@ class Executor:
 
 def _leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return tensor.detach().requires_grad_(requires_grad)
-
-
-@lru_cache(maxsize=64)
-def checked_plan(schedule: Schedule, stage: int) -> ReceivePlan:
-    """The receive plan of a schedule, after the schedule was proved valid. Once for each schedule."""
-    validate(schedule)
-    return plan_receives(schedule, stage)

@@ -1,13 +1,13 @@
 """Messages between pipeline stages: receives posted early, sends that do not block, shapes agreed once.
 
 What travels is a named set of tensors (`Boundary`), the same for every microbatch. Both ends of a channel know the whole schedule,
-so they take its messages in the same order (the sender's) and no message carries a header. Each direction has a communicator of its
+so they take its messages in the same order (the sender's) and no message carries a header. Messages are not batched: a batch would
+make an activation that is ready wait for a gradient that is not. Each direction has a communicator of its
 own (see `ParallelContext.pipeline_channel`), so a send never waits behind a receive.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,11 +25,6 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = True
-
-    @property
-    def nbytes(self) -> int:
-        """Size of one message."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 Boundary = Mapping[str, TensorSpec]

@@ -107,4 +107,8 @@ def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
     return Schedule("forward-only", num_microbatches, tuple(range(num_stages)), ops)
 
 
-GENERATORS: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+GENERATORS: dict[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "forward-only": forward_only,
+}

@@ -47,6 +47,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             log_sum, target = largest + sums[0].log(), sums[1]
 
         mask = mask.reshape(-1).to(wide)
+        if not ctx.needs_input_grad[0]:  # evaluation
+            return torch.dot(log_sum - target, mask)
         gradient_factor = mask * _HALF_HEADROOM if logits.dtype == torch.float16 else mask
         for block in blocks:
             part = rows[block]
@@ -64,8 +66,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         if gradient.dtype == torch.float16:
             grad = grad / _HALF_HEADROOM
+        # CUDA kernels round a scalar operand to the tensor's dtype (CPU kernels do not); one of one element is promoted.
+        factor = grad if gradient.device.type == "cpu" else grad.view(1)
         # In place, since nobody else reads it: the logits were an intermediate result of ours.
-        return gradient.mul_(grad), None, None, None, None, None
+        return gradient.mul_(factor), None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(

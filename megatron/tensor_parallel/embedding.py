@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.parallel.accumulate import accumulate
+from megatron.parallel.accumulate import accumulate, grad_dtype
 from megatron.parallel.collectives import reduce_scatter_forward, sum_forward
 from megatron.parallel.params import Init, Split
 from megatron.parallel.scope import Scope
@@ -33,9 +33,8 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
         (ids,) = ctx.saved_tensors
         # Repeated ids must be summed in the precision of the main gradient, or a frequent token's gradient is lost to rounding.
-        sink = getattr(ctx.weight, "grad_sink", None)
-        dtype = sink.main_grad.dtype if sink is not None else ctx.weight.dtype
-        accumulate(ctx.weight, torch.ops.aten.embedding_dense_backward(grad.to(dtype), ids, ctx.weight.shape[0], -1, False))
+        wide = grad.to(grad_dtype(ctx.weight))
+        accumulate(ctx.weight, torch.ops.aten.embedding_dense_backward(wide, ids, ctx.weight.shape[0], -1, False))
         return None, None
 
 

@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megatron.parallel.accumulate import accumulate, accumulate_product
+from megatron.parallel.accumulate import accumulate, accumulate_product, grad_dtype, is_deferring
 from megatron.parallel.collectives import (
     Pending,
     all_gather,
@@ -76,7 +76,9 @@ class _Linear(torch.autograd.Function):
         input_mode, output_mode = ctx.modes
         if output_mode == "scatter":
             grad_output = all_gather(grad_output, group)
-        whole = start_all_gather(x, group) if input_mode == "gather" else Pending(x)
+        # A deferred weight gradient gathers its input when it runs, so that only the local part is held until then.
+        gathers = input_mode == "gather"
+        whole = None if gathers and is_deferring() else (start_all_gather(x, group) if gathers else Pending(x))
         pending = None
         if ctx.needs_input_grad[0]:
             grad_input = input_product(grad_output, weight.flatten(0, -2))
@@ -87,9 +89,10 @@ class _Linear(torch.autograd.Function):
             else:
                 pending = Pending(grad_input)
         rows = grad_output.flatten(0, -2)
-        accumulate_product(weight, rows, lambda: whole.wait().flatten(0, -2))
+        accumulate_product(weight, rows, lambda: (whole or start_all_gather(x, group)).wait().flatten(0, -2))
         if bias is not None:
-            accumulate(bias, rows.sum(0).view_as(bias))
+            # In the precision of its destination: a 16-bit sum over all tokens would lose digits, or overflow.
+            accumulate(bias, rows.sum(0, dtype=grad_dtype(bias)).view_as(bias))
         return (None if pending is None else pending.wait()), None, None, None, None, None
 
 

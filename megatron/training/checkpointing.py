@@ -8,6 +8,7 @@ the run.
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from megatron.config.save import from_dict
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.lr_schedule import ScheduleLengths
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.parallel.boxes import place
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
@@ -80,9 +80,7 @@ def global_tensors(
 
 
 def _global(kind: str, shard: Shard, tensor: Any, context: ParallelContext) -> GlobalTensor:
-    record = shard.record
-    boxes = place(record.local_shape(context.axis_sizes), record.held_box(context.axis_sizes, context.coordinates), shard.piece)
-    return GlobalTensor(f"{kind}.{record.name}", record.shape, tensor, boxes)
+    return GlobalTensor(f"{kind}.{shard.record.name}", shard.record.shape, tensor, shard.boxes(context))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +105,8 @@ class Saver:
     """Saves a run's state; checks first that it can.
 
     Args:
-        run_record: the resolved settings, versions and command line, kept in each checkpoint and once in the save folder.
+        run_record: the resolved settings, versions and command line, kept in each checkpoint, and in the save folder as run.json
+            already at the start.
     """
 
     def __init__(self, config: CheckpointConfig, context: ParallelContext, run_record: dict[str, Any], vocab_size: int) -> None:
@@ -116,7 +115,11 @@ class Saver:
         self._last: int | None = None
         if config.save is not None:
             folder = Path(config.save)
-            together(context, lambda: check_writable(folder) if context.rank == 0 else None)
+            together(context, lambda: self._prepare(folder) if context.rank == 0 else None)
+
+    def _prepare(self, folder: Path) -> None:
+        check_writable(folder)
+        (folder / "run.json").write_text(json.dumps(self._record, indent=2) + "\n", encoding="utf-8")
 
     def save(self, progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: Schedule) -> Path | None:
         """Write a checkpoint of this iteration, unless there is no --save or it is written already. All ranks call it together."""

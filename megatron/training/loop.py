@@ -49,9 +49,12 @@ class Loop:
         """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end."""
         if self.config.training.manual_gc:
             gc.disable()
+        began_at = progress.iteration
         with ExitSignal() as signal:
             stopped = self._train(progress, signal)
-            self._finish(progress, stopped)  # a further signal must not cut off the save
+            if progress.iteration > began_at:  # a finished run that is started again leaves its checkpoint as it is
+                self._save(progress)  # inside, for a further signal must not cut off the save
+            self._finish(progress, stopped)
 
     def _train(self, progress: Progress, signal: ExitSignal) -> str | None:
         """All steps. Returns why they stopped before the end of the run, or None."""
@@ -120,7 +123,7 @@ class Loop:
         return None
 
     def _finish(self, progress: Progress, stopped: str | None) -> None:
-        self._save(progress)  # before evaluations, which may take longer than a scheduler that ends the job allows
+        # After the save: evaluations may take longer than a scheduler that ends the job allows.
         if stopped is None:
             if self.valid_batches is not None and not self._just_evaluated(progress):
                 self._evaluate(progress, "validation")

@@ -183,7 +183,7 @@ class Reporter:
             values |= {"lm_loss": result.loss, "grad_norm": result.grad_norm}
         if result.num_zeros is not None:
             values["num_zeros"] = result.num_zeros
-        if self._config.log_memory_to_tensorboard and torch.cuda.is_available():
+        if self._config.log_memory_to_tensorboard and torch.cuda.is_initialized():
             values |= {
                 "mem-allocated-bytes": torch.cuda.memory_allocated(),
                 "mem-max-allocated-bytes": torch.cuda.max_memory_allocated(),

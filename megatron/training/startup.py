@@ -59,8 +59,7 @@ def check_parameter_count(config: ModelConfig, vocab_size: int, shards: Sequence
     Raises:
         RuntimeError: the sum differs from what the settings say: a layer is lost or doubled.
     """
-    sizes, place = context.axis_sizes, context.coordinates
-    mine = sum(shard.record.held_box(sizes, place).numel for shard in shards)
+    mine = sum(placed.box.numel for shard in shards for placed in shard.boxes(context))
     built = int(all_reduce(torch.tensor(mine, dtype=torch.int64, device=context.device), context.world))
     expected = count_parameters(config, vocab_size)
     if built != expected:

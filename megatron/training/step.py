@@ -18,13 +18,11 @@ from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import make_optimizer
-from megatron.parallel.boxes import place
 from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import Shard
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors
-from megatron.pipeline_parallel.schedules import GENERATORS, Schedule, forward_only
+from megatron.pipeline_parallel.schedules import GENERATORS, Schedule
 from megatron.training.nonfinite import raise_nonfinite, raise_uncounted
 
 
@@ -79,7 +77,7 @@ class TrainStep:
         self.counted_squares = torch.zeros(len(self.counted_shards), dtype=torch.float64, device=context.device)
         """Sums of squares of the (scaled) gradients of `counted_shards` in the last step."""
         self._counted_grads = [shard.grad for shard in self.counted_shards]
-        self._num_padding = sum(shard.grad.numel() - self._num_real(shard) for shard in self.counted_shards)
+        self._num_padding = sum(s.grad.numel() - sum(p.box.numel for p in s.boxes(context)) for s in self.counted_shards)
         self._timers = timers or Timers(level=0)
         self._schedules: dict[tuple[str, int], Schedule] = {}
 
@@ -111,7 +109,8 @@ class TrainStep:
         loss, norm = sums[0] / sums[1], math.sqrt(sums[2]) / scale
         overflow = not math.isfinite(norm)
         if not self._skip_overflow and (overflow or not math.isfinite(loss)):
-            raise_nonfinite(iteration, float(loss_sum), self.optimizer.shards, self.context)
+            bad, again = self._nonfinite_gradients(), self._nonfinite_gradients(batch)
+            raise_nonfinite(iteration, float(loss_sum), bad, again, self.context)
         if not overflow:
             clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0
             with self._timers("optimizer", level=1):
@@ -128,8 +127,8 @@ class TrainStep:
         zeros = torch.zeros_like(squares)
         if self._count_zeros:  # the gradient of padding is always zero, and how much padding there is depends on the layout
             zeros = count_zeros(self._counted_grads, device) - self._num_padding
-        votes = torch.tensor(exit_votes, dtype=torch.float64, device=device)
-        return all_reduce(torch.cat([torch.stack([loss_sum, count, squares, zeros]), votes]), self.context.world).tolist()
+        votes = [torch.full_like(squares, float(vote)) for vote in exit_votes]  # filled on the device: nothing to wait for
+        return all_reduce(torch.stack([loss_sum, count, squares, zeros, *votes]), self.context.world).tolist()
 
     def gradients(self, batch: Sequence[ModelInputs]) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill the gradient buckets with (loss scale) x the gradient of the mean loss, summed over all ranks.
@@ -155,6 +154,17 @@ class TrainStep:
             self.buckets.finish()
         return loss_sum, local_count
 
+    def _nonfinite_gradients(self, run_again: Sequence[ModelInputs] = ()) -> list[str]:
+        """Parameters whose gradient is not finite on this rank.
+
+        The sums over ranks hide where it began, so the step can be run again without them first (it is a function of its inputs,
+        dropout included).
+        """
+        if run_again:
+            self.buckets.start_step(len(run_again), reduces=False)
+            self._run(self._schedule, run_again, lambda loss: loss)
+        return [entry.record.name for entry, grad in self.buckets.gradients() if not torch.isfinite(grad).all()]
+
     def evaluate(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
         """Global sums of loss and loss mask over one global batch, without gradients."""
         loss_sum = self._run("forward-only", batch, lambda loss: loss)
@@ -179,15 +189,8 @@ class TrainStep:
     def _schedule_for(self, name: str, num_microbatches: int) -> Schedule:
         key = (name, num_microbatches)
         if key not in self._schedules:
-            generator = GENERATORS.get(name, forward_only)
-            self._schedules[key] = generator(self.context.topology.pp, num_microbatches)
+            self._schedules[key] = GENERATORS[name](self.context.topology.pp, num_microbatches)
         return self._schedules[key]
-
-    def _num_real(self, shard: Shard) -> int:
-        """Elements of a shard that are not padding."""
-        sizes, coordinates = self.context.axis_sizes, self.context.coordinates
-        held = shard.record.held_box(sizes, coordinates)
-        return sum(placed.box.numel for placed in place(shard.record.local_shape(sizes), held, shard.piece))
 
     @property
     def _counts_loss(self) -> bool:
