@@ -250,9 +250,8 @@ def test_a_gradient_too_many_is_refused() -> None:
     buckets.start_step(1)
     write_all(model, 0)
     accumulated = model.params["layers.0.mlp.up.weight"]
-    sink(accumulated).add(gradient(accumulated, 0))
     with pytest.raises(RuntimeError, match="too many"):
-        buckets.finish()
+        sink(accumulated).add(gradient(accumulated, 0))
 
 
 # ---- over two ranks
@@ -317,3 +316,26 @@ def test_a_tied_parameter_is_summed_over_both_stages(two: list[dict[Any, dict[st
         for entry in stages[rank]:
             if entry.record.name != WORD:
                 assert torch.equal(found[entry.record.name], expected_sum(entry, rank)), "only what is tied is joined"
+
+
+def test_a_parameter_that_misses_one_microbatch_is_named() -> None:
+    model = build(lone_rank())
+    buckets = GradBuckets(model.params, lone_rank(), settings(None))
+    buckets.start_step(2)
+    write_all(model, 0)
+    write_all(model, 1, skip="layers.1.mlp.up.weight")
+    with pytest.raises(RuntimeError, match="layers.1.mlp.up.weight"):
+        buckets.finish()
+
+
+def test_a_missing_and_a_doubled_gradient_do_not_cancel() -> None:
+    """Silent: the stale gradient of the step before is used."""
+    model = build(lone_rank())
+    buckets = GradBuckets(model.params, lone_rank(), settings(None))
+    buckets.start_step(1)
+    write_all(model, 0)
+    buckets.finish()
+    buckets.start_step(1)
+    write_all(model, 1, skip="layers.1.mlp.up.weight")
+    with pytest.raises(RuntimeError, match="layers.1.mlp.up.weight"):
+        sink(model.params["layers.2.mlp.up.weight"]).add(gradient(model.params["layers.2.mlp.up.weight"], 5))

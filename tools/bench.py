@@ -18,10 +18,12 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +37,11 @@ from megatron.metrics.flops import count_parameters, flops_per_step
 from megatron.model.build import build_model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import ConstantGradScaler
+from megatron.parallel.collectives import Pending
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.p2p import Messenger
+from megatron.training.failure import leave_well
 from megatron.training.step import TrainStep
 
 
@@ -251,61 +256,82 @@ def bench_parallel(shape: Shape) -> None:
         "--hidden-dropout 0 --num-workers 0 --log-throughput"
     ).split()
     times = {}
-    layouts = {
-        "1 process": (1, []),
-        "8 processes": (8, ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"]),
-    }
-    for name, (ranks, layout) in layouts.items():
-        metrics = root / f".bench-{os.getpid()}.jsonl"
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "pretrain_gpt.py"]
-        launch += [*flags, *layout, "--metrics-file", str(metrics)]
-        if ranks > 1:
-            launch += [
-                "--profile",
-                "--profile-step-start",
-                "5",
-                "--profile-step-end",
-                "7",
-                "--profile-dir",
-                str(metrics) + ".profile",
+    split = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"]
+    for name, ranks, layout in (("1 process", 1, []), ("8 processes", 8, split)):
+        with tempfile.TemporaryDirectory() as folder:
+            metrics = Path(folder) / "metrics.jsonl"
+            launch = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(ranks),
+                __file__,
+                "rank",
             ]
-        try:
-            subprocess.run(
-                launch,
+            threads = str(max(1, (os.cpu_count() or 1) // ranks))
+            done = subprocess.run(
+                [*launch, *flags, *layout, "--metrics-file", str(metrics)],
                 check=True,
                 cwd=root,
-                env={**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))},
+                env={**os.environ, "OMP_NUM_THREADS": threads},
                 capture_output=True,
+                text=True,
             )
             rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-            times[name] = rows[-1]["elapsed_ms"]
-            last = rows[-1]
-            print(f"{name}: {last['elapsed_ms']:.0f} ms a step, {last['tokens_per_s']:,.0f} tokens/s, loss {last['lm_loss']:.4f}")
-            if ranks > 1:
-                print(f"share of time in communication (rank 0): {_communication_share(Path(str(metrics) + '.profile')):.0%}")
-        finally:
-            metrics.unlink(missing_ok=True)
+        last = rows[-1]
+        times[name] = last["elapsed_ms"]
+        print(f"{name}: {last['elapsed_ms']:.0f} ms a step, {last['tokens_per_s']:,.0f} tokens/s, loss {last['lm_loss']:.4f}")
+        for line in done.stdout.splitlines():
+            if line.startswith("share of"):
+                print(line)
     print(f"1 process / 8 processes: {times['1 process'] / times['8 processes']:.2f} (on {os.cpu_count()} cores)")
 
 
-def _communication_share(folder: Path) -> float:
-    """Share of the profiled time that rank 0's main thread spent waiting for or issuing communication."""
-    (trace,) = folder.glob("trace_rank0*.json")
-    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
-    spans = sorted(
-        (e["ts"], e["ts"] + e["dur"])
-        for e in events
-        if e["name"].startswith(("gloo:", "c10d::", "nccl:")) or "wait" in e["name"].lower()
-    )
-    total = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
-    covered, end = 0.0, 0.0
-    for start, stop in spans:
-        covered += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-    return covered / total
+def run_rank(argv: list[str]) -> None:
+    """One rank of `bench_parallel`: the training script, with the time spent waiting for communication added up."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import pretrain_gpt
+    from megatron.config.cli import load
+
+    waited, stepped = 0.0, 0.0
+    depth = 0
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal waited, depth
+            depth += 1
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                depth -= 1
+                waited += (time.perf_counter() - began) * (depth == 0)
+
+        return wrapper
+
+    def stepping(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal stepped, waited
+            if kwargs["iteration"] == 3:  # the first steps make connections and buffers
+                waited = stepped = 0.0
+            began = time.perf_counter()
+            result = function(*args, **kwargs)
+            stepped += time.perf_counter() - began
+            return result
+
+        return wrapper
+
+    for kind, names in ((Pending, ("wait",)), (Messenger, ("receive", "settle", "finish", "send", "post"))):
+        for name in names:
+            setattr(kind, name, timed(getattr(kind, name)))
+    setattr(TrainStep, "run", stepping(TrainStep.run))  # noqa: B010
+    world_size = int(os.environ["WORLD_SIZE"])
+    pretrain_gpt.pretrain(load(argv, world_size), argv, time.monotonic())
+    if os.environ["RANK"] == "0" and world_size > 1:
+        print(f"share of rank 0's steps in communication, waiting for others included: {waited / stepped:.0%}", flush=True)
+    leave_well()
 
 
 def _model(shape: Shape) -> ModelConfig:
@@ -313,20 +339,22 @@ def _model(shape: Shape) -> ModelConfig:
 
 
 def main() -> None:
-    """Parse the command line and run."""
+    """Parse the command line and run. "memory" and "rank" are the processes that it starts itself."""
+    if sys.argv[1:2] == ["rank"]:
+        run_rank(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["memory"]:
+        which, shape, dtype, device = sys.argv[2:]
+        measure_memory(which, Shape(**json.loads(shape)), getattr(torch, dtype), torch.device(device))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", default="all", choices=["all", "single", "parallel", "memory"])
-    parser.add_argument("inner", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("part", nargs="?", default="all", choices=["all", "single", "parallel"])
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--steps", type=int, default=1, help="steps in each half of a pair")
     args = parser.parse_args()
-    if args.part == "memory":
-        which, shape, dtype, device = args.inner
-        measure_memory(which, Shape(**json.loads(shape)), getattr(torch, dtype), torch.device(device))
-        return
     if args.part in ("all", "single"):
         bench_single(
             SHAPES[args.shape], torch.device(args.device), [getattr(torch, d) for d in args.dtypes], args.pairs, args.steps

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NoReturn
 
 import torch
 
@@ -44,7 +45,9 @@ class Bucket:
     buffer: torch.Tensor
     entries: list[ParamEntry] = field(default_factory=list)
     views: list[torch.Tensor] = field(default_factory=list)
-    writes_left: int = 0
+    writes_left: list[int] = field(default_factory=list)
+    """Gradients that each parameter still waits for in this step."""
+    num_incomplete: int = 0
     pending: Pending | None = None
 
 
@@ -58,8 +61,8 @@ class GradBuckets:
         self._sinks: list[GradSink] = []
         self._reduces_early = False
         for bucket in self.buckets:
-            for entry, view in zip(bucket.entries, bucket.views, strict=True):
-                sink = GradSink(view, partial(self._wrote, bucket))
+            for place, (entry, view) in enumerate(zip(bucket.entries, bucket.views, strict=True)):
+                sink = GradSink(view, partial(self._wrote, bucket, place))
                 entry.param.grad_sink = sink  # type: ignore[attr-defined]
                 self._sinks.append(sink)
 
@@ -73,7 +76,8 @@ class GradBuckets:
         for sink in self._sinks:
             sink.written = False
         for bucket in self.buckets:
-            bucket.writes_left = num_microbatches * sum(entry.uses_per_microbatch for entry in bucket.entries)
+            bucket.writes_left = [num_microbatches * entry.uses_per_microbatch for entry in bucket.entries]
+            bucket.num_incomplete = len(bucket.entries)
 
     def finish(self) -> None:
         """Start what is left to reduce, wait for all, and join tied parameters of different stages.
@@ -82,7 +86,7 @@ class GradBuckets:
             RuntimeError: a parameter got no gradient, or one too many.
         """
         for bucket in self.buckets:
-            if bucket.writes_left != 0:
+            if bucket.num_incomplete:
                 self._complain(bucket)
             if bucket.pending is None:
                 self._reduce(bucket)
@@ -123,18 +127,29 @@ class GradBuckets:
             bucket.views.append(buffer[start : start + entry.param.numel()].view(entry.param.shape))
         return bucket
 
-    def _wrote(self, bucket: Bucket) -> None:
-        bucket.writes_left -= 1
-        if bucket.writes_left == 0 and self._reduces_early:
-            self._reduce(bucket)
+    def _wrote(self, bucket: Bucket, place: int) -> None:
+        bucket.writes_left[place] -= 1
+        if bucket.writes_left[place] < 0:
+            self._complain(bucket)
+        if bucket.writes_left[place] == 0:
+            bucket.num_incomplete -= 1
+            if bucket.num_incomplete == 0 and self._reduces_early:
+                self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
         bucket.pending = start_all_reduce(bucket.buffer, bucket.group)
 
-    def _complain(self, bucket: Bucket) -> None:
-        silent = [e.record.name for e in bucket.entries if not e.param.grad_sink.written]  # type: ignore[attr-defined]
-        what = f"no gradient reached {', '.join(silent)}" if silent else f"{-bucket.writes_left} gradients too many"
-        raise RuntimeError(f"rank {self._context.rank}: the backward passes of this step are incomplete: {what}")
+    def _complain(self, bucket: Bucket) -> NoReturn:
+        words = []
+        for entry, left in zip(bucket.entries, bucket.writes_left, strict=True):
+            if left < 0:
+                words.append(f"{-left} gradients too many reached {entry.record.name}")
+            elif left > 0:
+                silent = not entry.param.grad_sink.written  # type: ignore[attr-defined]
+                words.append(
+                    f"no gradient reached {entry.record.name}" if silent else f"{entry.record.name} lacks {left} gradients"
+                )
+        raise RuntimeError(f"rank {self._context.rank}: the backward passes of this step are incomplete: {'; '.join(words)}")
 
 
 def _tied_apart(entry: ParamEntry, context: ParallelContext) -> bool:

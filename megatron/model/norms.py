@@ -35,6 +35,10 @@ class Norm(nn.Module):
         """[..., size] to [..., size] in the parameters' dtype."""
         weight = through(self.weight)
         out_dtype = weight.dtype
+        if self.kind == "LayerNorm" and x.device.type == "cpu":
+            # There torch sums the gradients of weight and bias over all tokens in the dtype of x: in bfloat16, at 4,096
+            # tokens, they came out a third off.
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
         if x.dtype != out_dtype:  # a float32 residual stream over 16-bit parameters
             weight = weight.to(x.dtype)
         if self.kind == "RMSNorm":
