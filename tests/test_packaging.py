@@ -1,4 +1,4 @@
-"""What a user installs: pure Python in one namespace package, with the same requirements everywhere; rooms import one way."""
+"""What a user installs: pure Python in one namespace package, with the same requirements everywhere."""
 
 from __future__ import annotations
 
@@ -11,21 +11,6 @@ import pytest
 from tests.cli import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-IMPORTS = {
-    "config": set(),
-    "parallel": {"config"},
-    "tensor_parallel": {"config", "parallel"},
-    "pipeline_parallel": {"config", "parallel"},
-    "data_parallel": {"config", "parallel"},
-    "model": {"config", "parallel", "tensor_parallel", "pipeline_parallel", "data_parallel"},
-    "optimizer": {"config", "parallel", "tensor_parallel", "pipeline_parallel", "data_parallel"},
-    "data": {"config"},
-    "metrics": {"config"},
-}
-IMPORTS["checkpoint"] = {*IMPORTS} - {"data", "metrics"}
-IMPORTS["training"] = {*IMPORTS}
-"""What the files of each room may import of the others."""
 
 SOURCES = sorted((ROOT / "megatron").rglob("*.py"))
 
@@ -42,7 +27,9 @@ def test_requirements_name_what_is_imported() -> None:
     found = {match for text in texts for match in re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE)}
     import sys
 
-    needed = {distributions.get(name, name) for name in found - set(sys.stdlib_module_names) - optional - {"megatron"}}
+    needed = {
+        distributions.get(name, name) for name in found - set(sys.stdlib_module_names) - optional - {"megatron", "pretrain_gpt"}
+    }
     required = {re.split("[><=]", text)[0] for text in PROJECT["dependencies"]}
     assert needed <= required
 
@@ -58,18 +45,6 @@ def test_nothing_is_compiled() -> None:
     kinds = {path.suffix for path in (ROOT / "megatron").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert kinds <= {".py", ".typed"}
     assert "ext_modules" not in (ROOT / "setup.py").read_text()
-
-
-def test_every_room_is_known() -> None:
-    rooms = {path.name for path in (ROOT / "megatron").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert rooms == set(IMPORTS)
-
-
-@pytest.mark.parametrize("room", IMPORTS)
-def test_rooms_import_one_way(room: str) -> None:
-    for path in sorted((ROOT / "megatron" / room).rglob("*.py")):
-        for imported in re.findall(r"^\s*(?:from|import) megatron\.(\w+)", path.read_text(), re.MULTILINE):
-            assert imported in IMPORTS[room] | {room}, f"{path.relative_to(ROOT)} imports megatron.{imported}"
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
             "--device cuda, but torch sees no CUDA device. Use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES."
         )
     if torch.cuda.device_count() == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        local_rank = 0  # the launcher shows each process a GPU of its own
+        local_rank = 0  # the launcher shows each process a GPU of its own (NCCL refuses two ranks on one)
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"local rank {local_rank} has no GPU of its own: this node shows {torch.cuda.device_count()}. "
