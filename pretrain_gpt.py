@@ -27,6 +27,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     from megatron.model.build import build_model, model_dtype
     from megatron.optimizer.grad_scaler import make_grad_scaler
     from megatron.parallel.context import connect, disconnect
+    from megatron.pipeline_parallel.partition import table_of
     from megatron.training import startup
     from megatron.training.batch_size import BatchSizePlan
     from megatron.training.checkpointing import Saver, resume
@@ -51,6 +52,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
         vocab_size=data.vocab_size,
         sequence_parallel=config.parallel.sequence_parallel,
         seed=config.training.seed,
+        table=table_of(config.model, config.parallel, data.vocab_size),
     )
     step = TrainStep(
         model,
@@ -68,10 +70,11 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     schedule = startup.make_schedule(config, plan)
     resumed = resume(config, context, step.optimizer, step.scaler, schedule, data.vocab_size)
     plan = plan.resumed_at(resumed.progress.iteration, resumed.progress.consumed_samples)
+    step.executor.prepare(step.schedule(plan.num_microbatches(resumed.progress.consumed_samples)))
     reporter = startup.make_reporter(config, context, model, plan, timers, resumed=resumed.path is not None)
     for line in [
         *loaded.notes,
-        *startup.describe(config, context, model, num_parameters, plan),
+        *startup.describe(config, context, step, num_parameters, plan),
         *data.describe(plan),
         *resumed.notes,
     ]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A model of the shape of Llama 2 70B on several nodes of 8 GPUs: tensor 8 x pipeline 4, the rest data.
+# A model of the shape of Llama 2 70B on several nodes of 8 GPUs: tensor 8 x pipeline 4 (each with 2 virtual stages), the rest data.
 #
 # Run it once on every node; HEAD is the same everywhere, the name or address of one of them:
 #
@@ -22,7 +22,8 @@ nodes=${NNODES:-${SLURM_NNODES:?NNODES is not set: give the number of nodes}}
 tokenizer=${TOKENIZER:-tokenizer.model} run=${RUN:-runs/llama-70b}
 program=$(dirname "${BASH_SOURCE[0]}")/../pretrain_gpt.py
 
-layout=(--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --sequence-parallel --overlap-grad-reduce --bf16)
+layout=(--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4
+    --num-virtual-stages-per-pipeline-rank 2 --sequence-parallel --overlap-grad-reduce --bf16)
 model=(--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64
     --group-query-attention --num-query-groups 8 --seq-length 4096 --position-embedding-type rope --normalization RMSNorm
     --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0)

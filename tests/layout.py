@@ -17,6 +17,7 @@ from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import ConstantGradScaler, GradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.partition import table_of
 from megatron.training.step import TrainStep
 from tests.distributed import run_ranks
 from tests.reference.model import Weights
@@ -34,7 +35,12 @@ class Layout:
     sequence_parallel: bool = False
     pp_before_dp: bool = False
     schedule: str = "1f1b"
+    virtual_stages: int | None = None
+    first_stage_layers: int | None = None
+    split: str | None = None
+    """A layout string."""
     overlap: bool = True
+    overlap_p2p: bool = True
     bucket_size: int | None = 3000
     micro_batch_size: int = 2
     dtype: torch.dtype = torch.float64
@@ -95,21 +101,32 @@ def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
 def build_step(context: ParallelContext, recipe: Recipe, layout: Layout) -> TrainStep:
     """The framework's model with the recipe's weights, and its training step."""
     config = model_config(recipe.shape, fp32_residual_connection=layout.fp32_residual)
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        pipeline_schedule=layout.schedule,  # type: ignore[arg-type]
+        num_virtual_stages_per_pipeline_rank=layout.virtual_stages,
+        decoder_first_pipeline_num_layers=layout.first_stage_layers,
+        pipeline_model_parallel_layout=layout.split,
+        overlap_grad_reduce=layout.overlap,
+        overlap_p2p_communication=layout.overlap_p2p,
+        ddp_bucket_size=layout.bucket_size,
+    )
     model = build_model(
-        config, context, dtype=layout.dtype, vocab_size=recipe.shape.vocab, sequence_parallel=layout.sequence_parallel, seed=1
+        config,
+        context,
+        dtype=layout.dtype,
+        vocab_size=recipe.shape.vocab,
+        sequence_parallel=layout.sequence_parallel,
+        seed=1,
+        table=table_of(config, parallel, recipe.shape.vocab),
     )
     set_weights(model, context, recipe.weights)
     return TrainStep(
         model,
         context,
         recipe.scaler,
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            pipeline_schedule=layout.schedule,  # type: ignore[arg-type]
-            overlap_grad_reduce=layout.overlap,
-            ddp_bucket_size=layout.bucket_size,
-        ),
+        parallel=parallel,
         optimizer=OptimizerConfig(
             optimizer=recipe.optimizer,  # type: ignore[arg-type]
             clip_grad=recipe.clip,

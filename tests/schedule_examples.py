@@ -1,10 +1,14 @@
-"""Schedules that the framework has no generator for: split backwards, several chunks a stage, orders drawn at random."""
+"""Schedules to test with: split backwards, several chunks a stage, orders drawn at random; and drawn from all generators."""
 
 from __future__ import annotations
 
 import random
 
-from megatron.pipeline_parallel.schedules import Message, Op, OpKind, Schedule
+from hypothesis import strategies as st
+
+from megatron.pipeline_parallel.schedule import Message, Op, OpKind, Schedule
+from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
+from megatron.pipeline_parallel.schedules.select import forward_only
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
 
@@ -50,21 +54,21 @@ def greedy(stage_of_chunk: tuple[int, ...], num_microbatches: int, *, split: boo
     return Schedule("greedy", num_microbatches, stage_of_chunk, tuple(map(tuple, ops)))
 
 
-def interleaved(num_stages: int, num_microbatches: int, chunks_a_stage: int) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2); microbatches divide by stages."""
-    group, total = num_stages * chunks_a_stage, num_microbatches * chunks_a_stage
+PLACES = [(0,), (0, 1), (0, 1, 2), (0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2), (0, 1, 0)]
+"""Stage of each chunk: one or more chunks a stage, in a V, in a ring."""
 
-    def op(kind: OpKind, stage: int, number: int) -> Op:
-        run, inner = divmod(number, group)
-        depth, place = divmod(inner, num_stages)
-        depth = depth if kind is F else chunks_a_stage - 1 - depth
-        return Op(kind, depth * num_stages + stage, run * num_stages + place)
 
-    stages = []
-    for stage in range(num_stages):
-        warmup = min(total, (num_stages - stage - 1) * 2 + (chunks_a_stage - 1) * num_stages)
-        ops = [op(F, stage, k) for k in range(warmup)]
-        for k in range(total - warmup):
-            ops += [op(F, stage, warmup + k), op(B, stage, k)]
-        stages.append(tuple(ops + [op(B, stage, k) for k in range(total - warmup, total)]))
-    return Schedule("interleaved", num_microbatches, tuple(range(num_stages)) * chunks_a_stage, tuple(stages))
+@st.composite
+def random_schedules(draw: st.DrawFn) -> Schedule:
+    """Valid schedules with chunks anywhere, split or not."""
+    place = draw(st.sampled_from(PLACES))
+    return greedy(place, draw(st.integers(1, 4)), split=draw(st.booleans()), seed=draw(st.integers(0, 999)))
+
+
+@st.composite
+def generated_schedules(draw: st.DrawFn, max_stages: int = 6, max_microbatches: int = 12) -> Schedule:
+    """What the framework makes, for training and for evaluation."""
+    name = draw(st.sampled_from(sorted(GENERATORS)))
+    chunks = GENERATORS[name].chunks_per_stage or draw(st.integers(1, 4))
+    schedule = make_schedule(name, draw(st.integers(1, max_stages)), draw(st.integers(1, max_microbatches)), chunks)
+    return forward_only(schedule) if draw(st.booleans()) else schedule

@@ -47,7 +47,7 @@ def test_products_overwrite_and_add_too(shape: tuple[int, ...]) -> None:
     sink, writes = with_sink(param)
     pairs = [(values(5, 6, key=key), values(5, 4, key=key + 10)) for key in (1, 2)]
     for grad_output, x in pairs:
-        accumulate_product(param, grad_output, lambda x=x: x)  # type: ignore[misc]
+        accumulate_product(param, grad_output, x)
     expected = sum(grad_output.t() @ x for grad_output, x in pairs)
     assert isinstance(expected, torch.Tensor)
     torch.testing.assert_close(sink.main_grad, expected.view(shape), rtol=1e-14, atol=1e-14)
@@ -105,19 +105,22 @@ def test_only_products_are_deferred_and_only_inside() -> None:
     weight, bias = nn.Parameter(values(6, 4)), nn.Parameter(values(4))
     (sink, writes), (_, bias_writes) = with_sink(weight), with_sink(bias)
     asked: list[bool] = []
+    part = values(3, 4, key=4)
 
-    def x() -> torch.Tensor:
+    def gathered() -> torch.Tensor:
         asked.append(True)
         return values(5, 4, key=2)
 
-    with deferring() as closures:
-        accumulate_product(weight, values(5, 6, key=1), x)
+    with deferring() as put_off:
+        accumulate_product(weight, values(5, 6, key=1), part, gathered)
         accumulate(bias, values(4, key=3))
         through(bias).sum().backward()
-        assert len(closures) == 1 and not writes and len(bias_writes) == 2 and not asked
-    accumulate_product(weight, values(5, 6, key=1), x)
-    assert len(closures) == 1 and len(writes) == 1
-    closures[0]()
+        assert len(put_off) == 1 and not writes and len(bias_writes) == 2 and not asked
+    assert put_off.num_bytes == (5 * 6 + 3 * 4) * 8, "what it keeps: the output's gradient, and the input as this rank has it"
+    accumulate_product(weight, values(5, 6, key=1), part, gathered)
+    assert len(put_off) == 1 and len(writes) == 1
+    put_off.run()
+    assert len(put_off) == put_off.num_bytes == 0
     torch.testing.assert_close(sink.main_grad, 2 * values(5, 6, key=1).t() @ values(5, 4, key=2))
 
 
@@ -125,11 +128,10 @@ def test_a_deferred_product_takes_an_input_that_has_a_graph() -> None:
     weight = nn.Parameter(values(6, 4))
     sink, _ = with_sink(weight)
     x = values(5, 4, key=2).requires_grad_() * 2
-    with deferring() as closures:
-        accumulate_product(weight, values(5, 6, key=1), lambda: x)
-        accumulate_product(weight, values(5, 6, key=1), lambda: x)
-    for run in closures:
-        run()
+    with deferring() as put_off:
+        accumulate_product(weight, values(5, 6, key=1), x)
+        accumulate_product(weight, values(5, 6, key=1), x)
+    put_off.run()
     assert not sink.main_grad.requires_grad
     torch.testing.assert_close(sink.main_grad, 2 * values(5, 6, key=1).t() @ x.detach())
 
@@ -141,7 +143,7 @@ def test_deferring_does_not_nest_and_ends_with_an_error() -> None:
         raise KeyError
     weight = nn.Parameter(values(6, 4))
     _, writes = with_sink(weight)
-    accumulate_product(weight, values(5, 6), lambda: values(5, 4))
+    accumulate_product(weight, values(5, 6), values(5, 4))
     assert len(writes) == 1, "nothing is deferred any more"
 
 

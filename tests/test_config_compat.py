@@ -28,9 +28,11 @@ lr-decay-iters lr-decay-samples lr-warmup-iters lr-warmup-samples lr-warmup-frac
 lr-wsd-decay-iters lr-wsd-decay-samples weight-decay start-weight-decay end-weight-decay weight-decay-incr-style clip-grad
 adam-beta1 adam-beta2 adam-eps sgd-momentum override-opt-param-scheduler use-checkpoint-opt-param-scheduler iterations-to-skip
 
-tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size expert-model-parallel-size sequence-parallel
-data-parallel-sharding-strategy overlap-grad-reduce ddp-bucket-size distributed-backend distributed-timeout-minutes
-use-tp-pp-dp-mapping
+tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
+decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split
+account-for-loss-in-pipeline-split pipeline-model-parallel-layout no-overlap-p2p-communication context-parallel-size
+expert-model-parallel-size sequence-parallel data-parallel-sharding-strategy overlap-grad-reduce ddp-bucket-size
+distributed-backend distributed-timeout-minutes use-tp-pp-dp-mapping
 
 fp16 bf16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis fp32-residual-connection
 
@@ -46,9 +48,8 @@ profile-ranks
 """)
 
 REFUSED = shlex.split("""
-num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers
-decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split
-pipeline-model-parallel-layout use-distributed-optimizer use-megatron-fsdp overlap-param-gather no-overlap-p2p-communication
+microbatch-group-size-per-virtual-pipeline-stage delay-wgrad-compute
+use-distributed-optimizer use-megatron-fsdp overlap-param-gather
 recompute-activations recompute-granularity recompute-method recompute-num-layers recompute-modules optimizer-cpu-offload
 train-data-path valid-data-path test-data-path data-cache-path reset-position-ids reset-attention-mask async-save
 fp8-format fp8-recipe fp8-margin moe-router-topk moe-layer-freq moe-grouped-gemm num-experts multi-latent-attention
@@ -61,7 +62,7 @@ NO_EFFECT = shlex.split("""
 use-mcore-models use-flash-attn attention-softmax-in-fp32 accumulate-allreduce-grads-in-fp32 exit-signal-handler no-save-rng
 no-load-rng no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
 no-gradient-accumulation-fusion no-persist-layer-norm no-async-tensor-model-parallel-allreduce cross-entropy-loss-fusion
-use-cpu-initialization calculate-per-token-loss
+use-cpu-initialization calculate-per-token-loss overlap-p2p-communication-warmup-flush
 """)
 
 NO_EFFECT_VALUES = {
@@ -180,3 +181,19 @@ def test_a_launch_script_of_megatron_is_understood() -> None:
     assert loaded.config.model.ffn_size == 14336
     assert loaded.config.training.train_samples == 1953125000
     assert len(loaded.notes) == 9
+
+
+@pytest.mark.parametrize(
+    ("split", "schedule", "chunks"),
+    [
+        ("--num-layers-per-virtual-pipeline-stage 5", "interleaved", 2),
+        ("--num-virtual-stages-per-pipeline-rank 5 --overlap-p2p-communication-warmup-flush", "interleaved", 5),
+        ("--decoder-first-pipeline-num-layers 8 --decoder-last-pipeline-num-layers 12 --no-overlap-p2p-communication", "1f1b", 1),
+        ("--pipeline-model-parallel-layout Et*9|(t*10|)*6,t*11L", "1f1b", 1),
+        ("--pipeline-model-parallel-layout Et*4|(t*5|)*14,t*6,L", "interleaved", 2),
+    ],
+)
+def test_a_pipeline_of_megatron_is_understood(split: str, schedule: str, chunks: int) -> None:
+    """Eighty layers on eight stages, split in the ways of Megatron-LM."""
+    parallel = load([*BASE, "--num-layers", "80", "--pipeline-model-parallel-size", "8", *split.split()], 8).config.parallel
+    assert (parallel.schedule, parallel.chunks_per_stage(80)) == (schedule, chunks)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import shlex
 import typing
 from collections.abc import Callable
 
@@ -18,51 +16,15 @@ from megatron.config.checks.ranges import RANGES, REQUIRED
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
 from megatron.config.effects import notes
-from megatron.config.errors import ConfigError, Violation
+from megatron.config.errors import ConfigError
 from megatron.config.flags import flags, topics
 from megatron.config.rules import RULES, violations
+from tests.rule_cases import BASE, PIPELINE_RULES, Case, argv, check_case, config_of, reported
 
-BASE = {
-    "--num-layers": "4",
-    "--hidden-size": "96",
-    "--num-attention-heads": "12",
-    "--seq-length": "32",
-    "--micro-batch-size": "2",
-    "--lr": "0.001",
-    "--train-iters": "100",
-    "--mock-data": "",
-    "--tokenizer-type": "NullTokenizer",
-    "--vocab-size": "100",
-}
 DATA = "--no-mock-data --data-path corpus"
 
 
-def _argv(extra: str) -> list[str]:
-    return shlex.split(" ".join([*(f"{flag} {value}" for flag, value in BASE.items()), extra]))
-
-
-@functools.cache
-def _config(extra: str) -> Config:
-    return parse(_argv(extra))
-
-
-def _found(extra: str, world_size: int = 1) -> list[Violation]:
-    return violations(_config(extra), world_size)
-
-
-def _check_suggestions(extra: str, world_size: int, before: list[Violation]) -> None:
-    """Each suggestion, put on the command line, leaves fewer violations, and where there was one it leaves none."""
-    for violation in before:
-        for suggestion in violation.nearest:
-            if suggestion.startswith("world size "):
-                after = _found(extra, int(suggestion.removeprefix("world size ")))
-            else:
-                after = _found(f"{extra} {suggestion}", world_size)
-            assert len(after) < len(before), (suggestion, after)
-
-
-# (extra flags, world size, flags of the violation that must take part, pieces of its text, suggestions that must be shown)
-CASES: list[tuple[str, int, set[str], list[str], list[str]]] = [
+CASES: list[Case] = [
     ("--num-layers 0", 1, {"--num-layers"}, ["--num-layers is missing"], []),
     ("--attention-dropout 1", 1, {"--attention-dropout"}, ["1.0 is out of range", "at least 0 and below 1"], []),
     ("--hidden-dropout -0.5", 1, {"--hidden-dropout"}, ["out of range"], ["--hidden-dropout 0.0"]),
@@ -161,13 +123,6 @@ CASES: list[tuple[str, int, set[str], list[str], list[str]]] = [
         ["--seq-length 30 does not divide by --tensor-model-parallel-size 4"],
         ["--seq-length 28", "--seq-length 32", "--tensor-model-parallel-size 2", "--no-sequence-parallel"],
     ),
-    (
-        "--pipeline-model-parallel-size 8",
-        8,
-        {"--num-layers", "--pipeline-model-parallel-size"},
-        ["8 is more than --num-layers 4"],
-        ["--pipeline-model-parallel-size 4", "--num-layers 8"],
-    ),
     ("--context-parallel-size 2", 2, {"--context-parallel-size"}, ["is refused", "not built"], ["--context-parallel-size 1"]),
     ("--expert-model-parallel-size 2", 2, {"--expert-model-parallel-size"}, ["refused"], ["--expert-model-parallel-size 1"]),
     (
@@ -264,6 +219,13 @@ CASES: list[tuple[str, int, set[str], list[str], list[str]]] = [
         1,
         {"--profile-step-start", "--train-iters"},
         ["is beyond --train-iters 100"],
+        ["--profile-step-start 100"],
+    ),
+    (
+        "--profile-pipeline --profile-step-start 101",
+        1,
+        {"--profile-step-start", "--profile-pipeline", "--train-iters"},
+        ["is beyond --train-iters 100", "--profile-pipeline would record nothing"],
         ["--profile-step-start 100"],
     ),
     # schedules
@@ -438,10 +400,12 @@ CASES: list[tuple[str, int, set[str], list[str], list[str]]] = [
         [],
     ),
     ("--manual-gc-interval 5", 1, {"--manual-gc-interval"}, ["only with --manual-gc"], ["--manual-gc"]),
-    ("--profile-step-start 5", 1, {"--profile-step-start"}, ["only with --profile"], ["--profile"]),
+    ("--profile-step-start 5", 1, {"--profile-step-start"}, ["only with --profile or --profile-pipeline"], ["--profile"]),
     ("--profile-step-end 15", 1, {"--profile-step-end"}, ["only with --profile"], ["--profile"]),
     ("--profile-ranks 1", 2, {"--profile-ranks"}, ["only with --profile"], ["--profile"]),
-    ("--profile-dir p", 1, {"--profile-dir"}, ["only with --profile"], ["--profile"]),
+    ("--profile-dir p", 1, {"--profile-dir"}, ["only with --profile or --profile-pipeline"], ["--profile"]),
+    ("--profile-step-end 15 --profile-pipeline", 1, {"--profile-step-end"}, ["only with --profile."], ["--profile"]),
+    ("--profile-ranks 1 --profile-pipeline", 2, {"--profile-ranks"}, ["only with --profile."], ["--profile"]),
     ("--tensorboard-log-interval 5", 1, {"--tensorboard-log-interval"}, ["only with --tensorboard-dir"], []),
     ("--log-timers-to-tensorboard", 1, {"--log-timers-to-tensorboard"}, ["only with --tensorboard-dir"], []),
     ("--log-memory-to-tensorboard", 1, {"--log-memory-to-tensorboard"}, ["only with --tensorboard-dir"], []),
@@ -465,26 +429,19 @@ CASES: list[tuple[str, int, set[str], list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("extra", "world_size", "fields", "parts", "nearest"), CASES, ids=[case[0] or "world" for case in CASES])
-def test_a_broken_rule_is_reported(extra: str, world_size: int, fields: set[str], parts: list[str], nearest: list[str]) -> None:
-    found = _found(extra, world_size)
-    named = [violation for violation in found if fields <= set(violation.flags) and parts[0] in violation.message + violation.rule]
-    assert len(named) == 1, found
-    for part in parts:
-        assert part in f"{named[0].message} {named[0].rule}"
-    for suggestion in nearest:
-        assert suggestion in named[0].nearest
-    _check_suggestions(extra, world_size, found)
+@pytest.mark.parametrize("case", CASES, ids=[case[0] or "world" for case in CASES])
+def test_a_broken_rule_is_reported(case: Case) -> None:
+    check_case(case)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in PIPELINE_RULES], ids=lambda rule: rule.__name__)
 def test_each_rule_has_a_case(rule: Callable[..., object]) -> None:
-    broken = [extra for extra, world_size, *_ in CASES if list(rule(_config(extra), world_size))]  # type: ignore[call-overload]
+    broken = [extra for extra, world_size, *_ in CASES if list(rule(config_of(extra), world_size))]  # type: ignore[call-overload]
     assert broken, rule
 
 
 def test_each_setting_that_may_do_nothing_has_a_case() -> None:
-    tried = {finding.fields[0] for case in CASES for finding in inert.changed_settings_act(_config(case[0]), 1)}
+    tried = {finding.fields[0] for case in CASES for finding in inert.changed_settings_act(config_of(case[0]), 1)}
     assert tried == {field for condition in inert.CONDITIONS for field in condition.fields}
 
 
@@ -514,6 +471,8 @@ VALID = [
     ("--save s --save-interval 10 --save-retain-interval 30 --keep-last 2 --no-save-optim", 1),
     ("--load l --ckpt-step 5 --finetune --no-load-optim --exit-on-missing-checkpoint", 1),
     ("--profile --profile-ranks 0 3 --profile-step-start 1 --profile-step-end 2 --profile-dir p", 4),
+    ("--profile-pipeline --profile-step-start 100 --profile-dir p", 1),
+    ("--profile-pipeline --profile --profile-step-start 5", 1),
     ("--vocab-size None --tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m", 1),
     ("--vocab-size None --tokenizer-type SentencePieceTokenizer --tokenizer-model m", 1),
     ("--vocab-size None --tokenizer-type ByteTokenizer", 1),
@@ -526,7 +485,7 @@ VALID = [
 
 @pytest.mark.parametrize(("extra", "world_size"), VALID)
 def test_what_can_be_run_is_let_through(extra: str, world_size: int) -> None:
-    assert _found(extra, world_size) == []
+    assert reported(extra, world_size) == []
 
 
 def test_what_is_required_is_named_together() -> None:
@@ -556,16 +515,16 @@ def test_all_violations_are_reported_together() -> None:
         "--attention-dropout 3 --min-lr 1 --train-samples 10 --data-path x --keep-last 2 --seq-length 33 --sequence-parallel "
         "--split x --swiglu --squared-relu --num-query-groups 4 --ffn-hidden-size 13 --max-position-embeddings 7"
     )
-    found = _found(extra, 7)
+    found = reported(extra, 7)
     assert len(found) == 17
     with pytest.raises(ConfigError) as caught:
-        load(_argv(extra), 7)
+        load(argv(extra), 7)
     assert caught.value.violations == tuple(found)
     assert str(caught.value).startswith("17 problems in the settings:")
 
 
 def test_the_message_reads_like_a_sentence() -> None:
-    (violation,) = _found("--tensor-model-parallel-size 8", 8)
+    (violation,) = reported("--tensor-model-parallel-size 8", 8)
     assert str(ConfigError([violation])) == (
         "--num-attention-heads 12 does not divide by --tensor-model-parallel-size 8.\n"
         "  Each tensor rank holds whole heads. Nearest valid: --tensor-model-parallel-size 4 or 2, --num-attention-heads 8 or 16."
@@ -573,7 +532,7 @@ def test_the_message_reads_like_a_sentence() -> None:
 
 
 def test_a_world_of_ten_million_is_answered() -> None:
-    found = _found("--tensor-model-parallel-size 7 --pipeline-model-parallel-size 3 --global-batch-size 1000003", 10_000_000)
+    found = reported("--tensor-model-parallel-size 7 --pipeline-model-parallel-size 3 --global-batch-size 1000003", 10_000_000)
     assert {"world size 9999990", "world size 10000011"} <= {item for violation in found for item in violation.nearest}
 
 
@@ -601,7 +560,7 @@ def test_rules_never_fail(
     base: bool,
 ) -> None:
     """Whatever numbers are missing, zero, negative or huge, every rule answers."""
-    config = parse(_argv("")) if base else Config()
+    config = parse(argv("")) if base else Config()
     for flag, value in values.items():
         if value is None and not flag.optional:
             continue
@@ -627,7 +586,6 @@ NOTES = [
     ("--overlap-grad-reduce --tensor-model-parallel-size 2", 2, "--overlap-grad-reduce"),
     ("--use-tp-pp-dp-mapping", 4, "--use-tp-pp-dp-mapping"),
     ("--use-tp-pp-dp-mapping --pipeline-model-parallel-size 4", 4, "--use-tp-pp-dp-mapping"),
-    ("--pipeline-schedule gpipe", 2, "--pipeline-schedule gpipe"),
     ("--fp32-residual-connection", 1, "--fp32-residual-connection"),
     ("--add-qkv-bias", 1, "--add-qkv-bias"),
     ("--position-embedding-type rope --max-position-embeddings 32", 1, "--max-position-embeddings 32"),
@@ -641,7 +599,7 @@ NOTES = [
 
 @pytest.mark.parametrize(("extra", "world_size", "setting"), NOTES)
 def test_what_changes_nothing_is_noted(extra: str, world_size: int, setting: str) -> None:
-    (note,) = notes(_config(extra), world_size)
+    (note,) = notes(config_of(extra), world_size)
     assert note.startswith(f"{setting} has no effect: ")
 
 
@@ -649,7 +607,7 @@ def test_what_changes_nothing_is_noted(extra: str, world_size: int, setting: str
     ("extra", "world_size"),
     [
         ("--sequence-parallel --overlap-grad-reduce --tensor-model-parallel-size 2", 4),
-        ("--use-tp-pp-dp-mapping --pipeline-schedule gpipe --pipeline-model-parallel-size 2", 4),
+        ("--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2", 4),
         ("--fp32-residual-connection --bf16 --add-qkv-bias --disable-bias-linear", 1),
         ("--max-position-embeddings 64 --eval-interval 10", 1),
         (f"{DATA} --split 99,1,0", 1),
@@ -658,7 +616,7 @@ def test_what_changes_nothing_is_noted(extra: str, world_size: int, setting: str
     ],
 )
 def test_what_acts_is_not_noted(extra: str, world_size: int) -> None:
-    assert notes(_config(extra), world_size) == []
+    assert notes(config_of(extra), world_size) == []
 
 
 def test_whether_a_setting_was_changed() -> None:

@@ -21,11 +21,14 @@ from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel import p2p
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Boundary, Messenger, Tensors, TensorSpec
-from megatron.pipeline_parallel.schedules import Message, Op, Schedule, forward_only, gpipe, one_f_one_b
+from megatron.pipeline_parallel.schedule import Message, Op, Schedule
+from megatron.pipeline_parallel.schedules.registry import make_schedule
+from megatron.pipeline_parallel.schedules.select import forward_only
+from megatron.pipeline_parallel.schedules.simple import gpipe, one_f_one_b
 from megatron.tensor_parallel.linear_function import parallel_linear
 from tests.distributed import run_ranks
 from tests.lone_rank import CPU, lone_rank
-from tests.schedule_examples import B, F, greedy, interleaved, split_backwards
+from tests.schedule_examples import B, F, greedy, split_backwards
 
 SHAPE = (3, 2, 4)
 BOUNDARY: Boundary = {"hidden": TensorSpec(SHAPE, torch.float64)}
@@ -216,6 +219,55 @@ def test_a_tensor_that_is_not_as_agreed_is_our_mistake() -> None:
             messenger.send(Message(False, 1, 0), 1, {"hidden": wrong})
 
 
+def test_a_chunk_that_does_not_use_what_it_gets_gives_it_no_gradient() -> None:
+    chain = Chain(2, [0, 1])
+
+    def forward(chunk: int, microbatch: int, received: Tensors) -> Tensors:
+        return chain.forward(chunk, microbatch, {"hidden": values("data", microbatch)} if chunk == 1 else received)
+
+    Executor(lone_rank(), BOUNDARY).run(gpipe_on_one(2, 3), forward)
+    assert chain.grads["0.weight"].eq(0).all() and not chain.grads["1.weight"].eq(0).any()
+
+
+def test_what_deferred_weight_gradients_keep_is_counted() -> None:
+    """Each keeps the input and the output's gradient of its linear layer, 3 x 2 x 4 numbers of 8 bytes both."""
+    one = 2 * 3 * 2 * 4 * 8
+    for schedule, number in (
+        (gpipe(1, 4), 0),
+        (split_backwards(gpipe(1, 4)), 1),
+        (split_backwards(gpipe(1, 4), weights_last=True), 4),
+    ):
+        executor = Executor(lone_rank(), BOUNDARY)
+        for _ in range(2):
+            executor.run(schedule, Chain(1, [0]).forward)
+        assert executor.peak_deferred_bytes == number * one
+
+
+class Noted:
+    """A recorder that keeps the operations."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.computing: Op | None = None
+
+    def begin(self, op: Op) -> None:
+        assert self.computing is None
+        self.computing = op
+
+    def end(self, op: Op) -> None:
+        assert self.computing == op
+        self.computing = None
+        self.ops.append(op)
+
+
+def test_a_recorder_hears_of_every_operation_in_order() -> None:
+    schedule = make_schedule("zb-v", 1, 3, 2)
+    executor, noted = Executor(lone_rank(), BOUNDARY), Noted()
+    executor.recorder = noted
+    executor.run(schedule, Chain(2, [0, 1]).forward)
+    assert tuple(noted.ops) == schedule.ops[0]
+
+
 # ---- two ranks
 
 ON_TWO: dict[str, Schedule] = {
@@ -225,9 +277,11 @@ ON_TWO: dict[str, Schedule] = {
     "1f1b weights last": split_backwards(one_f_one_b(2, 5), weights_last=True),
     "v": greedy((0, 1, 1, 0), 4, split=False, seed=1),
     "v split": greedy((0, 1, 1, 0), 4, split=True, seed=2),
-    "interleaved": interleaved(2, 4, 2),
+    "interleaved": make_schedule("interleaved", 2, 5, 2),
     "ring split": greedy((0, 1, 0, 1), 4, split=True, seed=3),
     "backwards": greedy((1, 0), 3, split=True, seed=4),
+    "zb-h1": make_schedule("zb-h1", 2, 5),
+    "zb-v": make_schedule("zb-v", 2, 5, 2),
 }
 
 
@@ -270,10 +324,10 @@ class WatchedDist:
         return dist.irecv(buffer, *args, **kwargs)
 
 
-def one_step(context: ParallelContext, schedule: Schedule, passing: int | None = None) -> Chain:
+def one_step(context: ParallelContext, schedule: Schedule, passing: int | None = None, *, overlap: bool = True) -> Chain:
     stage = context.group("pp").index
     chain = Chain(schedule.num_chunks, [c for c, s in enumerate(schedule.stage_of_chunk) if s == stage and c != passing], passing)
-    Executor(context, BOUNDARY).run(schedule, chain.forward)
+    Executor(context, BOUNDARY, overlap=overlap).run(schedule, chain.forward)
     return chain
 
 
@@ -281,7 +335,8 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
     """Everything that needs two ranks, in one world."""
     context = make_context(Topology(pp=2), rank, CPU)
     results: dict[str, Any] = {name: one_step(context, schedule).grads for name, schedule in ON_TWO.items()}
-    results["losses"] = {s.name: one_step(context, s).losses for s in (forward_only(2, 5), one_f_one_b(2, 5))}
+    results |= {f"{name}, waiting": one_step(context, schedule, overlap=False).grads for name, schedule in ON_TWO.items()}
+    results["losses"] = {s.name: one_step(context, s).losses for s in (forward_only(one_f_one_b(2, 5)), one_f_one_b(2, 5))}
     results["alive"] = {s.name: one_step(context, s).alive for s in (one_f_one_b(2, 8), LATE)}
 
     watched = p2p.dist = WatchedDist()  # type: ignore[assignment]
@@ -294,7 +349,7 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
         executor.run(one_f_one_b(2, microbatches), chain.forward)
         results["memory"].append(list(watched.received))
     results["third step"] = chain.grads
-    executor.run(forward_only(2, 6), chain.forward)
+    executor.run(forward_only(one_f_one_b(2, 6)), chain.forward)
     results["memory in evaluation"] = watched.received[6:]
 
     poison_recycled_buffers()
@@ -346,6 +401,12 @@ def test_no_buffer_is_handed_back_while_it_is_needed(two: list[dict[str, Any]], 
         assert_bitwise(two[rank][f"{name}, poisoned"], two[rank][name])
 
 
+@pytest.mark.parametrize("name", ON_TWO)
+def test_waiting_for_every_exchange_changes_no_bit(two: list[dict[str, Any]], name: str) -> None:
+    for rank in range(2):
+        assert_bitwise(two[rank][f"{name}, waiting"], two[rank][name])
+
+
 def test_a_buffer_that_a_chunk_passes_on_is_not_filled_again_before_it_has_left(two: list[dict[str, Any]]) -> None:
     assert_close(two[0]["passing"] | two[1]["passing"], plain_grads(3, 6, passing=1))
     assert two[0]["passing losses"] == alone(gpipe_on_one(3, 6), passing=1).losses
@@ -353,8 +414,8 @@ def test_a_buffer_that_a_chunk_passes_on_is_not_filled_again_before_it_has_left(
 
 
 def test_evaluation_gives_the_losses_of_training(two: list[dict[str, Any]]) -> None:
-    assert two[0]["losses"] == {"forward-only": [], "1f1b": []}
-    assert two[1]["losses"]["forward-only"] == two[1]["losses"]["1f1b"] == alone(gpipe_on_one(2, 5)).losses
+    assert two[0]["losses"] == {"1f1b, forward only": [], "1f1b": []}
+    assert two[1]["losses"]["1f1b, forward only"] == two[1]["losses"]["1f1b"] == alone(gpipe_on_one(2, 5)).losses
 
 
 def test_what_was_sent_is_freed_while_its_graph_lives(two: list[dict[str, Any]]) -> None:

@@ -26,7 +26,7 @@ AXES: dict[str, list[Any]] = {
     "style": ["gpt2", "llama"],
     "tied": [True, False],
     "sequence_parallel": [False, True],
-    "schedule": ["1f1b", "gpipe"],
+    "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"],
     "overlap": [True, False],
     "pp_before_dp": [False, True],
 }
@@ -35,9 +35,14 @@ MICROBATCHES = 3
 VOCAB = 61  # divides by no tensor size: the last rank holds padding
 
 
-def shape_for(style: str, tied: bool, pp: int) -> ReferenceShape:
-    """Small models; more layers than stages, and not a multiple, so that stages differ."""
-    layers = {1: 2, 2: 3, 4: 5, 8: 9}[pp]
+def chunks_for(schedule: str) -> int:
+    """Chunks a stage."""
+    return 2 if schedule in ("interleaved", "zb-v") else 1
+
+
+def shape_for(style: str, tied: bool, chunks: int) -> ReferenceShape:
+    """Small models; one layer more than chunks, so that stages differ."""
+    layers = chunks + 1
     if style == "gpt2":
         return gpt2_like(num_layers=layers, hidden=16, ffn=24, heads=8, kv_heads=8, head_size=4, vocab=VOCAB, seq=8, tied=tied)
     return llama_like(num_layers=layers, hidden=16, ffn=24, heads=8, kv_heads=4, head_size=4, vocab=VOCAB, seq=8, tied=tied)
@@ -49,29 +54,32 @@ def fits(case: dict[str, Any]) -> bool:
     return (
         not (case["style"] == "llama" and tp > 4)
         and not (case["sequence_parallel"] and tp == 1)
-        and not (case["schedule"] == "gpipe" and pp == 1)
+        and not (
+            case["schedule"] in ("gpipe", "interleaved") and pp == 1
+        )  # a backward in two parts is another order on one stage too
         and not (case["pp_before_dp"] and (pp == 1 or dp == 1))
         and not (case["overlap"] and dp == 1)
     )
 
 
 @functools.cache
-def recipe(style: str, tied: bool, pp: int, batch: int) -> Recipe:
-    shape = shape_for(style, tied, pp)
+def recipe(style: str, tied: bool, chunks: int, batch: int) -> Recipe:
+    shape = shape_for(style, tied, chunks)
     return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, STEPS, batch, 1, seed=2))
 
 
 @functools.cache
-def reference(style: str, tied: bool, pp: int, batch: int) -> ReferenceRun:
-    r = recipe(style, tied, pp, batch)
+def reference(style: str, tied: bool, chunks: int, batch: int) -> ReferenceRun:
+    r = recipe(style, tied, chunks, batch)
     return train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
 
 
 def check(case: dict[str, Any]) -> None:
     tp, pp, dp = case["sizes"]
-    key = (case["style"], case["tied"], pp, MICROBATCHES * dp)
+    chunks = chunks_for(case["schedule"])
+    key = (case["style"], case["tied"], pp * chunks, MICROBATCHES * dp)
     settings = {name: case[name] for name in ("sequence_parallel", "schedule", "overlap", "pp_before_dp")}
-    layout = Layout(tp=tp, pp=pp, dp=dp, micro_batch_size=1, bucket_size=1500, **settings)
+    layout = Layout(tp=tp, pp=pp, dp=dp, micro_batch_size=1, bucket_size=1500, virtual_stages=chunks, **settings)
     assert_equal_runs(run_layout(recipe(*key), layout), reference(*key))
 
 

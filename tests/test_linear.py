@@ -103,10 +103,10 @@ def deferred_is_the_same(case: Case, context: ParallelContext, x: torch.Tensor, 
         leaf = x.detach().clone().requires_grad_()
         out = layer(leaf * 1.0)
         if defer:
-            with deferring() as closures:
+            with deferring() as put_off:
                 out.backward(dy)
-            assert len(closures) == 1 and table["weight"].param.grad_sink.main_grad.isnan().all()  # type: ignore[attr-defined]
-            closures[0]()
+            assert len(put_off) == 1 and table["weight"].param.grad_sink.main_grad.isnan().all()  # type: ignore[attr-defined]
+            put_off.run()
         else:
             out.backward(dy)
         assert torch.equal(out.detach(), y)
@@ -258,11 +258,10 @@ def test_deferred_weight_gradients_are_the_same_bits() -> None:
                 x = values(SEQ, BATCH, IN, key=3 + step).requires_grad_()
                 y = parallel_linear(parallel_linear(x, weights[0], None, SELF_GROUP).tanh(), weights[1], None, SELF_GROUP)
                 if defer:
-                    with deferring() as closures:
+                    with deferring() as put_off:
                         y.square().sum().backward()
-                    assert len(closures) == 2
-                    for run in closures:
-                        run()
+                    assert len(put_off) == 2
+                    put_off.run()
                 else:
                     y.square().sum().backward()
             kept: list[torch.Tensor] = [w.grad_sink.main_grad if with_sinks else w.grad for w in weights]  # type: ignore

@@ -1,83 +1,289 @@
-"""Layers to stages: none lost, none doubled, balanced."""
+"""The layer table: no layer lost, none doubled, sizes as balanced as they can be."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.pipeline_layout import LayoutChunk, parse_layout
+from megatron.pipeline_parallel import partition
 from megatron.pipeline_parallel.partition import Chunk, format_layer_table, layer_table
+from megatron.pipeline_parallel.schedules.placement import loop, v_shape
+from megatron.pipeline_parallel.split_problem import Memory
+
+PLACES = st.builds(loop, st.integers(1, 16), st.integers(1, 4)) | st.builds(v_shape, st.integers(1, 16))
 
 
 @st.composite
-def sizes(draw: st.DrawFn) -> tuple[int, int]:
-    """Layers and stages."""
-    stages = draw(st.integers(1, 64))
-    return draw(st.integers(stages, 300)), stages
+def sizes(draw: st.DrawFn) -> tuple[int, tuple[int, ...]]:
+    """Layers and stage of each chunk."""
+    places = draw(PLACES)
+    return draw(st.integers(len(places), 200)), places
 
 
-@given(sizes())
-def test_every_layer_stands_on_one_stage_in_order(case: tuple[int, int]) -> None:
-    num_layers, num_stages = case
-    table = layer_table(num_layers, num_stages)
+def lengths(table: list[Chunk]) -> list[int]:
+    return [len(chunk.layers) for chunk in table]
+
+
+def stage_lengths(table: list[Chunk]) -> list[int]:
+    return [sum(len(chunk.layers) for chunk in table if chunk.stage == stage) for stage in sorted({c.stage for c in table})]
+
+
+def check_complete(table: list[Chunk], num_layers: int, places: tuple[int, ...]) -> None:
+    """Every layer once, in order, and the chunks where they belong."""
     assert [layer for chunk in table for layer in chunk.layers] == list(range(num_layers))
-    assert [chunk.index for chunk in table] == [chunk.stage for chunk in table] == list(range(num_stages))
-    assert {chunk.num_chunks for chunk in table} == {num_stages}
-    assert [chunk.first for chunk in table] == [True] + [False] * (num_stages - 1)
-    assert [chunk.last for chunk in table] == [False] * (num_stages - 1) + [True]
+    assert tuple(chunk.stage for chunk in table) == places
+    assert [chunk.index for chunk in table] == list(range(len(places)))
+    assert {chunk.num_chunks for chunk in table} == {len(places)}
+    assert [chunk.first for chunk in table] == [True] + [False] * (len(places) - 1)
+    assert [chunk.last for chunk in table] == [False] * (len(places) - 1) + [True]
+
+
+# ---- even splits
 
 
 @given(sizes())
-def test_stages_differ_by_at_most_one_layer_and_the_ends_get_fewer(case: tuple[int, int]) -> None:
-    lengths = [len(chunk.layers) for chunk in layer_table(*case)]
-    assert max(lengths) - min(lengths) <= 1
-    inner = lengths[1:-1]
-    assert all(end <= length for end in (lengths[0], lengths[-1]) for length in inner)
-    assert lengths[-1] <= lengths[0], "the loss costs more than the embedding"
+def test_every_layer_stands_once_in_order(case: tuple[int, tuple[int, ...]]) -> None:
+    num_layers, places = case
+    table = layer_table(num_layers, places)
+    check_complete(table, num_layers, places)
+    assert min(lengths(table)) >= 1
+
+
+@given(sizes())
+def test_sizes_differ_by_at_most_one_layer_and_the_ends_get_fewer(case: tuple[int, tuple[int, ...]]) -> None:
+    """Stages against each other, and the chunks of one stage."""
+    num_layers, places = case
+    table = layer_table(num_layers, places)
+    stages = stage_lengths(table)
+    assert max(stages) - min(stages) <= 1
+    for stage in set(places):
+        own = [len(chunk.layers) for chunk in table if chunk.stage == stage]
+        assert max(own) - min(own) <= 1
+        assert table[-1].stage != stage or own[-1] == min(own), "the chunk with the loss is none of the longer ones"
+    loaded = {places[0], places[-1]}
+    assert all(stages[end] <= stages[inner] for end in loaded for inner in set(places) - loaded)
+    assert stages[places[-1]] <= stages[places[0]], "the loss costs more than the embedding"
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "num_stages", "lengths"),
+    ("num_layers", "places", "expected"),
     [
-        (30, 4, [7, 8, 8, 7]),
-        (80, 16, [5] * 16),
-        (10, 4, [2, 3, 3, 2]),
-        (11, 4, [3, 3, 3, 2]),
-        (5, 4, [1, 2, 1, 1]),
-        (3, 2, [2, 1]),
-        (4, 4, [1, 1, 1, 1]),
-        (7, 1, [7]),
+        (30, loop(4), [7, 8, 8, 7]),
+        (80, loop(16), [5] * 16),
+        (10, loop(4), [2, 3, 3, 2]),
+        (11, loop(4), [3, 3, 3, 2]),
+        (5, loop(4), [1, 2, 1, 1]),
+        (3, loop(2), [2, 1]),
+        (4, loop(4), [1, 1, 1, 1]),
+        (7, loop(1), [7]),
+        (80, loop(16, 2), [2] + [3] * 16 + [2] * 15),
+        (30, loop(4, 2), [3, 4, 4, 4, 4, 4, 4, 3]),
+        (30, v_shape(4), [4, 4, 4, 4, 4, 4, 3, 3]),
+        (7, v_shape(3), [1, 2, 1, 1, 1, 1]),
+        (5, loop(1, 2), [3, 2]),
     ],
 )
-def test_tables_by_hand(num_layers: int, num_stages: int, lengths: list[int]) -> None:
-    assert [len(chunk.layers) for chunk in layer_table(num_layers, num_stages)] == lengths
+def test_tables_by_hand(num_layers: int, places: tuple[int, ...], expected: list[int]) -> None:
+    assert lengths(layer_table(num_layers, places)) == expected
 
 
-@pytest.mark.parametrize(("num_layers", "num_stages"), [(3, 4), (0, 1)])
-def test_a_stage_without_a_layer_is_refused(num_layers: int, num_stages: int) -> None:
-    with pytest.raises(ValueError, match=f"{num_layers} layers cannot fill {num_stages} pipeline stages"):
-        layer_table(num_layers, num_stages)
+@pytest.mark.parametrize(
+    ("num_layers", "places", "message"),
+    [
+        (3, loop(4), "3 layers cannot fill 4 pipeline stages: each needs at least one"),
+        (0, loop(1), "0 layers cannot fill 1 pipeline stages: each needs at least one"),
+        (3, loop(2, 2), "3 layers cannot fill 2 pipeline stages with 2 chunks each: each needs at least one"),
+        (5, v_shape(3), "5 layers cannot fill 3 pipeline stages with 2 chunks each: each needs at least one"),
+    ],
+)
+def test_a_chunk_without_a_layer_is_refused(num_layers: int, places: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layer_table(num_layers, places)
+
+
+# ---- embedding and loss as cost
+
+
+@given(sizes(), st.integers(0, 3), st.integers(0, 12))
+def test_counted_embedding_and_loss_take_the_place_of_layers(case: tuple[int, tuple[int, ...]], embedding: int, loss: int) -> None:
+    num_layers, places = case
+    table = layer_table(num_layers, places, embedding_cost=embedding, loss_cost=loss)
+    check_complete(table, num_layers, places)
+    inner = table[1:-1]
+    assert all(len(chunk.layers) for chunk in inner)
+    assert embedding or len(table[0].layers)
+    assert loss or len(table[-1].layers)
+    # No stage that could give a layer is dearer by more than a layer than any other.
+    costs = stage_lengths(table)
+    costs[places[0]] += embedding
+    costs[places[-1]] += loss
+    for stage in set(places):
+        least = sum(not ((chunk.first and embedding) or (chunk.last and loss)) for chunk in table if chunk.stage == stage)
+        assert stage_lengths(table)[stage] == least or costs[stage] <= min(costs) + 1
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "places", "expected"),
+    [
+        (30, loop(4), [7, 8, 8, 7]),
+        (6, loop(8), [0, 1, 1, 1, 1, 1, 1, 0]),
+        (30, loop(4, 2), [3, 4, 4, 4, 4, 4, 4, 3]),
+        (30, loop(4, 4), [1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1]),
+        (14, v_shape(4), [1, 2, 2, 2, 2, 2, 2, 1]),
+        (1, loop(1), [1]),
+    ],
+)
+def test_embedding_and_loss_counted_as_a_layer_each(num_layers: int, places: tuple[int, ...], expected: list[int]) -> None:
+    assert lengths(layer_table(num_layers, places, embedding_cost=1, loss_cost=1)) == expected
+
+
+def test_ends_may_be_empty_but_no_other_chunk() -> None:
+    with pytest.raises(ValueError, match="5 layers cannot fill 8 pipeline stages: 6 of these needs at least one"):
+        layer_table(5, loop(8), embedding_cost=1, loss_cost=1)
+    with pytest.raises(ValueError, match="6 layers cannot fill 8 pipeline stages: 7 of these needs at least one"):
+        layer_table(6, loop(8), loss_cost=1)
+    assert lengths(layer_table(7, loop(8), loss_cost=1)) == [1, 1, 1, 1, 1, 1, 1, 0]
+
+
+def test_unequal_layers() -> None:
+    """3+1+1+1 | 6 | 2+2+2: any other cut has a dearer stage. With a loss of 3: 3+1+1+1 | 6+2 | 2+2 and 3."""
+    costs = [3, 1, 1, 1, 6, 2, 2, 2]
+    assert lengths(layer_table(8, loop(3), layer_costs=costs)) == [4, 1, 3]
+    assert lengths(layer_table(8, loop(3), layer_costs=costs, loss_cost=3)) == [4, 2, 2]
+    with pytest.raises(ValueError, match="costs are given for 8 layers, but there are 9"):
+        layer_table(9, loop(3), layer_costs=costs)
+
+
+def test_memory_goes_into_the_table() -> None:
+    memory = Memory([10] * 12, 4, 12, [24, 100, 100, 100])
+    assert lengths(layer_table(12, loop(4), memory=memory)) == [2, 4, 3, 3]
+    with pytest.raises(ValueError, match="12 layers do not fit into the memory of 4 stages"):
+        layer_table(12, loop(4), memory=Memory([10] * 12, 4, 12, [24, 30, 30, 30]))
+
+
+# ---- sizes of the first and the last stage
+
+
+@st.composite
+def given_ends(draw: st.DrawFn) -> tuple[int, tuple[int, ...], int | None, int | None]:
+    """Layers, stage of each chunk, and sizes of the ends that leave enough for the others."""
+    stages, chunks = draw(st.integers(2, 8)), draw(st.integers(1, 3))
+    places = draw(st.sampled_from([loop(stages, chunks), v_shape(stages)]))
+    chunks = len(places) // stages
+    first, last = (draw(st.none() | st.integers(1, 6).map(lambda each: each * chunks)) for _ in range(2))
+    free = stages - (first is not None) - (last is not None)
+    rest = draw(st.integers(free * chunks, 60)) if free else 0
+    return (first or 0) + (last or 0) + rest, places, first, last
+
+
+@given(given_ends())
+def test_given_sizes_of_the_ends_are_kept_and_the_rest_is_even(case: tuple[int, tuple[int, ...], int | None, int | None]) -> None:
+    num_layers, places, first, last = case
+    table = layer_table(num_layers, places, first_stage_layers=first, last_stage_layers=last)
+    check_complete(table, num_layers, places)
+    stages = stage_lengths(table)
+    for size, stage in ((first, 0), (last, len(stages) - 1)):
+        if size is not None:
+            assert stages[stage] == size
+            assert len({len(chunk.layers) for chunk in table if chunk.stage == stage}) == 1
+    others = stages[first is not None : len(stages) - (last is not None)]
+    assert not others or max(others) - min(others) <= 1
+
+
+@pytest.mark.parametrize(
+    ("places", "first", "last", "message"),
+    [
+        (loop(4), 17, None, "the first pipeline stage cannot hold 17 of 16 layers"),
+        (loop(4), 0, None, "the first pipeline stage cannot hold 0 of 16 layers"),
+        (loop(4), None, -1, "the last pipeline stage cannot hold -1 of 16 layers"),
+        (loop(4, 2), 3, None, "the first pipeline stage cannot hold 3 of 16 layers in 2 virtual stages of the same size"),
+        (loop(4), 8, 7, "15 of 16 layers on the first and last pipeline stage leave 1 for the other chunks, which need at least 2"),
+        (
+            loop(4, 2),
+            None,
+            12,
+            "12 of 16 layers on the first and last pipeline stage leave 4 for the other chunks, which need at least 6",
+        ),
+        (
+            loop(2),
+            8,
+            7,
+            "15 of 16 layers on the first and last pipeline stage leave 1 for the other chunks, of which there are none",
+        ),
+        (
+            loop(1),
+            15,
+            None,
+            "15 of 16 layers on the first and last pipeline stage leave 1 for the other chunks, of which there are none",
+        ),
+        (loop(1), 16, 15, "the last pipeline stage cannot hold 15 of 16 layers"),
+    ],
+)
+def test_sizes_that_leave_no_table_are_refused(places: tuple[int, ...], first: int | None, last: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        layer_table(16, places, first_stage_layers=first, last_stage_layers=last)
+
+
+# ---- layouts
+
+
+def test_a_layout_is_taken_as_it_is() -> None:
+    table = layer_table(9, loop(4, 2), layout=parse_layout("E|t*4||(t|)*3,t|tL"))
+    check_complete(table, 9, loop(4, 2))
+    assert lengths(table) == [0, 4, 0, 1, 1, 1, 1, 1]
+
+
+def test_a_layout_that_does_not_fit_is_refused() -> None:
+    layout = [LayoutChunk(True, 3, False), LayoutChunk(False, 4, True)]
+    with pytest.raises(ValueError, match=re.escape("does not fit: It places 7 layers (t), but the model has 8.")):
+        layer_table(8, loop(2), layout=layout)
+    with pytest.raises(ValueError, match=r"It has 2 chunks, which do not divide among 3 pipeline stages\."):
+        layer_table(7, loop(3), layout=layout)
+    with pytest.raises(ValueError, match=r"It has 2 chunks, but the schedule has 4\."):
+        layer_table(7, loop(2, 2), layout=layout)
+
+
+@pytest.mark.parametrize("wrong", [[2, 3, 2], [3, 4, 2], [2, 2, 2, 2], [4, 4], [9, -1, 0]])
+def test_a_table_that_is_wrong_goes_no_further(wrong: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever went wrong in the search: one layer too few or too many, a chunk too many or too few, one of less than none."""
+    monkeypatch.setattr(partition, "balance", lambda *args, **kwargs: wrong)
+    with pytest.raises(RuntimeError, match="the layer table is wrong"):
+        layer_table(8, loop(3))
+
+
+# ---- what is printed
 
 
 def test_the_printed_table() -> None:
-    assert format_layer_table(layer_table(10, 4)) == [
+    assert format_layer_table(layer_table(10, loop(4))) == [
         "stage  layers",
         "    0  embedding, 0-1 (2)",
         "    1  2-4 (3)",
         "    2  5-7 (3)",
         "    3  8-9 (2), norm, output, loss",
     ]
-    assert format_layer_table(layer_table(1, 1)) == ["stage  layers", "    0  embedding, 0-0 (1), norm, output, loss"]
+    assert format_layer_table(layer_table(1, loop(1))) == ["stage  layers", "    0  embedding, 0-0 (1), norm, output, loss"]
 
 
-def test_the_printed_table_of_two_chunks_a_stage() -> None:
-    """A V over two stages, with a last chunk that has no layer."""
-    layers = [range(0, 2), range(2, 4), range(4, 5), range(5, 5)]
-    chunks = [Chunk(i, 4, stage, part) for i, (stage, part) in enumerate(zip((0, 1, 1, 0), layers, strict=True))]
-    assert format_layer_table(chunks) == [
+def test_the_printed_table_of_several_chunks_a_stage() -> None:
+    assert format_layer_table(layer_table(13, loop(3, 2))) == [
         "stage  layers",
-        "    0  embedding, 0-1 (2)",
-        "    1  2-3 (2)",
-        "    1  4-4 (1)",
-        "    0  norm, output, loss",
+        "    0  embedding, 0-1 (2) | 7-8 (2)",
+        "    1  2-4 (3)            | 9-10 (2)",
+        "    2  5-6 (2)            | 11-12 (2), norm, output, loss",
+    ]
+    in_a_v = layer_table(5, v_shape(2), layout=parse_layout("Ett|tt|t|L"))
+    assert format_layer_table(in_a_v) == [
+        "stage  layers",
+        "    0  embedding, 0-1 (2) | norm, output, loss",
+        "    1  2-3 (2)            | 4-4 (1)",
+    ]
+    assert format_layer_table(layer_table(2, loop(2, 2), layout=parse_layout("E||tt|L"))) == [
+        "stage  layers",
+        "    0  embedding | 0-1 (2)",
+        "    1  no layer  | norm, output, loss",
     ]

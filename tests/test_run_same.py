@@ -35,6 +35,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "no loader threads": {"num_workers": 0},
     "many loader threads": {"num_workers": 4},
     "overlap": {"overlap_grad_reduce": True},
+    "waiting for messages": {"overlap_p2p_communication": False},
+    "late weight gradients": {"pipeline_schedule": "zb-h1", "overlap_grad_reduce": True},
 }
 
 

@@ -28,6 +28,7 @@ NO_EFFECT: dict[str, str] = {
     "no-clone-scatter-output-in-embedding": "the embedding's output is never a view of a larger tensor",
     "no-gradient-reduce-div-fusion": "gradients are summed; the loss carries the scale",
     "no-scatter-gather-tensors-in-pipeline": "how tensors travel between pipeline stages is not a setting",
+    "overlap-p2p-communication-warmup-flush": "--overlap-p2p-communication holds in every phase of a schedule",
     "use-cpu-initialization": "initial values are always drawn on the CPU and do not depend on the layout",
     "no-initialization": "initial values cost little; a checkpoint replaces them",
     "calculate-per-token-loss": "the loss is always a sum over tokens divided by the global token count",
@@ -79,11 +80,7 @@ _SHARDED = (
     "Slicing optimizer state, gradients or parameters over the data ranks is not built yet; every data rank holds them whole "
     "(--data-parallel-sharding-strategy no_shard)."
 )
-_VIRTUAL = "Interleaved stages are not built yet; each pipeline rank holds one stage (--pipeline-schedule 1f1b or gpipe)."
-_SPLIT = (
-    "Choosing the layers of a stage by hand is not built yet; any number of layers is spread evenly over "
-    "--pipeline-model-parallel-size stages, and the table of layers is printed at the start."
-)
+_DEFERRED = "Weight gradients are put off by --pipeline-schedule zb-h1 and zb-v, to fill the bubble."
 _RECOMPUTE = (
     "Recomputing activations is not built yet; to save memory use --sequence-parallel, more tensor ranks or a smaller batch."
 )
@@ -112,16 +109,9 @@ REFUSED: dict[str, str] = {
     "overlap-param-gather-with-optimizer-step": _SHARDED,
     "no-align-param-gather": _SHARDED,
     "num-distributed-optimizer-instances": _SHARDED,
-    "num-layers-per-virtual-pipeline-stage": _VIRTUAL,
-    "num-virtual-stages-per-pipeline-rank": _VIRTUAL,
-    "microbatch-group-size-per-virtual-pipeline-stage": _VIRTUAL,
-    "no-overlap-p2p-communication": _VIRTUAL,
-    "overlap-p2p-communication-warmup-flush": _VIRTUAL,
-    "decoder-first-pipeline-num-layers": _SPLIT,
-    "decoder-last-pipeline-num-layers": _SPLIT,
-    "account-for-embedding-in-pipeline-split": _SPLIT,
-    "account-for-loss-in-pipeline-split": _SPLIT,
-    "pipeline-model-parallel-layout": _SPLIT,
+    "microbatch-group-size-per-virtual-pipeline-stage": (
+        "The interleaved schedule chooses its rounds itself, for any number of microbatches; leave it out."
+    ),
     "checkpoint-activations": _RECOMPUTE,
     "distribute-saved-activations": _RECOMPUTE,
     "optimizer-cpu-offload": _OFFLOAD,
@@ -193,9 +183,9 @@ REFUSED: dict[str, str] = {
     "empty-unused-memory-level": "Buffers are allocated once, so the memory cache is never emptied.",
     "train-sync-interval": "The host already waits for the device once an iteration.",
     "no-manual-gc-eval": "With --manual-gc garbage is always collected around evaluations and saves.",
-    "defer-embedding-wgrad-compute": "Deferred weight gradients are not built yet.",
-    "wgrad-deferral-limit": "Deferred weight gradients are not built yet.",
-    "delay-wgrad-compute": "Deferred weight gradients are not built yet.",
+    "defer-embedding-wgrad-compute": _DEFERRED,
+    "wgrad-deferral-limit": _DEFERRED,
+    "delay-wgrad-compute": _DEFERRED,
     "overlap-moe-expert-parallel-comm": _EXPERTS,
     "pipeline-model-parallel-comm-backend": "All groups use one backend (--distributed-backend).",
     "disable-gloo-process-groups": "All groups use one backend (--distributed-backend).",

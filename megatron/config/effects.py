@@ -5,12 +5,26 @@ from __future__ import annotations
 from megatron.config.checks.finding import data_size, is_changed, shown
 from megatron.config.config import Config
 
+_SPREADING = (
+    "pipeline_split",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+_SCHEDULING = (
+    "pipeline_schedule",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+)
+
 
 def notes(config: Config, world_size: int) -> list[str]:
     """One line for each such setting, with the reason. The settings must have passed the rules."""
     model, parallel, training, precision = config.model, config.parallel, config.training, config.precision
     data, logging = config.data, config.logging
     copies = data_size(config, world_size)
+    chunks = parallel.pipeline_model_parallel_size * parallel.chunks_per_stage(model.num_layers)
     cases = (
         ("sequence_parallel", parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1, "there is one tensor rank"),
         ("overlap_grad_reduce", parallel.overlap_grad_reduce and copies == 1, "there is one data rank"),
@@ -20,10 +34,11 @@ def notes(config: Config, world_size: int) -> list[str]:
             "both numberings of the ranks are the same here",
         ),
         (
-            "pipeline_schedule",
-            parallel.pipeline_schedule != "1f1b" and parallel.pipeline_model_parallel_size == 1,
-            "there is one pipeline stage",
+            "overlap_p2p_communication",
+            not parallel.overlap_p2p_communication and parallel.pipeline_model_parallel_size == 1,
+            "nothing is sent between pipeline stages",
         ),
+        *((field, is_changed(config, field) and chunks == 1, "one rank computes all layers in one piece") for field in _SPREADING),
         (
             "fp32_residual_connection",
             model.fp32_residual_connection and not (precision.fp16 or precision.bf16),
@@ -57,4 +72,18 @@ def notes(config: Config, world_size: int) -> list[str]:
             "--eval-iters 0 switches evaluation off",
         ),
     )
-    return [f"{shown(config, field)} has no effect: {reason}." for field, idle, reason in cases if idle]
+    return [
+        *(f"{shown(config, field)} has no effect: {reason}." for field, idle, reason in cases if idle),
+        *_without_pipeline(config, chunks),
+    ]
+
+
+def _without_pipeline(config: Config, chunks: int) -> list[str]:
+    """Settings that order the work of a pipeline where there is none: what they change costs or saves memory, but no time."""
+    parallel = config.parallel
+    if parallel.pipeline_model_parallel_size > 1 or (chunks == 1 and parallel.schedule == "1f1b"):
+        return []
+    fields = (field for field in (_SCHEDULING if chunks > 1 else _SCHEDULING[:1]) if is_changed(config, field))
+    return [
+        f"{shown(config, field)} saves no time: there is one pipeline stage, which never waits for another." for field in fields
+    ]

@@ -18,6 +18,8 @@ class Violation:
     """Why it is wrong and what may be done about it: whole sentences."""
     nearest: tuple[str, ...] = ()
     """Settings that would remove it, each a piece of a command line (``--lr 0.1``) or ``world size N``."""
+    table: tuple[str, ...] = ()
+    """Lines that show it, such as which layers would lie where."""
 
 
 class ConfigError(ValueError):
@@ -32,10 +34,11 @@ class ConfigError(ValueError):
 
 
 def format_violations(violations: Sequence[Violation]) -> str:
-    """One text that names every violation: a line of what is wrong, then an indented line of why and what would be valid."""
+    """One text that names every violation: a line of what is wrong, then, indented, its table, why, and what would be valid."""
     lines = [f"{len(violations)} problems in the settings:"] if len(violations) > 1 else []
     for violation in violations:
         lines.append(violation.message)
+        lines.extend(f"    {line}" for line in violation.table)
         advice = f"Nearest valid: {_join(violation.nearest)}." if violation.nearest else ""
         explanation = " ".join(part for part in (violation.rule, advice) if part)
         if explanation:

@@ -40,6 +40,8 @@ class LoggingConfig:
     """Name of the run at Weights & Biases."""
     profile: bool = False
     """Record steps --profile-step-start to --profile-step-end with torch's profiler."""
+    profile_pipeline: bool = False
+    """Write the measured timeline of the pipeline in step --profile-step-start, beside the planned one, to --profile-dir."""
     profile_step_start: int = 10
     """First step to record (the first iteration is 1)."""
     profile_step_end: int = 12

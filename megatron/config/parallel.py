@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
-PipelineSchedule = Literal["gpipe", "1f1b"]
+from megatron.config.pipeline_layout import LayoutChunk, layout_problems, parse_layout
+
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+PipelineSplit = Literal["even", "balanced"]
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
@@ -25,8 +29,26 @@ class ParallelConfig:
     """Split norms, dropout and residual along the sequence over the tensor ranks (saves activation memory)."""
     use_tp_pp_dp_mapping: bool = False
     """Number the ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
-    pipeline_schedule: PipelineSchedule = "1f1b"
-    """Order of forwards and backwards in the pipeline."""
+    pipeline_schedule: PipelineSchedule | None = None
+    """Order of forwards and backwards in the pipeline; by default interleaved with several virtual stages, else 1f1b."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers of one virtual stage (chunk); each pipeline rank holds several."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Virtual stages (chunks) that each pipeline rank holds; the other way to ask for them."""
+    pipeline_split: PipelineSplit = "even"
+    """How layers are spread over the stages: the same number each, or by their cost, embedding and loss counted."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers on the first pipeline rank; the others share the rest."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers on the last pipeline rank; the others share the rest."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer when layers are spread."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer and the loss as a layer when layers are spread."""
+    pipeline_model_parallel_layout: str | None = None
+    """Every stage by hand: E embedding, t layer, L loss, | between stages, (..)*n repeats, as in "Et*3|(tt|)*6L"."""
+    overlap_p2p_communication: bool = True
+    """Send and receive between stages while computing; without, a stage waits for each exchange (the same result, bit for bit)."""
     data_parallel_sharding_strategy: ShardingStrategy = "no_shard"
     """What each data rank holds a slice of. Only no_shard so far."""
     overlap_grad_reduce: bool = False
@@ -39,3 +61,50 @@ class ParallelConfig:
     """Give up on a collective after this long."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA when there is one."""
+
+    @property
+    def schedule(self) -> str:
+        """The pipeline schedule after defaults: interleaved where several virtual stages are asked for, else 1f1b."""
+        if self.pipeline_schedule is not None:
+            return self.pipeline_schedule
+        if self.pipeline_model_parallel_layout is not None:
+            # One that cannot be read is a violation of its own.
+            several = len(read_layout(self.pipeline_model_parallel_layout) or ()) > self.pipeline_model_parallel_size
+        else:
+            # How many stages some layers each give depends on the model; that they are several is a rule.
+            several = self.num_layers_per_virtual_pipeline_stage is not None or (self.num_virtual_stages_per_pipeline_rank or 1) > 1
+        return "interleaved" if several else "1f1b"
+
+    def units_to_split(self, num_layers: int) -> int:
+        """Layers, with the embedding and the loss where they count as a layer each."""
+        return num_layers + self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
+
+    def chunks_per_stage(self, num_layers: int) -> int:
+        """Virtual stages (chunks) that each pipeline rank holds: asked for, or what the schedule needs.
+
+        Raises:
+            ValueError: it is no whole number, or the layout cannot be read. (The rules between settings say so before.)
+        """
+        stages = self.pipeline_model_parallel_size
+        if self.pipeline_model_parallel_layout is not None:
+            layout = self.pipeline_model_parallel_layout
+            chunks = len(read_layout(layout) or parse_layout(layout))
+            return _whole(chunks, stages, f"{chunks} chunks of the layout do not divide among {stages} pipeline stages")
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            units, each = self.units_to_split(num_layers), self.num_layers_per_virtual_pipeline_stage
+            fault = f"{units} layers do not divide among {stages} pipeline stages in virtual stages of {each} layers"
+            return _whole(units, stages * each, fault)
+        return self.num_virtual_stages_per_pipeline_rank or (2 if self.schedule == "zb-v" else 1)
+
+
+@functools.lru_cache(maxsize=64)
+def read_layout(text: str) -> tuple[LayoutChunk, ...] | None:
+    """The chunks of a layout, or None where it cannot be read. Kept, as rules ask for the same one again and again."""
+    return None if layout_problems(text) else parse_layout(text)
+
+
+def _whole(count: int, among: int, fault: str) -> int:
+    """The quotient of numbers that divide."""
+    if count % among:
+        raise ValueError(fault)
+    return count // among

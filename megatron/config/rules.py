@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from megatron.config.checks import checkpoint, data, inert, model, optimizer, parallel, ranges, training
+from megatron.config.checks import (
+    checkpoint,
+    data,
+    inert,
+    model,
+    optimizer,
+    parallel,
+    pipeline,
+    pipeline_layout,
+    pipeline_split,
+    ranges,
+    training,
+)
 from megatron.config.checks.finding import Change, Finding, Rule, data_size
 from megatron.config.config import Config
 from megatron.config.errors import Violation
@@ -11,6 +23,9 @@ RULES: tuple[Rule, ...] = (
     *ranges.RULES,
     *model.RULES,
     *parallel.RULES,
+    *pipeline.RULES,
+    *pipeline_split.RULES,
+    *pipeline_layout.RULES,
     *training.RULES,
     *optimizer.RULES,
     *data.RULES,
@@ -37,6 +52,7 @@ def violations(config: Config, world_size: int) -> list[Violation]:
             finding.message,
             finding.rule,
             tuple(map(str, _nearest(finding, index, counts, config, world_size))),
+            finding.table,
         )
         for index, findings in enumerate(found)
         for finding in findings

@@ -1,15 +1,14 @@
 """Work and size of the model, counted from its configuration.
 
-FLOPs are those that the model itself needs in matrix products, forward and backward: a multiply-add is two, causal attention
-does half of the full square, the output layer counts, the lookup of the embedding does not, and neither do norms,
-activations, softmax and rotation, nor anything computed a second time to save memory.
+FLOPs are those that the model itself needs in matrix products, forward and backward. What counts: `megatron.config.model_flops`.
 
-Shapes: `h` hidden size, `d` head size, `n` query heads, `k` key-value heads, `f` MLP size, `s` sequence length, `v` vocabulary.
+Shapes: `h` hidden size, `d` head size, `n` query heads, `k` key-value heads, `f` MLP size.
 """
 
 from __future__ import annotations
 
 from megatron.config.model import ModelConfig
+from megatron.config.model_flops import layer_flops, output_flops
 
 
 def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
@@ -21,13 +20,7 @@ def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
         model: Shape of the model.
         vocab_size: Rows of the output layer, without padding.
     """
-    h, d, f = model.hidden_size, model.head_size, model.ffn_size
-    n, k = model.num_attention_heads, model.num_key_value_heads
-    projections = 2 * h * (n + 2 * k) * d + 2 * n * d * h
-    scores_and_values = 2 * (2 * n * d * model.seq_length) // 2  # two products over the sequence; causal: half of each
-    mlp = 2 * h * f * (3 if model.swiglu else 2)
-    forward = model.num_layers * (projections + scores_and_values + mlp) + 2 * h * vocab_size
-    return 3 * forward
+    return 3 * (model.num_layers * layer_flops(model) + output_flops(model, vocab_size))
 
 
 def flops_per_step(model: ModelConfig, vocab_size: int, num_sequences: int) -> int:

@@ -15,6 +15,7 @@ from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.p2p import Boundary, TensorSpec
 from megatron.pipeline_parallel.partition import Chunk, layer_table
+from megatron.pipeline_parallel.schedules.placement import loop
 
 
 @dataclass
@@ -30,6 +31,11 @@ class Model:
     """This rank's, by index."""
     params: ParamTable
     sequence_parallel: bool
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether the last chunk is here."""
+        return len(self.layer_table) - 1 in self.chunks
 
     def boundary(self, micro_batch_size: int, tensor_size: int) -> Boundary:
         """What travels between stages."""
@@ -48,10 +54,21 @@ def model_dtype(precision: PrecisionConfig) -> torch.dtype:
 
 
 def build_model(
-    config: ModelConfig, context: ParallelContext, *, dtype: torch.dtype, vocab_size: int, sequence_parallel: bool, seed: int
+    config: ModelConfig,
+    context: ParallelContext,
+    *,
+    dtype: torch.dtype,
+    vocab_size: int,
+    sequence_parallel: bool,
+    seed: int,
+    table: list[Chunk] | None = None,
 ) -> Model:
-    """Build this rank's chunks on the meta device, then give them memory and initial values (unless the context is meta itself)."""
-    table = layer_table(config.num_layers, context.topology.pp)
+    """Build this rank's chunks on the meta device, then give them memory and initial values (unless the context is meta itself).
+
+    Args:
+        table: which rank holds which layers; by default as many layers in each pipeline stage, one chunk a stage.
+    """
+    table = table or layer_table(config.num_layers, loop(context.topology.pp))
     params = ParamTable()
     sequence_parallel = sequence_parallel and context.topology.tp > 1
     chunks = {

@@ -20,7 +20,31 @@ from torch import nn
 
 from megatron.parallel.products import weight_product
 
-Deferred = list[Callable[[], None]]
+
+class Deferred:
+    """Work put off, in order, and the memory that waits with it."""
+
+    def __init__(self) -> None:
+        self._work: list[tuple[Callable[[], None], int]] = []
+        self.num_bytes = 0
+        """Bytes of the tensors that the work still to do keeps."""
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def add(self, work: Callable[[], None], num_bytes: int) -> None:
+        """Put off one piece."""
+        self._work.append((work, num_bytes))
+        self.num_bytes += num_bytes
+
+    def run(self) -> None:
+        """Do it all, first come, first served. What a piece keeps is let go as soon as it is done."""
+        self._work.reverse()
+        while self._work:
+            work, num_bytes = self._work.pop()
+            work()
+            self.num_bytes -= num_bytes
+
 
 # Set by the executor around one backward. A plain global: on CUDA, autograd runs backward on a thread of its own.
 _deferred: Deferred | None = None
@@ -83,17 +107,32 @@ def accumulate(param: torch.Tensor, grad: torch.Tensor) -> None:
         param.grad += grad
 
 
-def accumulate_product(param: torch.Tensor, grad_output: torch.Tensor, x: Callable[[], torch.Tensor]) -> None:
-    """Add the weight gradient grad_output^T x() of a linear layer now or, inside `deferring()`, when the schedule says so.
+def now_or_deferred(work: Callable[[], None], *, keeps: tuple[torch.Tensor, ...] = ()) -> None:
+    """Do a part of a weight gradient now or, inside `deferring()`, when the schedule says so.
+
+    Args:
+        keeps: the tensors that the work holds on to, for the count of memory.
+    """
+    if _deferred is None:
+        work()
+    else:  # called outside of autograd, with inputs that may require a gradient
+        _deferred.add(torch.no_grad()(work), sum(tensor.nbytes for tensor in keeps))
+
+
+def accumulate_product(
+    param: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor, gathered: Callable[[], torch.Tensor] | None = None
+) -> None:
+    """Add the weight gradient grad_output^T x of a linear layer now or, inside `deferring()`, when the schedule says so.
 
     Args:
         param: the weight, of out * in elements.
         grad_output: [n, out].
-        x: gives the layer's input [n, in]; a function, because it may have to be gathered first.
+        x: the layer's input, [..., in], as this rank keeps it.
+        gathered: gives the whole input where `x` is only a part of it, [..., in] with n rows in all.
     """
 
     def run() -> None:
-        sink, inputs = sink_of(param), x()
+        sink, inputs = sink_of(param), (x if gathered is None else gathered()).flatten(0, -2)
         if sink is not None:
             sink.add_product(grad_output, inputs)
         else:
@@ -101,21 +140,17 @@ def accumulate_product(param: torch.Tensor, grad_output: torch.Tensor, x: Callab
             weight_product(grad_output, inputs, grad.view(-1, inputs.shape[-1]), add=False)
             accumulate(param, grad)
 
-    if _deferred is None:
-        run()
-    else:
-        _deferred.append(torch.no_grad()(run))  # called outside of autograd, with an input that may require a gradient
+    now_or_deferred(run, keeps=(grad_output, x))
 
 
 @contextmanager
 def deferring() -> Iterator[Deferred]:
-    """Keep weight-gradient products as closures instead of computing them; whoever opened it runs them."""
+    """Put weight-gradient products off instead of computing them; whoever opened it runs them."""
     global _deferred
     assert _deferred is None, "deferring() does not nest"
-    closures: Deferred = []
-    _deferred = closures
+    _deferred = deferred = Deferred()
     try:
-        yield closures
+        yield deferred
     finally:
         _deferred = None
 

@@ -8,18 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.parallel.accumulate import Deferred, deferring
 from megatron.parallel.context import ParallelContext
-from megatron.pipeline_parallel.p2p import Boundary, Messenger, ReceivePlan, Tensors, plan_receives
-from megatron.pipeline_parallel.schedules import Op, OpKind, Schedule
+from megatron.pipeline_parallel.exchange import channels, plan_exchanges, plan_receives
+from megatron.pipeline_parallel.p2p import Boundary, Messenger, Tensors
+from megatron.pipeline_parallel.schedule import Message, Op, OpKind, Schedule
 from megatron.pipeline_parallel.validate import validate
 
 ForwardFunction = Callable[[int, int, Tensors], Tensors]
 """(chunk, microbatch, what the chunk before gave) to what it gives; the last chunk gives one scalar, the root of backward."""
+
+
+class Recorder(Protocol):
+    """Is told when each operation computes."""
+
+    def begin(self, op: Op) -> None:
+        """What the operation needs is here."""
+
+    def end(self, op: Op) -> None:
+        """It has computed; what it gives is not sent yet."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation, and the messages around it."""
+
+    op: Op
+    posts: tuple[tuple[Message, int], ...]
+    needs: Message | None
+    gives: Message | None
+    destination: int
+    arrived: tuple[Message, ...]
 
 
 @dataclass
@@ -30,85 +54,120 @@ class _InFlight:
     edges: dict[str, GradientEdge]
     gradients: Tensors = field(default_factory=dict)
     """Received for the outputs; a deferred weight gradient may read them."""
-    deferred: Deferred = field(default_factory=list)
+    deferred: Deferred = field(default_factory=Deferred)
 
 
 class Executor:
-    """Executes this rank's part of schedules."""
+    """Executes this rank's part of schedules.
 
-    def __init__(self, context: ParallelContext, boundary: Boundary) -> None:
+    Args:
+        boundary: what travels between chunks.
+        overlap: let messages travel while operations compute; without, wait for each exchange (the same results, bit for bit).
+    """
+
+    def __init__(self, context: ParallelContext, boundary: Boundary, *, overlap: bool = True) -> None:
         self._stage = context.group("pp").index
-        self._boundary = boundary
+        self._boundary, self._overlap = boundary, overlap
         self._messenger = Messenger(context, boundary)
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
-        self._plans: dict[int, ReceivePlan] = {}
+        self._prepared: dict[int, list[Step]] = {}
         self._checked: list[Schedule] = []  # kept, so that no other schedule takes the identity of one of them
+        self.recorder: Recorder | None = None
+        """Told of every operation of a training step, if there is one."""
+        self._deferred_bytes = 0
+        self.peak_deferred_bytes = 0
+        """The most that deferred weight gradients have kept at once: inputs and output gradients of linear layers."""
 
     def run(self, schedule: Schedule, forward: ForwardFunction) -> None:
         """Run one step. Gradients go where the parameters' sinks say; a forward-only schedule keeps nothing."""
-        plan = self._plans.get(id(schedule)) or self._check(schedule)
-        training = any(op.kind is not OpKind.FORWARD for op in schedule.ops[self._stage])
-        for op, due, arrived in zip(schedule.ops[self._stage], plan.before, plan.arrived, strict=True):
-            for message, source in due:
-                self._messenger.post(message, source)
-            if op.kind is OpKind.FORWARD:
+        steps = self.prepare(schedule)
+        training = any(step.op.kind is not OpKind.FORWARD for step in steps)
+        recorder, messenger = self.recorder if training else None, self._messenger
+        for step in steps:
+            for message, source in step.posts:
+                messenger.post(message, source)
+            if not self._overlap:
+                messenger.wait()
+            received = {} if step.needs is None else messenger.receive(step.needs)
+            if recorder is not None:
+                recorder.begin(step.op)
+            if step.op.kind is OpKind.FORWARD:
                 with torch.set_grad_enabled(training):
-                    self._forward(schedule, op, forward, training)
-            elif op.kind is OpKind.WEIGHT_GRAD:
-                deferred = self._in_flight[op.chunk, op.microbatch].deferred
-                while deferred:  # each product's inputs are let go as soon as it is done
-                    deferred.pop(0)()
-                self._retire(op)
+                    given = self._forward(step, received, forward, training)
+            elif step.op.kind is OpKind.WEIGHT_GRAD:
+                given = self._weight_grad(step.op)
             else:
-                self._backward(schedule, op)
-            for message in arrived:
-                self._messenger.settle(message)
-        self._messenger.finish()
+                given = self._backward(step.op, received)
+            if recorder is not None:
+                recorder.end(step.op)
+            if step.gives is not None:
+                messenger.send(step.gives, step.destination, given)
+            # Only now: what is given may lie in a buffer that was received.
+            if not training:
+                messenger.recycle(received)
+            elif step.op.kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
+                self._retire(step.op)
+            del received, given  # what was sent is not kept here while the next operation computes
+            for message in step.arrived:
+                messenger.settle(message)
+        messenger.finish()
         assert not self._in_flight, "activations left over"
 
-    def _check(self, schedule: Schedule) -> ReceivePlan:
-        """The receive plan of a schedule, after the schedule was proved valid. Once for each schedule."""
+    def prepare(self, schedule: Schedule) -> list[Step]:
+        """What this stage does, after the schedule was proved valid. Work is done once for each schedule, by all stages together.
+
+        Raises:
+            ValueError: the schedule is incomplete or would deadlock.
+        """
+        if id(schedule) in self._prepared:
+            return self._prepared[id(schedule)]
         validate(schedule)
         self._checked.append(schedule)
-        plan = self._plans[id(schedule)] = plan_receives(schedule, self._stage)
-        return plan
+        self._messenger.connect(channels(schedule))
+        plan = plan_receives(schedule, self._stage) if self._overlap else plan_exchanges(schedule)[self._stage]
+        steps = []
+        for op, posts, arrived in zip(schedule.ops[self._stage], plan.before, plan.arrived, strict=True):
+            gives = schedule.gives(op)
+            destination = self._stage if gives is None else schedule.stage_of_chunk[gives.chunk]
+            steps.append(Step(op, posts, schedule.needs(op), gives, destination, arrived))
+        self._prepared[id(schedule)] = steps
+        return steps
 
-    def _forward(self, schedule: Schedule, op: Op, forward: ForwardFunction, training: bool) -> None:
-        needed = schedule.needs(op)
-        received = {} if needed is None else self._messenger.receive(needed)
+    def _forward(self, step: Step, received: Tensors, forward: ForwardFunction, training: bool) -> Tensors:
+        op = step.op
         inputs = {name: _leaf(t, training and self._boundary[name].requires_grad) for name, t in received.items()}
         outputs = forward(op.chunk, op.microbatch, inputs)
-        given = schedule.gives(op)
         if training:
-            roots = {name: t for name, t in outputs.items() if given is None or self._boundary[name].requires_grad}
+            roots = {name: t for name, t in outputs.items() if step.gives is None or self._boundary[name].requires_grad}
             edges = {name: get_gradient_edge(t) for name, t in roots.items() if t.requires_grad}
             self._in_flight[op.chunk, op.microbatch] = _InFlight(inputs, edges)
-        if given is not None:
-            destination = schedule.stage_of_chunk[given.chunk]
-            self._messenger.send(given, destination, {name: t.detach() for name, t in outputs.items()})
-        if not training:
-            self._messenger.recycle(received)
+        return {name: t.detach() for name, t in outputs.items()}
 
-    def _backward(self, schedule: Schedule, op: Op) -> None:
+    def _backward(self, op: Op, received: Tensors) -> Tensors:
         state = self._in_flight[op.chunk, op.microbatch]
-        needed = schedule.needs(op)
-        state.gradients = {} if needed is None else self._messenger.receive(needed)
+        state.gradients = received
         edges = list(state.edges.values())
-        grads = [state.gradients.get(name) for name in state.edges]
+        grads = [received.get(name) for name in state.edges]
         if op.kind is OpKind.INPUT_GRAD:
             with deferring() as state.deferred:
                 torch.autograd.backward(edges, grads)
+            self._deferred_bytes += state.deferred.num_bytes
+            self.peak_deferred_bytes = max(self.peak_deferred_bytes, self._deferred_bytes)
         else:
             torch.autograd.backward(edges, grads)
         state.edges.clear()
-        given = schedule.gives(op)
-        if given is not None:
-            grads_in = {name: t.grad for name, t in state.inputs.items() if t.grad is not None}
-            self._messenger.send(given, schedule.stage_of_chunk[given.chunk], grads_in)
-        for tensor in state.inputs.values():
+        given = {}
+        for name, tensor in state.inputs.items():
+            if tensor.requires_grad:  # a chunk that does not use what it gets gives it no gradient
+                given[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             tensor.grad = None
-        if op.kind is OpKind.BACKWARD:
-            self._retire(op)
+        return given
+
+    def _weight_grad(self, op: Op) -> Tensors:
+        deferred = self._in_flight[op.chunk, op.microbatch].deferred
+        self._deferred_bytes -= deferred.num_bytes
+        deferred.run()
+        return {}
 
     def _retire(self, op: Op) -> None:
         state = self._in_flight.pop((op.chunk, op.microbatch))

@@ -1,21 +1,20 @@
 """Messages between pipeline stages: receives posted early, sends that do not block, shapes agreed once.
 
-What travels is a named set of tensors (`Boundary`), the same for every microbatch. Both ends of a channel know the whole schedule,
-so they take its messages in the same order (the sender's) and no message carries a header. Messages are not batched: a batch would
-make an activation that is ready wait for a gradient that is not. Each direction has a communicator of its
-own (see `ParallelContext.pipeline_channel`), so a send never waits behind a receive.
+What travels is a named set of tensors (`Boundary`), the same for every microbatch. Which message is received when is planned in
+`exchange`. Messages are not batched: a batch would make an activation that is ready wait for a gradient that is not. Each direction
+has a communicator of its own (see `ParallelContext.pipeline_channel`), so a send never waits behind a receive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron.parallel.context import ParallelContext
-from megatron.pipeline_parallel.schedules import Message, Schedule
+from megatron.pipeline_parallel.schedule import Message
 
 
 @dataclass(frozen=True)
@@ -31,58 +30,6 @@ Boundary = Mapping[str, TensorSpec]
 Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class ReceivePlan:
-    """When one stage posts which receives, and what it then knows of its own messages."""
-
-    before: tuple[tuple[tuple[Message, int], ...], ...]
-    """For each operation, the messages to post before it, each with the stage that it comes from."""
-    arrived: tuple[tuple[Message, ...], ...]
-    """For each operation, the messages of this stage that must have arrived once what the operation needs is here."""
-
-
-def plan_receives(schedule: Schedule, stage: int, ahead: int = 1) -> ReceivePlan:
-    """Post what an operation needs `ahead` operations earlier, so that a message travels while the former operation computes.
-
-    Within a channel the order is the sender's, so what is needed later but sent earlier is posted on the way.
-    """
-    order: dict[int, list[Message]] = {}
-    place: dict[Message, tuple[int, int]] = {}
-    for source, ops in enumerate(schedule.ops):
-        for message in filter(None, map(schedule.gives, ops)):
-            if source != stage and schedule.stage_of_chunk[message.chunk] == stage:
-                channel = order.setdefault(source, [])
-                place[message] = (source, len(channel))
-                channel.append(message)
-    posted = dict.fromkeys(order, 0)
-    mine, before = schedule.ops[stage], []
-    for i in range(len(mine)):
-        due: list[tuple[Message, int]] = []
-        for op in mine[i : i + 1 + ahead]:
-            needed = schedule.needs(op)
-            if needed in place:
-                source, at = place[needed]
-                due += [(message, source) for message in order[source][posted[source] : at + 1]]
-                posted[source] = max(posted[source], at + 1)
-        before.append(tuple(due))
-    return ReceivePlan(tuple(before), _arrivals(schedule, stage))
-
-
-def _arrivals(schedule: Schedule, stage: int) -> tuple[tuple[Message, ...], ...]:
-    """A stage sends a message after it took all that its operations so far needed: hearing from it proves that this arrived."""
-    mine = {schedule.gives(op) for op in schedule.ops[stage]}
-    proved: dict[Message | None, list[Message]] = {}
-    for peer, ops in enumerate(schedule.ops):
-        taken: list[Message] = []
-        for op in ops if peer != stage else ():
-            needed, given = schedule.needs(op), schedule.gives(op)
-            if needed is not None and needed in mine:
-                taken.append(needed)
-            if given is not None and schedule.stage_of_chunk[given.chunk] == stage:
-                proved[given], taken = taken, []
-    return tuple(tuple(proved.get(schedule.needs(op), ())) for op in schedule.ops[stage])
-
-
 class Messenger:
     """This rank's mail. Buffers of received messages are allocated once and used again."""
 
@@ -93,6 +40,23 @@ class Messenger:
         self._leaving: dict[Message, tuple[Tensors, list[dist.Work]]] = {}
         self._free: dict[str, list[torch.Tensor]] = {name: [] for name in boundary}
         self._own: set[int] = set()
+        self._connected: set[tuple[int, int]] = set()
+
+    def connect(self, channels: Iterable[tuple[int, int]]) -> None:
+        """Send one element through every channel (source, destination) of this rank that is new.
+
+        A communicator made at its first use waits for its other end (NCCL's does). All ranks go through the same list in the same
+        order, so that nobody waits in a circle; in the order of first use, schedules in which messages go round could.
+        """
+        for source, destination in channels:
+            if self._stage in (source, destination) and (source, destination) not in self._connected:
+                self._connected.add((source, destination))
+                channel = self._context.pipeline_channel(source, destination)
+                nothing = torch.zeros(1, device=self._context.device)
+                if source == self._stage:
+                    dist.send(nothing, channel.ranks[destination], group=channel.process_group)
+                else:
+                    dist.recv(nothing, channel.ranks[source], group=channel.process_group)
 
     def post(self, message: Message, source: int) -> None:
         """Begin to receive from a stage."""
@@ -130,6 +94,14 @@ class Messenger:
             if not all(work.is_completed() for work in self._leaving[older][1]):
                 break
             del self._leaving[older]
+
+    def wait(self) -> None:
+        """Wait until everything posted is here and everything sent has left."""
+        for _, works in self._arriving.values():
+            while works:
+                works.pop().wait()
+        for message in list(self._leaving):
+            self.settle(message)
 
     def settle(self, message: Message) -> None:
         """Let go of a sent message that must have arrived."""

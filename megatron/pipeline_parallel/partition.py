@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, zip_longest
+
+from megatron.config.model import ModelConfig
+from megatron.config.model_flops import layer_flops, output_flops
+from megatron.config.parallel import ParallelConfig
+from megatron.config.pipeline_layout import LayoutChunk, count_problems, parse_layout
+from megatron.pipeline_parallel.balance import balance
+from megatron.pipeline_parallel.schedules.registry import placement
+from megatron.pipeline_parallel.split_problem import Memory
 
 
 @dataclass(frozen=True)
@@ -26,36 +36,160 @@ class Chunk:
         return self.index == self.num_chunks - 1
 
 
-def layer_table(num_layers: int, num_stages: int) -> list[Chunk]:
-    """Chunks in the order of the depth, one a stage.
+def table_of(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> list[Chunk]:
+    """The chunks that the settings ask for, in the order of the depth.
 
-    Sizes differ by at most one layer. The longer ones come first among the inner stages, because the ends also carry the embedding
-    and the loss.
+    Args:
+        model: Shape of the model.
+        parallel: Stages, schedule and everything about the split.
+        vocab_size: Rows of the output layer, without padding. They are its cost under `--pipeline-split balanced`.
 
     Raises:
-        ValueError: fewer layers than stages.
+        ValueError: no table is possible.
     """
-    if num_layers < num_stages:
-        raise ValueError(f"{num_layers} layers cannot fill {num_stages} pipeline stages: each needs at least one")
-    base, extra = divmod(num_layers, num_stages)
-    inner_first = [*range(1, num_stages - 1), 0, num_stages - 1][:num_stages] if num_stages > 1 else [0]
-    longer = set(inner_first[:extra])
-    chunks, start = [], 0
-    for stage in range(num_stages):
-        size = base + (stage in longer)
-        chunks.append(Chunk(stage, num_stages, stage, range(start, start + size)))
-        start += size
-    assert start == num_layers
-    return chunks
+    stages, chunks_per_stage = parallel.pipeline_model_parallel_size, parallel.chunks_per_stage(model.num_layers)
+    places = placement(parallel.schedule, stages, chunks_per_stage)
+    if parallel.pipeline_model_parallel_layout is not None:
+        return layer_table(model.num_layers, places, layout=parse_layout(parallel.pipeline_model_parallel_layout))
+    if parallel.pipeline_split == "balanced":
+        layer, embedding, loss = layer_flops(model), 0, output_flops(model, vocab_size)
+    else:
+        layer = 1
+        embedding = int(parallel.account_for_embedding_in_pipeline_split)
+        loss = int(parallel.account_for_loss_in_pipeline_split)
+    return layer_table(
+        model.num_layers,
+        places,
+        layer_costs=[layer] * model.num_layers,
+        embedding_cost=embedding,
+        loss_cost=loss,
+        first_stage_layers=parallel.decoder_first_pipeline_num_layers,
+        last_stage_layers=parallel.decoder_last_pipeline_num_layers,
+    )
+
+
+def layer_table(
+    num_layers: int,
+    stage_of_chunk: Sequence[int],
+    *,
+    layer_costs: Sequence[float] | None = None,
+    embedding_cost: float = 0,
+    loss_cost: float = 0,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+    layout: Sequence[LayoutChunk] | None = None,
+    memory: Memory | None = None,
+) -> list[Chunk]:
+    """Chunks in the order of the depth, split by cost (see `balance`) or as a layout says.
+
+    Each chunk holds at least one layer, but the first where the embedding costs something and the last where the loss does, as that
+    is work enough, and what a layout leaves empty. At equal costs the sizes of stages, and of the chunks of a stage, differ by at
+    most one layer, and the longer ones are those without embedding and loss.
+
+    Args:
+        num_layers: Layers of the model.
+        stage_of_chunk: Stage of each chunk (see `schedules.placement`).
+        layer_costs: Time of each layer; by default 1.
+        embedding_cost: Time of the embedding, in the same unit.
+        loss_cost: Time of the output layer and the loss.
+        first_stage_layers: Layers of stage 0, the same number in each of its chunks; by default by cost.
+        last_stage_layers: Layers of the last stage, likewise. (In a V the loss lies on stage 0 all the same.)
+        layout: Every chunk by hand; costs, sizes and memory are not looked at then.
+        memory: What must fit on each stage.
+
+    Raises:
+        ValueError: too few layers for the chunks, sizes that leave no split, a layout with other counts, too little memory.
+    """
+    places = tuple(stage_of_chunk)
+    if layout is not None:
+        counts = _sizes_of_layout(layout, num_layers, places)
+    else:
+        layer_costs = [1] * num_layers if layer_costs is None else layer_costs
+        if len(layer_costs) != num_layers:
+            raise ValueError(f"costs are given for {len(layer_costs)} layers, but there are {num_layers}")
+        least = _least_layers(num_layers, places, embedding_cost > 0, loss_cost > 0)
+        least, most = _with_given_sizes(num_layers, places, least, first_stage_layers, last_stage_layers)
+        counts = balance(
+            layer_costs,
+            places,
+            embedding_cost=embedding_cost,
+            loss_cost=loss_cost,
+            min_layers=least,
+            max_layers=most,
+            memory=memory,
+        )
+    stops = list(accumulate(counts))
+    # Whatever is done above, a table that loses or doubles a layer goes no further.
+    if len(counts) != len(places) or min(counts) < 0 or stops[-1] != num_layers:
+        raise RuntimeError(f"the layer table is wrong: chunks of {counts} layers on stages {places} for {num_layers} layers")
+    return [
+        Chunk(index, len(places), stage, range(stop - count, stop))
+        for index, (stage, count, stop) in enumerate(zip(places, counts, stops, strict=True))
+    ]
 
 
 def format_layer_table(chunks: list[Chunk]) -> list[str]:
-    """The table as lines of text."""
-    lines = ["stage  layers"]
-    for chunk in chunks:
-        parts = ["embedding"] if chunk.first else []
-        if len(chunk.layers):
-            parts.append(f"{chunk.layers.start}-{chunk.layers.stop - 1} ({len(chunk.layers)})")
-        parts += ["norm, output, loss"] if chunk.last else []
-        lines.append(f"{chunk.stage:5d}  {', '.join(parts)}")
-    return lines
+    """The table as lines of text: one a stage, its chunks side by side in the order of the depth."""
+    stages = [[_format_chunk(chunk) for chunk in chunks if chunk.stage == stage] for stage in sorted({c.stage for c in chunks})]
+    widths = [max(map(len, column)) for column in zip_longest(*stages, fillvalue="")]
+    lines = [" | ".join(text.ljust(width) for text, width in zip(texts, widths, strict=False)) for texts in stages]
+    return ["stage  layers", *(f"{stage:5d}  {line.rstrip()}" for stage, line in enumerate(lines))]
+
+
+def _format_chunk(chunk: Chunk) -> str:
+    parts = ["embedding"] if chunk.first else []
+    if len(chunk.layers):
+        parts.append(f"{chunk.layers.start}-{chunk.layers.stop - 1} ({len(chunk.layers)})")
+    parts += ["norm, output, loss"] if chunk.last else []
+    return ", ".join(parts) or "no layer"
+
+
+def _sizes_of_layout(layout: Sequence[LayoutChunk], num_layers: int, places: tuple[int, ...]) -> list[int]:
+    problems = count_problems(layout, num_layers, max(places) + 1)
+    if len(layout) != len(places) and not problems:
+        problems = [f"It has {len(layout)} chunks, but the schedule has {len(places)}."]
+    if problems:
+        raise ValueError(f"the pipeline layout does not fit: {' '.join(problems)}")
+    return [chunk.num_layers for chunk in layout]
+
+
+def _least_layers(num_layers: int, places: tuple[int, ...], embedding_counts: bool, loss_counts: bool) -> list[int]:
+    """Of each chunk."""
+    least = [1] * len(places)
+    if embedding_counts:
+        least[0] = 0
+    if loss_counts:
+        least[-1] = 0
+    if num_layers < max(1, sum(least)):
+        num_stages = max(places) + 1
+        chunks = f" with {len(places) // num_stages} chunks each" if len(places) > num_stages else ""
+        needing = "each" if all(least) else f"{sum(least)} of these"
+        raise ValueError(f"{num_layers} layers cannot fill {num_stages} pipeline stages{chunks}: {needing} needs at least one")
+    return least
+
+
+def _with_given_sizes(
+    num_layers: int, places: tuple[int, ...], least: list[int], first: int | None, last: int | None
+) -> tuple[list[int], list[int]]:
+    """At least and at most so many layers in each chunk, when the first and the last stage hold what is given."""
+    low, high = list(least), [num_layers] * len(places)
+    given: dict[int, int] = {}
+    for what, stage, size in (("first", 0, first), ("last", max(places), last)):
+        if size is None:
+            continue
+        chunks = [chunk for chunk in range(len(places)) if places[chunk] == stage]
+        each, over = divmod(size, len(chunks))
+        if over or any(not low[chunk] <= each <= high[chunk] for chunk in chunks):
+            virtual = f" in {len(chunks)} virtual stages of the same size" if len(chunks) > 1 else ""
+            raise ValueError(f"the {what} pipeline stage cannot hold {size} of {num_layers} layers{virtual}")
+        for chunk in chunks:
+            low[chunk] = high[chunk] = each
+        given[stage] = size
+    if not sum(low) <= num_layers <= sum(high):
+        held = sum(given.values())
+        others = sum(needed for needed, stage in zip(least, places, strict=True) if stage not in given)
+        raise ValueError(
+            f"{held} of {num_layers} layers on the first and last pipeline stage leave {num_layers - held} for the other chunks, "
+            + (f"which need at least {others}" if others else "of which there are none")
+        )
+    return low, high

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron.pipeline_parallel.schedules import Message, Op, OpKind, Schedule
+from megatron.pipeline_parallel.exchange import check_exchanges
+from megatron.pipeline_parallel.schedule import Op, OpKind, Schedule
+from megatron.pipeline_parallel.walk import walk
 
 
 @dataclass(frozen=True)
@@ -17,41 +20,28 @@ class ScheduleReport:
 
 
 def validate(schedule: Schedule) -> ScheduleReport:
-    """Walk all stages at once, each as far as its messages allow.
+    """Walk all stages at once, each as far as its messages allow; then the same with sends and receives that wait for each other.
 
     Raises:
         ValueError: an operation is missing, doubled or on the wrong stage; a backward stands before its forward, a weight gradient
             before its input gradient; or the stages wait for each other.
     """
     _check_complete(schedule)
-    position = [0] * schedule.num_stages
-    sent: set[Message] = set()
-    live = [0] * schedule.num_stages
-    peak = [0] * schedule.num_stages
     done: set[Op] = set()
-    moved = True
-    while moved:
-        moved = False
-        for stage, ops in enumerate(schedule.ops):
-            while position[stage] < len(ops):
-                op = ops[position[stage]]
-                needed = schedule.needs(op)
-                if needed is not None and needed not in sent:
-                    break
-                _check_order(op, done)
-                done.add(op)
-                live[stage] += (op.kind is OpKind.FORWARD) - (op.kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD))
-                peak[stage] = max(peak[stage], live[stage])
-                given = schedule.gives(op)
-                if given is not None:
-                    sent.add(given)
-                position[stage] += 1
-                moved = True
-    stuck = {stage: ops[position[stage]] for stage, ops in enumerate(schedule.ops) if position[stage] < len(ops)}
-    if stuck:
-        waits = "; ".join(f"stage {stage} before {op.kind.value} of microbatch {op.microbatch}" for stage, op in stuck.items())
-        raise ValueError(f"schedule {schedule.name} deadlocks: {waits}")
-    return ScheduleReport(tuple(peak))
+    for _, op in walk(schedule):
+        _check_order(op, done)
+        done.add(op)
+    check_exchanges(schedule)
+    return ScheduleReport(peak_live_activations(schedule))
+
+
+def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:
+    """For each stage, the most microbatch activations (of one chunk each) alive at once; one lives until its weight gradient."""
+    peaks = []
+    for ops in schedule.ops:
+        live = ((op.kind is OpKind.FORWARD) - (op.kind is OpKind.BACKWARD or op.kind is OpKind.WEIGHT_GRAD) for op in ops)
+        peaks.append(max(itertools.accumulate(live), default=0))
+    return tuple(peaks)
 
 
 def _check_order(op: Op, done: set[Op]) -> None:

@@ -78,7 +78,7 @@ class _Linear(torch.autograd.Function):
             grad_output = all_gather(grad_output, group)
         # A deferred weight gradient gathers its input when it runs, so that only the local part is held until then.
         gathers = input_mode == "gather"
-        whole = None if gathers and is_deferring() else (start_all_gather(x, group) if gathers else Pending(x))
+        whole = start_all_gather(x, group) if gathers and not is_deferring() else None
         pending = None
         if ctx.needs_input_grad[0]:
             grad_input = input_product(grad_output, weight.flatten(0, -2))
@@ -89,7 +89,7 @@ class _Linear(torch.autograd.Function):
             else:
                 pending = Pending(grad_input)
         rows = grad_output.flatten(0, -2)
-        accumulate_product(weight, rows, lambda: (whole or start_all_gather(x, group)).wait().flatten(0, -2))
+        accumulate_product(weight, rows, x, (lambda: (whole or start_all_gather(x, group)).wait()) if gathers else None)
         if bias is not None:
             # In the precision of its destination: a 16-bit sum over all tokens would lose digits, or overflow.
             accumulate(bias, rows.sum(0, dtype=grad_dtype(bias)).view_as(bias))

@@ -1,8 +1,8 @@
-"""The microbatches of a step as the model takes them, on this rank. Only the first and last stages read tokens."""
+"""The microbatches of a step as the model takes them, on this rank. Only the stages of the first and the last chunk read tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,7 +108,6 @@ def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def reads_tokens(context: ParallelContext) -> bool:
-    """Whether this rank's stage takes tokens or labels."""
-    pipeline = context.group("pp")
-    return pipeline.index in (0, pipeline.size - 1)
+def reads_tokens(context: ParallelContext, stage_of_chunk: Sequence[int]) -> bool:
+    """Whether this rank takes tokens (for the first chunk) or labels (for the last)."""
+    return context.group("pp").index in (stage_of_chunk[0], stage_of_chunk[-1])

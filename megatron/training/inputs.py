@@ -12,6 +12,7 @@ from megatron.data.split import parse_split
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext
+from megatron.pipeline_parallel.schedules.registry import placement
 from megatron.training.batch_size import BatchSizePlan
 from megatron.training.batches import BatchMaker, reads_tokens
 from megatron.training.together import together
@@ -68,11 +69,14 @@ def open_data(config: Config, context: ParallelContext) -> RunData:
         SetupError: something is missing or damaged on some rank.
     """
     training, evaluates = config.training, config.training.eval_iters > 0
+    parallel = config.parallel
+    chunks = parallel.chunks_per_stage(config.model.num_layers)
+    stage_of_chunk = placement(parallel.schedule, parallel.pipeline_model_parallel_size, chunks)
     test_share = not config.data.mock_data and parse_split(config.data.split)[2] > 0
 
     def build() -> tuple[int, Datasets | None]:
         tokenizer = build_tokenizer(config.data)
-        if not reads_tokens(context):
+        if not reads_tokens(context, stage_of_chunk):
             return tokenizer.vocab_size, None
         datasets = build_datasets(
             config.data,

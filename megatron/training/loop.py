@@ -16,6 +16,7 @@ from megatron.training.batch_size import BatchSizePlan
 from megatron.training.checkpointing import Saver, Schedule
 from megatron.training.evaluate import evaluate
 from megatron.training.layer_norms import layer_norms, params_norm, places
+from megatron.training.pipeline_profile import PipelineProfiler
 from megatron.training.profiler import StepProfiler
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
@@ -59,10 +60,11 @@ class Loop:
     def _train(self, progress: Progress, signal: ExitSignal) -> str | None:
         """All steps. Returns why they stopped before the end of the run, or None."""
         stopped = None
-        with self._profiler() as profiler:
+        with self._profiler() as profiler, self._pipeline_profiler() as pipeline_profiler:
             batches = self.train_batches(progress.consumed_samples)
             while progress.iteration < self.plan.total_iterations and stopped is None:
                 profiler.step(progress.iteration + 1)
+                pipeline_profiler.step(progress.iteration + 1)
                 with self.timers("batch-generator", level=1):
                     batch = next(batches)
                 result = self._advance(progress, batch, (signal.requested, self._time_is_up()))
@@ -73,6 +75,9 @@ class Loop:
 
     def _profiler(self) -> StepProfiler:
         return together(self.context, lambda: StepProfiler(self.config.logging, self.context.rank, self.context.device))
+
+    def _pipeline_profiler(self) -> PipelineProfiler:
+        return together(self.context, lambda: PipelineProfiler(self.config.logging, self.step, self.context))
 
     def _advance(self, progress: Progress, batch: list[ModelInputs], exit_votes: tuple[bool, bool]) -> StepResult | None:
         """One step, or none where the user leaves the iteration out."""

@@ -23,9 +23,14 @@ from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
 from megatron.pipeline_parallel.partition import format_layer_table
+from megatron.pipeline_parallel.schedule import Schedule
+from megatron.pipeline_parallel.simulate import Costs, simulate
+from megatron.pipeline_parallel.split_advice import split_advice
+from megatron.pipeline_parallel.validate import peak_live_activations
 from megatron.training.batch_size import BatchSizePlan
-from megatron.training.checkpointing import Schedule
+from megatron.training.checkpointing import Schedule as LearningSchedule
 from megatron.training.reporter import Reporter
+from megatron.training.step import TrainStep
 from megatron.training.together import together
 
 
@@ -76,30 +81,47 @@ def device_peak(context: ParallelContext, dtype: torch.dtype) -> float | None:
     return peak_flops(torch.cuda.get_device_name(context.device), str(dtype).removeprefix("torch."))
 
 
-def describe(config: Config, context: ParallelContext, model: Model, num_parameters: int, plan: BatchSizePlan) -> list[str]:
-    """Lines of the start-up log: layout, model, layer table, batch."""
+def describe(config: Config, context: ParallelContext, step: TrainStep, num_parameters: int, plan: BatchSizePlan) -> list[str]:
+    """Lines of the start-up log: layout, model, layer table, pipeline, batch."""
+    model = step.model
     topology = context.topology
     peak = device_peak(context, model.dtype)
     kept = residual_dtype(model.config, model.dtype)
     lines = [
         f"{topology.world_size} ranks on {context.device.type} ({context.backend or 'one process'}): "
         f"tensor {topology.tp} x pipeline {topology.pp} x data {topology.dp}"
-        + (", sequence parallel" if model.sequence_parallel else "")
-        + f"; schedule {config.parallel.pipeline_schedule}",
+        + (", sequence parallel" if model.sequence_parallel else ""),
         f"model of {num_parameters:,} parameters in {_name(model.dtype)}, residual stream {_name(kept)}, "
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *format_layer_table(model.layer_table),
     ]
     if context.device.type == "cuda" and peak is None:
         lines.append(f"no peak FLOP/s is known for {torch.cuda.get_device_name(context.device)}: MFU is not reported")
-    stages, batch = topology.pp, plan.num_microbatches(0)
-    if stages > 1 and batch < stages:
-        bubble = (stages - 1) / (batch + stages - 1)
+    if topology.pp > 1:
+        lines += describe_pipeline(step.schedule(plan.num_microbatches(0)))
+        advice = split_advice(config.model, config.parallel, model.vocab_size)
+        lines += [advice] if advice else []
+    lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
+    return lines
+
+
+def describe_pipeline(schedule: Schedule) -> list[str]:
+    """What the order of operations costs in time and memory, and a warning if too few microbatches make most of it idle."""
+    stages, batch = schedule.num_stages, schedule.num_microbatches
+    chunks = schedule.num_chunks // stages
+    bubble = simulate(schedule, Costs().divided(chunks)).bubble_share
+    live = max(peak_live_activations(schedule)) / chunks
+    lines = [
+        f"pipeline schedule {schedule.name}: {batch} microbatches through {stages} stages"
+        + (f" of {chunks} chunks" if chunks > 1 else "")
+        + f", {bubble:.1%} of the time idle if all operations cost the same, "
+        f"at most {live:.3g} microbatches' activations of a stage alive"
+    ]
+    if batch < stages:
         lines.append(
             f"warning: {batch} microbatches for {stages} pipeline stages leave {bubble:.0%} of the time idle; "
             "a larger --global-batch-size or a smaller --micro-batch-size fills it"
         )
-    lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
     return lines
 
 
@@ -112,10 +134,10 @@ def make_timers(config: LoggingConfig, context: ParallelContext) -> Timers:
     return Timers(config.timing_log_level, torch.cuda.synchronize if context.device.type == "cuda" else None)
 
 
-def make_schedule(config: Config, plan: BatchSizePlan) -> Schedule:
+def make_schedule(config: Config, plan: BatchSizePlan) -> LearningSchedule:
     """The schedules of learning rate and weight decay that the settings describe."""
     lengths = schedule_lengths(config.optimizer, config.training, plan.final_global_batch_size, plan.total_samples)
-    return Schedule(config.optimizer, lengths)
+    return LearningSchedule(config.optimizer, lengths)
 
 
 def make_reporter(

@@ -22,7 +22,9 @@ from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors
-from megatron.pipeline_parallel.schedules import GENERATORS, Schedule
+from megatron.pipeline_parallel.schedule import Schedule
+from megatron.pipeline_parallel.schedules.registry import make_schedule
+from megatron.pipeline_parallel.schedules.select import forward_only
 from megatron.training.nonfinite import raise_nonfinite, raise_uncounted
 
 
@@ -69,8 +71,9 @@ class TrainStep:
         self.model, self.context, self.scaler = model, context, scaler
         self.buckets = GradBuckets(model.params, context, parallel)
         self.optimizer = make_optimizer(bucket_shards(self.buckets), optimizer)
-        self._executor = Executor(context, model.boundary(micro_batch_size, context.topology.tp))
-        self._schedule, self._clip = parallel.pipeline_schedule, optimizer.clip_grad
+        boundary = model.boundary(micro_batch_size, context.topology.tp)
+        self.executor = Executor(context, boundary, overlap=parallel.overlap_p2p_communication)
+        self._pipeline, self._clip = parallel.schedule, optimizer.clip_grad
         self._skip_overflow, self._count_zeros = skip_overflow, count_zeros
         self._wide = torch.promote_types(model.dtype, torch.float32)
         self.counted_shards = [shard for shard in self.optimizer.shards if shard.counted]
@@ -79,7 +82,7 @@ class TrainStep:
         self._counted_grads = [shard.grad for shard in self.counted_shards]
         self._num_padding = sum(s.grad.numel() - sum(p.box.numel for p in s.boxes(context)) for s in self.counted_shards)
         self._timers = timers or Timers(level=0)
-        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
 
     def run(
         self,
@@ -148,7 +151,7 @@ class TrainStep:
 
         self.buckets.start_step(len(batch))
         with self._timers("forward-backward", level=1):
-            loss_sum = self._run(self._schedule, batch, scaled)
+            loss_sum = self._run(batch, scaled)
         pending.wait()
         with self._timers("grads-reduce", level=1):
             self.buckets.finish()
@@ -162,16 +165,18 @@ class TrainStep:
         """
         if run_again:
             self.buckets.start_step(len(run_again), reduces=False)
-            self._run(self._schedule, run_again, lambda loss: loss)
+            self._run(run_again, lambda loss: loss)
         return [entry.record.name for entry, grad in self.buckets.gradients() if not torch.isfinite(grad).all()]
 
     def evaluate(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
         """Global sums of loss and loss mask over one global batch, without gradients."""
-        loss_sum = self._run("forward-only", batch, lambda loss: loss)
+        loss_sum = self._run(batch, lambda loss: loss, training=False)
         total, count = all_reduce(torch.stack([loss_sum, self._mask_sum(batch)]), self.context.world).tolist()
         return total, count
 
-    def _run(self, schedule: str, batch: Sequence[ModelInputs], scaled: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def _run(
+        self, batch: Sequence[ModelInputs], scaled: Callable[[torch.Tensor], torch.Tensor], *, training: bool = True
+    ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
         last = len(self.model.layer_table) - 1
 
@@ -183,13 +188,16 @@ class TrainStep:
                 total.add_(out.detach())
             return {"loss": scaled(out)}
 
-        self._executor.run(self._schedule_for(schedule, len(batch)), forward)
+        self.executor.run(self.schedule(len(batch), training=training), forward)
         return total
 
-    def _schedule_for(self, name: str, num_microbatches: int) -> Schedule:
-        key = (name, num_microbatches)
+    def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
+        """The order of operations of a step with so many microbatches, or of its forwards alone."""
+        key = (num_microbatches, training)
         if key not in self._schedules:
-            self._schedules[key] = GENERATORS[name](self.context.topology.pp, num_microbatches)
+            stages = self.context.topology.pp
+            made = make_schedule(self._pipeline, stages, num_microbatches, len(self.model.layer_table) // stages)
+            self._schedules[key] = made if training else forward_only(made)
         return self._schedules[key]
 
     @property
@@ -199,10 +207,6 @@ class TrainStep:
     def _mask_sum(self, batch: Sequence[ModelInputs]) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
         for inputs in batch:
-            if inputs.loss_mask is not None and self._last_stage and self._counts_loss:
+            if inputs.loss_mask is not None and self.model.computes_loss and self._counts_loss:
                 total += inputs.loss_mask.sum()
         return total
-
-    @property
-    def _last_stage(self) -> bool:
-        return len(self.model.layer_table) - 1 in self.model.chunks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,8 @@ class Finding:
     rule: str = ""
     candidates: tuple[tuple[Change, ...], ...] = ()
     """Groups of changes to try, each with the nearest first; of those that are valid, two of a group are shown."""
+    table: tuple[str, ...] = ()
+    """Lines that show it, such as which layers would lie where."""
 
 
 Rule = Callable[[Config, int], Iterator[Finding]]
@@ -111,4 +114,4 @@ def _shown(flag: Flag, value: Any) -> str:
     if flag.kind is bool:
         return f"--{flag.name}" if value else f"--no-{flag.name}"
     values = value if isinstance(value, tuple) else (value,)
-    return " ".join([f"--{flag.name}", *map(str, values)])
+    return " ".join([f"--{flag.name}", *(shlex.quote(str(item)) for item in values)])

@@ -102,10 +102,11 @@ CONDITIONS = (
         "with --weight-decay-incr-style constant; otherwise --start-weight-decay and --end-weight-decay do",
     ),
     Condition(("manual_gc_interval",), lambda config: config.training.manual_gc, "with --manual-gc", change(manual_gc=True)),
+    Condition(("profile_step_end", "profile_ranks"), lambda config: config.logging.profile, "with --profile", change(profile=True)),
     Condition(
-        ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir"),
-        lambda config: config.logging.profile,
-        "with --profile",
+        ("profile_step_start", "profile_dir"),
+        lambda config: config.logging.profile or config.logging.profile_pipeline,
+        "with --profile or --profile-pipeline",
         change(profile=True),
     ),
     Condition(

@@ -92,21 +92,6 @@ def sequence_divides_by_tensor(config: Config, world_size: int) -> Iterator[Find
         )
 
 
-def stages_have_layers(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each pipeline stage holds at least one layer; any number of layers over any number of stages is fine beyond that."""
-    layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    if positive(layers, stages) and stages > layers:
-        yield Finding(
-            ("num_layers", "pipeline_model_parallel_size"),
-            f"--pipeline-model-parallel-size {stages} is more than --num-layers {layers}.",
-            "Each pipeline stage holds at least one layer.",
-            (
-                try_values("pipeline_model_parallel_size", stages, range(max(1, layers - 64), layers + 1)),
-                (change(num_layers=stages),),
-            ),
-        )
-
-
 def only_built_axes(config: Config, world_size: int) -> Iterator[Finding]:
     """Context and expert parallelism and sharded data parallelism are not built yet."""
     parallel = config.parallel
@@ -160,7 +145,6 @@ RULES: tuple[Rule, ...] = (
     query_groups_divide_by_tensor,
     mlp_divides_by_tensor,
     sequence_divides_by_tensor,
-    stages_have_layers,
     only_built_axes,
     backend_fits_device,
     profiled_ranks_exist,

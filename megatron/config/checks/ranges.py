@@ -54,6 +54,8 @@ RANGES: dict[str, Range] = {
             *("expert_model_parallel_size", "ddp_bucket_size", "distributed_timeout_minutes", "loss_scale_window", "hysteresis"),
             *("vocab_size", "save_interval", "save_retain_interval", "keep_last", "log_interval", "tensorboard_log_interval"),
             *("profile_step_start", "profile_step_end"),
+            *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+            *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
         ),
         _COUNT,
     ),

@@ -13,6 +13,7 @@ from megatron.config.checks.finding import (
     divisors,
     multiples_near,
     positive,
+    shown,
     try_values,
 )
 from megatron.config.config import Config
@@ -131,11 +132,12 @@ def skipped_iterations_exist(config: Config, world_size: int) -> Iterator[Findin
 
 
 def profile_window_opens(config: Config, world_size: int) -> Iterator[Finding]:
-    """The profiler's window is not empty and begins within the run."""
+    """The profiler's window is not empty, and what is recorded begins within the run."""
     start, end, last = config.logging.profile_step_start, config.logging.profile_step_end, config.training.train_iters
-    if not config.logging.profile or not positive(start, end):
+    recording = [field for field in ("profile", "profile_pipeline") if getattr(config.logging, field)]
+    if not recording or not positive(start, end):
         return
-    if end <= start:
+    if config.logging.profile and end <= start:
         yield Finding(
             ("profile_step_start", "profile_step_end", "profile"),
             f"--profile-step-end {end} is not above --profile-step-start {start}.",
@@ -144,9 +146,9 @@ def profile_window_opens(config: Config, world_size: int) -> Iterator[Finding]:
         )
     elif positive(last) and last is not None and start > last:
         yield Finding(
-            ("profile_step_start", "train_iters", "profile"),
+            ("profile_step_start", "train_iters", *recording),
             f"--profile-step-start {start} is beyond --train-iters {last}.",
-            "The profiler would record nothing.",
+            f"{' and '.join(shown(config, field) for field in recording)} would record nothing.",
             ((change(profile_step_start=last),),),
         )
 

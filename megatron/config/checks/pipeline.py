@@ -1,0 +1,141 @@
+"""Rules about the pipeline: virtual stages, the schedule that they need, and layers for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.checks.chunks import (
+    COUNT,
+    LAYERS_EACH,
+    LAYOUT,
+    PP,
+    chunk_table,
+    chunks_of,
+    chunks_per_stage,
+    counted,
+    layout_text,
+    may_be_empty,
+    without,
+)
+from megatron.config.checks.finding import Change, Finding, Rule, change, divisors, multiples_near, positive, shown, try_values
+from megatron.config.checks.pipeline_split import SPLITS
+from megatron.config.config import Config
+
+_ONE = "It has one virtual stage (chunk) on each pipeline rank."
+_SCHEDULES = {
+    "1f1b": _ONE,
+    "gpipe": _ONE,
+    "zb-h1": _ONE,
+    "interleaved": "It takes turns between two or more virtual stages (chunks) on each pipeline rank.",
+    "zb-v": "It places two virtual stages (chunks) on each pipeline rank, in a V.",
+}
+
+_MOST_SHOWN = 64  # chunks in a table or in a suggested layout
+
+
+def fits_schedule(schedule: str, chunks: int) -> bool:
+    """Whether a schedule can have so many chunks on each stage."""
+    return {"interleaved": chunks > 1, "zb-v": chunks == 2}.get(schedule, chunks == 1)
+
+
+def layers_fill_virtual_stages(config: Config, world_size: int) -> Iterator[Finding]:
+    """Virtual stages of so many layers each come out whole, and as many as the other way of asking says."""
+    parallel, layers, stages = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    each, count = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
+    if each is None or not positive(layers, stages, each):
+        return
+    units, size = parallel.units_to_split(layers), stages * each
+    if units % size:
+        yield Finding(
+            (LAYERS_EACH, "num_layers", PP),
+            f"{counted(config)} does not divide by --pipeline-model-parallel-size {stages} x "
+            f"--num-layers-per-virtual-pipeline-stage {each} = {size}.",
+            "Each virtual stage holds so many layers, and each pipeline rank the same number of virtual stages; "
+            "--num-virtual-stages-per-pipeline-rank spreads any number of layers.",
+            (
+                try_values(LAYERS_EACH, each, divisors(units // stages) if units % stages == 0 else []),
+                tuple(without(config, LAYERS_EACH, **{COUNT: number}) for number in (max(1, units // size), units // size + 1)),
+                try_values("num_layers", layers, [total - (units - layers) for total in multiples_near(units, size)]),
+            ),
+        )
+    elif count is not None and count != units // size:
+        yield Finding(
+            (LAYERS_EACH, COUNT, "num_layers", PP),
+            f"{shown(config, LAYERS_EACH)} and {shown(config, COUNT)} contradict each other.",
+            f"{counted(config)} over {stages} pipeline ranks in virtual stages of {each} makes {units // size} on each rank; "
+            "one way of asking is enough.",
+            ((change(**{LAYERS_EACH: None}), change(**{COUNT: None})),),
+        )
+
+
+def schedule_has_its_virtual_stages(config: Config, world_size: int) -> Iterator[Finding]:
+    """Interleaving needs several virtual stages, a V two, the other schedules have one."""
+    parallel, layers, chunks = config.parallel, config.model.num_layers, chunks_per_stage(config)
+    if chunks is None or fits_schedule(parallel.schedule, chunks):
+        return
+    stages, each = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    asked = [field for field in (LAYOUT, LAYERS_EACH, COUNT) if getattr(parallel, field) is not None]
+    source = f" ({_source(config, asked[0])})" if asked and asked[0] != COUNT else ""
+    name = "--pipeline-schedule" if parallel.pipeline_schedule else "The default schedule"
+    numbers = (without(config, COUNT, LAYERS_EACH), *(without(config, LAYERS_EACH, **{COUNT: number}) for number in (2, 3, 4)))
+    sizes = divisors(parallel.units_to_split(layers) // stages) if each is not None else []
+    yield Finding(
+        ("pipeline_schedule", *(asked or [COUNT]), PP),
+        f"{name} {parallel.schedule} does not go with {chunks} virtual stage{'s' * (chunks != 1)} on each pipeline rank{source}.",
+        _SCHEDULES[parallel.schedule],
+        (
+            tuple(change(pipeline_schedule=other) for other in _SCHEDULES if fits_schedule(other, chunks)),
+            numbers if LAYOUT not in asked else (),
+            try_values(LAYERS_EACH, each or 1, sizes),
+        ),
+    )
+
+
+def _source(config: Config, field: str) -> str:
+    """Where the number of chunks comes from."""
+    if field == LAYOUT:
+        return "from the chunks of --pipeline-model-parallel-layout"
+    each, stages = config.parallel.num_layers_per_virtual_pipeline_stage, config.parallel.pipeline_model_parallel_size
+    return f"{counted(config)} over {stages} ranks, --num-layers-per-virtual-pipeline-stage {each}"
+
+
+def stages_have_layers(config: Config, world_size: int) -> Iterator[Finding]:
+    """Each chunk holds a layer, or an end whose cost counts; any number of layers beyond that is fine."""
+    parallel, layers, stages = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    if not positive(layers, stages) or parallel.pipeline_model_parallel_layout is not None:
+        return
+    each = chunks_per_stage(config) or 1
+    chunks, empty = stages * each, may_be_empty(config)
+    if layers + sum(empty) >= chunks:
+        return
+    several = each > 1
+    yield Finding(
+        ("num_layers", PP, *([COUNT] if several else [])),
+        f"--pipeline-model-parallel-size {stages}{f' x {each} virtual stages = {chunks} chunks' if several else ''} "
+        f"is more than {counted(config)}.",
+        f"Each {'chunk' if several else 'pipeline stage'} holds at least one layer.",
+        (
+            try_values(PP, stages, range(max(1, layers // each - 64), layers // each + 1)),
+            (change(num_layers=chunks - sum(empty)),),
+            (
+                *(without(config, LAYERS_EACH, **{COUNT: number}) for number in range(min(each - 1, 32), 1, -1)),
+                without(config, LAYERS_EACH, COUNT, "pipeline_schedule"),
+            ),
+            _ends_alone(config, chunks),
+        ),
+        chunk_table(config, chunks_of([int(index < layers) for index in range(chunks)]))
+        if several and chunks <= _MOST_SHOWN
+        else (),
+    )
+
+
+def _ends_alone(config: Config, chunks: int) -> tuple[Change, ...]:
+    """A layout with one layer in each chunk, but the loss alone or, too, the embedding alone."""
+    first = {1: 0, 2: 1}.get(chunks - config.model.num_layers)  # chunk that holds the first layer
+    if first is None or chunks > _MOST_SHOWN:
+        return ()
+    layout = layout_text(chunks_of([int(first <= index < chunks - 1) for index in range(chunks)]))
+    return (without(config, *SPLITS, **{LAYOUT: layout}),)
+
+
+RULES: tuple[Rule, ...] = (layers_fill_virtual_stages, schedule_has_its_virtual_stages, stages_have_layers)

@@ -1,0 +1,127 @@
+"""The text of --pipeline-model-parallel-layout: which chunk holds which layers, written by hand.
+
+`E` is the embedding, `t` a transformer layer, `L` the output layer and the loss, `|` ends a chunk. `x*n` and `(...)*n` repeat one
+symbol or a part, also a part with `|`. Commas and spaces mean nothing. So `Et*3|(tt|)*6,L` has eight chunks: the embedding with
+three layers, six times two layers, the loss alone. This is the language of Megatron-LM; brackets within brackets come on top.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_ALLOWED = "E (embedding), t (layer), L (loss), | (end of a chunk), x*n and (...)*n (repeat), commas and spaces"
+_MOST_SYMBOLS = 100_000  # after repeating; a slip such as t*999999999 must not fill the memory
+
+
+@dataclass(frozen=True)
+class LayoutChunk:
+    """What one chunk holds."""
+
+    embedding: bool
+    num_layers: int
+    loss: bool
+
+
+@dataclass(frozen=True)
+class _Symbol:
+    letter: str
+    place: int
+    """Character of the text, from 1."""
+
+
+def parse_layout(text: str) -> tuple[LayoutChunk, ...]:
+    """The chunks in the order of the depth.
+
+    Raises:
+        ValueError: the text breaks the grammar, or embedding and loss do not stand once each at their ends (see `layout_problems`).
+    """
+    problems = layout_problems(text)
+    if problems:
+        raise ValueError(f"the pipeline layout {text!r} is wrong: {' '.join(problems)}")
+    return tuple(
+        LayoutChunk("E" in chunk, chunk.count("t"), "L" in chunk)
+        for chunk in "".join(symbol.letter for symbol in _symbols(text)).split("|")
+    )
+
+
+def layout_problems(text: str) -> list[str]:
+    """What is wrong with a text, each in a sentence; a text that cannot be read gives only the first."""
+    try:
+        symbols = _symbols(text)
+    except ValueError as error:
+        return [str(error)]
+    return list(_misplaced(symbols))
+
+
+def count_problems(layout: Sequence[LayoutChunk], num_layers: int, num_stages: int) -> list[str]:
+    """Where a layout does not fit the model or the pipeline, each in a sentence."""
+    problems = []
+    held = sum(chunk.num_layers for chunk in layout)
+    if held != num_layers:
+        problems.append(f"It places {held} layers (t), but the model has {num_layers}.")
+    if len(layout) % num_stages:
+        problems.append(f"It has {len(layout)} chunks, which do not divide among {num_stages} pipeline stages.")
+    return problems
+
+
+def _misplaced(symbols: list[_Symbol]) -> Iterator[str]:
+    """Embedding and loss stand once, at the very ends."""
+    if strange := [symbol for symbol in symbols if symbol.letter == "m"]:
+        yield f"m (multi-token prediction, {_places(strange)}) is not built: leave it out."
+    for letter, what, end, position in (("E", "embedding", "first", 0), ("L", "loss", "last", -1)):
+        found = [symbol for symbol in symbols if symbol.letter == letter]
+        if not found:
+            yield f"There is no {letter}: the {what} stands {end} in the {end} chunk."
+        elif len(found) > 1:
+            yield f"There are {len(found)} {letter} ({_places(found)}) but one {what}."
+        elif symbols[position].letter != letter:
+            yield f"{letter} is at {_places(found)}, but the {what} stands {end} in the {end} chunk."
+
+
+def _places(symbols: list[_Symbol]) -> str:
+    places = sorted({symbol.place for symbol in symbols})
+    return f"character{'s' * (len(places) > 1)} {', '.join(map(str, places))}"
+
+
+def _symbols(text: str) -> list[_Symbol]:
+    """The letters and bars after repeating."""
+    symbols: list[_Symbol] = []
+    opened: list[tuple[int, list[_Symbol]]] = []
+    last: list[_Symbol] | None = None  # what a * would repeat
+    for token in re.finditer(r"\*[0-9]+|[^,\s]", text):
+        word, place = token.group(), token.start() + 1
+        if word == "(":
+            opened.append((place, symbols))
+            symbols, last = [], None
+        elif word == ")":
+            if not opened:
+                raise ValueError(f"Character {place} closes a bracket that was not opened.")
+            start, before = opened.pop()
+            if not symbols:
+                raise ValueError(f"The bracket at character {start} holds nothing.")
+            symbols, last = before + symbols, symbols
+        elif word[0] == "*" and word != "*" and last is not None:
+            times = int(word[1:].lstrip("0")[:10] or "0")  # more digits would be too many symbols in any case
+            if len(symbols) + times * len(last) > _MOST_SYMBOLS:
+                raise ValueError(f"With character {place} there are more than {_MOST_SYMBOLS:,} symbols.")
+            symbols, last = symbols[: len(symbols) - len(last)] + last * times, None
+        elif word in "EtLm|":
+            last = [_Symbol(word, place)]
+            symbols += last
+        else:
+            raise ValueError(f"Character {place} is {word[0]!r}{_hint(word)}; allowed are {_ALLOWED}.")
+    if opened:
+        raise ValueError(f"The bracket at character {opened[-1][0]} is not closed.")
+    return symbols
+
+
+def _hint(word: str) -> str:
+    if word in "elT":
+        return f" (write {word.swapcase()})"
+    if word == "*":
+        return " without a number after it"
+    if word[0] == "*":
+        return " without one symbol or bracket before it to repeat"
+    return " (a number stands only after *)" if word.isdigit() else ""

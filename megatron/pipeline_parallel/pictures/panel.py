@@ -1,0 +1,88 @@
+"""What a picture shows: one or several timelines, one above the other, on one time axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.pipeline_parallel.schedule import OpKind
+from megatron.pipeline_parallel.simulate import Timeline
+
+KIND_NAMES = {
+    OpKind.FORWARD: "forward",
+    OpKind.BACKWARD: "backward",
+    OpKind.INPUT_GRAD: "input gradient",
+    OpKind.WEIGHT_GRAD: "weight gradient",
+}
+"""In words, for legends."""
+
+
+class Panel(NamedTuple):
+    """A timeline with its title. It is drawn from its own start, whatever clock it was measured on."""
+
+    title: str
+    timeline: Timeline
+    """In milliseconds."""
+
+    @property
+    def caption(self) -> str:
+        """Title, step time and bubble in one line."""
+        timeline = self.timeline
+        return f"{self.title}: step {milliseconds(timeline.step_time)}, bubble {timeline.bubble_share:.1%}"
+
+
+class Drawing(NamedTuple):
+    """What all panels of a picture have in common."""
+
+    step_time: float
+    """Of the longest, in milliseconds: the length of the time axis."""
+    kinds: tuple[OpKind, ...]
+    """Those that occur."""
+    num_depths: int
+    """The most chunks on one stage."""
+    largest_microbatch: int
+
+
+def look_at(panels: Sequence[Panel]) -> Drawing:
+    """What these panels have in common.
+
+    Raises:
+        ValueError: nothing in them takes any time.
+    """
+    step_time = max((panel.timeline.step_time for panel in panels), default=0.0)
+    if not step_time > 0:
+        raise ValueError("a timeline in which nothing takes any time cannot be drawn")
+    ops = [span.op for panel in panels for spans in panel.timeline.spans for span in spans]
+    kinds = {op.kind for op in ops}
+    depths = max(len(of_stage) for panel in panels for of_stage in depth_of_chunk(panel.timeline))
+    return Drawing(step_time, tuple(kind for kind in OpKind if kind in kinds), depths, max(op.microbatch for op in ops))
+
+
+def depth_of_chunk(timeline: Timeline) -> list[dict[int, int]]:
+    """For each stage, which of its chunks a chunk is: 0 for the first in the order of the model, 1 for the second, ..."""
+    chunks = [sorted({span.op.chunk for span in spans}) for spans in timeline.spans]
+    return [{chunk: depth for depth, chunk in enumerate(of_stage)} for of_stage in chunks]
+
+
+def duration_at(panels: Sequence[Panel], share: float) -> float:
+    """A duration that this share of the operations fall below: 0.1 finds the short ones and leaves outliers aside."""
+    durations = sorted(span.end - span.start for panel in panels for spans in panel.timeline.spans for span in spans)
+    durations = [duration for duration in durations if duration > 0]
+    return durations[int(share * (len(durations) - 1))]
+
+
+def tick_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, 50, ... (and of 0.5, 0.2, ...) that is at least this."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
+
+
+def milliseconds(duration: float) -> str:
+    """With its unit, and as many digits as a reader can use."""
+    return f"{number(duration)} ms"
+
+
+def number(value: float) -> str:
+    """Four digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

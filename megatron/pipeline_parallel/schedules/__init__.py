@@ -1,0 +1,1 @@
+"""Generators of schedules, one idea a file; `registry` finds them by name."""

@@ -1,0 +1,110 @@
+"""The timeline of a schedule when every operation takes as long as it is said to. Pure; needs no process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.pipeline_parallel.schedule import Message, Op, OpKind, Schedule
+from megatron.pipeline_parallel.walk import walk
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Durations of operations on one chunk, all in one unit (pictures take milliseconds)."""
+
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    p2p: float = 0.0
+    """From the end of an operation until its result has arrived at another stage; nothing between chunks of one stage."""
+
+    def of(self, op: Op) -> float:
+        """Duration of an operation; a whole backward is an input gradient and a weight gradient."""
+        if op.kind is OpKind.FORWARD:
+            return self.forward
+        if op.kind is OpKind.INPUT_GRAD:
+            return self.input_grad
+        return self.weight_grad if op.kind is OpKind.WEIGHT_GRAD else self.input_grad + self.weight_grad
+
+    def divided(self, chunks_per_stage: int) -> Costs:
+        """The costs of a chunk where these are those of a whole stage."""
+        n = chunks_per_stage
+        return Costs(self.forward / n, self.input_grad / n, self.weight_grad / n, self.p2p)
+
+
+class Span(NamedTuple):
+    """When one operation ran."""
+
+    op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What ran when on every stage: simulated, or measured in a run."""
+
+    name: str
+    spans: tuple[tuple[Span, ...], ...]
+    """For each stage, in order."""
+
+    @property
+    def start(self) -> float:
+        """Begin of the first operation."""
+        return min((spans[0].start for spans in self.spans if spans), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """End of the last operation."""
+        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+
+    @property
+    def step_time(self) -> float:
+        """From the first operation's begin to the last one's end, over all stages."""
+        return self.end - self.start
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """For each stage, the time in operations."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+
+    @property
+    def bubble_share(self) -> float:
+        """The part of all stages' time in which they wait."""
+        whole = self.step_time * len(self.spans)
+        return 1.0 - sum(self.busy) / whole if whole else 0.0
+
+    @property
+    def idle_inside(self) -> tuple[float, ...]:
+        """For each stage, the time it waits between its first and its last operation."""
+        return tuple(
+            spans[-1].end - spans[0].start - busy if spans else 0.0 for spans, busy in zip(self.spans, self.busy, strict=True)
+        )
+
+
+def simulate(schedule: Schedule, costs: Costs | Callable[[Op], float] = Costs(), *, p2p: float | None = None) -> Timeline:
+    """Run a schedule on paper: an operation begins when its stage is free and what it needs has arrived.
+
+    Args:
+        costs: of each kind of operation, or a function that gives the duration of each single one.
+        p2p: the time of a message where `costs` is a function (else it is part of the costs).
+
+    Raises:
+        ValueError: the stages wait for each other.
+    """
+    duration = costs.of if isinstance(costs, Costs) else costs
+    delay = costs.p2p if isinstance(costs, Costs) else p2p or 0.0
+    free = [0.0] * schedule.num_stages
+    spans: list[list[Span]] = [[] for _ in schedule.ops]
+    arrival: dict[Message, float] = {}
+    for stage, op in walk(schedule):
+        needed = schedule.needs(op)
+        start = free[stage] if needed is None else max(free[stage], arrival.pop(needed))
+        free[stage] = start + duration(op)
+        spans[stage].append(Span(op, start, free[stage]))
+        given = schedule.gives(op)
+        if given is not None:
+            arrival[given] = free[stage] + (delay if schedule.stage_of_chunk[given.chunk] != stage else 0.0)
+    return Timeline(schedule.name, tuple(map(tuple, spans)))

@@ -1,0 +1,121 @@
+"""`tools/bench.py` runs and says what it says in the agreed form. What it measures is not tested here: machines are noisy."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
+from megatron.pipeline_parallel.simulate import Costs, simulate
+from tests.cli import ROOT, spawn_cli
+from tools.benchmarks import bubble
+from tools.benchmarks.bubble import Result, misses
+from tools.benchmarks.ranks import run_ranks
+
+SHORT = "--stages 2 --microbatches 3 --forward-ms 1 --input-grad-ms 1 --weight-grad-ms 2 --repeats 1 --hidden 4 1 8".split()
+
+
+@pytest.mark.parametrize("more", [[], ["--no-overlap-p2p"]], ids=["overlap", "no overlap"])
+def test_bubble_gives_a_line_for_each_schedule(more: list[str]) -> None:
+    done = spawn_cli(["tools/bench.py", "bubble", *SHORT, *more], nproc=None)
+    assert not done.stderr
+    number = r"\d+\.\d"
+    row = re.compile(
+        rf"^(\S+) +({number}) ms +({number}) ms +\(({number}) to ({number})\) +[+-]{number}% +([+-]{number})%$", re.MULTILINE
+    )
+    rows = row.findall(done.stdout)
+    assert [name for name, *_ in rows] == list(GENERATORS)
+    for name, simulated, median, least, most, against in rows:
+        chunks = GENERATORS[name].chunks_per_stage or 2
+        assert float(simulated) == simulate(make_schedule(name, 2, 3, chunks), Costs(1, 1, 2).divided(chunks)).step_time
+        assert float(simulated) <= float(least) <= float(median) <= float(most)
+        assert name != "1f1b" or float(against) == 0.0
+    assert ("not overlapped" in done.stdout) == bool(more)
+    missed = "MISSED: " in done.stdout
+    assert missed != ("all bounds hold" in done.stdout)
+    assert done.returncode == missed
+
+
+def test_bubble_says_what_is_out_of_bounds() -> None:
+    good = [Result("1f1b", 2.0, (1.9, 2.0, 9.0)), Result("zb-v", 1.5, (1.55,))]
+    assert not misses(good)
+    assert "zb-v saves 21.5% of 1f1b's step (25.0% on paper)" in misses([good[0], Result("zb-v", 1.5, (1.57,))])[0]
+    assert not misses([good[0], Result("zb-v", 1.6, (1.65,))]), "saves less on paper too"
+    for wrong in (2.12, 1.88):
+        assert re.match(r"1f1b is [+-]6.0% off the simulator", misses([Result("1f1b", 2.0, (wrong,))])[0])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_bubble_tells_the_executor_whether_to_overlap(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(context: object, boundary: object, *, overlap: bool) -> NoReturn:
+        raise ValueError(f"asked for {overlap}")
+
+    monkeypatch.setattr(bubble, "Executor", refuse)
+    with pytest.raises(RuntimeError, match=f"asked for {overlap}"):
+        bubble.measure(bubble.Settings(stages=1, overlap=overlap))
+
+
+def test_executor_gives_a_cost_for_each_operation_from_any_folder(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(ROOT / "tools/bench.py"), "executor", "--pairs", "1", "--start-sizes", "2x3"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert not done.stderr
+    operations = dict(re.findall(r"^(\S+) +\d+ +(\d+) +\d+\.\d us +\d+\.\d us +-?\d+\.\d us", done.stdout, re.MULTILINE))
+    assert operations == {"1f1b": "64", "interleaved": "256", "zb-h1": "96", "zb-v": "192"}
+    start = re.findall(r"^(\S+) +2 x 3 +\d+ +\d+\.\d ms +\d+\.\d ms +\d+\.\d ms$", done.stdout, re.MULTILINE)
+    assert start == list(GENERATORS)
+    assert done.returncode == ("MISSED: " in done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["parallel", "--pairs", "3"], "--pairs acts in single and executor, not in parallel"),
+        (["bubble", "--stages", "0"], "--stages: must be at least 1, not 0"),
+        (["executor", "--start-sizes", "8"], "must be stages x microbatches, as in 8x64, not '8'"),
+    ],
+)
+def test_a_flag_that_cannot_act_is_refused(words: list[str], told: str) -> None:
+    done = spawn_cli(["tools/bench.py", *words], nproc=None)
+    assert done.returncode == 2 and told in done.stderr
+
+
+# ---- its processes
+
+
+def fails_on_one(rank: int) -> int:
+    if rank == 1:
+        raise ValueError("this one")
+    time.sleep(60)
+    return rank
+
+
+def hangs(rank: int) -> NoReturn:
+    while True:
+        time.sleep(60)
+
+
+def test_ranks_give_their_results_in_order() -> None:
+    found = run_ranks(3, lambda rank: (rank, dist.get_rank(), dist.get_world_size(), torch.get_num_threads()), timeout=60)
+    assert found == [(rank, rank, 3, 1) for rank in range(3)]
+
+
+def test_a_rank_that_fails_or_dies_ends_all() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*ValueError: this one"):
+        run_ranks(2, fails_on_one, timeout=60)
+    with pytest.raises(RuntimeError, match="rank 0 died without a result"):
+        run_ranks(1, lambda rank: os._exit(3), timeout=60)
+
+
+def test_ranks_that_hang_are_ended() -> None:
+    with pytest.raises(TimeoutError, match="ranks 0, 1 were not done after 2 s"):
+        run_ranks(2, hangs, timeout=2)

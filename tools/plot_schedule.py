@@ -1,0 +1,142 @@
+"""Show a pipeline schedule: a timeline and a table in the terminal, and pictures in files.
+
+For example::
+
+    python tools/plot_schedule.py --schedule zb-v --stages 4 --microbatches 8 --output zb-v.svg
+    python tools/plot_schedule.py --compare --stages 8 --microbatches 16 --input-grad-ms 12 --weight-grad-ms 8 --output all.png
+
+Nothing runs and nothing is measured: operations take as long as the flags say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.pipeline_parallel.formulas import expected
+from megatron.pipeline_parallel.pictures.files import check_output, write_picture
+from megatron.pipeline_parallel.pictures.panel import Panel, milliseconds
+from megatron.pipeline_parallel.pictures.table import Row, draw_table
+from megatron.pipeline_parallel.pictures.terminal import Terminal
+from megatron.pipeline_parallel.pictures.text import draw_text
+from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
+from megatron.pipeline_parallel.simulate import Costs, simulate
+
+_USUAL_VIRTUAL_STAGES = 2
+"""Of a schedule that can have any number."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    flags = argparse.ArgumentParser(
+        description="Show a pipeline schedule: a timeline and a table in the terminal, and pictures in files.",
+        epilog="Times are those of a whole stage: each chunk (virtual stage) of a stage that has v takes 1/v of them. The timeline "
+        "is as wide as the terminal, or as COLUMNS says; NO_COLOR=1 leaves colours out.",
+        allow_abbrev=False,
+    )
+    which = flags.add_mutually_exclusive_group(required=True)
+    which.add_argument("--schedule", choices=GENERATORS, help="the schedule to show")
+    which.add_argument("--compare", action="store_true", help="show all schedules, one above the other")
+    flags.add_argument("--stages", type=_count, required=True, metavar="P", help="pipeline stages (ranks)")
+    flags.add_argument("--microbatches", type=_count, required=True, metavar="M", help="microbatches of a step")
+    flags.add_argument(
+        "--virtual-stages", type=_count, metavar="V", help=f"chunks a stage, for interleaved ({_USUAL_VIRTUAL_STAGES})"
+    )
+    flags.add_argument("--forward-ms", type=_time, default=10.0, metavar="MS", help="forward of a microbatch on a stage (10)")
+    flags.add_argument("--input-grad-ms", type=_time, default=10.0, metavar="MS", help="its input gradient (10)")
+    flags.add_argument("--weight-grad-ms", type=_time, default=10.0, metavar="MS", help="its weight gradient (10)")
+    flags.add_argument("--p2p-ms", type=_time, default=0.0, metavar="MS", help="a message from one stage to another (0)")
+    flags.add_argument(
+        "--output",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=".svg or .png: a figure (needs matplotlib); .json: a trace for ui.perfetto.dev; .txt: the timeline; may be repeated",
+    )
+    return flags
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; returns the exit code: 0, or 1 if a file could not be written."""
+    flags = parser()
+    given = flags.parse_args(arguments)
+    costs = Costs(given.forward_ms, given.input_grad_ms, given.weight_grad_ms, given.p2p_ms)
+    if costs.forward + costs.input_grad + costs.weight_grad == 0:
+        flags.error("--forward-ms, --input-grad-ms and --weight-grad-ms are all 0: at least one must take time")
+    try:
+        for path in given.output:
+            check_output(path)
+    except (ValueError, ModuleNotFoundError) as error:
+        flags.error(f"--output {error}")
+    try:
+        rows = [
+            _row(name, given.stages, given.microbatches, _chunks(name, given.virtual_stages, given.compare), costs)
+            for name in (GENERATORS if given.compare else [given.schedule])
+        ]
+    except ValueError as error:
+        flags.error(f"--virtual-stages {given.virtual_stages}: {error}")
+    panels = [row.panel for row in rows]
+    print(_about(given.stages, given.microbatches, costs), end="\n\n")
+    print(draw_text(panels, **Terminal.of(sys.stdout)._asdict()), end="\n\n")
+    print(draw_table(rows))
+    return _write(panels, given.output)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, not {text}")
+    return int(text)
+
+
+def _time(text: str) -> float:
+    try:
+        duration = float(text)
+    except ValueError:
+        duration = math.nan
+    if not 0 <= duration < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a time in milliseconds, 0 or more, not {text}")
+    return duration
+
+
+def _chunks(name: str, asked: int | None, compare: bool) -> int:
+    """Chunks a stage. Where all schedules are compared, what is asked for is for those that can have any number."""
+    only = GENERATORS[name].chunks_per_stage
+    if only is not None and (asked is None or compare):
+        return only
+    return asked or _USUAL_VIRTUAL_STAGES
+
+
+def _row(name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int, costs: Costs) -> Row:
+    schedule = make_schedule(name, num_stages, num_microbatches, chunks_per_stage)
+    title = f"{name} (v = {chunks_per_stage})" if chunks_per_stage > 1 else name
+    panel = Panel(title, simulate(schedule, costs.divided(chunks_per_stage)))
+    return Row(panel, expected(name, num_stages, num_microbatches, chunks_per_stage, costs))
+
+
+def _about(num_stages: int, num_microbatches: int, costs: Costs) -> str:
+    """What is shown, before the pictures."""
+    forward, input_grad, weight_grad, p2p = map(milliseconds, (costs.forward, costs.input_grad, costs.weight_grad, costs.p2p))
+    return (
+        f"p = {num_stages} stages, m = {num_microbatches} microbatches. A whole stage takes F = {forward} for a forward, "
+        f"I = {input_grad} for an input gradient,\nW = {weight_grad} for a weight gradient, and each of its v chunks 1/v of these. "
+        f"A message takes {p2p}."
+    )
+
+
+def _write(panels: Sequence[Panel], paths: Sequence[Path]) -> int:
+    for path in paths:
+        try:
+            write_picture(panels, path)
+        except OSError as error:
+            print(f"plot_schedule.py: error: {path} cannot be written ({error.strerror})", file=sys.stderr)
+            return 1
+        print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
