@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from megatron.parallel.accumulate import GradSink, accumulate, accumulate_product, deferring, sink_of, through
+from megatron.parallel.accumulate import GradSink, accumulate, accumulate_product, deferring, now_or_deferred, sink_of, through
 from megatron.parallel.products import input_product, linear, weight_product
 
 
@@ -104,24 +105,45 @@ def test_a_float32_sink_of_a_16_bit_parameter_keeps_small_gradients() -> None:
 def test_only_products_are_deferred_and_only_inside() -> None:
     weight, bias = nn.Parameter(values(6, 4)), nn.Parameter(values(4))
     (sink, writes), (_, bias_writes) = with_sink(weight), with_sink(bias)
-    asked: list[bool] = []
-    part = values(3, 4, key=4)
+    asked: list[str] = []
+    part, dy = values(3, 4, key=4), values(5, 6, key=1)
 
-    def gathered() -> torch.Tensor:
-        asked.append(True)
-        return values(5, 4, key=2)
+    def start() -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        asked.append("start")
+        return lambda: (dy, values(5, 4, key=2))
 
     with deferring() as put_off:
-        accumulate_product(weight, values(5, 6, key=1), part, gathered)
+        accumulate_product(weight, dy, part, start)
         accumulate(bias, values(4, key=3))
         through(bias).sum().backward()
         assert len(put_off) == 1 and not writes and len(bias_writes) == 2 and not asked
     assert put_off.num_bytes == (5 * 6 + 3 * 4) * 8, "what it keeps: the output's gradient, and the input as this rank has it"
-    accumulate_product(weight, values(5, 6, key=1), part, gathered)
+    accumulate_product(weight, dy, part, start)
     assert len(put_off) == 1 and len(writes) == 1
     put_off.run()
     assert len(put_off) == put_off.num_bytes == 0
     torch.testing.assert_close(sink.main_grad, 2 * values(5, 6, key=1).t() @ values(5, 4, key=2))
+
+
+def test_communication_of_the_next_piece_begins_before_this_one_is_finished() -> None:
+    heard: list[str] = []
+
+    def piece(name: str, rests: bool) -> Callable[[], Callable[[], None] | None]:
+        def work() -> Callable[[], None] | None:
+            heard.append(f"start {name}")
+            return (lambda: heard.append(f"finish {name}")) if rests else None
+
+        return work
+
+    with deferring() as put_off:
+        for name, rests in (("a", True), ("b", True), ("c", False), ("d", True)):
+            now_or_deferred(piece(name, rests), keeps=(torch.zeros(2),))
+    assert put_off.num_bytes == 4 * 8 and not heard
+    put_off.run()
+    assert heard == ["start a", "start b", "finish a", "start c", "finish b", "start d", "finish d"]
+    assert put_off.num_bytes == 0
+    now_or_deferred(piece("now", True))
+    assert heard[-2:] == ["start now", "finish now"]
 
 
 def test_a_deferred_product_takes_an_input_that_has_a_graph() -> None:

@@ -103,18 +103,26 @@ def cases(draw: st.DrawFn, *, equal: bool, places: list[tuple[int, ...]] = SMALL
     high = [draw(st.just(num_layers) | st.integers(low[i], 4)) for i in range(len(place))]
     assume(sum(high) >= num_layers)
 
-    def numbers() -> list[int]:
+    def numbers(equal: bool) -> list[int]:
         if equal:
             return [draw(st.integers(1, 4))] * num_layers
         return draw(st.lists(st.integers(0, 9), min_size=num_layers, max_size=num_layers))
 
     memory = None
     if with_memory:
-        layers = numbers()
+        layers = numbers(equal or draw(st.booleans()))
         embedding, output = draw(st.integers(0, 5)), draw(st.integers(0, 5))
         mean = (sum(layers) + embedding + output) // (max(place) + 1)
         memory = Memory(layers, embedding, output, [mean + draw(st.integers(-1, 6)) for _ in set(place)])
-    return Case(numbers(), place, draw(st.integers(0, 6)), draw(st.integers(0, 20)), low, high, memory)
+    return Case(
+        numbers(equal or (with_memory and draw(st.booleans()))),
+        place,
+        draw(st.integers(0, 6)),
+        draw(st.integers(0, 20)),
+        low,
+        high,
+        memory,
+    )
 
 
 @given(cases(equal=True))
@@ -148,6 +156,19 @@ def test_no_exchange_of_a_layer_helps(case: Case) -> None:
         other[giver] -= 1
         if all(low <= n <= high for low, n, high in zip(case.low, other, case.high, strict=True)):
             assert case.quality(other) >= case.quality(found)
+
+
+@pytest.mark.parametrize(
+    ("costs", "places", "loss", "counts"),
+    [
+        ([6, 5, 9, 3], loop(3), 0, [2, 1, 1]),  # 11, 9, 3; the sum of squares is less for 6, 5, 12
+        ([9, 6, 6, 1, 8, 8], loop(3), 0, [2, 3, 1]),  # 15, 15, 8; the sum of squares is less for 9, 13, 16
+        ([4, 3, 7, 6, 4, 8, 7, 8, 1], loop(2, 3), 3, [3, 1, 1, 1, 1, 2]),
+        ([1, 1, 4, 5], v_shape(2), 12, [1, 1, 1, 1]),
+    ],
+)
+def test_the_dearest_stage_counts_first(costs: list[int], places: tuple[int, ...], loss: int, counts: list[int]) -> None:
+    assert balance(costs, places, loss_cost=loss) == counts
 
 
 def test_several_chunks_of_unequal_layers_are_mostly_split_as_well_as_can_be() -> None:
@@ -203,6 +224,21 @@ def test_what_does_not_fit_is_named() -> None:
     assert str(caught.value) == (
         "8 layers do not fit into the memory of 3 stages: in the split that comes nearest, stage 1 needs 40 and has 30"
     )
+
+
+def test_the_stage_that_exceeds_its_limit_most_is_named() -> None:
+    """Not the one that needs most."""
+    with pytest.raises(ValueError, match="stage 1 needs 20 and has 5"):
+        balance([1] * 6, loop(2), memory=Memory([10] * 6, 0, 0, [35, 5]), min_layers=[1, 2])
+
+
+def test_memory_on_several_chunks_of_unequal_layers() -> None:
+    """Neither the even split nor that by the cost of chunks fits; six splits do, and this is the best of them."""
+    costs, memory = [4, 2, 5, 3, 3, 5, 4], [6, 6, 7, 7, 7, 7, 2]
+    assert balance(costs, v_shape(2), memory=Memory(memory, 0, 0, [22, 22])) == [2, 1, 2, 2]
+    assert balance(costs, v_shape(2), memory=Memory(memory, 0, 0, [math.inf, 22])) == [2, 1, 2, 2]
+    with pytest.raises(ValueError, match="stage 1 needs 14 and has 13 \\(no better split was found\\)"):
+        balance(costs, v_shape(2), memory=Memory(memory, 0, 0, [math.inf, 13]), max_layers=[5, 2, 2, 1])
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_sizes_differ_by_at_most_one_layer_and_the_ends_get_fewer(case: tuple[in
         (30, v_shape(4), [4, 4, 4, 4, 4, 4, 3, 3]),
         (7, v_shape(3), [1, 2, 1, 1, 1, 1]),
         (5, loop(1, 2), [3, 2]),
+        (8, loop(3, 2), [1, 2, 1, 2, 1, 1]),
     ],
 )
 def test_tables_by_hand(num_layers: int, places: tuple[int, ...], expected: list[int]) -> None:
@@ -142,9 +143,11 @@ def test_embedding_and_loss_counted_as_a_layer_each(num_layers: int, places: tup
 
 
 def test_ends_may_be_empty_but_no_other_chunk() -> None:
-    with pytest.raises(ValueError, match="5 layers cannot fill 8 pipeline stages: 6 of these needs at least one"):
+    with pytest.raises(ValueError, match="0 layers cannot fill 1 pipeline stages"):
+        layer_table(0, loop(1), embedding_cost=1, loss_cost=1)
+    with pytest.raises(ValueError, match="5 layers cannot fill 8 pipeline stages: 6 of these need at least one"):
         layer_table(5, loop(8), embedding_cost=1, loss_cost=1)
-    with pytest.raises(ValueError, match="6 layers cannot fill 8 pipeline stages: 7 of these needs at least one"):
+    with pytest.raises(ValueError, match="6 layers cannot fill 8 pipeline stages: 7 of these need at least one"):
         layer_table(6, loop(8), loss_cost=1)
     assert lengths(layer_table(7, loop(8), loss_cost=1)) == [1, 1, 1, 1, 1, 1, 1, 0]
 

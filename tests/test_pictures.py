@@ -1,24 +1,19 @@
-"""Pictures of timelines, and the papers' formulas: drawn is what the timeline says, and no formula is shown where it is wrong."""
+"""Pictures of timelines as text, trace and table: what is drawn is what the timeline says."""
 
 from __future__ import annotations
 
-import importlib.util
 import io
-import itertools
 import json
 import re
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.formulas import BUBBLE, PEAK_LIVE, expected
+from megatron.pipeline_parallel.formulas import expected
 from megatron.pipeline_parallel.pictures.files import WRITERS, check_output, write_picture
-from megatron.pipeline_parallel.pictures.palette import NUM_SHADES, Colour, colour_of
 from megatron.pipeline_parallel.pictures.panel import Panel, number, tick_step
 from megatron.pipeline_parallel.pictures.table import Row, draw_table, peak_live
 from megatron.pipeline_parallel.pictures.terminal import Terminal
@@ -29,91 +24,11 @@ from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_sched
 from megatron.pipeline_parallel.schedules.select import forward_only
 from megatron.pipeline_parallel.simulate import Costs, Span, Timeline, simulate
 from megatron.pipeline_parallel.validate import validate
+from tests.timelines import chunks_of, moved, panel, timeline
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
 
-
-def chunks_of(name: str, chunks: int) -> int:
-    """Chunks a stage that a schedule can have."""
-    return GENERATORS[name].chunks_per_stage or chunks
-
-
-def timeline(name: str, stages: int, microbatches: int, chunks: int = 2, costs: Costs = Costs(10, 10, 10)) -> Timeline:  # noqa: B008
-    """Simulated, at costs of a whole stage."""
-    chunks = chunks_of(name, chunks)
-    return simulate(make_schedule(name, stages, microbatches, chunks), costs.divided(chunks))
-
-
-def panel(name: str, stages: int, microbatches: int, chunks: int = 2) -> Panel:
-    return Panel(name, timeline(name, stages, microbatches, chunks))
-
-
-def moved(before: Timeline, by: float) -> Timeline:
-    """The same on another clock."""
-    spans = tuple(tuple(Span(span.op, span.start + by, span.end + by) for span in stage) for stage in before.spans)
-    return replace(before, spans=spans)
-
-
 names = st.sampled_from(list(GENERATORS))
-# Twelve has all numbers of chunks as divisors, so costs of chunks are whole and sums of them exact.
-durations = st.integers(0, 9).map(lambda n: 12.0 * n)
-costs_of_a_stage = st.one_of(st.builds(Costs, durations, durations, durations), durations.map(lambda n: Costs(n, n, n)))
-
-
-# ---- the formulas
-
-
-def test_every_schedule_has_its_formulas() -> None:
-    assert set(BUBBLE) == set(PEAK_LIVE) == set(GENERATORS)
-    nothing = expected("of my own", 4, 8, 1, Costs())
-    assert (nothing.bubble_time, nothing.peak_live, nothing.formulas) == (None, None, ())
-
-
-@given(names, st.integers(1, 12), st.integers(1, 40), st.integers(1, 4), costs_of_a_stage)
-def test_a_formula_that_is_given_is_exact(name: str, stages: int, microbatches: int, chunks: int, costs: Costs) -> None:
-    said = expected(name, stages, microbatches, chunks_of(name, chunks), costs)
-    if said.bubble_time is not None:
-        step = microbatches * (costs.forward + costs.input_grad + costs.weight_grad) + said.bubble_time
-        assert timeline(name, stages, microbatches, chunks, costs).step_time == step
-    if said.peak_live is not None:
-        schedule = make_schedule(name, stages, microbatches, chunks_of(name, chunks))
-        assert said.peak_live == validate(schedule).peak_live_activations
-
-
-@given(st.integers(2, 10), st.integers(0, 20), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
-def test_the_bubble_of_zb_h1_needs_weight_gradients_that_are_not_the_longest(
-    stages: int, more: int, f: int, i: int, w: int
-) -> None:
-    """W <= F and W <= I are not only enough: wherever one is missing the simulator has another bubble."""
-    costs, microbatches = Costs(f, i, w), stages + more
-    said = expected("zb-h1", stages, microbatches, 1, costs).bubble_time
-    assert (said is not None) == (w <= f and w <= i)
-    bubble = timeline("zb-h1", stages, microbatches, 1, costs).step_time - microbatches * (f + i + w)
-    assert (bubble == (stages - 1) * (f + i - w)) == (said is not None)
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "microbatches", "chunks", "costs"),
-    [
-        ("gpipe", 4, 8, 1, Costs(1, 1, 1, p2p=0.1)),
-        ("1f1b", 4, 8, 1, Costs(1, 1, 1, p2p=0.1)),
-        ("interleaved", 4, 3, 2, Costs()),
-        ("zb-h1", 4, 3, 1, Costs()),
-        ("zb-v", 4, 6, 2, Costs()),
-        ("zb-v", 4, 8, 2, Costs(2, 2, 1)),
-    ],
-)
-def test_no_formula_is_stretched(name: str, stages: int, microbatches: int, chunks: int, costs: Costs) -> None:
-    assert expected(name, stages, microbatches, chunks, costs).bubble_time is None
-
-
-def test_few_microbatches_of_zb_v_have_no_formula_of_memory() -> None:
-    assert expected("zb-v", 4, 6, 2, Costs()).peak_live is None
-    assert expected("zb-v", 4, 7, 2, Costs()).peak_live == (8, 8, 8, 8)
-
-
-def test_messages_between_no_stages_take_no_time() -> None:
-    assert expected("zb-v", 1, 3, 2, Costs(1, 2, 3, p2p=9)).bubble_time == 0
 
 
 # ---- text
@@ -288,146 +203,6 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     assert not Terminal.of(_Stream("utf-8", tty=True)).colour
-
-
-# ---- colours
-
-# Machado, Oliveira and Fernandes 2009, table 1, severity 1.0: linear RGB to what is seen.
-SIGHT = {
-    "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "no red": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
-    "no green": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
-    "no blue": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
-}
-
-
-def seen(colour: Colour, sight: str) -> tuple[float, float, float]:
-    """CIELAB of what an eye sees."""
-    linear = [level / 12.92 if level <= 0.04045 else ((level + 0.055) / 1.055) ** 2.4 for level in (part / 255 for part in colour)]
-    red, green, blue = (min(max(sum(a * b for a, b in zip(row, linear, strict=True)), 0), 1) for row in SIGHT[sight])
-    x = (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505
-    y = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    z = (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089
-    fx, fy, fz = (value ** (1 / 3) if value > 0.008856 else 7.787 * value + 16 / 116 for value in (x, y, z))
-    return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
-
-
-@pytest.mark.parametrize("sight", SIGHT)
-@pytest.mark.parametrize(("kinds", "shades"), [((F, B), NUM_SHADES), ((F, I, W), 2)], ids=["F B, 4 chunks", "F I W, 2 chunks"])
-def test_colours_of_a_schedule_can_be_told_apart(kinds: tuple[OpKind, ...], shades: int, sight: str) -> None:
-    """A difference of about 2 in CIELAB can just be seen side by side."""
-    colours = [seen(colour_of(kind, depth), sight) for kind in kinds for depth in range(shades)]
-    distances = [sum((p - q) ** 2 for p, q in zip(a, b, strict=True)) ** 0.5 for a, b in itertools.combinations(colours, 2)]
-    assert min(distances) > 12
-
-
-def test_text_on_a_colour_can_be_read() -> None:
-    """Contrast of at least 3 (WCAG 2, large text) with the black or white that is chosen."""
-
-    def light(colour: Colour) -> float:
-        levels = (part / 255 for part in colour)
-        linear = (level / 12.92 if level <= 0.04045 else ((level + 0.055) / 1.055) ** 2.4 for level in levels)
-        return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    for kind, depth in itertools.product(OpKind, range(NUM_SHADES)):
-        colour = colour_of(kind, depth)
-        text = Colour(255, 255, 255) if colour.is_dark else Colour(0, 0, 0)
-        dark, bright = sorted((light(colour), light(text)))
-        assert (bright + 0.05) / (dark + 0.05) >= 3, (kind, depth)
-
-
-# ---- figures
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def texts_of(svg: ElementTree.Element) -> list[str]:
-    return ["".join(element.itertext()) for element in svg.iter(f"{SVG}text")]
-
-
-def boxes_of(svg: ElementTree.Element) -> list[tuple[float, float, str]]:
-    """Left edge, width and colour of every operation."""
-    found = []
-    for group in svg.iter(f"{SVG}g"):
-        if group.get("id", "").startswith("PolyCollection"):
-            for path in group.iter(f"{SVG}path"):
-                across = [float(x) for x in re.findall(r"[ML] ([\d.]+) ", path.get("d", ""))]
-                colour = re.search(r"fill: (#\w+)", path.get("style", ""))
-                assert colour is not None
-                found.append((min(across), max(across) - min(across), colour[1]))
-    return found
-
-
-def draw_svg(panels: list[Panel], folder: Path) -> ElementTree.Element:
-    write_picture(panels, folder / "picture.svg")
-    return ElementTree.parse(folder / "picture.svg").getroot()
-
-
-def test_a_figure_has_every_operation_its_number_and_its_words(tmp_path: Path) -> None:
-    drawn = panel("zb-v", 3, 6)
-    svg = draw_svg([drawn], tmp_path)
-    texts, ops = texts_of(svg), [span.op for spans in drawn.timeline.spans for span in spans]
-    assert len(boxes_of(svg)) == len(ops) == 108
-    assert sum(text.isdigit() for text in texts) == len(ops) + sum(text.isdigit() for text in texts[: texts.index("time (ms)")])
-    words = {text for text in texts if not text.isdigit()}
-    assert words == {
-        *(f"stage {stage}" for stage in range(3)),
-        drawn.caption,
-        "time (ms)",
-        "forward",
-        "input gradient",
-        "weight gradient",
-        "1st chunk of a stage",
-        "2nd chunk of a stage",
-    }
-    assert drawn.caption == "zb-v: step 190 ms, bubble 5.3%"
-    assert {colour for _, _, colour in boxes_of(svg)} == {colour_of(kind, depth).hex for kind in (F, I, W) for depth in (0, 1)}
-
-
-def test_panels_of_a_figure_share_one_axis(tmp_path: Path) -> None:
-    """The same operation is at the same place and as wide in a panel that is shorter."""
-    both = draw_svg([panel("gpipe", 2, 3), panel("gpipe", 2, 2)], tmp_path)
-    boxes = [(round(left, 2), round(width, 2), colour) for left, width, colour in boxes_of(both)]
-    lengths = {width for _, width, colour in boxes if colour == colour_of(F, 0).hex}
-    assert len(boxes) == 20 and len(lengths) == 1
-    forwards = sorted(left for left, _, colour in boxes if colour == colour_of(F, 0).hex)
-    assert forwards.count(forwards[0]) == 2 and forwards.count(forwards[-1]) == 1
-
-
-def test_a_long_figure_is_wide_and_leaves_numbers_out_at_last(tmp_path: Path) -> None:
-    widths = {}
-    for microbatches in (8, 64, 700):
-        svg = draw_svg([panel("1f1b", 2, microbatches)], tmp_path)
-        widths[microbatches] = float(svg.get("width", "").removesuffix("pt"))
-        texts = texts_of(svg)
-        assert (str(microbatches - 1) in texts) == (microbatches < 700)
-    assert widths[8] < widths[64] < widths[700] == 50 * 72
-
-
-def test_a_figure_is_the_same_every_time(tmp_path: Path) -> None:
-    for suffix in ("svg", "png"):
-        for name in ("a", "b"):
-            write_picture([panel("interleaved", 2, 4, 4)], tmp_path / f"{name}.{suffix}")
-        assert (tmp_path / f"a.{suffix}").read_bytes() == (tmp_path / f"b.{suffix}").read_bytes()
-    svg = (tmp_path / "a.svg").read_text()
-    assert "dc:date" not in svg and "matplotlib.org" not in svg
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_fifth_chunk_looks_as_the_first(tmp_path: Path) -> None:
-    texts = texts_of(draw_svg([panel("interleaved", 2, 2, 5)], tmp_path))
-    assert "1st, 5th chunk of a stage" in texts and "4th chunk of a stage" in texts
-
-
-def test_without_matplotlib_the_rest_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    for suffix in ("svg", "png"):
-        with pytest.raises(ModuleNotFoundError, match=r'pip install "megatron-3d\[matplotlib\]"'):
-            write_picture([panel("1f1b", 2, 2)], tmp_path / f"a.{suffix}")
-    for suffix in ("json", "txt"):
-        write_picture([panel("1f1b", 2, 2)], tmp_path / f"a.{suffix}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.txt"]
 
 
 # ---- traces

@@ -125,8 +125,31 @@ def test_advice_says_what_a_balanced_split_would_gain() -> None:
     )
     in_a_v = split_advice(GPT, settings(4, pipeline_schedule="zb-v"), VOCABULARY)
     assert in_a_v is not None and in_a_v.startswith("stage 0 is the slowest, with 1.41 times")
-    counted = split_advice(GPT, settings(4, account_for_loss_in_pipeline_split=True), VOCABULARY)
-    assert counted is not None and counted.endswith("shorten it by 20 %")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "asking"),
+    [
+        (
+            settings(4, account_for_loss_in_pipeline_split=True),
+            "--pipeline-split balanced in place of --account-for-loss-in-pipeline-split",
+        ),
+        (
+            settings(4, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True),
+            "--pipeline-split balanced in place of "
+            "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split",
+        ),
+        (
+            settings(4, num_layers_per_virtual_pipeline_stage=3),
+            "--pipeline-split balanced --num-virtual-stages-per-pipeline-rank 2 "
+            "in place of --num-layers-per-virtual-pipeline-stage",
+        ),
+    ],
+)
+def test_advice_can_be_followed(parallel: ParallelConfig, asking: str) -> None:
+    """Flags that a balanced split excludes are named, and the number of chunks stays."""
+    line = split_advice(GPT, parallel, VOCABULARY)
+    assert line is not None and f": {asking} would shorten it by" in line
 
 
 @pytest.mark.parametrize(

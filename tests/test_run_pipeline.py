@@ -82,6 +82,7 @@ def test_the_start_up_log_tells_of_the_pipeline() -> None:
     table = lines.index(next(line for line in lines if line.startswith("stage")))
     assert "0-0 (1)" in lines[table + 1] and "4-4 (1)" in lines[table + 1] and "loss" in lines[table + 1]
     assert "1-1 (1)" in lines[table + 2] or "1-2 (2)" in lines[table + 2]
+    assert any(line.startswith("the weight gradients that it puts off keep at most ") for line in lines)
     assert any(line.startswith("pipeline schedule zb-v: 1 microbatches through 2 stages of 2 chunks, ") for line in lines)
     assert any(line.startswith("warning: 1 microbatches for 2 pipeline stages leave ") for line in lines)
 
@@ -102,6 +103,19 @@ def test_the_pipeline_is_measured(tmp_path: Path) -> None:
         assert len(row) == 2 * 3 * 5
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in itertools.pairwise(row)), "microseconds"
     assert "weight gradients put off keep at most (MiB, stage by stage): " in said
+
+
+def test_after_a_ramp_up_the_log_tells_of_both_batches() -> None:
+    out = run(
+        [*arguments(**{**BASE, "train_iters": None, "train_samples": 12, "global_batch_size": 4}, rampup_batch_size=(2, 2, 4))], 2
+    )
+    told = [line.split(":")[1].split("through")[0].strip() for line in out.splitlines() if "pipeline schedule 1f1b" in line]
+    assert told == ["2 microbatches", "4 microbatches"]
+
+
+def test_a_run_that_ends_too_early_is_not_measured(tmp_path: Path) -> None:
+    said = measure(train_iters=5, exit_interval=2, profile_step_start=4, profile_dir=tmp_path)
+    assert "--profile-pipeline measured nothing: the run ended before iteration 4" in said and not list(tmp_path.iterdir())
 
 
 def test_a_step_that_is_left_out_is_not_measured(tmp_path: Path) -> None:

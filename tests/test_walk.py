@@ -24,7 +24,7 @@ SCHEDULES = st.one_of(random_schedules(), generated_schedules())
 def test_each_operation_comes_after_those_before_it_and_what_it_needs(schedule: Schedule) -> None:
     walked: list[list[Op]] = [[] for _ in schedule.ops]
     given: set[Message | None] = {None}
-    for stage, op in walk(schedule):
+    for stage, (op, _, _) in walk(schedule):
         assert schedule.needs(op) in given
         given.add(schedule.gives(op))
         walked[stage].append(op)
@@ -53,7 +53,7 @@ def test_it_stops_exactly_where_the_needs_go_round_in_a_circle(schedule: Schedul
 
     walked: Counter[Op] = Counter()
     try:
-        for _, op in walk(shuffled):
+        for _, (op, _, _) in walk(shuffled):
             walked[op] += 1
     except ValueError:
         assert reached.total() < len(graph)

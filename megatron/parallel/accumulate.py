@@ -2,17 +2,18 @@
 
 A parameter that takes part in training carries a `GradSink`. Layers hand their gradients to `accumulate` (a ready gradient) or
 `accumulate_product` (a weight gradient that is still a matrix product); `through(param)` does the same for parameters that are used
-in ordinary torch operations. Autograd itself never sees a parameter's gradient, so nothing is allocated twice and a schedule
-decides
-when a weight gradient is computed: inside `deferring()` products are not computed but kept as closures.
+in ordinary torch operations. Autograd itself never sees a parameter's gradient, so nothing is allocated twice and a schedule says
+when a weight gradient is computed: inside `deferring()` products are not computed but put off.
 
 A parameter without a sink (a layer used on its own) gets its gradient in `.grad`, as usual in torch.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,30 +21,51 @@ from torch import nn
 
 from megatron.parallel.products import weight_product
 
+Work = Callable[[], Callable[[], None] | None]
+"""Does something, or starts the communication that it needs and returns the rest."""
+
+
+Start = Callable[[], Callable[[], tuple[torch.Tensor, torch.Tensor]]]
+"""Begins to gather, and returns what waits for (gradient of the output, input)."""
+
 
 class Deferred:
     """Work put off, in order, and the memory that waits with it."""
 
     def __init__(self) -> None:
-        self._work: list[tuple[Callable[[], None], int]] = []
+        self._work: deque[tuple[Work, int]] = deque()
         self.num_bytes = 0
         """Bytes of the tensors that the work still to do keeps."""
 
     def __len__(self) -> int:
         return len(self._work)
 
-    def add(self, work: Callable[[], None], num_bytes: int) -> None:
+    def add(self, work: Work, num_bytes: int) -> None:
         """Put off one piece."""
         self._work.append((work, num_bytes))
         self.num_bytes += num_bytes
 
     def run(self) -> None:
-        """Do it all, first come, first served. What a piece keeps is let go as soon as it is done."""
-        self._work.reverse()
-        while self._work:
-            work, num_bytes = self._work.pop()
-            work()
-            self.num_bytes -= num_bytes
+        """Do it all, first come, first served; the communication of a piece begins before the one before it is finished.
+
+        What a piece keeps is let go as soon as it is done.
+        """
+        rest: Callable[[], None] | None = None
+        kept = 0
+        with torch.no_grad():  # outside of autograd here, with inputs that may require a gradient
+            while self._work:
+                work, num_bytes = self._work.popleft()
+                started = work()
+                if rest is not None:
+                    rest()
+                    self.num_bytes -= kept
+                rest, kept = started, num_bytes
+                if rest is None:
+                    self.num_bytes -= num_bytes
+                del work, started
+            if rest is not None:
+                rest()
+                self.num_bytes -= kept
 
 
 # Set by the executor around one backward. A plain global: on CUDA, autograd runs backward on a thread of its own.
@@ -107,40 +129,46 @@ def accumulate(param: torch.Tensor, grad: torch.Tensor) -> None:
         param.grad += grad
 
 
-def now_or_deferred(work: Callable[[], None], *, keeps: tuple[torch.Tensor, ...] = ()) -> None:
+def now_or_deferred(work: Work, *, keeps: tuple[torch.Tensor, ...] = ()) -> None:
     """Do a part of a weight gradient now or, inside `deferring()`, when the schedule says so.
 
     Args:
         keeps: the tensors that the work holds on to, for the count of memory.
     """
-    if _deferred is None:
-        work()
-    else:  # called outside of autograd, with inputs that may require a gradient
-        _deferred.add(torch.no_grad()(work), sum(tensor.nbytes for tensor in keeps))
+    if _deferred is not None:
+        _deferred.add(work, sum(tensor.nbytes for tensor in keeps))
+    elif (rest := work()) is not None:
+        rest()
 
 
-def accumulate_product(
-    param: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor, gathered: Callable[[], torch.Tensor] | None = None
-) -> None:
+def accumulate_product(param: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor, start: Start | None = None) -> None:
     """Add the weight gradient grad_output^T x of a linear layer now or, inside `deferring()`, when the schedule says so.
 
     Args:
         param: the weight, of out * in elements.
-        grad_output: [n, out].
+        grad_output: [..., out], as this rank keeps it.
         x: the layer's input, [..., in], as this rank keeps it.
-        gathered: gives the whole input where `x` is only a part of it, [..., in] with n rows in all.
+        start: where one of the two is only a part, begins to gather it and returns what waits for both as a whole, with the same
+            number of rows.
     """
 
-    def run() -> None:
-        sink, inputs = sink_of(param), (x if gathered is None else gathered()).flatten(0, -2)
+    def finish(whole: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        rows, inputs = (tensor.flatten(0, -2) for tensor in whole())
+        sink = sink_of(param)
         if sink is not None:
-            sink.add_product(grad_output, inputs)
+            sink.add_product(rows, inputs)
         else:
             grad = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-            weight_product(grad_output, inputs, grad.view(-1, inputs.shape[-1]), add=False)
+            weight_product(rows, inputs, grad.view(-1, inputs.shape[-1]), add=False)
             accumulate(param, grad)
 
-    now_or_deferred(run, keeps=(grad_output, x))
+    def work() -> Callable[[], None] | None:
+        if start is not None:
+            return partial(finish, start())
+        finish(lambda: (grad_output, x))
+        return None
+
+    now_or_deferred(work, keeps=(grad_output, x))
 
 
 @contextmanager

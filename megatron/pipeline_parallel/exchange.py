@@ -6,49 +6,44 @@ header and none can be taken for another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import bisect
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from megatron.pipeline_parallel.schedule import Message, Op, Schedule
+from megatron.pipeline_parallel.schedule import Message, Schedule
 from megatron.pipeline_parallel.simulate import simulate
 
 
-@dataclass(frozen=True)
-class ReceivePlan:
+class ReceivePlan(NamedTuple):
     """When one stage posts which receives, and what it then knows of its own messages."""
 
-    before: tuple[tuple[tuple[Message, int], ...], ...]
+    before: Sequence[Sequence[tuple[Message, int]]]
     """For each operation, the messages to post before it, each with the stage that it comes from."""
-    arrived: tuple[tuple[Message, ...], ...]
-    """For each operation, the messages of this stage that must have arrived once what the operation needs is here."""
+    arrived: Sequence[Sequence[Message]]
+    """For each operation, messages of this stage that have arrived by its end, or may be waited for there."""
 
 
-def plan_receives(schedule: Schedule, stage: int, ahead: int = 1) -> ReceivePlan:
-    """Overlap: post what an operation needs `ahead` operations earlier, so that a message travels while others compute.
+class _Delivery(NamedTuple):
+    """A message on its way to a stage."""
 
-    Within a channel the order is the sender's, so what is needed later but sent earlier is posted on the way.
+    source: int
+    place: int
+    """Of the operation that gives it, among those of its stage."""
+    message: Message
+
+
+def plan_receives(schedule: Schedule, ahead: int = 2) -> list[ReceivePlan]:
+    """Overlap: each stage posts what an operation needs `ahead` operations earlier, so that messages travel while others compute.
+
+    A message moves once both its ends have come to it. Two operations ahead, because the one before may be a short weight gradient;
+    more gained nothing. Within a channel the order is the sender's, so what is needed later but sent earlier is posted on the way.
     """
-    order: dict[int, list[Message]] = {}
-    place: dict[Message, tuple[int, int]] = {}
-    for source, _, message in _deliveries(schedule)[stage]:
-        channel = order.setdefault(source, [])
-        place[message] = (source, len(channel))
-        channel.append(message)
-    posted = dict.fromkeys(order, 0)
-    mine, before = schedule.ops[stage], []
-    for i in range(len(mine)):
-        due: list[tuple[Message, int]] = []
-        for op in mine[i : i + 1 + ahead]:
-            needed = schedule.needs(op)
-            if needed in place:
-                source, at = place[needed]
-                due += [(message, source) for message in order[source][posted[source] : at + 1]]
-                posted[source] = max(posted[source], at + 1)
-        before.append(tuple(due))
-    return ReceivePlan(tuple(before), _arrivals(schedule, stage))
+    deliveries = _deliveries(schedule)
+    settled = _arrivals(schedule, deliveries)
+    return [ReceivePlan(_posts(schedule, stage, deliveries[stage], ahead), settled[stage]) for stage in range(schedule.num_stages)]
 
 
-def plan_exchanges(schedule: Schedule) -> tuple[ReceivePlan, ...]:
+def plan_exchanges(schedule: Schedule) -> list[ReceivePlan]:
     """Without overlap: between two operations a stage sends what the former gave, receives what is on its way, and waits for all.
 
     Even if a send ends only when its receive was posted, nothing can lock up. Let every operation take the same time: that gives
@@ -64,24 +59,32 @@ def plan_exchanges(schedule: Schedule) -> tuple[ReceivePlan, ...]:
             first = posted
             while posted < len(arriving) and arriving[posted][0] <= span.start:
                 posted += 1
-            before.append(tuple((message, source) for _, source, message in arriving[first:posted]))
-        plans.append(ReceivePlan(tuple(before), ((),) * len(before)))
-    return tuple(plans)
+            before.append([(message, source) for _, source, message in arriving[first:posted]])
+        plans.append(ReceivePlan(before, [()] * len(before)))
+    return plans
 
 
 def channels(schedule: Schedule) -> list[tuple[int, int]]:
-    """Every pair (source stage, destination stage) that messages pass between, in order."""
-    return sorted({(source, stage) for stage, deliveries in enumerate(_deliveries(schedule)) for source, _, _ in deliveries})
+    """Every pair (source stage, destination stage) that messages pass between, in an order that is quick to connect in.
+
+    Neighbours come first, those of even stages before those of odd ones: no stage waits for a long chain of others.
+    """
+    found = {(source, stage) for stage, deliveries in enumerate(_deliveries(schedule)) for source, _, _ in deliveries}
+    return sorted(found, key=lambda ends: (abs(ends[0] - ends[1]) > 1, min(ends) % 2, ends))
 
 
-def check_exchanges(schedule: Schedule) -> None:
-    """Run the exchanges of `plan_exchanges` on paper, where neither end of a message goes on before the other has come to it.
+def check_plans(schedule: Schedule) -> None:
+    """Prove both plans: every channel's ends follow one order, and the exchanges of `plan_exchanges` cannot lock up.
+
+    These run on paper, where neither end of a message goes on before the other has come to it.
 
     Raises:
         ValueError: stages wait for each other, or the ends of a channel do not agree on the order.
     """
     plans = plan_exchanges(schedule)
-    _check_order(schedule, plans)
+    deliveries = _deliveries(schedule)
+    for checked in (plan_receives(schedule), plans):
+        _check_order(schedule, checked, deliveries)
     rounds = [list(_exchanges(schedule, stage, plan)) for stage, plan in enumerate(plans)]
     position = [0] * schedule.num_stages
     offered: dict[Message, int] = {}
@@ -100,59 +103,90 @@ def check_exchanges(schedule: Schedule) -> None:
                     offered[message] = stage
                     open_ends[stage] += 1
             position[stage] += 1
-    if any(open_ends) or any(at < len(r) for at, r in zip(position, rounds, strict=True)):
+    if offered:
         stuck = ", ".join(f"{message} (offered by stage {stage})" for message, stage in list(offered.items())[:4])
         raise ValueError(f"schedule {schedule.name} locks up when sends and receives wait for each other: {stuck}")
 
 
-def _deliveries(schedule: Schedule) -> list[list[tuple[int, int, Message]]]:
-    """For each stage (source stage, place of the operation there, message) of all that it receives: by source, in its order."""
-    found: list[list[tuple[int, int, Message]]] = [[] for _ in schedule.ops]
-    for source, ops in enumerate(schedule.ops):
-        for place, op in enumerate(ops):
-            message = schedule.gives(op)
-            if message is not None and schedule.stage_of_chunk[message.chunk] != source:
-                found[schedule.stage_of_chunk[message.chunk]].append((source, place, message))
+def _deliveries(schedule: Schedule) -> list[list[_Delivery]]:
+    """All that each stage receives from others: by source, in its order."""
+    found: list[list[_Delivery]] = [[] for _ in schedule.ops]
+    stage_of_chunk = schedule.stage_of_chunk
+    for source, ops in enumerate(schedule.linked_ops):
+        for place, (_, _, message) in enumerate(ops):
+            if message is not None and stage_of_chunk[message.chunk] != source:
+                found[stage_of_chunk[message.chunk]].append(_Delivery(source, place, message))
     return found
 
 
-def _arrivals(schedule: Schedule, stage: int) -> tuple[tuple[Message, ...], ...]:
-    """A stage sends a message after it took all that its operations so far needed: hearing from it proves that this arrived."""
-    mine = {schedule.gives(op) for op in schedule.ops[stage]}
-    proved: dict[Message | None, list[Message]] = {}
-    for peer, ops in enumerate(schedule.ops):
-        taken: list[Message] = []
-        for op in ops if peer != stage else ():
-            needed, given = schedule.needs(op), schedule.gives(op)
-            if needed is not None and needed in mine:
-                taken.append(needed)
-            if given is not None and schedule.stage_of_chunk[given.chunk] == stage:
-                proved[given], taken = taken, []
-    return tuple(tuple(proved.get(schedule.needs(op), ())) for op in schedule.ops[stage])
+def _posts(schedule: Schedule, stage: int, deliveries: list[_Delivery], ahead: int) -> list[list[tuple[Message, int]]]:
+    order: dict[int, list[Message]] = {}
+    place: dict[Message | None, tuple[int, int]] = {}
+    for source, _, message in deliveries:
+        channel = order.setdefault(source, [])
+        place[message] = (source, len(channel))
+        channel.append(message)
+    posted = dict.fromkeys(order, 0)
+    mine = schedule.linked_ops[stage]
+    before: list[list[tuple[Message, int]]] = []
+    for i in range(len(mine)):
+        due: list[tuple[Message, int]] = []
+        for _, needed, _ in mine[i + ahead : i + ahead + 1] if i else mine[: ahead + 1]:
+            if needed in place:
+                source, at = place[needed]
+                due += [(message, source) for message in order[source][posted[source] : at + 1]]
+                posted[source] = max(posted[source], at + 1)
+        before.append(due)
+    return before
 
 
-def _sends(schedule: Schedule, stage: int, op: Op) -> Message | None:
-    given = schedule.gives(op)
-    return None if given is None or schedule.stage_of_chunk[given.chunk] == stage else given
+def _arrivals(schedule: Schedule, deliveries: list[list[_Delivery]]) -> list[list[list[Message]]]:
+    """For each operation of each stage, the messages of that stage that may be settled behind it, each at most once.
+
+    A stage sends a message after it took all that its operations so far needed: hearing from it proves that this arrived. Where no
+    answer comes soon (forwards alone, GPipe) a message is waited for some time after it was used, so that not all of them pile up
+    on a stage that is quicker than the next. That locks nothing up: let every operation take the same time; then what used the
+    message ended before the operation began behind which it is settled, and cannot wait for it.
+    """
+    spans = simulate(schedule).spans
+    begins = [[span.start for span in row] for row in spans]
+    patience = 2.0 * schedule.num_stages
+    user = {linked.needs: (stage, place) for stage, ops in enumerate(schedule.linked_ops) for place, linked in enumerate(ops)}
+    # For each (stage, peer), in the peer's order: the place there of what gives a message, the place here of what needs it.
+    answers: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for stage, arriving in enumerate(deliveries):
+        for peer, place, message in arriving:
+            answers.setdefault((stage, peer), []).append((place, user[message][1]))
+    settled: list[list[list[Message]]] = [[[] for _ in ops] for ops in schedule.ops]
+    for peer, arriving in enumerate(deliveries):
+        for stage, _, message in arriving:
+            used = user[message][1]
+            heard = answers.get((stage, peer), [])
+            answer = bisect.bisect_left(heard, (used, 0))
+            late = bisect.bisect_left(begins[stage], spans[peer][used].end + patience)
+            place = min(late, heard[answer][1] if answer < len(heard) else late)
+            if place < len(settled[stage]):  # else at the end of the step
+                settled[stage][place].append(message)
+    return settled
 
 
 def _exchanges(schedule: Schedule, stage: int, plan: ReceivePlan) -> Iterator[list[Message]]:
     """What a stage has to exchange before each operation, and after the last."""
-    given: Message | None = None
-    for op, due in zip(schedule.ops[stage], plan.before, strict=True):
-        yield [message for message, _ in due] + ([given] if given is not None else [])
-        given = _sends(schedule, stage, op)
-    yield [given] if given is not None else []
+    given: list[Message] = []
+    for (_, _, gives), due in zip(schedule.linked_ops[stage], plan.before, strict=True):
+        yield [message for message, _ in due] + given
+        given = [] if gives is None or schedule.stage_of_chunk[gives.chunk] == stage else [gives]
+    yield given
 
 
-def _check_order(schedule: Schedule, plans: tuple[ReceivePlan, ...]) -> None:
-    for (stage, plan), deliveries in zip(enumerate(plans), _deliveries(schedule), strict=True):
+def _check_order(schedule: Schedule, plans: list[ReceivePlan], deliveries: list[list[_Delivery]]) -> None:
+    for stage, plan in enumerate(plans):
         posted: dict[int, list[Message]] = {}
         for due in plan.before:
             for message, source in due:
                 posted.setdefault(source, []).append(message)
         sent: dict[int, list[Message]] = {}
-        for source, _, message in deliveries:
+        for source, _, message in deliveries[stage]:
             sent.setdefault(source, []).append(message)
         if posted != sent:
             raise ValueError(

@@ -124,12 +124,11 @@ class Executor:
         validate(schedule)
         self._checked.append(schedule)
         self._messenger.connect(channels(schedule))
-        plan = plan_receives(schedule, self._stage) if self._overlap else plan_exchanges(schedule)[self._stage]
+        plan = (plan_receives(schedule) if self._overlap else plan_exchanges(schedule))[self._stage]
         steps = []
-        for op, posts, arrived in zip(schedule.ops[self._stage], plan.before, plan.arrived, strict=True):
-            gives = schedule.gives(op)
+        for (op, needs, gives), posts, arrived in zip(schedule.linked_ops[self._stage], plan.before, plan.arrived, strict=True):
             destination = self._stage if gives is None else schedule.stage_of_chunk[gives.chunk]
-            steps.append(Step(op, posts, schedule.needs(op), gives, destination, arrived))
+            steps.append(Step(op, tuple(posts), needs, gives, destination, tuple(arrived)))
         self._prepared[id(schedule)] = steps
         return steps
 

@@ -163,8 +163,8 @@ def _least_layers(num_layers: int, places: tuple[int, ...], embedding_counts: bo
     if num_layers < max(1, sum(least)):
         num_stages = max(places) + 1
         chunks = f" with {len(places) // num_stages} chunks each" if len(places) > num_stages else ""
-        needing = "each" if all(least) else f"{sum(least)} of these"
-        raise ValueError(f"{num_layers} layers cannot fill {num_stages} pipeline stages{chunks}: {needing} needs at least one")
+        needing = "each needs" if all(least) else f"{sum(least)} of these need"
+        raise ValueError(f"{num_layers} layers cannot fill {num_stages} pipeline stages{chunks}: {needing} at least one")
     return least
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -38,6 +39,14 @@ class Message(NamedTuple):
     microbatch: int
 
 
+class LinkedOp(NamedTuple):
+    """An operation, and the messages before and behind it."""
+
+    op: Op
+    needs: Message | None
+    gives: Message | None
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Operations of every stage, in order."""
@@ -56,6 +65,11 @@ class Schedule:
     def num_chunks(self) -> int:
         """Parts of the model."""
         return len(self.stage_of_chunk)
+
+    @cached_property
+    def linked_ops(self) -> tuple[tuple[LinkedOp, ...], ...]:
+        """The operations with their messages, for what asks for them many times."""
+        return tuple(tuple(LinkedOp(op, self.needs(op), self.gives(op)) for op in ops) for ops in self.ops)
 
     def needs(self, op: Op) -> Message | None:
         """The message that must have come before an operation, if any."""

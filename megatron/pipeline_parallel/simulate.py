@@ -94,17 +94,16 @@ def simulate(schedule: Schedule, costs: Costs | Callable[[Op], float] = Costs(),
     Raises:
         ValueError: the stages wait for each other.
     """
+    assert p2p is None or not isinstance(costs, Costs), "the time of a message is part of the costs"
     duration = costs.of if isinstance(costs, Costs) else costs
     delay = costs.p2p if isinstance(costs, Costs) else p2p or 0.0
     free = [0.0] * schedule.num_stages
     spans: list[list[Span]] = [[] for _ in schedule.ops]
     arrival: dict[Message, float] = {}
-    for stage, op in walk(schedule):
-        needed = schedule.needs(op)
+    for stage, (op, needed, given) in walk(schedule):
         start = free[stage] if needed is None else max(free[stage], arrival.pop(needed))
         free[stage] = start + duration(op)
         spans[stage].append(Span(op, start, free[stage]))
-        given = schedule.gives(op)
         if given is not None:
             arrival[given] = free[stage] + (delay if schedule.stage_of_chunk[given.chunk] != stage else 0.0)
     return Timeline(schedule.name, tuple(map(tuple, spans)))

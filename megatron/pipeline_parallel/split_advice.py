@@ -51,5 +51,19 @@ def split_advice(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) 
         return None
     return (
         f"stage {now.index(max(now))} is the slowest, with {imbalance(table, layers, 0, loss):.2f} times the mean work "
-        f"(the loss costs as much as {loss / layer:.1f} layers): --pipeline-split balanced would shorten it by {100 * gain:.0f} %"
+        f"(the loss costs as much as {loss / layer:.1f} layers): "
+        f"{_asking(parallel, len(table))} would shorten it by {100 * gain:.0f} %"
     )
+
+
+def _asking(parallel: ParallelConfig, num_chunks: int) -> str:
+    """How to ask for a balanced split of as many chunks: the flag, what goes with it and what it takes the place of."""
+    flags, instead = ["--pipeline-split balanced"], []
+    if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {num_chunks // parallel.pipeline_model_parallel_size}")
+        instead.append("--num-layers-per-virtual-pipeline-stage")
+    if parallel.account_for_embedding_in_pipeline_split:
+        instead.append("--account-for-embedding-in-pipeline-split")
+    if parallel.account_for_loss_in_pipeline_split:
+        instead.append("--account-for-loss-in-pipeline-split")
+    return " ".join(flags) + (f" in place of {' and '.join(instead)}" if instead else "")

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron.pipeline_parallel.exchange import check_exchanges
+from megatron.pipeline_parallel.exchange import check_plans
 from megatron.pipeline_parallel.schedule import Op, OpKind, Schedule
 from megatron.pipeline_parallel.walk import walk
 
@@ -28,10 +28,10 @@ def validate(schedule: Schedule) -> ScheduleReport:
     """
     _check_complete(schedule)
     done: set[Op] = set()
-    for _, op in walk(schedule):
+    for _, (op, _, _) in walk(schedule):
         _check_order(op, done)
         done.add(op)
-    check_exchanges(schedule)
+    check_plans(schedule)
     return ScheduleReport(peak_live_activations(schedule))
 
 

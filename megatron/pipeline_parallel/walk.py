@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.pipeline_parallel.schedule import Message, Op, Schedule
+from megatron.pipeline_parallel.schedule import LinkedOp, Message, Schedule
 
 
-def walk(schedule: Schedule) -> Iterator[tuple[int, Op]]:
+def walk(schedule: Schedule) -> Iterator[tuple[int, LinkedOp]]:
     """Every operation with its stage, once what it needs was given; each stage goes on as far as it can.
 
     Raises:
@@ -19,16 +19,15 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Op]]:
     ready = list(range(schedule.num_stages))
     while ready:
         stage = ready.pop()
-        ops = schedule.ops[stage]
+        ops = schedule.linked_ops[stage]
         while position[stage] < len(ops):
-            op = ops[position[stage]]
-            needed = schedule.needs(op)
-            if needed is not None and needed not in given:
-                waiting[needed] = stage
+            linked = ops[position[stage]]
+            if linked.needs is not None and linked.needs not in given:
+                waiting[linked.needs] = stage
                 break
             position[stage] += 1
-            yield stage, op
-            message = schedule.gives(op)
+            yield stage, linked
+            message = linked.gives
             if message is not None:
                 given.add(message)
                 if message in waiting:

@@ -20,11 +20,13 @@ scatter    reduce-scatter(y) [s] to [s/n] all-gather(dy)
 
 A column-parallel layer has input copy (or gather under sequence parallelism), a row-parallel layer output sum (or scatter). Only
 the local part of a gathered input is kept for backward; it is gathered again there, while the input gradient is computed
-(Korthikanti et al. 2022, section 4.2.2).
+(Korthikanti et al. 2022, section 4.2.2). Where the weight gradient is put off, the communication of dx has nothing to hide behind,
+and what was gathered is gathered again when the weight gradient runs, hidden behind the one before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -74,11 +76,12 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight, bias, group = ctx.weight, ctx.bias, ctx.group
         input_mode, output_mode = ctx.modes
-        if output_mode == "scatter":
+        gathers_dy, gathers_x = output_mode == "scatter", input_mode == "gather"
+        # What is put off keeps only this rank's part of what is gathered, and gathers it again when it runs.
+        local = grad_output
+        if gathers_dy:
             grad_output = all_gather(grad_output, group)
-        # A deferred weight gradient gathers its input when it runs, so that only the local part is held until then.
-        gathers = input_mode == "gather"
-        whole = start_all_gather(x, group) if gathers and not is_deferring() else None
+        whole_x = start_all_gather(x, group) if gathers_x and not is_deferring() else None
         pending = None
         if ctx.needs_input_grad[0]:
             grad_input = input_product(grad_output, weight.flatten(0, -2))
@@ -88,11 +91,19 @@ class _Linear(torch.autograd.Function):
                 pending = start_reduce_scatter(grad_input, group)
             else:
                 pending = Pending(grad_input)
-        rows = grad_output.flatten(0, -2)
-        accumulate_product(weight, rows, x, (lambda: (whole or start_all_gather(x, group)).wait()) if gathers else None)
         if bias is not None:
             # In the precision of its destination: a 16-bit sum over all tokens would lose digits, or overflow.
-            accumulate(bias, rows.sum(0, dtype=grad_dtype(bias)).view_as(bias))
+            accumulate(bias, grad_output.flatten(0, -2).sum(0, dtype=grad_dtype(bias)).view_as(bias))
+        if is_deferring() and (gathers_dy or gathers_x):
+
+            def start() -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+                dy = start_all_gather(local, group) if gathers_dy else Pending(local)
+                inputs = start_all_gather(x, group) if gathers_x else Pending(x)
+                return lambda: (dy.wait(), inputs.wait())
+
+            accumulate_product(weight, local, x, start)
+        else:
+            accumulate_product(weight, grad_output, x if whole_x is None else whole_x.wait())
         return (None if pending is None else pending.wait()), None, None, None, None, None
 
 

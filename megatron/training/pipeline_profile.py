@@ -81,15 +81,16 @@ class SpanRecorder:
 
 
 class PipelineProfiler:
-    """Measures step --profile-step-start on the pipeline that rank 0 belongs to, and writes it into --profile-dir.
+    """Measures step --profile-step-start, or the first after it where a run resumes later, on the pipeline that rank 0 belongs to.
 
         with PipelineProfiler(config, step, context) as profiler:
             for iteration in ...:
                 profiler.step(iteration)
                 ...
 
-    The planned timeline takes the median duration that each kind of operation had on each chunk, and messages that take no time:
-    what the measured one needs beyond it is communication, waiting and noise. Off, or on ranks of other pipelines, it does nothing.
+    It writes the timeline into --profile-dir, under a planned one that takes the mean duration that each kind of operation had on
+    each chunk, and messages that take no time: what the measured one needs beyond it is communication, waiting, and the spread of
+    the durations. Off, or on ranks of other pipelines, it does nothing.
 
     Raises:
         ValueError: the folder cannot be made.
@@ -100,19 +101,18 @@ class PipelineProfiler:
         self._iteration, self._folder = config.profile_step_start, Path(config.profile_dir)
         self._step, self._context = step, context
         self._recorder: SpanRecorder | None = None
-        self._paths: list[Path] = []
+        self._suffixes: list[str] = []
         if self._active and context.rank == 0:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ValueError(f"--profile-dir {self._folder} cannot be made ({error.strerror}).") from error
             for suffix in (".txt", ".json", ".svg"):
-                path = self._folder / f"pipeline_step{self._iteration}{suffix}"
                 try:
-                    check_output(path)
-                    self._paths.append(path)
+                    check_output(self._folder / f"pipeline{suffix}")
+                    self._suffixes.append(suffix)
                 except ModuleNotFoundError as error:
-                    logger.warning("--profile-pipeline writes no picture %s: %s", path, error)
+                    logger.warning("--profile-pipeline writes no %s picture: %s", suffix, error)
 
     def step(self, iteration: int) -> None:
         """Say that `iteration` (the first is 1) is about to begin."""
@@ -120,7 +120,8 @@ class PipelineProfiler:
             return
         if self._recorder is not None:
             self._finish()
-        elif iteration == self._iteration:
+        elif iteration >= self._iteration:
+            self._iteration = iteration
             pipeline = self._context.group("pp")
             if pipeline.size > 1:
                 dist.barrier(pipeline.process_group)
@@ -132,6 +133,8 @@ class PipelineProfiler:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._recorder is not None and error is None:  # after an error the other ranks may not come to the gathering
             self._finish()
+        elif self._active and error is None and self._context.rank == 0:
+            logger.warning("--profile-pipeline measured nothing: the run ended before iteration %d", self._iteration)
 
     def _finish(self) -> None:
         assert self._recorder is not None
@@ -151,29 +154,30 @@ class PipelineProfiler:
         count = 1 + max(span.op.microbatch for span in ranks[0].spans)
         schedule = self._step.schedule(count)
         measured = Timeline(schedule.name, _on_one_clock(ranks))
-        planned = simulate(schedule, median_costs(measured))
+        planned = simulate(schedule, mean_costs(measured))
         panels = [
-            Panel(f"{schedule.name}, planned: median durations, messages take no time", planned),
+            Panel(f"{schedule.name}, planned: mean durations, messages take no time", planned),
             Panel(f"{schedule.name}, measured in iteration {self._iteration}", measured),
         ]
-        for path in self._paths:
+        paths = [self._folder / f"pipeline_step{self._iteration}{suffix}" for suffix in self._suffixes]
+        for path in paths:
             write_picture(panels, path)
         lines = draw_table([Row(panel) for panel in panels]).splitlines()
         if any(rank.deferred_bytes for rank in ranks):
             kept = ", ".join(f"{rank.deferred_bytes / 2**20:.1f}" for rank in ranks)
             lines.append(f"weight gradients put off keep at most (MiB, stage by stage): {kept}")
-        for line in [*lines, f"the pipeline's timeline: {', '.join(map(str, self._paths))}"]:
+        for line in [*lines, f"the pipeline's timeline: {', '.join(map(str, paths))}"]:
             logger.info(line)
 
 
-def median_costs(timeline: Timeline) -> Callable[[Op], float]:
-    """The median duration of each kind of operation on each chunk."""
+def mean_costs(timeline: Timeline) -> Callable[[Op], float]:
+    """The mean duration of each kind of operation on each chunk."""
     found: dict[tuple[OpKind, int], list[float]] = {}
     for spans in timeline.spans:
         for span in spans:
             found.setdefault((span.op.kind, span.op.chunk), []).append(span.end - span.start)
-    medians = {key: statistics.median(durations) for key, durations in found.items()}
-    return lambda op: medians[op.kind, op.chunk]
+    means = {key: statistics.fmean(durations) for key, durations in found.items()}
+    return lambda op: means[op.kind, op.chunk]
 
 
 def _on_one_clock(ranks: list[_Measured]) -> tuple[tuple[Span, ...], ...]:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -22,11 +23,13 @@ from megatron.optimizer.lr_schedule import schedule_lengths
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
+from megatron.pipeline_parallel.deferred_memory import kept_per_token, peak_kept
 from megatron.pipeline_parallel.partition import format_layer_table
 from megatron.pipeline_parallel.schedule import Schedule
 from megatron.pipeline_parallel.simulate import Costs, simulate
 from megatron.pipeline_parallel.split_advice import split_advice
 from megatron.pipeline_parallel.validate import peak_live_activations
+from megatron.tensor_parallel.embedding import padded_vocab_size
 from megatron.training.batch_size import BatchSizePlan
 from megatron.training.checkpointing import Schedule as LearningSchedule
 from megatron.training.reporter import Reporter
@@ -81,7 +84,9 @@ def device_peak(context: ParallelContext, dtype: torch.dtype) -> float | None:
     return peak_flops(torch.cuda.get_device_name(context.device), str(dtype).removeprefix("torch."))
 
 
-def describe(config: Config, context: ParallelContext, step: TrainStep, num_parameters: int, plan: BatchSizePlan) -> list[str]:
+def describe(
+    config: Config, context: ParallelContext, step: TrainStep, num_parameters: int, plan: BatchSizePlan, consumed_samples: int
+) -> list[str]:
     """Lines of the start-up log: layout, model, layer table, pipeline, batch."""
     model = step.model
     topology = context.topology
@@ -98,7 +103,10 @@ def describe(config: Config, context: ParallelContext, step: TrainStep, num_para
     if context.device.type == "cuda" and peak is None:
         lines.append(f"no peak FLOP/s is known for {torch.cuda.get_device_name(context.device)}: MFU is not reported")
     if topology.pp > 1:
-        lines += describe_pipeline(step.schedule(plan.num_microbatches(0)))
+        # Now, and after any ramp-up of the batch.
+        for count in dict.fromkeys(plan.num_microbatches(samples) for samples in (consumed_samples, plan.total_samples)):
+            schedule = step.schedule(count)
+            lines += describe_pipeline(schedule) + describe_deferred(schedule, model, config, topology.tp)
         advice = split_advice(config.model, config.parallel, model.vocab_size)
         lines += [advice] if advice else []
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
@@ -123,6 +131,24 @@ def describe_pipeline(schedule: Schedule) -> list[str]:
             "a larger --global-batch-size or a smaller --micro-batch-size fills it"
         )
     return lines
+
+
+def describe_deferred(schedule: Schedule, model: Model, config: Config, tensor_size: int) -> list[str]:
+    """What weight gradients that are put off keep, if any are."""
+    padded = padded_vocab_size(model.vocab_size, model.config.make_vocab_size_divisible_by, tensor_size)
+    each = partial(
+        kept_per_token,
+        model.config,
+        padded_vocab=padded,
+        tensor_size=tensor_size,
+        sequence_parallel=model.sequence_parallel,
+    )
+    token_bytes = config.training.micro_batch_size * model.config.seq_length * model.dtype.itemsize
+    peaks = peak_kept(schedule, [token_bytes * each(chunk) for chunk in model.layer_table])
+    most = max(peaks)
+    if not most:
+        return []
+    return [f"the weight gradients that it puts off keep at most {most / 2**20:,.1f} MiB on a rank (stage {peaks.index(most)})"]
 
 
 def _name(dtype: torch.dtype) -> str:

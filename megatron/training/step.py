@@ -191,6 +191,15 @@ class TrainStep:
         self.executor.run(self.schedule(len(batch), training=training), forward)
         return total
 
+    def prepare(self, num_microbatches: int) -> None:
+        """Prove the schedules of training and evaluation, and connect the stages, before the first step. All ranks together.
+
+        Raises:
+            ValueError: a schedule is incomplete or would deadlock.
+        """
+        for training in (True, False):
+            self.executor.prepare(self.schedule(num_microbatches, training=training))
+
     def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
         """The order of operations of a step with so many microbatches, or of its forwards alone."""
         key = (num_microbatches, training)

@@ -22,7 +22,7 @@ from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors, TensorSpec
-from megatron.pipeline_parallel.schedule import Schedule
+from megatron.pipeline_parallel.schedule import Op, Schedule
 from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
 from megatron.pipeline_parallel.simulate import Costs, simulate
 from tools.benchmarks.ranks import run_ranks
@@ -81,24 +81,39 @@ class Result:
         return self.median / self.simulated - 1.0
 
 
+class _Clock:
+    """The executor's recorder: when the operation that now runs began."""
+
+    began = 0.0
+
+    def begin(self, op: Op) -> None:
+        """Called by the executor."""
+        self.began = time.perf_counter()
+
+    def end(self, op: Op) -> None:
+        """Called by the executor."""
+
+
 class _Sleep(torch.autograd.Function):
-    """A chunk: adds one and sleeps. Its backward sleeps for the input gradient; the weight gradient may be put off."""
+    """A chunk: adds one and sleeps. Its backward sleeps for the input gradient; the weight gradient may be put off.
+
+    What autograd does before it comes to the sleep is a part of the operation, as it is of one that computes.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, costs: Costs) -> torch.Tensor:  # type: ignore[override]
-        end = time.perf_counter() + costs.forward
-        ctx.costs = costs
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, costs: Costs, clock: _Clock) -> torch.Tensor:  # type: ignore[override]
+        ctx.costs, ctx.clock = costs, clock
         out = x + 1
-        _sleep_until(end)
+        _sleep_until(clock.began + costs.forward)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        end, weight_grad = time.perf_counter() + ctx.costs.input_grad, ctx.costs.weight_grad
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        weight_grad = ctx.costs.weight_grad
         grad_in = grad.clone()
-        _sleep_until(end)
+        _sleep_until(ctx.clock.began + ctx.costs.input_grad)
         now_or_deferred(lambda: _sleep_until(time.perf_counter() + weight_grad))
-        return grad_in, None, None
+        return grad_in, None, None, None
 
 
 def _sleep_until(end: float) -> None:
@@ -127,6 +142,7 @@ def _stage(rank: int, settings: Settings, timeout: float) -> list[list[tuple[flo
     """Begin and end of every step of each schedule on one stage."""
     context = make_context(Topology(pp=settings.stages), rank, torch.device("cpu"), timeout_minutes=timeout / 60)
     executor = Executor(context, {"hidden": TensorSpec(settings.hidden, torch.float32)}, overlap=settings.overlap)
+    executor.recorder = clock = _Clock()
     weight = torch.zeros((), requires_grad=True)
     runs = [(settings.schedule(name), settings.chunk_costs(name)) for name in settings.schedules]
     times: list[list[tuple[float, float]]] = [[] for _ in runs]
@@ -136,7 +152,7 @@ def _stage(rank: int, settings: Settings, timeout: float) -> list[list[tuple[flo
 
             def forward(chunk: int, microbatch: int, received: Tensors, costs: Costs = costs, last: int = last) -> Tensors:
                 x = received["hidden"] if received else torch.full(settings.hidden, float(microbatch))
-                out = _Sleep.apply(x, weight, costs)
+                out = _Sleep.apply(x, weight, costs, clock)
                 if chunk < last:
                     return {"hidden": out}
                 value = out.view(-1)[-1].item()

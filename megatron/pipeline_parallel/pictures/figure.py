@@ -40,7 +40,7 @@ _AROUND_NUMBER = 1.0
 _BOX = 0.86
 """Height, of a row."""
 _EDGE = 0.6
-"""Of a box, in points."""
+"""Of a box, in points; thinner where the box is narrow."""
 _DOTS_AN_INCH = 150
 
 
@@ -70,8 +70,10 @@ def write_figure(panels: Sequence[Panel], path: Path) -> None:
     require_matplotlib()
     import matplotlib
 
-    # Text stays text: small files, and words that can be searched.
-    with matplotlib.rc_context({"svg.hashsalt": "megatron", "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}):
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # whatever a matplotlibrc of the user says
+        # Text stays text: small files, and words that can be searched.
+        matplotlib.rcParams.update({"svg.hashsalt": "megatron", "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]})
         is_svg = path.suffix.lower() == ".svg"
         no_versions = {"Date": None, "Creator": None} if is_svg else {"Software": None}
         _draw(panels).savefig(path, dpi=_DOTS_AN_INCH, metadata=no_versions)
@@ -127,19 +129,17 @@ def _draw_boxes(
 
     background = colour_of(kind, depth)
     text_colour = "white" if background.is_dark else "black"
-    corners = []
-    narrowest = math.inf
+    corners, edges = [], []
     for stage, span in placed:
         left, right, top, bottom = span.start - start, span.end - start, stage - _BOX / 2, stage + _BOX / 2
         corners.append([(left, top), (right, top), (right, bottom), (left, bottom)])
         room = (span.end - span.start) * points_per_ms
-        narrowest = min(narrowest, room)
+        edges.append(min(_EDGE, room / 8))
         number = str(span.op.microbatch)
         size = next((size for size in _SIZES if len(number) * _DIGIT * size <= room - _AROUND_NUMBER), None)
         if size is not None:
             axes.text((left + right) / 2, stage, number, ha="center", va="center", fontsize=size, color=text_colour)
-    edge = min(_EDGE, narrowest / 8)
-    boxes = PolyCollection(corners, facecolors=background.hex, edgecolors="white", linewidths=edge, clip_on=False)
+    boxes = PolyCollection(corners, facecolors=background.hex, edgecolors="white", linewidths=edges, clip_on=False)
     axes.add_collection(boxes, autolim=False)
 
 

@@ -1,0 +1,30 @@
+"""Simulated timelines for tests of pictures; costs are those of a whole stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.pipeline_parallel.pictures.panel import Panel
+from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
+from megatron.pipeline_parallel.simulate import Costs, Span, Timeline, simulate
+
+
+def chunks_of(name: str, chunks: int) -> int:
+    """Chunks a stage that a schedule can have."""
+    return GENERATORS[name].chunks_per_stage or chunks
+
+
+def timeline(name: str, stages: int, microbatches: int, chunks: int = 2, costs: Costs = Costs(10, 10, 10)) -> Timeline:  # noqa: B008
+    """Simulated, at costs of a whole stage."""
+    chunks = chunks_of(name, chunks)
+    return simulate(make_schedule(name, stages, microbatches, chunks), costs.divided(chunks))
+
+
+def panel(name: str, stages: int, microbatches: int, chunks: int = 2) -> Panel:
+    return Panel(name, timeline(name, stages, microbatches, chunks))
+
+
+def moved(before: Timeline, by: float) -> Timeline:
+    """The same on another clock."""
+    spans = tuple(tuple(Span(span.op, span.start + by, span.end + by) for span in stage) for stage in before.spans)
+    return replace(before, spans=spans)
