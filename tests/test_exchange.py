@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline_parallel import exchange
-from megatron.pipeline_parallel.exchange import channels, check_plans, plan_exchanges, plan_receives
+from megatron.pipeline_parallel.exchange import channels, plan_exchanges, plan_receives, proved_plans
 from megatron.pipeline_parallel.schedule import Message, Op, Schedule
 from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
 from megatron.pipeline_parallel.schedules.select import forward_only
@@ -183,7 +183,7 @@ def test_orders_exist_that_would_hang_if_they_were_shared() -> None:
 
 @given(schedules)
 def test_exchanges_that_wait_for_both_ends_do_not_lock_up(schedule: Schedule) -> None:
-    check_plans(schedule)
+    proved_plans(schedule)
     for (stage, ops), plan in zip(enumerate(schedule.ops), plan_exchanges(schedule), strict=True):
         posted: set[Message] = set()
         for op, due in zip(ops, plan.before, strict=True):
@@ -220,7 +220,7 @@ def test_receives_just_before_they_are_needed_would_lock_up(monkeypatch: pytest.
 
 def _locks_up(schedule: Schedule) -> bool:
     try:
-        check_plans(schedule)
+        proved_plans(schedule)
     except ValueError as error:
         assert "locks up when sends and receives wait for each other" in str(error)
         return True
@@ -233,7 +233,7 @@ def test_ends_that_do_not_agree_on_the_order_are_found(monkeypatch: pytest.Monke
     plans[1] = plans[1]._replace(before=list(reversed(plans[1].before)))
     monkeypatch.setattr(exchange, "plan_exchanges", lambda schedule: plans)
     with pytest.raises(ValueError, match="stage 1 does not receive what is sent to it, in the order"):
-        check_plans(schedule)
+        proved_plans(schedule)
 
 
 def test_channels_go_where_messages_go() -> None:

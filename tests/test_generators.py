@@ -138,7 +138,7 @@ def test_uneven_rounds_by_hand() -> None:
 
 
 def test_zb_h1_by_hand() -> None:
-    """Qi et al. 2023, fig. 2: stage s puts off s weight gradients."""
+    """Qi et al. 2023, section 2.1: stage s puts off s weight gradients."""
     schedule = make_schedule("zb-h1", 3, 4)
     assert words(schedule, 0) == "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3"
     assert words(schedule, 1) == "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3"
@@ -146,7 +146,7 @@ def test_zb_h1_by_hand() -> None:
 
 
 def test_zb_v_by_hand() -> None:
-    """Qi et al. 2023, fig. 6: down (F0) and up again (F0')."""
+    """Qi et al. 2023, section 6: down (F0) and up again (F0')."""
     schedule = make_schedule("zb-v", 2, 3, 2)
     assert words(schedule, 0) == "F0 F1 F2 F0' I0' W0' F1' I1' W1' I0 W0 F2' I2' W2' I1 W1 I2 W2"
     assert words(schedule, 1) == "F0 F0' F1 F1' I0' W0' F2 I0 W0 F2' I1' W1' I1 I2' I2 W1 W2' W2"

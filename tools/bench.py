@@ -50,9 +50,9 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
         ("bubble",),
         nargs=3,
         type=count,
-        default=[512, 1, 512],
+        default=[128, 1, 512],
         metavar=("S", "B", "H"),
-        help="float32 tensor that travels (512 1 512)",
+        help="float32 tensor that travels (128 1 512)",
     )
     add("--no-overlap-p2p", ("bubble",), action="store_true", help="wait for each exchange of messages before computing on")
     add("--repeats", ("bubble",), type=count, default=5, help="measured steps of each schedule, after a first (5)")

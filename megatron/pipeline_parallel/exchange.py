@@ -73,18 +73,24 @@ def channels(schedule: Schedule) -> list[tuple[int, int]]:
     return sorted(found, key=lambda ends: (abs(ends[0] - ends[1]) > 1, min(ends) % 2, ends))
 
 
-def check_plans(schedule: Schedule) -> None:
-    """Prove both plans: every channel's ends follow one order, and the exchanges of `plan_exchanges` cannot lock up.
+def proved_plans(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
+    """The plans of `plan_receives` and `plan_exchanges`, with a proof of both.
 
-    These run on paper, where neither end of a message goes on before the other has come to it.
+    Every channel's ends follow one order. And the exchanges cannot lock up: they run on paper, where neither end of a message goes
+    on before the other has come to it.
 
     Raises:
         ValueError: stages wait for each other, or the ends of a channel do not agree on the order.
     """
-    plans = plan_exchanges(schedule)
+    receives, exchanges = plan_receives(schedule), plan_exchanges(schedule)
     deliveries = _deliveries(schedule)
-    for checked in (plan_receives(schedule), plans):
-        _check_order(schedule, checked, deliveries)
+    for plans in (receives, exchanges):
+        _check_order(schedule, plans, deliveries)
+    _check_exchanges(schedule, exchanges)
+    return receives, exchanges
+
+
+def _check_exchanges(schedule: Schedule, plans: list[ReceivePlan]) -> None:
     rounds = [list(_exchanges(schedule, stage, plan)) for stage, plan in enumerate(plans)]
     position = [0] * schedule.num_stages
     offered: dict[Message, int] = {}

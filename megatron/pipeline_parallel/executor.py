@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.parallel.accumulate import Deferred, deferring
 from megatron.parallel.context import ParallelContext
-from megatron.pipeline_parallel.exchange import channels, plan_exchanges, plan_receives
+from megatron.pipeline_parallel.exchange import channels
 from megatron.pipeline_parallel.p2p import Boundary, Messenger, Tensors
 from megatron.pipeline_parallel.schedule import Message, Op, OpKind, Schedule
 from megatron.pipeline_parallel.validate import validate
@@ -121,10 +121,10 @@ class Executor:
         """
         if id(schedule) in self._prepared:
             return self._prepared[id(schedule)]
-        validate(schedule)
+        report = validate(schedule)
         self._checked.append(schedule)
         self._messenger.connect(channels(schedule))
-        plan = (plan_receives(schedule) if self._overlap else plan_exchanges(schedule))[self._stage]
+        plan = (report.receives if self._overlap else report.exchanges)[self._stage]
         steps = []
         for (op, needs, gives), posts, arrived in zip(schedule.linked_ops[self._stage], plan.before, plan.arrived, strict=True):
             destination = self._stage if gives is None else schedule.stage_of_chunk[gives.chunk]

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron.pipeline_parallel.exchange import check_plans
+from megatron.pipeline_parallel.exchange import ReceivePlan, proved_plans
 from megatron.pipeline_parallel.schedule import Op, OpKind, Schedule
 from megatron.pipeline_parallel.walk import walk
 
@@ -17,6 +17,10 @@ class ScheduleReport:
 
     peak_live_activations: tuple[int, ...]
     """For each stage, the most microbatch activations (of one chunk each) alive at once; one lives until its weight gradient."""
+    receives: list[ReceivePlan]
+    """Of each stage, with overlap."""
+    exchanges: list[ReceivePlan]
+    """Of each stage, without."""
 
 
 def validate(schedule: Schedule) -> ScheduleReport:
@@ -31,8 +35,7 @@ def validate(schedule: Schedule) -> ScheduleReport:
     for _, (op, _, _) in walk(schedule):
         _check_order(op, done)
         done.add(op)
-    check_plans(schedule)
-    return ScheduleReport(peak_live_activations(schedule))
+    return ScheduleReport(peak_live_activations(schedule), *proved_plans(schedule))
 
 
 def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:

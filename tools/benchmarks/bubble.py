@@ -44,7 +44,7 @@ class Settings:
     microbatches: int = 16
     costs: Costs = field(default_factory=lambda: Costs(0.04, 0.04, 0.04))
     """Seconds of a whole stage; its chunks share them."""
-    hidden: tuple[int, int, int] = (512, 1, 512)
+    hidden: tuple[int, int, int] = (128, 1, 512)
     """[s, b, h] of the float32 tensor that travels."""
     overlap: bool = True
     repeats: int = 5
@@ -197,7 +197,10 @@ def report(results: Sequence[Result]) -> str:
 
 
 def run(settings: Settings) -> bool:
-    """Print what the step of each schedule takes, beside the simulator; returns whether the bounds hold."""
+    """Print what the step of each schedule takes, beside the simulator; returns whether the bounds hold.
+
+    They are asked of steps with overlap only: without, some schedules must wait for messages that the simulator lets travel.
+    """
     costs = [f"{1e3 * cost:g}" for cost in (settings.costs.forward, settings.costs.input_grad, settings.costs.weight_grad)]
     size = 4 * math.prod(settings.hidden) / 2**20
     print(
@@ -208,6 +211,9 @@ def run(settings: Settings) -> bool:
     )
     results = measure(settings)
     print(report(results))
+    if not settings.overlap:
+        print("without overlap no bounds are asked for")
+        return True
     missed = misses(results)
     print("\n".join(f"MISSED: {miss}" for miss in missed) if missed else "all bounds hold")
     return not missed

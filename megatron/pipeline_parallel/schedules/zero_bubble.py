@@ -32,7 +32,7 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
-    """Two chunks a stage in a V (Qi et al. 2024, section 4.2, "V-ZB"; Qi et al. 2023, section 6, "ZB-V").
+    """Two chunks a stage in a V ("ZB-V", Qi et al. 2023, section 6; "V-ZB", Qi et al. 2024).
 
     At equal costs and at least 2p - 1 microbatches no stage waits between its first and last operation, with the memory of 1F1B's
     first stage (2p live activations of half a stage each) on every stage. With fewer it is the front of a longer one.
