@@ -54,9 +54,8 @@ def fits(case: dict[str, Any]) -> bool:
     return (
         not (case["style"] == "llama" and tp > 4)
         and not (case["sequence_parallel"] and tp == 1)
-        and not (
-            case["schedule"] in ("gpipe", "interleaved") and pp == 1
-        )  # a backward in two parts is another order on one stage too
+        # On one stage a schedule is still an order of its own; two chunks with late weight gradients stand for all, on few ranks.
+        and not (pp == 1 and case["schedule"] != "1f1b" and (case["schedule"] != "zb-v" or tp * dp > 2))
         and not (case["pp_before_dp"] and (pp == 1 or dp == 1))
         and not (case["overlap"] and dp == 1)
     )
