@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.pipeline_parallel.schedule import Message, Schedule
-from megatron.pipeline_parallel.simulate import simulate
+from megatron.pipeline_parallel.simulate import Span, simulate
 
 
 class ReceivePlan(NamedTuple):
@@ -32,28 +32,41 @@ class _Delivery(NamedTuple):
     message: Message
 
 
-def plan_receives(schedule: Schedule, ahead: int = 2) -> list[ReceivePlan]:
+class _Facts(NamedTuple):
+    """What both plans of a schedule follow from."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    """When each operation runs if all take the same time, in whole numbers: no rounding."""
+    deliveries: list[list[_Delivery]]
+
+
+def _facts_of(schedule: Schedule) -> _Facts:
+    """For who makes both plans."""
+    return _Facts(simulate(schedule).spans, _deliveries(schedule))
+
+
+def plan_receives(schedule: Schedule, facts: _Facts | None = None, *, ahead: int = 2) -> list[ReceivePlan]:
     """Overlap: each stage posts what an operation needs `ahead` operations earlier, so that messages travel while others compute.
 
     A message moves once both its ends have come to it. Two operations ahead, because the one before may be a short weight gradient;
     more gained nothing. Within a channel the order is the sender's, so what is needed later but sent earlier is posted on the way.
     """
-    deliveries = _deliveries(schedule)
-    settled = _arrivals(schedule, deliveries)
+    spans, deliveries = facts or _facts_of(schedule)
+    settled = _arrivals(schedule, spans, deliveries)
     return [ReceivePlan(_posts(schedule, stage, deliveries[stage], ahead), settled[stage]) for stage in range(schedule.num_stages)]
 
 
-def plan_exchanges(schedule: Schedule) -> list[ReceivePlan]:
+def plan_exchanges(schedule: Schedule, facts: _Facts | None = None) -> list[ReceivePlan]:
     """Without overlap: between two operations a stage sends what the former gave, receives what is on its way, and waits for all.
 
     Even if a send ends only when its receive was posted, nothing can lock up. Let every operation take the same time: that gives
     each a begin and an end. A stage posts a receive before the first of its operations that begins when the sending one has ended.
     So what an exchange waits for depends only on operations with an earlier begin, and by induction every one of them is reached.
     """
-    spans = simulate(schedule).spans  # whole numbers: no rounding
+    spans, deliveries = facts or _facts_of(schedule)
     plans = []
-    for stage, deliveries in enumerate(_deliveries(schedule)):
-        arriving = sorted((spans[source][place].end, source, message) for source, place, message in deliveries)
+    for stage, found in enumerate(deliveries):
+        arriving = sorted((spans[source][place].end, source, message) for source, place, message in found)
         before, posted = [], 0
         for span in spans[stage]:
             first = posted
@@ -82,10 +95,10 @@ def proved_plans(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePla
     Raises:
         ValueError: stages wait for each other, or the ends of a channel do not agree on the order.
     """
-    receives, exchanges = plan_receives(schedule), plan_exchanges(schedule)
-    deliveries = _deliveries(schedule)
+    facts = _facts_of(schedule)
+    receives, exchanges = plan_receives(schedule, facts), plan_exchanges(schedule, facts)
     for plans in (receives, exchanges):
-        _check_order(schedule, plans, deliveries)
+        _check_order(schedule, plans, facts.deliveries)
     _check_exchanges(schedule, exchanges)
     return receives, exchanges
 
@@ -146,7 +159,9 @@ def _posts(schedule: Schedule, stage: int, deliveries: list[_Delivery], ahead: i
     return before
 
 
-def _arrivals(schedule: Schedule, deliveries: list[list[_Delivery]]) -> list[list[list[Message]]]:
+def _arrivals(
+    schedule: Schedule, spans: tuple[tuple[Span, ...], ...], deliveries: list[list[_Delivery]]
+) -> list[list[list[Message]]]:
     """For each operation of each stage, the messages of that stage that may be settled behind it, each at most once.
 
     A stage sends a message after it took all that its operations so far needed: hearing from it proves that this arrived. Where no
@@ -154,7 +169,6 @@ def _arrivals(schedule: Schedule, deliveries: list[list[_Delivery]]) -> list[lis
     on a stage that is quicker than the next. That locks nothing up: let every operation take the same time; then what used the
     message ended before the operation began behind which it is settled, and cannot wait for it.
     """
-    spans = simulate(schedule).spans
     begins = [[span.start for span in row] for row in spans]
     patience = 2.0 * schedule.num_stages
     user = {linked.needs: (stage, place) for stage, ops in enumerate(schedule.linked_ops) for place, linked in enumerate(ops)}
