@@ -53,6 +53,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
         sequence_parallel=config.parallel.sequence_parallel,
         seed=config.training.seed,
         table=table_of(config.model, config.parallel, data.vocab_size),
+        materialized=False,
     )
     step = TrainStep(
         model,
@@ -70,6 +71,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     schedule = startup.make_schedule(config, plan)
     resumed = resume(config, context, step.optimizer, step.scaler, schedule, data.vocab_size)
     plan = plan.resumed_at(resumed.progress.iteration, resumed.progress.consumed_samples)
+    step.finish_publishing()  # weights of a checkpoint
     step.prepare(plan.num_microbatches(resumed.progress.consumed_samples))
     reporter = startup.make_reporter(config, context, model, plan, timers, resumed=resumed.path is not None)
     for line in [

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# A model of the shape of Llama 2 70B on several nodes of 8 GPUs: tensor 8 x pipeline 4 (each with 2 virtual stages), the rest data.
+# A model of the shape of Llama 2 70B on several nodes of 8 GPUs: tensor 8 x pipeline 4 (each with 2 virtual stages), the rest data,
+# over which the optimizer's state is sharded.
 #
 # Run it once on every node; HEAD is the same everywhere, the name or address of one of them:
 #
@@ -23,7 +24,8 @@ tokenizer=${TOKENIZER:-tokenizer.model} run=${RUN:-runs/llama-70b}
 program=$(dirname "${BASH_SOURCE[0]}")/../pretrain_gpt.py
 
 layout=(--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4
-    --num-virtual-stages-per-pipeline-rank 2 --sequence-parallel --overlap-grad-reduce --bf16)
+    --num-virtual-stages-per-pipeline-rank 2 --sequence-parallel --bf16
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather)
 model=(--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64
     --group-query-attention --num-query-groups 8 --seq-length 4096 --position-embedding-type rope --normalization RMSNorm
     --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0)

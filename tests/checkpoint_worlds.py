@@ -16,7 +16,7 @@ from megatron.checkpoint.load_plan import BoxLoadPlanner
 from megatron.checkpoint.reader import BoxReader
 from megatron.checkpoint.save_plan import TENSORS, BoxSavePlanner
 from megatron.checkpoint.writer import BoxWriter
-from megatron.parallel.boxes import Box, Piece, PlacedBox, place
+from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.params import ParamRecord, Split
 
 PADDING = -777.0
@@ -72,7 +72,7 @@ def hold(
         local_shape, held = of.local_shape(axes), of.held_box(axes, coordinates)
         numel = math.prod(local_shape)
         ends = [0, *(round(cut * numel) for cut in layout.cuts), numel]
-        for kind, piece in (("model", Piece(0, numel)), ("main", Piece(ends[data_rank], ends[data_rank + 1]))):
+        for kind, piece in (("model", FlatPiece(0, numel)), ("main", FlatPiece(ends[data_rank], ends[data_rank + 1]))):
             name = f"{kind}.{short}"
             if values is None:
                 local = torch.zeros(numel, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +34,19 @@ def covering(
     random.Random(seed).shuffle(candidates)
     pairs = [_pairs(case) for case in candidates]
     missing = set().union(*pairs)
-    chosen: list[int] = []
+    # Bounds from above on what each case brings, since that only shrinks: most cases need no second look.
+    bounds = [(-len(found), i) for i, found in enumerate(pairs)]
+    heapq.heapify(bounds)
+    chosen: list[Case] = []
     while missing:
-        best = max(range(len(candidates)), key=lambda i: len(pairs[i] & missing))
-        chosen.append(best)
-        missing -= pairs[best]
-    return [candidates[i] for i in chosen]
+        bound, i = heapq.heappop(bounds)
+        new = len(pairs[i] & missing)
+        if new < -bound:
+            heapq.heappush(bounds, (-new, i))
+        else:
+            chosen.append(candidates[i])
+            missing -= pairs[i]
+    return chosen
 
 
 def _pairs(case: Case) -> set[Any]:

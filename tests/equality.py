@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tests.reference.training import ReferenceRun
@@ -48,6 +49,20 @@ def assert_equal_tensors(
     """
     problems = tensor_differences(what, actual, reference, tolerance)
     assert not problems, "\n".join(problems)
+
+
+def assert_same_bits(actual: ReferenceRun, expected: ReferenceRun) -> None:
+    """Losses, gradient norms, first gradients and final weights of two runs are the same, bit for bit.
+
+    Raises:
+        AssertionError: they are not; names what differs.
+    """
+    differing = [what for what in ("losses", "grad_norms") if getattr(actual, what) != getattr(expected, what)]
+    for what in ("first_gradients", "weights_after"):
+        found, wanted = getattr(actual, what), getattr(expected, what)
+        assert found.keys() == wanted.keys() and wanted
+        differing += [f"{what}: {name}" for name in wanted if not torch.equal(found[name], wanted[name])]
+    assert not differing, f"not the same bits: {', '.join(differing[:LISTED])}{', ...' if len(differing) > LISTED else ''}"
 
 
 def number_differences(what: str, actual: Sequence[float], reference: Sequence[float], tolerance: float) -> list[str]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.model.build import Model, build_model
+from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
+from megatron.model.build import build_model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import ConstantGradScaler, GradScaler
+from megatron.parallel.boxes import Box
 from megatron.parallel.context import ParallelContext, make_context
+from megatron.parallel.shards import Shard
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.training.step import TrainStep
@@ -45,10 +48,31 @@ class Layout:
     micro_batch_size: int = 2
     dtype: torch.dtype = torch.float64
     fp32_residual: bool = False
+    sharding: ShardingStrategy = "no_shard"
+    overlap_param_gather: bool = False
+    fsdp_shard_size: int | None = None
+    fsdp_reshard: FsdpReshard = "always"
+    offload: float | None = None
+    """Share of mains and moments in host memory."""
 
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
+
+    @property
+    def vocabulary_multiple(self) -> int:
+        """Rows of the vocabulary are padded only where the data ranks each hold some."""
+        return (self.fsdp_shard_size or self.dp) if self.sharding == "optim_grads_params" else 1
+
+
+@dataclass(frozen=True)
+class LayoutRun(ReferenceRun):
+    """The framework's run in the reference's form."""
+
+    evaluations: list[float]
+    """Mean losses of the batch to evaluate, if there was one: at the start and after every step."""
+    num_shards: list[int]
+    """Of each rank."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +122,19 @@ def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
     return ModelConfig(**{**settings, **changes})
 
 
+def context_of(layout: Layout, rank: int) -> ParallelContext:
+    """A rank's place and groups; all ranks together."""
+    topology = Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp, pp_before_dp=layout.pp_before_dp)
+    return make_context(topology, rank, torch.device("cpu"), fsdp_shard_size=layout.fsdp_shard_size)
+
+
 def build_step(context: ParallelContext, recipe: Recipe, layout: Layout) -> TrainStep:
     """The framework's model with the recipe's weights, and its training step."""
-    config = model_config(recipe.shape, fp32_residual_connection=layout.fp32_residual)
+    config = model_config(
+        recipe.shape,
+        fp32_residual_connection=layout.fp32_residual,
+        make_vocab_size_divisible_by=layout.vocabulary_multiple,
+    )
     parallel = ParallelConfig(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -111,6 +145,10 @@ def build_step(context: ParallelContext, recipe: Recipe, layout: Layout) -> Trai
         overlap_grad_reduce=layout.overlap,
         overlap_p2p_communication=layout.overlap_p2p,
         ddp_bucket_size=layout.bucket_size,
+        data_parallel_sharding_strategy=layout.sharding,
+        overlap_param_gather=layout.overlap_param_gather,
+        fsdp_shard_size=layout.fsdp_shard_size,
+        fsdp_reshard_after_forward=layout.fsdp_reshard,
     )
     model = build_model(
         config,
@@ -120,9 +158,9 @@ def build_step(context: ParallelContext, recipe: Recipe, layout: Layout) -> Trai
         sequence_parallel=layout.sequence_parallel,
         seed=1,
         table=table_of(config, parallel, recipe.shape.vocab),
+        materialized=False,
     )
-    set_weights(model, context, recipe.weights)
-    return TrainStep(
+    step = TrainStep(
         model,
         context,
         recipe.scaler,
@@ -131,20 +169,36 @@ def build_step(context: ParallelContext, recipe: Recipe, layout: Layout) -> Trai
             optimizer=recipe.optimizer,  # type: ignore[arg-type]
             clip_grad=recipe.clip,
             sgd_momentum=recipe.momentum,
+            optimizer_cpu_offload=layout.offload is not None,
+            optimizer_offload_fraction=1.0 if layout.offload is None else layout.offload,
         ),
         micro_batch_size=layout.micro_batch_size,
         skip_overflow=layout.dtype == torch.float16,
     )
+    set_weights(step, recipe.weights)
+    return step
 
 
-def set_weights(model: Model, context: ParallelContext, weights: Weights) -> None:
-    """Overwrite this rank's parameters by its boxes of global weights."""
-    for entry in model.params:
-        box = entry.record.held_box(context.axis_sizes, context.coordinates)
-        assert weights[entry.record.name].shape == entry.record.shape
-        part = weights[entry.record.name][tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
-        with torch.no_grad():
-            entry.param[tuple(slice(n) for n in box.sizes)].copy_(part)
+def set_weights(step: TrainStep, weights: Weights) -> None:
+    """Overwrite the mains of this rank's shards by their boxes of global weights, and publish them as a resume does."""
+    for shard in step.optimizer.shards:
+        assert weights[shard.record.name].shape == shard.record.shape
+        for placed in shard.boxes(step.context):
+            part = weights[shard.record.name][inside(placed.box)].reshape(-1)
+            shard.main[placed.start : placed.start + placed.box.numel].copy_(part)
+    step.optimizer.publish()
+    finish_publishing(step)
+
+
+def finish_publishing(step: TrainStep) -> None:
+    """Wait until every parameter that this rank holds whole has its new values."""
+    for provider in step.providers:
+        provider.finish_publishing()
+
+
+def inside(box: Box) -> tuple[slice, ...]:
+    """The box as an index of the whole tensor."""
+    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
 
 
 def microbatches(batch: Batch, context: ParallelContext, micro_batch_size: int) -> list[ModelInputs]:
@@ -162,21 +216,35 @@ def microbatches(batch: Batch, context: ParallelContext, micro_batch_size: int) 
 
 
 Boxed = list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
+"""Parts of global tensors: name, offsets, the global shape, the values in float64."""
 
 
-def _boxed(step: TrainStep, context: ParallelContext, tensors: dict[str, torch.Tensor]) -> Boxed:
-    """Each local tensor with its offsets and its global shape."""
-    boxed = []
-    for name, tensor in tensors.items():
-        record = step.model.params[name].record
-        box = record.held_box(context.axis_sizes, context.coordinates)
-        part = tensor.detach()[tuple(slice(n) for n in box.sizes)].to(torch.float64, copy=True)
-        boxed.append((name, box.offsets, record.shape, part))
+def boxed_shards(step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor]) -> Boxed:
+    """What this rank's shards have of something that has a number for each of their elements."""
+    boxed: Boxed = []
+    for shard in step.optimizer.shards:
+        flat = tensor_of(shard).detach()
+        assert flat.shape == (shard.weights.numel(),)
+        for placed in shard.boxes(step.context):
+            part = flat[placed.start : placed.start + placed.box.numel].to("cpu", torch.float64, copy=True)
+            boxed.append((shard.record.name, placed.box.offsets, shard.record.shape, part.view(placed.box.sizes)))
+    return boxed
+
+
+def boxed_parameters(step: TrainStep) -> Boxed:
+    """The parameters that this rank holds whole (its tensor rank's part of them), as the next forward will use them."""
+    finish_publishing(step)
+    boxed: Boxed = []
+    for entry in step.model.params:
+        if not isinstance(entry.param, DTensor):
+            box = entry.record.held_box(step.context.axis_sizes, step.context.coordinates)
+            part = entry.param.detach()[tuple(slice(n) for n in box.sizes)].to("cpu", torch.float64, copy=True)
+            boxed.append((entry.record.name, box.offsets, entry.record.shape, part))
     return boxed
 
 
 def join(ranks: Sequence[Boxed]) -> dict[str, torch.Tensor]:
-    """Global tensors from all ranks' boxes; where several ranks hold a box, they must agree bit for bit."""
+    """Global tensors from all ranks' boxes; where several ranks hold an element, they must agree bit for bit."""
     whole: dict[str, torch.Tensor] = {}
     for boxed in ranks:
         for name, offsets, shape, part in boxed:
@@ -188,37 +256,68 @@ def join(ranks: Sequence[Boxed]) -> dict[str, torch.Tensor]:
     return whole
 
 
-def run_layout(recipe: Recipe, layout: Layout) -> ReferenceRun:
-    """Train at a layout."""
+@dataclass(frozen=True)
+class _RankRun:
+    """What one rank brings home."""
 
-    def rank_run(rank: int) -> tuple[list[float], list[float], Boxed, Boxed]:
-        topology = Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp, pp_before_dp=layout.pp_before_dp)
-        context = make_context(topology, rank, torch.device("cpu"))
+    losses: list[float]
+    norms: list[float]
+    gradients: Boxed
+    mains: Boxed
+    parameters: Boxed
+    evaluations: list[float]
+    num_shards: int
+
+
+def run_layout(recipe: Recipe, layout: Layout, *, evaluate: Batch | None = None) -> LayoutRun:
+    """Train at a layout.
+
+    Args:
+        evaluate: a batch to evaluate on before the first and after every step.
+    """
+
+    def rank_run(rank: int) -> _RankRun:
+        context = context_of(layout, rank)
         step = build_step(context, recipe, layout)
-        losses, norms = [], []
-        gradients: Boxed = []
+        found = _RankRun([], [], [], [], [], [], len(step.optimizer.shards))
+
+        def look() -> None:
+            if evaluate is not None:
+                total, count = step.evaluate(microbatches(evaluate, context, layout.micro_batch_size))
+                found.evaluations.append(total / count)
+
+        look()
+        keep_gradients(step, found.gradients)
         for i, batch in enumerate(recipe.batches):
             inputs = microbatches(batch, context, layout.micro_batch_size)
-            if i == 0:
-                update = step.optimizer.step
-
-                def first_update(*args: float, update: Any = update) -> None:
-                    found = {entry.record.name: grad / step.scaler.scale for entry, grad in step.buckets.gradients()}
-                    gradients.extend(_boxed(step, context, found))
-                    update(*args)
-
-                step.optimizer.step = first_update  # type: ignore[assignment,method-assign]
-            elif i == 1:
-                step.optimizer.step = update  # type: ignore[method-assign]
             result = step.run(inputs, iteration=i + 1, learning_rate=recipe.lr, weight_decay=recipe.weight_decay)
-            losses.append(result.loss)
-            norms.append(result.grad_norm)
-        weights = _boxed(step, context, {entry.record.name: entry.param for entry in step.model.params})
+            found.losses.append(result.loss)
+            found.norms.append(result.grad_norm)
+            look()
+        found.parameters.extend(boxed_parameters(step))
+        found.mains.extend(boxed_shards(step, lambda shard: shard.main))
         if dist.is_initialized():
             dist.barrier()
-        return losses, norms, gradients, weights
+        return found
 
-    ranks = run_ranks(layout.world_size, rank_run, timeout=240.0)
-    losses, norms = ranks[0][:2]
-    assert all(r[0] == losses and r[1] == norms for r in ranks), "ranks report different losses or norms"
-    return ReferenceRun(losses, norms, join([r[2] for r in ranks]), join([r[3] for r in ranks]))
+    ranks: list[_RankRun] = run_ranks(layout.world_size, rank_run, timeout=240.0)
+    first = ranks[0]
+    for what in ("losses", "norms", "evaluations"):
+        assert all(getattr(r, what) == getattr(first, what) for r in ranks), f"ranks report different {what}"
+    weights = join([r.mains for r in ranks])
+    for name, parameter in join([r.parameters for r in ranks]).items():
+        assert torch.equal(parameter, weights[name].to(layout.dtype).double()), f"{name} is not what its main says"
+    gradients = join([r.gradients for r in ranks])
+    return LayoutRun(first.losses, first.norms, gradients, weights, first.evaluations, [r.num_shards for r in ranks])
+
+
+def keep_gradients(step: TrainStep, kept: Boxed) -> None:
+    """At the next update, before it is made, keep the gradients, unscaled, not clipped."""
+    update = step.optimizer.step
+
+    def keeping(*args: Any, **named: Any) -> None:
+        step.optimizer.step = update  # type: ignore[method-assign]
+        kept.extend(boxed_shards(step, lambda shard: shard.grad.double() / step.scaler.scale))
+        update(*args, **named)
+
+    step.optimizer.step = keeping  # type: ignore[method-assign]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 
-from megatron.config.checks import pipeline, pipeline_layout, pipeline_split
+from megatron.config.checks import pipeline, pipeline_layout, pipeline_split, sharding
 from megatron.config.cli import parse
 from megatron.config.config import Config
 from megatron.config.errors import Violation
@@ -25,6 +25,7 @@ BASE = {
 }
 
 PIPELINE_RULES = (*pipeline.RULES, *pipeline_split.RULES, *pipeline_layout.RULES)
+SHARDING_RULES = sharding.RULES
 
 Case = tuple[str, int, set[str], list[str], list[str]]
 """Extra flags, world size, flags of the violation that must take part, pieces of its text, suggestions that must be shown."""

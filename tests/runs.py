@@ -34,6 +34,7 @@ import pretrain_gpt
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import load_tensors, read_state
 from megatron.checkpoint.manifest import read_manifest
+from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.training.step import TrainStep
 from tests.distributed import die_with, kill_group
@@ -224,22 +225,23 @@ def at_iteration(iteration: int, action: Callable[[TrainStep], None]) -> None:
 
 
 def spoil(value: float, name: str | None = None) -> Callable[[TrainStep], None]:
-    """For `at_iteration`: write a value into this rank's own gradient, before gradients are summed over ranks.
+    """For `at_iteration`: write a value into this rank's own gradient, once, before gradients are summed over ranks.
 
     Args:
-        name: of the parameter; by default the first that the rank holds.
+        name: of the parameter; by default the first that gets a gradient.
     """
 
     def action(step: TrainStep) -> None:
-        finish = step.buckets.finish
+        wrote = GradSink._wrote
 
-        def spoiled() -> None:
-            step.buckets.finish = finish  # type: ignore[method-assign]
-            found = {entry.record.name: gradient for entry, gradient in step.buckets.gradients()}
-            found[name or next(iter(found))].view(-1)[0] = value
-            finish()
+        def spoiled(self: GradSink) -> None:
+            if name is None or sink_of(step.model.params[name].param) is self:
+                GradSink._wrote = wrote  # type: ignore[method-assign]
+                assert self.main_grad is not None
+                self.main_grad.view(-1)[0] = value
+            wrote(self)
 
-        step.buckets.finish = spoiled  # type: ignore[method-assign]
+        GradSink._wrote = spoiled  # type: ignore[method-assign]
 
     return action
 

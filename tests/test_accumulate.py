@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron.parallel.accumulate import GradSink, accumulate, accumulate_product, deferring, now_or_deferred, sink_of, through
 from megatron.parallel.products import input_product, linear, weight_product
+from tests.sinks import sink_over, summed
 
 
 def values(*shape: int, key: int = 0) -> torch.Tensor:
@@ -21,7 +22,7 @@ def with_sink(param: nn.Parameter, dtype: torch.dtype | None = None) -> tuple[Gr
     """A sink full of NaN, and the list that grows with each write."""
     writes: list[int] = []
     main_grad = torch.full(param.shape, torch.nan, dtype=dtype or param.dtype)
-    sink = GradSink(main_grad, lambda: writes.append(len(writes)))
+    sink = sink_over(main_grad, lambda: writes.append(len(writes)))
     param.grad_sink = sink  # type: ignore[attr-defined]
     return sink, writes
 
@@ -33,12 +34,12 @@ def test_the_first_write_overwrites_and_the_next_ones_add() -> None:
     assert sink_of(param) is sink and not sink.written
     first, second = values(3, 4, key=1), values(3, 4, key=2)
     accumulate(param, first)
-    assert torch.equal(sink.main_grad, first) and sink.written
+    assert torch.equal(summed(sink), first) and sink.written
     accumulate(param, second)
-    assert torch.equal(sink.main_grad, first + second)
+    assert torch.equal(summed(sink), first + second)
     sink.written = False  # the next step
     accumulate(param, second)
-    assert torch.equal(sink.main_grad, second)
+    assert torch.equal(summed(sink), second)
     assert len(writes) == 3 and param.grad is None
 
 
@@ -51,7 +52,7 @@ def test_products_overwrite_and_add_too(shape: tuple[int, ...]) -> None:
         accumulate_product(param, grad_output, x)
     expected = sum(grad_output.t() @ x for grad_output, x in pairs)
     assert isinstance(expected, torch.Tensor)
-    torch.testing.assert_close(sink.main_grad, expected.view(shape), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(summed(sink), expected.view(shape), rtol=1e-14, atol=1e-14)
     assert len(writes) == 2
 
 
@@ -66,7 +67,7 @@ def test_a_parameter_in_ordinary_operations(with_a_sink: bool) -> None:
         assert torch.equal(weight, param) and weight.data_ptr() == param.data_ptr()
         (x * weight + weight.square()).sum().backward()
     expected = 2 * (x.sum(0) + 3 * 2 * param.detach())
-    found = sink.main_grad if sink is not None else param.grad
+    found = summed(sink) if sink is not None else param.grad
     assert found is not None
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     if sink is not None:
@@ -96,7 +97,7 @@ def test_a_float32_sink_of_a_16_bit_parameter_keeps_small_gradients() -> None:
     accumulate(param, torch.ones(2, dtype=torch.bfloat16))
     for _ in range(1024):
         accumulate(param, torch.full((2,), 2.0**-10, dtype=torch.bfloat16))
-    assert sink.main_grad.tolist() == [2.0, 2.0]
+    assert summed(sink).tolist() == [2.0, 2.0]
 
 
 # ---- deferring
@@ -122,7 +123,7 @@ def test_only_products_are_deferred_and_only_inside() -> None:
     assert len(put_off) == 1 and len(writes) == 1
     put_off.run()
     assert len(put_off) == put_off.num_bytes == 0
-    torch.testing.assert_close(sink.main_grad, 2 * values(5, 6, key=1).t() @ values(5, 4, key=2))
+    torch.testing.assert_close(summed(sink), 2 * values(5, 6, key=1).t() @ values(5, 4, key=2))
 
 
 def test_communication_of_the_next_piece_begins_before_this_one_is_finished() -> None:
@@ -154,8 +155,8 @@ def test_a_deferred_product_takes_an_input_that_has_a_graph() -> None:
         accumulate_product(weight, values(5, 6, key=1), x)
         accumulate_product(weight, values(5, 6, key=1), x)
     put_off.run()
-    assert not sink.main_grad.requires_grad
-    torch.testing.assert_close(sink.main_grad, 2 * values(5, 6, key=1).t() @ x.detach())
+    assert not summed(sink).requires_grad
+    torch.testing.assert_close(summed(sink), 2 * values(5, 6, key=1).t() @ x.detach())
 
 
 def test_deferring_does_not_nest_and_ends_with_an_error() -> None:

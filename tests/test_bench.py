@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
 from megatron.pipeline_parallel.simulate import Costs, simulate
 from tests.cli import ROOT, spawn_cli
-from tools.benchmarks import bubble
+from tools.benchmarks import bubble, overlap
 from tools.benchmarks.bubble import Result, misses
 from tools.benchmarks.ranks import run_ranks
+from tools.benchmarks.shapes import Shape
 
 SHORT = "--stages 2 --microbatches 3 --forward-ms 1 --input-grad-ms 1 --weight-grad-ms 2 --repeats 1 --hidden 4 1 8".split()
 
@@ -64,6 +66,53 @@ def test_bubble_tells_the_executor_whether_to_overlap(overlap: bool, monkeypatch
         bubble.measure(bubble.Settings(stages=1, overlap=overlap))
 
 
+def test_overlap_gives_a_line_for_each_strategy() -> None:
+    done = spawn_cli("tools/bench.py overlap --gpt 2 32 2 8 2 128 --accumulate 2 --repeats 1".split(), nproc=None)
+    assert not done.stderr
+    number = r"(-?\d+\.\d+)"
+    spread = rf"{number} \(\d+ to \d+\)"
+    row = re.compile(rf"^ *(\S+) +2 +{number} +{number} +{spread} +{spread} +{number} +{number} +{number} +{number}$", re.MULTILINE)
+    rows = [(name, *map(float, numbers)) for name, *numbers in row.findall(done.stdout)]
+    assert [name for name, *_ in rows] == ["no_shard", "optim", "optim_grads"]
+    megabyte = int(re.findall(r"([\d,]+) parameters in bfloat16", done.stdout)[0].replace(",", "")) / 1e6
+    # Of two ranks each sends half of what is reduced (4 bytes an element) or gathered (2), the whole where it is all-reduced.
+    for (_, sent, computation, off, on, exposed_off, exposed_on, ratio, _), a_byte in zip(rows, (4, 2 + 1, 2 * 2 + 1), strict=True):
+        assert sent == pytest.approx(a_byte * megabyte, rel=0.1)
+        assert exposed_off == pytest.approx(off - computation, abs=0.11)
+        assert exposed_on == pytest.approx(on - computation, abs=0.11)
+        assert ratio == pytest.approx(on / computation, abs=0.1)
+    asked = sum(perfect <= 1.25 for *_, perfect in rows)
+    missed, held = "MISSED: " in done.stdout, "all bounds hold" in done.stdout
+    assert f"in {asked} of 3" in done.stdout and missed + held == (asked > 0)
+    assert done.returncode == missed
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
+def test_overlap_trains_without_and_with_all_overlap_that_there_is(
+    strategy: ShardingStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(*args: object, parallel: ParallelConfig, **settings: object) -> None:
+        asked.append((parallel.sharding, parallel.overlap_grad_reduce, parallel.overlap_param_gather))
+        if len(asked) == 3:
+            raise ValueError(f"asked for {asked}")
+
+    monkeypatch.setattr(overlap, "TrainStep", refuse)
+    off, on = (strategy, False, False), (strategy, True, strategy != "no_shard")
+    with pytest.raises(RuntimeError, match=re.escape(f"asked for {[off, off, on]}")):
+        overlap.measure(overlap.Settings(Shape(1, 8, 1, 4, 1, 128), (strategy,), (1,), 1), lambda result: None)
+
+
+def test_overlap_says_what_is_out_of_bounds() -> None:
+    def result(strategy: ShardingStrategy, best: float, *on: float) -> overlap.Result:
+        return overlap.Result(overlap.Case(strategy, 1), 1e6, best, [2.0, 4.0, 2.0], [4.0, 8.0, 4.0], list(on))
+
+    assert not overlap.misses([result("optim", 2.2, 2.4, 4.8, 9.0)])
+    (told,) = overlap.misses([result("optim", 2.2, 2.6, 5.2, 2.0), result("no_shard", 2.7, 2.8, 5.6, 2.8)])
+    assert told.startswith("optim with 1 microbatches takes 1.30 x computation with overlap; at most 1.25")
+
+
 def test_executor_gives_a_cost_for_each_operation_from_any_folder(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(ROOT / "tools/bench.py"), "executor", "--pairs", "1", "--start-sizes", "2x3"]
@@ -80,6 +129,7 @@ def test_executor_gives_a_cost_for_each_operation_from_any_folder(tmp_path: Path
     ("words", "told"),
     [
         (["parallel", "--pairs", "3"], "--pairs acts in single and executor, not in parallel"),
+        (["bubble", "--accumulate", "2"], "--accumulate acts in overlap, not in bubble"),
         (["bubble", "--stages", "0"], "--stages: must be at least 1, not 0"),
         (["executor", "--start-sizes", "8"], "must be stages x microbatches, as in 8x64, not '8'"),
     ],

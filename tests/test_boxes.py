@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.parallel.boxes import Box, Piece, flat_range_boxes, place
+from megatron.parallel.boxes import Box, DimPiece, FlatPiece, flat_range_boxes, place
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
@@ -61,7 +61,7 @@ def test_whole_rows_are_one_box() -> None:
 
 
 @st.composite
-def holdings(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], Box, Piece]:
+def holdings(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], Box, FlatPiece]:
     """A global shape, the box that a rank holds (perhaps no rows), its padded local shape, and a piece of the local tensor."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))
     offsets, sizes = [], []
@@ -73,11 +73,11 @@ def holdings(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], Box, Pi
         sizes.append(high - low)
     local = (sizes[0] + draw(st.integers(0, 3)), *sizes[1:])
     start, stop = sorted(draw(st.tuples(*[st.integers(0, math.prod(local))] * 2)))
-    return shape, local, Box(tuple(offsets), tuple(sizes)), Piece(start, stop)
+    return shape, local, Box(tuple(offsets), tuple(sizes)), FlatPiece(start, stop)
 
 
 @given(holdings())
-def test_places_of_a_piece_against_a_tensor_of_indices(case: tuple[tuple[int, ...], tuple[int, ...], Box, Piece]) -> None:
+def test_places_of_a_piece_against_a_tensor_of_indices(case: tuple[tuple[int, ...], tuple[int, ...], Box, FlatPiece]) -> None:
     """The local tensor holds the global indices, with -1 in the padded rows; the piece is cut from it and put back."""
     shape, local, held, piece = case
     whole = indices(shape)
@@ -97,15 +97,15 @@ def test_places_of_a_piece_against_a_tensor_of_indices(case: tuple[tuple[int, ..
 def test_a_padded_vocabulary_shard_by_hand() -> None:
     """The last of four tensor ranks holds rows 39 to 49 of 50 and two of padding; the piece begins inside row 43."""
     held = Box((39, 0), (11, 4))
-    placed = place((13, 4), held, Piece(18, 36))
+    placed = place((13, 4), held, FlatPiece(18, 36))
     assert [(p.box, p.start) for p in placed] == [(Box((43, 2), (1, 2)), 0), (Box((44, 0), (4, 4)), 2)]
-    assert place((13, 4), held, Piece(44, 52)) == []
-    assert place((13, 4), Box((50, 0), (0, 4)), Piece(0, 52)) == []
+    assert place((13, 4), held, FlatPiece(44, 52)) == []
+    assert place((13, 4), Box((50, 0), (0, 4)), FlatPiece(0, 52)) == []
 
 
 def test_only_the_first_dimension_may_be_padded() -> None:
     with pytest.raises(AssertionError, match="only the first dimension"):
-        place((4, 6), Box((0, 0), (4, 5)), Piece(0, 24))
+        place((4, 6), Box((0, 0), (4, 5)), FlatPiece(0, 24))
 
 
 @st.composite
@@ -131,3 +131,23 @@ def test_intersection_is_what_both_hold(case: tuple[tuple[int, ...], Box, Box]) 
 
 def test_scalars_intersect() -> None:
     assert Box((), ()).intersect(Box((), ())) == Box((), ())
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_ranges_of_a_dimension_against_a_tensor_of_indices(dim: int) -> None:
+    """Of a rank's part of a tensor of shape [7, 8, 6]; the first dimension is padded to 4 rows, of which this rank holds 3."""
+    indices = torch.arange(7 * 8 * 6).view(7, 8, 6)
+    held = Box((4, 2, 0), (3, 4, 6))
+    local = torch.full((4, 4, 6), -1)
+    local[:3] = indices[4:, 2:6]
+    length = local.shape[dim]
+    for start, stop in ((0, length), (0, 2), (2, length), (length - 1, length), (length, length)):
+        part = local.narrow(dim, start, stop - start).reshape(-1)
+        found = torch.full_like(part, -1)
+        for placed in place((4, 4, 6), held, DimPiece(dim, start, stop)):
+            box = indices[tuple(slice(o, o + n) for o, n in zip(placed.box.offsets, placed.box.sizes, strict=True))]
+            found[placed.start : placed.start + box.numel()] = box.reshape(-1)
+        if dim == 0 or start == stop:
+            assert torch.equal(found, part)
+        else:  # padded rows are the last of the flattened part only where whole rows are kept
+            assert torch.equal(found[: placed.box.numel], local[:3].narrow(dim, start, stop - start).reshape(-1))

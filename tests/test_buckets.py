@@ -1,98 +1,39 @@
-"""Gradient buckets: what lies where, when it is reduced, and that nothing is reduced unfinished."""
+"""Buckets: memory, when gradients are reduced, that nothing is reduced unfinished, and what reaches which rank."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.data_parallel import buckets as buckets_module
-from megatron.data_parallel.buckets import GradBuckets, default_bucket_size
-from megatron.data_parallel.shards import bucket_shards
-from megatron.metrics.flops import count_parameters
-from megatron.model.build import Model, build_model
-from megatron.parallel.accumulate import GradSink
-from megatron.parallel.collectives import Pending, start_all_reduce
+from megatron.data_parallel import bucket as bucket_module
+from megatron.data_parallel.bucket import Bucket, SlicedBucket, WholeBucket
+from megatron.data_parallel.buckets import Buckets
+from megatron.parallel.boxes import FlatPiece
+from megatron.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter
 from megatron.parallel.context import Group, ParallelContext, make_context
 from megatron.parallel.params import ParamEntry
-from megatron.parallel.random import stable_seed
 from megatron.parallel.topology import Topology
+from tests.bucket_examples import WORD, buckets_of, build, gradient, own_gradients, sink, write_all
 from tests.distributed import run_ranks
 from tests.lone_rank import CPU, lone_rank
 
-VOCAB = 61
-MODEL = ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=4, seq_length=8, make_vocab_size_divisible_by=1)
-UNTIED = replace(MODEL, untie_embeddings_and_output_weights=True)
-WORD = "embedding.word.weight"
+# ---- memory
 
 
-def build(
-    context: ParallelContext, config: ModelConfig = MODEL, dtype: torch.dtype = torch.float32, sequence_parallel: bool = False
-) -> Model:
-    return build_model(config, context, dtype=dtype, vocab_size=VOCAB, sequence_parallel=sequence_parallel, seed=1)
-
-
-def settings(size: int | None = 1000, overlap: bool = False) -> ParallelConfig:
-    return ParallelConfig(ddp_bucket_size=size, overlap_grad_reduce=overlap)
-
-
-def sink(entry: ParamEntry) -> GradSink:
-    found = entry.param.grad_sink  # type: ignore[attr-defined]
-    assert isinstance(found, GradSink)
-    return found
-
-
-def gradient(entry: ParamEntry, *key: int) -> torch.Tensor:
-    """Made-up numbers for a parameter and a purpose."""
-    generator = torch.Generator().manual_seed(stable_seed(entry.record.name, *key))
-    return torch.randn(entry.param.shape, generator=generator)
-
-
-def write_all(model: Model, *key: int, skip: str = "") -> None:
-    """One microbatch's gradients."""
-    for entry in reversed(list(model.params)):
-        for use in range(entry.uses_per_microbatch):
-            if entry.record.name != skip:
-                sink(entry).add(gradient(entry, use, *key))
-
-
-# ---- what lies where
-
-
-@pytest.mark.parametrize("size", [1, 500, 3000, None])
-def test_every_parameter_lies_in_one_bucket_aligned_and_apart(size: int | None) -> None:
-    model = build(lone_rank())
-    buckets = GradBuckets(model.params, lone_rank(), settings(size))
-    packed = [entry for bucket in buckets.buckets for entry in bucket.entries]
-    assert packed == list(reversed(list(model.params))), "about the order in which backward completes them"
-    for bucket in buckets.buckets:
-        taken = torch.zeros_like(bucket.buffer)
-        for entry, view in zip(bucket.entries, bucket.views, strict=True):
-            assert view.shape == entry.param.shape and view.is_contiguous() and view is sink(entry).main_grad
-            assert view.storage_offset() % 64 == 0
-            assert view.untyped_storage().data_ptr() == bucket.buffer.untyped_storage().data_ptr()
-            taken.view(-1)[view.storage_offset() : view.storage_offset() + view.numel()] += 1
-        assert taken.max() <= 1 and not bucket.buffer[taken == 0].any(), "apart, and zeros between"
-        if size is not None:
-            assert sum(entry.param.numel() for entry in bucket.entries) <= size or len(bucket.entries) == 1
-    if size == 1:
-        assert len(buckets.buckets) == len(model.params), "larger than the size, each alone"
-    elif size is None:
-        assert len(buckets.buckets) == 1
-    else:
-        sizes = [sum(entry.param.numel() for entry in bucket.entries) for bucket in buckets.buckets]
-        next_ones = [bucket.entries[0].param.numel() for bucket in buckets.buckets[1:]]
-        assert all(held + more > size for held, more in zip(sizes, next_ones, strict=False)), "no fuller than it had to be"
-
-
-def test_the_default_size_grows_with_the_data_ranks() -> None:
-    assert [default_bucket_size(ranks) for ranks in (1, 40, 41, 256)] == [40_000_000, 40_000_000, 41_000_000, 256_000_000]
+@pytest.mark.parametrize("materialized", [False, True])
+def test_parameters_keep_their_values_or_get_initial_ones(materialized: bool) -> None:
+    expected = {entry.record.name: entry.param.detach() for entry in build(lone_rank()).params}
+    model = build(lone_rank(), materialized=materialized)
+    held = buckets_of(model, lone_rank(), 3000).held()
+    storages = {buffer.untyped_storage().data_ptr() for buffer in held.parameters}
+    for entry in model.params:
+        assert torch.equal(entry.param.detach(), expected[entry.record.name])
+        assert entry.param.untyped_storage().data_ptr() in storages
+        assert all(getattr(module, attribute) is entry.param for module, attribute in entry.holders)
 
 
 def test_16_bit_gradients_are_summed_in_float32() -> None:
@@ -102,71 +43,27 @@ def test_16_bit_gradients_are_summed_in_float32() -> None:
         (torch.float32, torch.float32),
         (torch.float64, torch.float64),
     ):
-        model = build(lone_rank(), dtype=dtype)
-        found = GradBuckets(model.params, lone_rank(), settings())
-        assert {bucket.buffer.dtype for bucket in found.buckets} == {main}
+        held = buckets_of(build(lone_rank(), dtype=dtype), lone_rank()).held()
+        assert {buffer.dtype for buffer in held.parameters} == {dtype} and {buffer.dtype for buffer in held.gradients} == {main}
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_bucket_holds_gradients_of_one_kind(sequence_parallel: bool) -> None:
-    """By the ranks that hold partial sums, and tied parameters apart from the rest."""
-    topology = Topology(tp=2, pp=2, dp=2)
-    for rank in range(8):
-        context = lone_rank(topology, rank)
-        model = build(context, sequence_parallel=sequence_parallel)
-        buckets = GradBuckets(model.params, context, settings(10**6))
-        kinds = set()
-        for bucket in buckets.buckets:
-            kinds.add((bucket.group.ranks, bucket.tied))
-            for entry in bucket.entries:
-                assert bucket.group.ranks == context.group(*entry.record.partial_over).ranks
-                assert bucket.tied == (entry.record.name == WORD)
-        partial = {(context.group("tp", "cp", "dp").ranks, False)} if sequence_parallel else set()
-        assert kinds == {(context.group("dp").ranks, False), (context.group("dp").ranks, True)} | partial
-
-
-def test_what_is_tied_on_one_rank_is_not_tied_apart() -> None:
-    model = build(lone_rank())
-    assert not any(bucket.tied for bucket in GradBuckets(model.params, lone_rank(), settings()).buckets)
-    assert model.params[WORD].uses_per_microbatch == 2
-
-
-# ---- who counts
-
-
-@pytest.mark.parametrize("config", [MODEL, UNTIED], ids=["tied", "untied"])
-@pytest.mark.parametrize(
-    "topology",
-    [
-        Topology(),
-        Topology(tp=4),
-        Topology(pp=4),
-        Topology(dp=3),
-        Topology(tp=2, pp=2, dp=2),
-        Topology(tp=2, pp=2, dp=2, pp_before_dp=True),
-    ],
-    ids=lambda t: f"tp{t.tp}-pp{t.pp}-dp{t.dp}",
-)
-def test_each_element_counts_once_in_the_world(topology: Topology, config: ModelConfig) -> None:
-    total = 0
-    for rank in range(topology.world_size):
-        context = lone_rank(topology, rank)
-        shards = bucket_shards(GradBuckets(build(context, config, sequence_parallel=True).params, context, settings()))
-        boxes = [s.record.held_box(context.axis_sizes, context.coordinates) for s in shards if s.counted]
-        total += sum(box.numel for box in boxes)
-    assert total == count_parameters(config, VOCAB)
-
-
-def test_shards_of_16_bit_parameters_have_float32_mains() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        model = build(lone_rank(), dtype=dtype)
-        for shard in bucket_shards(GradBuckets(model.params, lone_rank(), settings())):
+def test_shards_are_views_of_parameters_and_gradients() -> None:
+    model = build(lone_rank(), dtype=torch.bfloat16)
+    for group in buckets_of(model, lone_rank()).groups:
+        for shard in group.shards:
             entry = model.params[shard.record.name]
-            assert shard.param is entry.param and shard.main.dtype == shard.grad.dtype == torch.float32
-            assert shard.main.shape == shard.grad.shape == (entry.param.numel(),) == (shard.piece.stop - shard.piece.start,)
-            assert torch.equal(shard.main, entry.param.detach().float().view(-1))
-            assert (shard.main.data_ptr() == entry.param.data_ptr()) == (dtype == torch.float32)
-            assert shard.grad.data_ptr() == sink(entry).main_grad.data_ptr()
+            main_grad = sink(entry).main_grad
+            assert main_grad is not None and shard.grad.data_ptr() == main_grad.data_ptr()
+            assert shard.weights.data_ptr() == entry.param.data_ptr()
+            assert shard.piece == FlatPiece(0, entry.param.numel()) and shard.counted == range(entry.param.numel())
+            assert shard.weights.shape == shard.grad.shape == (entry.param.numel(),)
+
+
+def test_groups_come_in_the_order_of_the_forward() -> None:
+    model = build(lone_rank())
+    order = [entry.record.name for entry in model.params]
+    first = [min(order.index(s.record.name) for s in group.shards) for group in buckets_of(model, lone_rank()).groups]
+    assert first == sorted(first) and len(first) > 3
 
 
 # ---- when
@@ -177,18 +74,23 @@ class Reductions:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.buffers: list[int] = []
-        patch.setattr(buckets_module, "start_all_reduce", self)
+        patch.setattr(bucket_module, "start_all_reduce", self)
 
     def __call__(self, tensor: torch.Tensor, group: Group) -> Pending:
         self.buffers.append(tensor.data_ptr())
         return start_all_reduce(tensor, group)
 
 
+def whole(bucket: Bucket) -> WholeBucket:
+    assert isinstance(bucket, WholeBucket)
+    return bucket
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_bucket_is_reduced_after_its_last_write(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With overlap at once, else at the end; a tied parameter is written twice a microbatch."""
     model = build(lone_rank())
-    buckets = GradBuckets(model.params, lone_rank(), settings(3000, overlap))
+    buckets = buckets_of(model, lone_rank(), 3000, overlap_grad_reduce=overlap)
     reductions = Reductions(monkeypatch)
     for microbatches in (3, 1):
         reductions.buffers.clear()
@@ -197,38 +99,39 @@ def test_a_bucket_is_reduced_after_its_last_write(overlap: bool, monkeypatch: py
             write_all(model, m)
         assert not reductions.buffers
         for number, bucket in enumerate(buckets.buckets):
-            for entry in bucket.entries:
-                for _ in range(entry.uses_per_microbatch):
+            for placed in bucket.plan.params:
+                for _ in range(placed.entry.uses_per_microbatch):
                     assert len(reductions.buffers) == (number if overlap else 0)
-                    sink(entry).add(gradient(entry, 9))
+                    sink(placed.entry).add(gradient(placed.entry, 9))
             assert len(reductions.buffers) == (number + 1 if overlap else 0)
-        buckets.finish()
-        assert sorted(reductions.buffers) == sorted(bucket.buffer.data_ptr() for bucket in buckets.buckets), "each once"
+        buckets.finish_gradients()
+        assert sorted(reductions.buffers) == sorted(whole(bucket).grads.data_ptr() for bucket in buckets.buckets), "each once"
 
 
-def test_a_step_that_does_not_reduce_leaves_each_rank_its_own_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_inspects_leaves_each_rank_its_own_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(lone_rank())
-    buckets = GradBuckets(model.params, lone_rank(), settings(3000, overlap=True))
+    buckets = buckets_of(model, lone_rank(), 3000, overlap_grad_reduce=True)
     reductions = Reductions(monkeypatch)
-    buckets.start_step(1, reduces=False)
+    buckets.start_step(1, inspect=True)
     write_all(model, 0)
-    assert not reductions.buffers
+    assert not reductions.buffers and not buckets.nonfinite()
     buckets.start_step(1)
     write_all(model, 0)
     assert len(reductions.buffers) == len(buckets.buckets)
-    buckets.finish()
+    buckets.finish_gradients()
 
 
 def test_a_step_begins_anew() -> None:
     model = build(lone_rank())
-    buckets = GradBuckets(model.params, lone_rank(), settings())
+    buckets = buckets_of(model, lone_rank())
     for key in (1, 2):
         buckets.start_step(1)
         write_all(model, key)
-        buckets.finish()
-    for entry, found in buckets.gradients():
+        buckets.finish_gradients()
+    for entry in model.params:
         expected = sum(gradient(entry, use, 2) for use in range(entry.uses_per_microbatch))
-        assert torch.equal(found, expected), "nothing of the first step is left"  # type: ignore[arg-type]
+        found = sink(entry).main_grad
+        assert found is not None and torch.equal(found, expected), "nothing of the first step is left"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -236,106 +139,268 @@ def test_a_step_begins_anew() -> None:
 def test_a_parameter_without_a_gradient_is_named(overlap: bool, name: str) -> None:
     for microbatches in (1, 2):
         model = build(lone_rank())
-        buckets = GradBuckets(model.params, lone_rank(), settings(3000, overlap))
+        buckets = buckets_of(model, lone_rank(), 3000, overlap_grad_reduce=overlap)
         buckets.start_step(microbatches)
         for m in range(microbatches):
             write_all(model, m, skip=name)
         with pytest.raises(RuntimeError, match=f"rank 0: .*no gradient reached {name}$"):
-            buckets.finish()
+            buckets.finish_gradients()
 
 
 def test_a_gradient_too_many_is_refused() -> None:
     model = build(lone_rank())
-    buckets = GradBuckets(model.params, lone_rank(), settings())
-    buckets.start_step(1)
+    buckets_of(model, lone_rank()).start_step(1)
     write_all(model, 0)
     accumulated = model.params["layers.0.mlp.up.weight"]
-    with pytest.raises(RuntimeError, match="too many"):
+    with pytest.raises(RuntimeError, match="1 gradients too many reached layers.0.mlp.up.weight"):
         sink(accumulated).add(gradient(accumulated, 0))
-
-
-# ---- over two ranks
-
-CASES = [(size, overlap, order) for size in (1, 2000, None) for overlap in (False, True) for order in (0, 1)]
-"""Bucket size, overlap, order in which parameters are written."""
-
-
-def reduced(context: ParallelContext, size: int | None, overlap: bool, order: int) -> dict[str, torch.Tensor]:
-    """Gradients after two microbatches; every rank writes its parameters in the same shuffled order."""
-    model = build(context)
-    buckets = GradBuckets(model.params, context, settings(size, overlap))
-    buckets.start_step(2)
-    for m in range(2):
-        entries = list(model.params)
-        random.Random(order + m).shuffle(entries)
-        for entry in entries:
-            for use in range(entry.uses_per_microbatch):
-                sink(entry).add(gradient(entry, use, m, context.rank))
-    buckets.finish()
-    return {entry.record.name: found.clone() for entry, found in buckets.gradients()}
-
-
-def on_two_ranks(rank: int) -> dict[Any, dict[str, torch.Tensor]]:
-    data, stages = (make_context(topology, rank, CPU) for topology in (Topology(dp=2), Topology(pp=2)))
-    found: dict[Any, dict[str, torch.Tensor]] = {case: reduced(data, *case) for case in CASES}
-    found["stages"] = reduced(stages, 2000, True, 0)
-    dist.barrier()
-    return found
-
-
-@pytest.fixture(scope="module")
-def two() -> list[dict[Any, dict[str, torch.Tensor]]]:
-    return run_ranks(2, on_two_ranks, timeout=60.0)
-
-
-def expected_sum(entry: ParamEntry, rank: int) -> torch.Tensor:
-    """What one rank adds up, in its order."""
-    total = torch.zeros(entry.param.shape)
-    for m in range(2):
-        for use in range(entry.uses_per_microbatch):
-            total += gradient(entry, use, m, rank)
-    return total
-
-
-def test_overlap_and_order_and_size_change_no_bit(two: list[dict[Any, dict[str, torch.Tensor]]]) -> None:
-    for entry in build(lone_rank()).params:
-        expected = expected_sum(entry, 0) + expected_sum(entry, 1)
-        for case in CASES:
-            for rank in range(2):
-                assert torch.equal(two[rank][case][entry.record.name], expected), (entry.record.name, case)
-
-
-def test_a_tied_parameter_is_summed_over_both_stages(two: list[dict[Any, dict[str, torch.Tensor]]]) -> None:
-    """Each stage writes it once a microbatch; both end with what embedding and output give together."""
-    first, second = two[0]["stages"], two[1]["stages"]
-    assert first.keys() & second.keys() == {WORD}
-    stages = [build(lone_rank(Topology(pp=2), rank)).params for rank in range(2)]
-    both = expected_sum(stages[0][WORD], 0) + expected_sum(stages[1][WORD], 1)
-    assert torch.equal(first[WORD], both) and torch.equal(second[WORD], both)
-    for rank, found in enumerate((first, second)):
-        for entry in stages[rank]:
-            if entry.record.name != WORD:
-                assert torch.equal(found[entry.record.name], expected_sum(entry, rank)), "only what is tied is joined"
 
 
 def test_a_parameter_that_misses_one_microbatch_is_named() -> None:
     model = build(lone_rank())
-    buckets = GradBuckets(model.params, lone_rank(), settings(None))
+    buckets = buckets_of(model, lone_rank(), None)
     buckets.start_step(2)
     write_all(model, 0)
     write_all(model, 1, skip="layers.1.mlp.up.weight")
-    with pytest.raises(RuntimeError, match="layers.1.mlp.up.weight"):
-        buckets.finish()
+    with pytest.raises(RuntimeError, match="layers.1.mlp.up.weight lacks 1 gradients"):
+        buckets.finish_gradients()
 
 
 def test_a_missing_and_a_doubled_gradient_do_not_cancel() -> None:
     """Silent: the stale gradient of the step before is used."""
     model = build(lone_rank())
-    buckets = GradBuckets(model.params, lone_rank(), settings(None))
+    buckets = buckets_of(model, lone_rank(), None)
     buckets.start_step(1)
     write_all(model, 0)
-    buckets.finish()
+    buckets.finish_gradients()
     buckets.start_step(1)
     write_all(model, 1, skip="layers.1.mlp.up.weight")
     with pytest.raises(RuntimeError, match="layers.1.mlp.up.weight"):
         sink(model.params["layers.2.mlp.up.weight"]).add(gradient(model.params["layers.2.mlp.up.weight"], 5))
+
+
+# ---- over ranks
+
+SHARDINGS = ["no_shard", "optim", "optim_grads"]
+CASES = [
+    (sharding, size, overlap, order)
+    for sharding in SHARDINGS
+    for size in (1, 2000, None)
+    for overlap in (False, True)
+    for order in (0, 1)
+]
+"""Strategy, bucket size, overlap, order in which parameters are written."""
+MICROBATCHES = 3
+
+
+def reduced(context: ParallelContext, sharding: str, size: int | None, overlap: bool, order: int) -> dict[str, torch.Tensor]:
+    """This rank's part of the gradients after some microbatches; every rank writes its parameters in the same shuffled order, some
+    gradients a microbatch ahead of the others."""
+    model = build(context)
+    buckets = buckets_of(model, context, size, sharding=sharding, overlap_grad_reduce=overlap)
+    for step in range(2):  # the second begins with used buffers
+        buckets.start_step(MICROBATCHES)
+        writes = [
+            (m + (0 if entry.record.splits else -1), entry, use, m)
+            for m in range(MICROBATCHES)
+            for entry in model.params
+            for use in range(entry.uses_per_microbatch)
+        ]
+        random.Random(order).shuffle(writes)
+        for _, entry, use, m in sorted(writes, key=lambda write: write[0]):
+            sink(entry).add(gradient(entry, use, m, context.rank, step))
+        buckets.finish_gradients()
+    return own_gradients(buckets)
+
+
+def on_ranks(rank: int) -> dict[Any, dict[str, torch.Tensor]]:
+    data = make_context(Topology(dp=3), rank, CPU)
+    found: dict[Any, dict[str, torch.Tensor]] = {case: reduced(data, *case) for case in CASES}
+    dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def three() -> list[dict[Any, dict[str, torch.Tensor]]]:
+    return run_ranks(3, on_ranks, timeout=120.0)
+
+
+def expected_sum(entry: ParamEntry, ranks: int) -> torch.Tensor:
+    """What all ranks add up, in float64."""
+    keys = [(use, m, rank, 1) for rank in range(ranks) for m in range(MICROBATCHES) for use in range(entry.uses_per_microbatch)]
+    return torch.stack([gradient(entry, *key).double() for key in keys]).sum(0)
+
+
+def test_every_part_is_the_sum_over_ranks_and_microbatches(three: list[dict[Any, dict[str, torch.Tensor]]]) -> None:
+    params = build(lone_rank()).params
+    for case in CASES:
+        seen = dict.fromkeys((entry.record.name for entry in params), 0)
+        for found in three:
+            for key, part in found[case].items():
+                name, start = key.split("@")
+                expected = expected_sum(params[name], 3).view(-1)[int(start) : int(start) + part.numel()]
+                torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-5)
+                seen[name] += part.numel()
+        copies = 3 if case[0] == "no_shard" else 1
+        assert seen == {entry.record.name: copies * entry.param.numel() for entry in params}
+
+
+def test_overlap_changes_no_bit_and_nor_does_optim(three: list[dict[Any, dict[str, torch.Tensor]]]) -> None:
+    for found in three:
+        for sharding, size, overlap, order in CASES:
+            assert_same(found[sharding, size, overlap, order], found[sharding, size, False, order])
+            if sharding == "optim":
+                every = found["no_shard", size, False, order]
+                for key, part in found[sharding, size, overlap, order].items():
+                    name, start = key.split("@")
+                    assert torch.equal(part, every[f"{name}@0"][int(start) : int(start) + part.numel()])
+
+
+def assert_same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    assert some.keys() == others.keys()
+    assert all(torch.equal(some[key], others[key]) for key in some)
+
+
+def test_only_a_slice_of_the_gradient_stays() -> None:
+    """Between microbatches, too: what a microbatch gives lies in a few buffers that are used again and again."""
+
+    def on_rank(rank: int) -> None:
+        context = make_context(Topology(dp=2), rank, CPU)
+        for overlap in (False, True):
+            model = build(context)
+            buckets = buckets_of(model, context, 1000, sharding="optim_grads", overlap_grad_reduce=overlap)
+            assert not buckets.held().buffers
+            largest = 0
+            for step in range(2):
+                buckets.start_step(4)
+                for m in range(4):
+                    write_all(model, m, step)
+                    assert all(sink(entry).main_grad is None for entry in model.params)
+                    largest = max(largest, len(buckets.held().buffers))
+                buckets.finish_gradients()
+            assert len(buckets.buckets) > 10 and largest <= (5 if overlap else 2), "four in flight, one being written"
+            gradients = sum(grad.numel() for grad in buckets.held().gradients)
+            assert gradients == sum(bucket.plan.slice_size for bucket in buckets.buckets)
+        dist.barrier()
+
+    run_ranks(2, on_rank, timeout=60.0)
+
+
+def test_a_bad_gradient_is_named_where_it_arose() -> None:
+    """After the sums whoever holds the slice knows; a step that inspects tells the rank."""
+
+    def on_rank(rank: int) -> list[set[str]]:
+        context = make_context(Topology(dp=2), rank, CPU)
+        seen = []
+        for sharding in SHARDINGS:
+            model = build(context)
+            buckets = buckets_of(model, context, 3000, sharding=sharding)
+            entry = model.params["layers.1.mlp.down.weight"]
+            for inspect in (False, True):
+                buckets.start_step(2, inspect=inspect)
+                for m in range(2):
+                    for other in model.params:
+                        for use in range(other.uses_per_microbatch):
+                            bad = other is entry and rank == 1 and m == 0
+                            sink(other).add(gradient(other, use) * (torch.inf if bad else 1.0))
+                if not inspect:
+                    buckets.finish_gradients()
+                seen.append(buckets.nonfinite())
+        dist.barrier()
+        return seen
+
+    first, second = run_ranks(2, on_rank, timeout=60.0)
+    name = "layers.1.mlp.down.weight"
+    assert first[0] == second[0] == {name}, "every rank has the whole sum"
+    for summed in (2, 4):
+        assert first[summed] | second[summed] == {name}
+    assert all(first[own] == set() and second[own] == {name} for own in (1, 3, 5))
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_a_tied_parameter_is_summed_over_both_stages(sharding: str) -> None:
+    """Each stage writes it once a microbatch; both end with what embedding and output give together, slice by slice."""
+
+    def on_rank(rank: int) -> dict[str, torch.Tensor]:
+        context = make_context(Topology(pp=2, dp=2), rank, CPU)
+        model = build(context)
+        buckets = buckets_of(model, context, 2000, sharding=sharding, overlap_grad_reduce=True)
+        buckets.start_step(1)
+        write_all(model, 0, rank)
+        buckets.finish_gradients()
+        dist.barrier()
+        return own_gradients(buckets)
+
+    ranks = run_ranks(4, on_rank, timeout=60.0)
+    for data_rank in range(2):  # ranks 0 and 1 are the first stage
+        first, second = ranks[data_rank], ranks[2 + data_rank]
+        tied = [key for key in first if key.startswith(WORD)]
+        assert tied and all(torch.equal(first[key], second[key]) for key in tied)
+    entries = [build(lone_rank(Topology(pp=2, dp=2), rank)).params for rank in (0, 2)]
+    both = torch.stack([gradient(entries[rank // 2][WORD], 0, 0, rank) for rank in range(4)]).sum(0).view(-1)
+    parts = {int(key.split("@")[1]): part for rank in (0, 1) for key, part in ranks[rank].items() if key.startswith(WORD)}
+    torch.testing.assert_close(torch.cat([parts[start] for start in sorted(parts)]), both)
+    own = entries[1]["final_norm.weight"]
+    alone = torch.stack([gradient(own, 0, 0, rank) for rank in (2, 3)]).sum(0)
+    found = {key: part for rank in (2, 3) for key, part in ranks[rank].items() if key.startswith("final_norm.weight")}
+    torch.testing.assert_close(torch.cat([found[key] for key in sorted(found)]), alone, msg="only what is tied is joined")
+
+
+def test_reduce_scatter_is_the_all_reduce_bit_for_bit() -> None:
+    """On gloo, in place too: what makes optim equal to no_shard."""
+
+    def on_rank(rank: int) -> bool:
+        group = make_context(Topology(dp=4), rank, CPU).group("dp")
+        same = True
+        for trial, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16)):
+            numbers = torch.randn(4 * 192, generator=torch.Generator().manual_seed(rank + 10 * trial)).to(dtype)
+            summed = start_all_reduce(numbers.clone(), group).wait()
+            scattered = start_reduce_scatter(numbers, group, out=numbers[rank * 192 : (rank + 1) * 192]).wait()
+            same &= torch.equal(scattered, summed[rank * 192 : (rank + 1) * 192])
+        dist.barrier()
+        return same
+
+    assert all(run_ranks(4, on_rank, timeout=60.0))
+
+
+# ---- parameters
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_new_weights_reach_every_rank_before_they_are_used(overlap: bool) -> None:
+    def on_rank(rank: int) -> int:
+        context = make_context(Topology(dp=2), rank, CPU)
+        model = build(context)
+        buckets = buckets_of(model, context, 2000, sharding="optim", overlap_param_gather=overlap)
+        for group in buckets.groups:
+            for shard in group.shards:
+                shard.weights.fill_(1.0 + rank)
+            group.publish()
+        waited = []
+
+        def noting(bucket: Bucket) -> None:
+            waited.append(bucket)
+            finish(bucket)
+
+        finish = Bucket.finish_publishing
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Bucket, "finish_publishing", noting)
+            for unit in model.chunks[0].units():
+                for hook in unit._forward_pre_hooks.values():
+                    hook(unit, ())
+                if overlap:
+                    for _, param in unit.named_parameters():
+                        assert bool((param >= 1.0).all()), "the other rank's weights are there"
+        buckets.finish_publishing()
+        for placed in (placed for bucket in buckets.buckets for placed in bucket.plan.params):
+            assert set(placed.entry.param.unique().tolist()) <= {1.0, 2.0}
+        dist.barrier()
+        return len(waited)
+
+    assert all((count > 0) == overlap for count in run_ranks(2, on_rank, timeout=60.0))
+
+
+def test_in_a_group_of_one_every_strategy_is_the_same() -> None:
+    for sharding in SHARDINGS:
+        buckets: Buckets = buckets_of(build(lone_rank()), lone_rank(), sharding=sharding)
+        assert not any(bucket.sharded or isinstance(bucket, SlicedBucket) for bucket in buckets.buckets)

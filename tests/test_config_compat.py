@@ -31,7 +31,8 @@ adam-beta1 adam-beta2 adam-eps sgd-momentum override-opt-param-scheduler use-che
 tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
 decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split
 account-for-loss-in-pipeline-split pipeline-model-parallel-layout no-overlap-p2p-communication context-parallel-size
-expert-model-parallel-size sequence-parallel data-parallel-sharding-strategy overlap-grad-reduce ddp-bucket-size
+expert-model-parallel-size sequence-parallel data-parallel-sharding-strategy use-distributed-optimizer overlap-grad-reduce
+overlap-param-gather ddp-bucket-size optimizer-cpu-offload optimizer-offload-fraction
 distributed-backend distributed-timeout-minutes use-tp-pp-dp-mapping
 
 fp16 bf16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis fp32-residual-connection
@@ -49,8 +50,9 @@ profile-ranks
 
 REFUSED = shlex.split("""
 microbatch-group-size-per-virtual-pipeline-stage delay-wgrad-compute
-use-distributed-optimizer use-megatron-fsdp overlap-param-gather
-recompute-activations recompute-granularity recompute-method recompute-num-layers recompute-modules optimizer-cpu-offload
+num-distributed-optimizer-instances fsdp-double-buffer torch-fsdp2-no-reshard-after-forward
+recompute-activations recompute-granularity recompute-method recompute-num-layers recompute-modules
+cpu-offloading-num-layers no-pin-cpu-grads offload-optimizer-states suggested-communication-unit-size
 train-data-path valid-data-path test-data-path data-cache-path reset-position-ids reset-attention-mask async-save
 fp8-format fp8-recipe fp8-margin moe-router-topk moe-layer-freq moe-grouped-gemm num-experts multi-latent-attention
 batch-size use-rotary-position-embeddings use-legacy-models init-method-xavier-uniform apply-layernorm-1p
@@ -63,13 +65,17 @@ use-mcore-models use-flash-attn attention-softmax-in-fp32 accumulate-allreduce-g
 no-load-rng no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
 no-gradient-accumulation-fusion no-persist-layer-norm no-async-tensor-model-parallel-allreduce cross-entropy-loss-fusion
 use-cpu-initialization calculate-per-token-loss overlap-p2p-communication-warmup-flush
+use-megatron-fsdp init-model-with-meta-device no-align-param-gather no-align-grad-reduce use-precision-aware-optimizer
+overlap-param-gather-with-optimizer-step overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload
 """)
 
 NO_EFFECT_VALUES = {
     "transformer-impl": ("transformer_engine", "local"),
     "attention-backend": ("flash", "fused", "unfused", "auto"),
     "dataloader-type": ("single",),
-    "ckpt-format": ("torch_dist",),
+    "ckpt-format": ("torch_dist", "fsdp_dtensor"),
+    "main-params-dtype": ("fp32",),
+    "exp-avg-dtype": ("fp32",),
 }
 
 
@@ -115,11 +121,11 @@ def test_a_value_that_changes_nothing_is_named(name: str, value: str) -> None:
         (["--optimizer", "lion"], ["lion is not built yet", "adam"]),
         (["--position-embedding-type", "mrope"], ["mrope is not built yet", "rope"]),
         (["--dataloader-type", "cyclic"], ["cyclic is refused", "already shuffled"]),
-        (["--ckpt-format", "torch"], ["--ckpt-format torch", "torch_dist only"]),
+        (["--ckpt-format", "torch"], ["--ckpt-format torch", "torch_dist or fsdp_dtensor only"]),
         (["--rerun-mode", "validate_results"], ["disabled only"]),
         (["--context-parallel-size", "2"], ["--context-parallel-size 2 is refused", "not built yet", "--context-parallel-size 1"]),
         (["--expert-model-parallel-size", "2"], ["refused", "--expert-model-parallel-size 1"]),
-        (["--data-parallel-sharding-strategy", "optim"], ["optim is refused", "--data-parallel-sharding-strategy no_shard"]),
+        (["--exp-avg-sq-dtype", "fp16"], ["--exp-avg-sq-dtype fp16", "fp32 only"]),
         (["--no-mock-data", "--data-path", "a", "b"], ["more than one prefix", "--data-path a"]),
         (["--no-mock-data", "--data-path", "1.0", "b"], ["more than one prefix", "--data-path b"]),
     ],
@@ -146,9 +152,11 @@ def test_every_name_has_one_fate() -> None:
 
 def test_no_setting_belongs_to_a_family() -> None:
     """A pattern that also fits a setting would make a typo of it a refusal; those are told apart by how near they are spelled."""
-    assert [name for name in flags() if find_family(name) is not None] == ["ckpt-step"]
-    with pytest.raises(ConfigError, match="Perhaps you meant --ckpt-step"):
-        parse(["--ckpt-steps", "3"])
+    both = ["fsdp-shard-size", "fsdp-reshard-after-forward", "ckpt-step"]
+    assert [name for name in flags() if find_family(name) is not None] == both
+    for name in both:
+        with pytest.raises(ConfigError, match=f"Perhaps you meant --{name}"):
+            parse([f"--{name}s", "3"])
 
 
 def test_a_launch_script_of_megatron_is_understood() -> None:
@@ -181,6 +189,57 @@ def test_a_launch_script_of_megatron_is_understood() -> None:
     assert loaded.config.model.ffn_size == 14336
     assert loaded.config.training.train_samples == 1953125000
     assert len(loaded.notes) == 9
+
+
+_OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
+@pytest.mark.parametrize(
+    ("flags_", "strategy", "notes"),
+    [
+        (_OVERLAPS, "optim", []),
+        (f"--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads {_OVERLAPS}", "optim_grads", ["use-distributed"]),
+        (
+            f"--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params {_OVERLAPS} --init-model-with-meta-device "
+            "--ckpt-format fsdp_dtensor --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion",
+            "optim_grads_params",
+            ["init-model", "ckpt-format", "no-gradient", "use-distributed", "overlap-grad-reduce", "overlap-param-gather"],
+        ),
+        ("--use-megatron-fsdp", "no_shard", []),
+        (
+            "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --use-precision-aware-optimizer "
+            f"--overlap-cpu-optimizer-d2h-h2d {_OVERLAPS} --main-grads-dtype fp32",
+            "optim",
+            ["use-precision", "overlap-cpu", "main-grads"],
+        ),
+    ],
+)
+def test_sharding_of_megatron_is_understood(flags_: str, strategy: str, notes: list[str]) -> None:
+    """Each setting acts as there, and what does nothing beside the others is named."""
+    loaded = load([*BASE, *flags_.split()], 8)
+    expected = [*(["use-megatron-fsdp"] if "--use-megatron-fsdp" in flags_ else []), *notes]
+    assert loaded.config.parallel.sharding == strategy
+    assert len(loaded.notes) == len(expected)
+    for note, name in zip(loaded.notes, expected, strict=True):
+        assert note.startswith(f"--{name}") and " has no effect: " in note
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("--use-torch-fsdp2", "--data-parallel-sharding-strategy optim_grads_params"),
+        ("--torch-fsdp2-no-reshard-after-forward", "--fsdp-reshard-after-forward never"),
+        ("--num-distributed-optimizer-instances 2", "--fsdp-shard-size N"),
+        ("--no-strict-fsdp-dtensor-load", "--fsdp-shard-size"),
+        ("--offload-optimizer-states", "--optimizer-cpu-offload"),
+        ("--no-pin-cpu-params", "--optimizer-cpu-offload"),
+    ],
+)
+def test_other_ways_of_sharding_are_refused_with_what_to_write(words: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*BASE, *words.split()], 2)
+    (violation,) = caught.value.violations
+    assert advice in violation.rule
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -18,8 +19,9 @@ from megatron.config.config import Config
 from megatron.config.effects import notes
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags, topics
+from megatron.config.parallel import ShardingStrategy
 from megatron.config.rules import RULES, violations
-from tests.rule_cases import BASE, PIPELINE_RULES, Case, argv, check_case, config_of, reported
+from tests.rule_cases import BASE, PIPELINE_RULES, SHARDING_RULES, Case, argv, check_case, config_of, reported
 
 DATA = "--no-mock-data --data-path corpus"
 
@@ -33,6 +35,13 @@ CASES: list[Case] = [
     ("--timing-log-level 3", 1, {"--timing-log-level"}, ["at least 0 and at most 2"], ["--timing-log-level 2"]),
     ("--seed -1", 1, {"--seed"}, ["at most 4294967295"], ["--seed 0"]),
     ("--iterations-to-skip 0 3", 1, {"--iterations-to-skip"}, ["Each number must be at least 1"], []),
+    (
+        "--optimizer-cpu-offload --optimizer-offload-fraction 1.5",
+        1,
+        {"--optimizer-offload-fraction"},
+        ["at least 0 and at most 1"],
+        ["--optimizer-offload-fraction 1.0"],
+    ),
     ("--num-layers -3", 1, {"--num-layers"}, ["--num-layers -3 is out of range"], ["--num-layers 1"]),
     ("", 0, set(), ["The world size 0 is out of range"], ["world size 1"]),
     # model
@@ -125,13 +134,6 @@ CASES: list[Case] = [
     ),
     ("--context-parallel-size 2", 2, {"--context-parallel-size"}, ["is refused", "not built"], ["--context-parallel-size 1"]),
     ("--expert-model-parallel-size 2", 2, {"--expert-model-parallel-size"}, ["refused"], ["--expert-model-parallel-size 1"]),
-    (
-        "--data-parallel-sharding-strategy optim",
-        2,
-        {"--data-parallel-sharding-strategy"},
-        ["optim is refused"],
-        ["--data-parallel-sharding-strategy no_shard"],
-    ),
     (
         "--device cpu --distributed-backend nccl",
         1,
@@ -306,6 +308,15 @@ CASES: list[Case] = [
         ["8.0 is above --initial-loss-scale 4.0"],
         ["--min-loss-scale 4.0", "--initial-loss-scale 8.0"],
     ),
+    (
+        "--use-apex --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+        1,
+        {"--use-apex", "--optimizer-cpu-offload"},
+        ["--use-apex and --optimizer-cpu-offload exclude each other", "on CUDA devices only"],
+        ["--no-use-apex", "--optimizer-offload-fraction 1.0 --no-optimizer-cpu-offload"],
+    ),
+    ("--use-apex --device cpu", 1, {"--use-apex", "--device"}, ["--use-apex and --device cpu"], ["--no-use-apex", "--device cuda"]),
+    ("--use-apex --fp64", 1, {"--use-apex", "--fp64"}, ["updates float32 parameters"], ["--no-use-apex", "--no-fp64"]),
     # data
     ("--no-mock-data", 1, {"--data-path", "--mock-data"}, ["--data-path is missing"], ["--mock-data"]),
     ("--data-path corpus", 1, {"--data-path", "--mock-data"}, ["exclude each other"], ["--no-mock-data"]),
@@ -399,6 +410,35 @@ CASES: list[Case] = [
         ["otherwise --start-weight-decay"],
         [],
     ),
+    (
+        "--fsdp-shard-size 1",
+        1,
+        {"--fsdp-shard-size"},
+        ["--fsdp-shard-size 1 would have no effect", "only with --data-parallel-sharding-strategy optim_grads_params"],
+        ["--data-parallel-sharding-strategy optim_grads_params"],
+    ),
+    (
+        "--fsdp-reshard-after-forward never --data-parallel-sharding-strategy optim_grads",
+        1,
+        {"--fsdp-reshard-after-forward"},
+        ["--fsdp-reshard-after-forward never would have no effect"],
+        ["--data-parallel-sharding-strategy optim_grads_params"],
+    ),
+    (
+        "--overlap-param-gather --overlap-grad-reduce",
+        1,
+        {"--overlap-param-gather"},
+        ["only with --use-distributed-optimizer, or a --data-parallel-sharding-strategy other than no_shard"],
+        ["--use-distributed-optimizer"],
+    ),
+    ("--optimizer-offload-fraction 0.5", 1, {"--optimizer-offload-fraction"}, ["only with --op"], ["--optimizer-cpu-offload"]),
+    (
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0",
+        1,
+        {"--optimizer-cpu-offload"},
+        ["--optimizer-cpu-offload would have no effect", "with an --optimizer-offload-fraction above 0"],
+        ["--optimizer-offload-fraction 1.0"],
+    ),
     ("--manual-gc-interval 5", 1, {"--manual-gc-interval"}, ["only with --manual-gc"], ["--manual-gc"]),
     ("--profile-step-start 5", 1, {"--profile-step-start"}, ["only with --profile or --profile-pipeline"], ["--profile"]),
     ("--profile-step-end 15", 1, {"--profile-step-end"}, ["only with --profile"], ["--profile"]),
@@ -434,7 +474,9 @@ def test_a_broken_rule_is_reported(case: Case) -> None:
     check_case(case)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in PIPELINE_RULES], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule not in (*PIPELINE_RULES, *SHARDING_RULES)], ids=lambda rule: rule.__name__
+)
 def test_each_rule_has_a_case(rule: Callable[..., object]) -> None:
     broken = [extra for extra, world_size, *_ in CASES if list(rule(config_of(extra), world_size))]  # type: ignore[call-overload]
     assert broken, rule
@@ -465,6 +507,9 @@ VALID = [
     ("--fp16 --initial-loss-scale 4 --min-loss-scale 4 --hysteresis 1 --loss-scale-window 10", 1),
     ("--fp16 --loss-scale 8", 1),
     ("--optimizer sgd --sgd-momentum 0.5 --clip-grad 0", 1),
+    ("--use-apex", 1),
+    ("--use-apex --device cuda --bf16", 1),
+    ("--optimizer-cpu-offload --optimizer-offload-fraction 0.25", 1),
     (f"{DATA} --split '969, 30, 1'", 1),
     (f"{DATA} --split 1 --eval-iters 0", 1),
     ("--split 100,0,0", 1),
@@ -551,6 +596,7 @@ _SETTINGS = [flag for flag in flags().values() if flag.kind in (int, float) and 
     ramp=st.one_of(st.none(), st.tuples(*[st.integers(-1, 10)] * 3)),
     world_size=st.one_of(st.integers(-1, 64), st.just(10**7)),
     base=st.booleans(),
+    strategy=st.sampled_from(get_args(ShardingStrategy)),
 )
 def test_rules_never_fail(
     values: dict[typing.Any, typing.Any],
@@ -558,6 +604,7 @@ def test_rules_never_fail(
     ramp: tuple[int, int, int] | None,
     world_size: int,
     base: bool,
+    strategy: str,
 ) -> None:
     """Whatever numbers are missing, zero, negative or huge, every rule answers."""
     config = parse(argv("")) if base else Config()
@@ -571,6 +618,7 @@ def test_rules_never_fail(
     for flag in switches:
         config = _with(config, flag.topic, flag.field, not flag.default)
     config = _with(config, "training", "rampup_batch_size", ramp)
+    config = _with(config, "parallel", "data_parallel_sharding_strategy", strategy)
     before = violations(config, world_size)
     for violation in before:
         assert violation.message.endswith(".")

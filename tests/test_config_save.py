@@ -187,6 +187,24 @@ def test_settings_of_another_version_beside_the_model_do_not_matter(tmp_path: Pa
         load(words, 1)
 
 
+def test_a_checkpoint_from_before_a_setting_existed(tmp_path: Path) -> None:
+    """What it could not know has its default: it is resumed, and its model taken, as before."""
+    _checkpoint(tmp_path, MODEL)
+    file = tmp_path / "iter_0000100" / "config.json"
+    record = json.loads(file.read_text())
+    for name in ("fsdp_shard_size", "fsdp_reshard_after_forward", "use_distributed_optimizer", "overlap_param_gather"):
+        del record["config"]["parallel"][name]
+    for name in ("optimizer_cpu_offload", "optimizer_offload_fraction"):
+        del record["config"]["optimizer"][name]
+    del record["config"]["model"]["qk_layernorm"]
+    file.write_text(json.dumps(record))
+    assert from_dict(record["config"]) == parse(MODEL.split())
+    sharded = ["--data-parallel-sharding-strategy", "optim_grads_params", "--fsdp-shard-size", "2"]
+    config = load([*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args", *sharded], 4).config
+    assert config.model == parse(MODEL.split()).model
+    assert (config.parallel.sharding, config.parallel.fsdp_shard_size) == ("optim_grads_params", 2)
+
+
 @pytest.mark.parametrize(
     ("content", "newest", "part"),
     [

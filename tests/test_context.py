@@ -88,6 +88,45 @@ def test_groups_of_eight_ranks_are_those_of_the_topology() -> None:
                 assert len({processes["up"], processes["down"], processes["pp"]}) == 3, "a communicator for each direction"
 
 
+HYBRID = [
+    (EIGHT[0], 2),
+    (Topology(dp=8), 4),
+    (Topology(tp=2, dp=4), 2),
+    (Topology(pp=2, dp=4, pp_before_dp=True), 2),
+    (EIGHT[0], 1),
+]
+"""Worlds, and the data ranks of a part."""
+
+
+def in_hybrid_world(rank: int) -> list[tuple[Any, ...]]:
+    found = []
+    for topology, size in HYBRID:
+        context = make_context(topology, rank, CPU, fsdp_shard_size=size)
+        groups = (context.fsdp_shard, context.fsdp_replica)
+        found.append(tuple((group.ranks, group.index, members(group)) for group in groups))
+    whole = make_context(Topology(dp=8), rank, CPU)
+    assert whole.fsdp_shard is whole.group("cp", "dp") and whole.fsdp_replica.ranks == (rank,)
+    dist.barrier()
+    return found
+
+
+def test_data_ranks_divide_into_neighbours_that_shard_and_replicas_across() -> None:
+    ranks = run_ranks(8, in_hybrid_world, timeout=60.0)
+    for number, (topology, size) in enumerate(HYBRID):
+        for rank in range(8):
+            (shard, index, asked), (replica, place, asked_across) = ranks[rank][number]
+            data = topology.group(rank, "cp", "dp")
+            start = data.index(rank) // size * size
+            assert shard == data[start : start + size] and replica == data[data.index(rank) % size :: size]
+            assert shard[index] == replica[place] == rank
+            assert asked == list(shard) and asked_across == list(replica)
+
+
+def test_data_ranks_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 data ranks do not divide into parts of 4"):
+        Topology(tp=2, dp=6).hybrid_groups(4)
+
+
 def test_a_world_of_one_needs_no_process_group() -> None:
     context = make_context(Topology(), 0, CPU)
     assert context.backend is None and not dist.is_initialized()

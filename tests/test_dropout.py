@@ -113,9 +113,7 @@ def train(
         evaluation = list(maker.evaluation(source, global_batch_size=GLOBAL, num_batches=1))
         found["evaluations"] = [trainer.evaluate(evaluation[0]) for _ in range(2)]
         assert during == {kind: len(found) for kind, found in seeds.items()}, "no mask is drawn in evaluation"
-    found["replicated"] = {
-        entry.record.name: gradient.clone() for entry, gradient in trainer.buckets.gradients() if not entry.record.splits
-    }
+    found["replicated"] = {shard.record.name: shard.grad.clone() for shard in trainer.optimizer.shards if not shard.record.splits}
     return found
 
 

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.parallel.accumulate import GradSink
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.params import Init, ParamTable, materialize
 from megatron.parallel.scope import Scope
@@ -21,6 +20,7 @@ from megatron.parallel.topology import Topology
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup, padded_vocab_size
 from tests.distributed import run_ranks
 from tests.lone_rank import CPU, lone_rank
+from tests.sinks import sink_over
 
 HIDDEN, SEQ, BATCH = 4, 6, 2
 
@@ -57,7 +57,7 @@ def embedding_of(context: ParallelContext, vocab: int, divisible_by: int, sequen
     box = entry.record.held_box(context.axis_sizes, context.coordinates)
     with torch.no_grad():
         entry.param.fill_(9.0)[: box.sizes[0]] = values(vocab, HIDDEN, key=1)[box.offsets[0] :][: box.sizes[0]]
-    entry.param.grad_sink = GradSink(torch.full_like(entry.param, torch.nan), lambda: None)  # type: ignore[attr-defined]
+    entry.param.grad_sink = sink_over(torch.full_like(entry.param, torch.nan))  # type: ignore[attr-defined]
     return layer, table
 
 
@@ -119,7 +119,7 @@ def test_the_record_names_the_unpadded_shape_and_the_holders() -> None:
 def test_gradients_of_a_frequent_token_are_summed_in_float32(dtype: torch.dtype) -> None:
     """Ten thousand times 1/64 to one row: in bfloat16 the sum would stand still at 4, far from 156.25."""
     weight = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
-    weight.grad_sink = GradSink(torch.empty(3, 2), lambda: None)  # type: ignore[attr-defined]
+    weight.grad_sink = sink_over(torch.empty(3, 2))  # type: ignore[attr-defined]
     ids = torch.ones(10_000, dtype=torch.int64)
     ids[0] = 2
     for _ in range(2):

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.parallel.accumulate import GradSink
 from megatron.parallel.context import SELF_GROUP, ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel import p2p
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Boundary, Messenger, Tensors, TensorSpec
-from megatron.pipeline_parallel.schedule import Message, Op, Schedule
+from megatron.pipeline_parallel.schedule import Message, Op, OpKind, Schedule
 from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.pipeline_parallel.schedules.select import forward_only
 from megatron.pipeline_parallel.schedules.simple import gpipe, one_f_one_b
@@ -29,6 +28,7 @@ from megatron.tensor_parallel.linear_function import parallel_linear
 from tests.distributed import run_ranks
 from tests.lone_rank import CPU, lone_rank
 from tests.schedule_examples import B, F, greedy, split_backwards
+from tests.sinks import sink_over
 
 SHAPE = (3, 2, 4)
 BOUNDARY: Boundary = {"hidden": TensorSpec(SHAPE, torch.float64)}
@@ -51,7 +51,7 @@ class Chain:
             self.params[f"{chunk}.weight"] = nn.Parameter(values("weight", chunk, shape=(4, 4)).clone())
             self.params[f"{chunk}.bias"] = nn.Parameter(values("bias", chunk, shape=(4,)).clone())
         for param in self.params.values():
-            param.grad_sink = GradSink(torch.zeros_like(param), lambda: None)  # type: ignore[attr-defined]
+            param.grad_sink = sink_over(torch.zeros_like(param))  # type: ignore[attr-defined]
         self.outputs: list[StorageWeakRef] = []
         self.input_grads: list[StorageWeakRef] = []
         self.alive: list[int] = []
@@ -266,6 +266,14 @@ def test_a_recorder_hears_of_every_operation_in_order() -> None:
     executor.recorder = noted
     executor.run(schedule, Chain(2, [0, 1]).forward)
     assert tuple(noted.ops) == schedule.ops[0]
+
+
+def test_backwards_are_announced_but_not_late_weight_gradients() -> None:
+    schedule = make_schedule("zb-v", 1, 3, 2)
+    announced: list[int] = []
+    Executor(lone_rank(), BOUNDARY, before_backward=announced.append).run(schedule, Chain(2, [0, 1]).forward)
+    assert announced == [op.chunk for op in schedule.ops[0] if op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD)]
+    assert sorted(announced) == [0] * 3 + [1] * 3
 
 
 # ---- two ranks

@@ -29,13 +29,18 @@ AXES: dict[str, list[Any]] = {
     "style": ["gpt2 tied", "llama"],
     "overlap": [True, False],
     "overlap_p2p": [True, False],
+    "sharding": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
 }
 
 
 def fits(case: dict[str, Any]) -> bool:
-    """Schedules with the chunks that they can have; overlapped reductions where there is something to reduce."""
+    """Schedules with the chunks that they can have, and not refused; reductions where there is something to reduce."""
     chunks = GENERATORS[case["schedule"]].chunks_per_stage
-    return case["virtual_stages"] == (chunks or max(2, case["virtual_stages"])) and not (case["overlap"] and case["sizes"][2] == 1)
+    return (
+        case["virtual_stages"] == (chunks or max(2, case["virtual_stages"]))
+        and not (case["sizes"][2] == 1 and (case["overlap"] or case["sharding"] != "no_shard"))
+        and not (case["sharding"] == "optim_grads_params" and case["schedule"] in ("zb-h1", "zb-v"))
+    )
 
 
 def layout_string(num_chunks: int, num_layers: int) -> str:
@@ -65,6 +70,7 @@ def reference(style: str, layers: int, batch: int) -> ReferenceRun:
 def name(case: dict[str, Any]) -> str:
     tp, pp, dp = case["sizes"]
     words = [f"tp{tp}-pp{pp}-dp{dp}", f"{case['schedule']}-v{case['virtual_stages']}", f"m{case['microbatches']}", case["split"]]
+    words.append(case["sharding"])
     return "-".join([*words, case["style"].replace(" ", "-"), *(flag for flag in ("overlap", "overlap_p2p") if case[flag])])
 
 
@@ -87,6 +93,8 @@ def layout_of(case: dict[str, Any], layers: int) -> Layout:
         split=layout_string(chunks, layers) if case["split"] == "layout" else None,
         overlap=case["overlap"],
         overlap_p2p=case["overlap_p2p"],
+        sharding=case["sharding"],
+        overlap_param_gather=case["sharding"] in ("optim", "optim_grads"),
         micro_batch_size=1,
         bucket_size=700,
     )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.parallel.accumulate import GradSink, deferring
+from megatron.parallel.accumulate import deferring
 from megatron.parallel.context import SELF_GROUP, ParallelContext, make_context
 from megatron.parallel.params import Init, ParamTable, materialize
 from megatron.parallel.scope import Scope
@@ -22,6 +22,7 @@ from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLin
 from megatron.tensor_parallel.linear_function import parallel_linear
 from tests.distributed import run_ranks
 from tests.lone_rank import CPU, lone_rank
+from tests.sinks import sink_over
 
 SEQ, BATCH, IN, OUT = 6, 2, 4, 10
 STEPS = 2
@@ -91,7 +92,7 @@ def layer_of(case: Case, context: ParallelContext) -> tuple[nn.Module, ParamTabl
         whole = values(*entry.record.shape, key=1 if entry.record.name == "weight" else 2)
         with torch.no_grad():
             entry.param.copy_(whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
-        entry.param.grad_sink = GradSink(torch.full_like(entry.param, torch.nan), lambda: None)  # type: ignore[attr-defined]
+        entry.param.grad_sink = sink_over(torch.full_like(entry.param, torch.nan))  # type: ignore[attr-defined]
     return layer, table
 
 
@@ -253,7 +254,7 @@ def test_deferred_weight_gradients_are_the_same_bits() -> None:
         for defer in (False, True):
             weights = [nn.Parameter(values(IN, IN, key=key)) for key in (1, 2)]
             for weight in weights if with_sinks else ():
-                weight.grad_sink = GradSink(torch.zeros_like(weight), lambda: None)  # type: ignore[attr-defined]
+                weight.grad_sink = sink_over(torch.zeros_like(weight))  # type: ignore[attr-defined]
             for step in range(2):
                 x = values(SEQ, BATCH, IN, key=3 + step).requires_grad_()
                 y = parallel_linear(parallel_linear(x, weights[0], None, SELF_GROUP).tanh(), weights[1], None, SELF_GROUP)
@@ -284,7 +285,7 @@ def test_16_bit_layers_are_within_rounding_of_float64(dtype: torch.dtype, roundi
     """float16 sums of 3,000 products must not be made in float16; the main gradient is a float32 sum over microbatches."""
     inner, out = 3000, 8
     weight, bias = nn.Parameter(values(out, inner, key=1).to(dtype)), nn.Parameter(values(out, key=2).to(dtype))
-    sinks = [GradSink(torch.zeros(p.shape, dtype=torch.float32), lambda: None) for p in (weight, bias)]
+    sinks = [sink_over(torch.zeros(p.shape, dtype=torch.float32)) for p in (weight, bias)]
     weight.grad_sink, bias.grad_sink = sinks  # type: ignore[attr-defined]
     exact_weight, exact_bias = weight.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
     for step in range(3):
@@ -313,7 +314,7 @@ def test_float16_products_on_a_cpu_are_made_in_float32() -> None:
     weight, bias = nn.Parameter(values(OUT, IN, key=1).half()), nn.Parameter(values(OUT, key=2).half())
     for with_sink in (False, True):
         if with_sink:
-            weight.grad_sink = GradSink(torch.zeros(OUT, IN), lambda: None)  # type: ignore[attr-defined]
+            weight.grad_sink = sink_over(torch.zeros(OUT, IN))  # type: ignore[attr-defined]
         for _ in range(2):
             x = values(SEQ, BATCH, IN, key=3).half().requires_grad_()
             with Watch():

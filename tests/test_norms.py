@@ -7,10 +7,10 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.model.norms import Norm
-from megatron.parallel.accumulate import GradSink
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from tests.lone_rank import CPU, lone_rank
+from tests.sinks import sink_over
 
 ROWS, SIZE = 4096, 64
 
@@ -26,7 +26,7 @@ def run(kind: str, dtype: torch.dtype, x: torch.Tensor, dy: torch.Tensor) -> dic
     for entry in table:
         with torch.no_grad():
             entry.param.copy_(torch.linspace(0.5, 1.5, SIZE, dtype=torch.float64))
-        entry.param.grad_sink = GradSink(torch.zeros(SIZE, dtype=torch.promote_types(dtype, torch.float32)), lambda: None)  # type: ignore[attr-defined]
+        entry.param.grad_sink = sink_over(torch.zeros(SIZE, dtype=torch.promote_types(dtype, torch.float32)))  # type: ignore[attr-defined]
     leaf = x.to(dtype).clone().requires_grad_()
     y = norm(leaf)
     y.backward(dy.to(dtype))

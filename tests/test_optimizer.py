@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.optimizer import parts
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import Float16Optimizer, FP32Optimizer, ShardedOptimizer, make_optimizer
-from megatron.parallel.boxes import Piece
+from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import Shard
-from tests.lone_rank import CPU
+from megatron.parallel.shards import Shard, ShardGroup
+from tests.lone_rank import CPU, lone_rank
 
 SHAPES = {"matrix": (7, 5), "bias": (11,), "norm": (3,)}
 DECAYING = {"matrix"}
@@ -28,15 +29,22 @@ def values(*shape: int, key: int = 0, dtype: torch.dtype = torch.float32) -> tor
 
 
 def shards(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> list[Shard]:
-    """One a name, whole; a 16-bit parameter has a float32 main."""
+    """One a name, whole; 16-bit weights have a float32 gradient."""
     wide = torch.promote_types(dtype, torch.float32)
     made = []
     for key, (name, shape) in enumerate(SHAPES.items()):
-        param = (values(*shape, key=key, dtype=torch.float64) * scale).to(dtype)
-        main = param.view(-1) if dtype == wide else param.view(-1).to(wide)
+        weights = (values(*shape, key=key, dtype=torch.float64) * scale).to(dtype).view(-1)
+        size = weights.numel()
         record = ParamRecord(name, shape, decay=name in DECAYING)
-        made.append(Shard(record, Piece(0, param.numel()), param, main, torch.zeros(param.numel(), dtype=wide), True))
+        made.append(Shard(record, FlatPiece(0, size), weights, torch.zeros(size, dtype=wide), range(size)))
     return made
+
+
+def make(made: Sequence[Shard], config: OptimizerConfig) -> ShardedOptimizer:
+    """In two groups, but for a single shard."""
+    cut = max(len(made) - 1, 1)
+    groups = [ShardGroup(list(part)) for part in (made[:cut], made[cut:]) if part]
+    return make_optimizer(groups, config, lone_rank())
 
 
 def set_grads(made: Sequence[Shard], step: int) -> None:
@@ -46,7 +54,7 @@ def set_grads(made: Sequence[Shard], step: int) -> None:
 
 def plain(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
     """torch's optimizer, not fused, on copies; decay on the first tensor only."""
-    params = [shard.main.clone().requires_grad_() for shard in shards(dtype)]
+    params = [shard.weights.to(shard.grad.dtype, copy=True).requires_grad_() for shard in shards(dtype)]
     groups = [{"params": params[:1], "weight_decay": 0.1}, {"params": params[1:], "weight_decay": 0.0}]
     if kind == "adam":
         return params, torch.optim.AdamW(groups, lr=0.0, foreach=False, **{"betas": (0.9, 0.95), "eps": 1e-8, **changes})
@@ -81,7 +89,7 @@ def test_updates_equal_those_of_torch_on_scaled_gradients(
 ) -> None:
     """The factor, of unscaling and clipping, acts before momentum and moments; the learning rate changes every step."""
     made = shards(dtype)
-    optimizer = make_optimizer(made, config)
+    optimizer = make(made, config)
     assert type(optimizer) is FP32Optimizer
     params, expected = plain(config.optimizer, dtype, **changes)
     for step in range(4):
@@ -91,23 +99,23 @@ def test_updates_equal_those_of_torch_on_scaled_gradients(
         optimizer.step(0.01 * (step + 1), 0.1, now)
         tolerance = 2e-6 if dtype == torch.float32 else 1e-13
         for shard, param in zip(made, params, strict=True):
-            torch.testing.assert_close(shard.param.view(-1), param.detach(), rtol=tolerance, atol=tolerance)
-            assert shard.param.data_ptr() == shard.main.data_ptr()
+            torch.testing.assert_close(shard.weights, param.detach(), rtol=tolerance, atol=tolerance)
+            assert shard.main is shard.weights
     assert optimizer.num_updates == 4
 
 
 def test_weight_decay_acts_on_records_that_decay_only() -> None:
     for config in (ADAM, PLAIN_SGD):
         made = shards()
-        before = [shard.main.clone() for shard in made]
-        make_optimizer(made, config).step(0.5, 0.1, 1.0)  # the gradients are zero
+        before = [shard.weights.clone() for shard in made]
+        make(made, config).step(0.5, 0.1, 1.0)  # the gradients are zero
         for shard, old in zip(made, before, strict=True):
             torch.testing.assert_close(shard.main, old * 0.95 if shard.record.name in DECAYING else old, rtol=1e-6, atol=0.0)
 
 
 def test_weight_decay_follows_its_schedule() -> None:
     made = shards()
-    optimizer, old = make_optimizer(made, ADAM), made[0].main.clone()
+    optimizer, old = make(made, ADAM), made[0].weights.clone()
     for decay in (0.0, 0.2):
         optimizer.step(0.5, decay, 1.0)
     torch.testing.assert_close(made[0].main, old * 0.9, rtol=1e-6, atol=0.0)
@@ -117,8 +125,8 @@ def test_weight_decay_follows_its_schedule() -> None:
 def test_all_shards_may_be_of_one_kind(names: list[str]) -> None:
     made = [shard for shard in shards() if shard.record.name in names]
     set_grads(made, 0)
-    old = [shard.main.clone() for shard in made]
-    make_optimizer(made, ADAM).step(0.1, 0.1, 0.5)
+    old = [shard.weights.clone() for shard in made]
+    make(made, ADAM).step(0.1, 0.1, 0.5)
     assert all(not torch.equal(shard.main, before) for shard, before in zip(made, old, strict=True))
 
 
@@ -128,41 +136,134 @@ def test_all_shards_may_be_of_one_kind(names: list[str]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_mains_are_updated_in_float32_and_published_rounded(dtype: torch.dtype) -> None:
     made = shards(dtype)
-    optimizer = make_optimizer(made, ADAM)
+    optimizer = make(made, ADAM)
     assert type(optimizer) is Float16Optimizer
     params, expected = plain("adam", dtype)
-    pointers = [shard.param.data_ptr() for shard in made]
+    pointers = [shard.weights.data_ptr() for shard in made]
     for step in range(3):
         set_grads(made, step)
         plain_step(params, expected, made, 0.5, lr=0.01)
         optimizer.step(0.01, 0.1, 0.5)
         for shard, param in zip(made, params, strict=True):
-            assert shard.main.dtype == torch.float32 and shard.param.dtype == dtype
+            assert shard.main.dtype == torch.float32 and shard.weights.dtype == dtype
             torch.testing.assert_close(shard.main, param.detach(), rtol=2e-6, atol=2e-6)
-            assert torch.equal(shard.param.view(-1), shard.main.to(dtype))
-            assert shard.param.shape == SHAPES[shard.record.name]
-    assert [shard.param.data_ptr() for shard in made] == pointers
+            assert torch.equal(shard.weights, shard.main.to(dtype))
+    assert [shard.weights.data_ptr() for shard in made] == pointers
 
 
 def test_updates_too_small_for_16_bits_add_up() -> None:
     """A hundred steps of 1e-4 from 1: in bfloat16, whose neighbours of 1 are 0.004 away, nothing would ever move."""
-    param = torch.ones(4, dtype=torch.bfloat16)
-    shard = Shard(ParamRecord("w", (4,)), Piece(0, 4), param, torch.ones(4), torch.ones(4), True)
-    optimizer = make_optimizer([shard], PLAIN_SGD)
+    weights = torch.ones(4, dtype=torch.bfloat16)
+    shard = Shard(ParamRecord("w", (4,)), FlatPiece(0, 4), weights, torch.ones(4), range(4))
+    optimizer = make([shard], PLAIN_SGD)
     optimizer.step(1e-4, 0.0, 1.0)
-    assert param.tolist() == [1.0] * 4
+    assert weights.tolist() == [1.0] * 4
     for _ in range(99):
         optimizer.step(1e-4, 0.0, 1.0)
     torch.testing.assert_close(shard.main, torch.full((4,), 0.99), rtol=1e-5, atol=0.0)
-    assert param.tolist() == torch.full((4,), 0.99).bfloat16().tolist()
+    assert weights.tolist() == torch.full((4,), 0.99).bfloat16().tolist()
 
 
-def test_a_shard_publishes_its_piece_only() -> None:
-    param = torch.zeros(2, 3, dtype=torch.bfloat16)
-    shard = Shard(ParamRecord("w", (2, 3)), Piece(2, 5), param, torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3), True)
-    optimizer = make_optimizer([shard], ADAM)
+def test_copies_of_a_group_lie_in_one_buffer() -> None:
+    made = shards(torch.bfloat16)
+    optimizer = make_optimizer([ShardGroup(made)], ADAM, lone_rank())
+    device, host = optimizer.held()
+    assert [buffer.numel() for buffer in device.mains] == [3 * 64], "each padded to 64 elements"
+    assert [buffer.numel() for buffer in device.moments] == [3 * 64] * 2 and not device.buffers
+    assert len({shard.main.untyped_storage().data_ptr() for shard in made}) == 1
+    assert not (host.mains or host.moments or host.buffers) and optimizer.offloaded_share == 0.0
+    made = shards()
+    device, _ = make_optimizer([ShardGroup(made)], ADAM, lone_rank()).held()
+    assert not device.mains, "the weights are the mains"
+
+
+# ---- groups
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_group_is_published_once_its_weights_are_new(dtype: torch.dtype) -> None:
+    """And before the next group is updated, so that the two overlap."""
+    made = shards(dtype)
+    old = [shard.weights.clone() for shard in made]
+    seen: list[list[bool]] = []
+    groups = [ShardGroup([shard], publish=lambda: seen.append(changed())) for shard in made]
+
+    def changed() -> list[bool]:
+        return [not torch.equal(shard.weights, before) for shard, before in zip(made, old, strict=True)]
+
+    optimizer = make_optimizer(groups, ADAM, lone_rank())
+    set_grads(made, 0)
+    assert seen == [], "making it publishes nothing"
+    optimizer.step(0.1, 0.1, 1.0)
+    assert seen == [[True, False, False], [True, True, False], [True, True, True]]
+
+
+def test_publish_carries_loaded_mains_to_all_weights() -> None:
+    made = shards(torch.bfloat16)
+    published: list[str] = []
+    groups = [ShardGroup([shard], publish=lambda name=shard.record.name: published.append(name)) for shard in made]
+    optimizer = make_optimizer(groups, ADAM, lone_rank())
+    for shard in made:
+        shard.main.fill_(2.5)
     optimizer.publish()
-    assert param.tolist() == [[0.0, 0.0, 1.0], [2.0, 3.0, 0.0]]
+    assert published == list(SHAPES) and all((shard.weights == 2.5).all() for shard in made)
+    assert optimizer.num_updates == 0
+
+
+def test_a_group_may_be_empty_and_so_may_a_shard() -> None:
+    """A rank whose slice of a bucket is padding; a dimension that has fewer indices than there are ranks."""
+    empty = Shard(ParamRecord("none", (0, 5)), FlatPiece(0, 0), torch.zeros(0), torch.zeros(0), range(0))
+    published: list[int] = []
+    made = shards()
+    groups = [ShardGroup([], lambda: published.append(0)), ShardGroup([empty]), ShardGroup([empty, *made])]
+    optimizer = make_optimizer(groups, ADAM, lone_rank())
+    set_grads(made, 0)
+    optimizer.step(0.1, 0.0, 0.5)
+    assert published == [0] and optimizer.moments(made[2])["exp_avg"].any()
+
+
+@pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_updating_in_batches_changes_no_bit(monkeypatch: pytest.MonkeyPatch, config: OptimizerConfig, dtype: torch.dtype) -> None:
+    """On a processor a large shard is updated, and rounded, part by part."""
+    results = []
+    for limit in (64, 128, 2**20):
+        monkeypatch.setattr(parts, "_BATCH", limit)
+        size = 1000
+        wide = torch.promote_types(dtype, torch.float32)
+        made = [
+            Shard(
+                ParamRecord(str(key), (size,)),
+                FlatPiece(0, size),
+                values(size, key=key, dtype=dtype),
+                torch.zeros(size, dtype=wide),
+                range(0),
+            )
+            for key in range(3)
+        ]
+        optimizer = make(made, config)
+        assert sum(1 for part in optimizer._each_part() for _ in part._batches) == {64: 48, 128: 24, 2**20: 2}[limit]
+        for step in range(3):
+            set_grads(made, step)
+            optimizer.step(0.01, 0.1, 0.3)
+        results.append([tensor for s in made for tensor in (s.weights, s.main, *optimizer.moments(s).values())])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [64], [1], [100, 64, 1, 1, 300, 0, 7], [1000]])
+@pytest.mark.parametrize("limit", [64, 128, None])
+def test_batches_cover_everything_in_order(sizes: list[int], limit: int | None) -> None:
+    made = parts.batches(sizes, limit)
+    assert [(b.index, i) for batch in made for b in batch for i in range(b.start, b.stop)] == [
+        (index, i) for index, size in enumerate(sizes) for i in range(size)
+    ]
+    assert all(batch for batch in made)
+    assert all(block.start % 64 == 0 and block.start < block.stop for batch in made for block in batch)
+    if limit is None:
+        assert len(made) <= 1
+    else:
+        assert all(sum(block.stop - block.start for block in batch) <= limit for batch in made)
 
 
 # ---- state
@@ -171,7 +272,7 @@ def test_a_shard_publishes_its_piece_only() -> None:
 def test_state_is_there_before_the_first_step() -> None:
     for config, names in ((ADAM, {"exp_avg", "exp_avg_sq"}), (SGD, {"momentum_buffer"}), (PLAIN_SGD, set())):
         made = shards(torch.bfloat16)
-        optimizer = make_optimizer(made, config)
+        optimizer = make(made, config)
         before = {s.record.name: optimizer.moments(s) for s in made}
         for shard in made:
             moments = before[shard.record.name]
@@ -192,7 +293,7 @@ def test_apex_that_is_not_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "apex.optimizers", None)
     for kind in ("adam", "sgd"):
         with pytest.raises(ValueError, match="--use-apex, but NVIDIA apex is not installed"):
-            make_optimizer(shards(), OptimizerConfig(optimizer=kind, use_apex=True))  # type: ignore[arg-type]
+            make(shards(), OptimizerConfig(optimizer=kind, use_apex=True))  # type: ignore[arg-type]
 
 
 class FakeFusedAdam(torch.optim.Optimizer):
@@ -240,8 +341,9 @@ APEX = OptimizerConfig(use_apex=True, adam_beta2=0.95)
 )
 def test_apex_is_used_where_it_is_there_and_asked_for(apex: None, config: OptimizerConfig, changes: dict[str, Any]) -> None:
     made = shards()
-    optimizer = make_optimizer(made, config)
-    assert isinstance(optimizer._torch, FakeFusedAdam | FakeFusedSGD)
+    optimizer = make(made, config)
+    for part in optimizer._each_part():
+        assert all(isinstance(batch.optimizer, FakeFusedAdam | FakeFusedSGD) for batch in part._batches)
     params, expected = plain(config.optimizer, **changes)
     for step in range(3):
         set_grads(made, step)
@@ -261,10 +363,10 @@ def test_another_optimizer_goes_on_from_moments_and_the_number_of_updates(apex: 
             optimizer.step(0.01, 0.1, 0.5)
 
     first = shards()
-    through = make_optimizer(first, config)
+    through = make(first, config)
     train(through, first, range(3))
     second = shards()
-    resumed = make_optimizer(second, config)
+    resumed = make(second, config)
     for old, new in zip(first, second, strict=True):
         new.main.copy_(old.main)
         for name, moment in through.moments(old).items():
@@ -300,6 +402,23 @@ def test_sums_have_a_place_for_each_tensor_of_any_shape() -> None:
     tensors = [torch.full((2, 3), 2.0), torch.tensor(3.0), torch.zeros(0), torch.full((5000, 2), 1.0).t()]
     assert square_sums(tensors, CPU).tolist() == pytest.approx([24.0, 9.0, 0.0, 10_000.0], rel=1e-6)
     assert square_sums([], CPU).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1, 5, 63, 64, 1000, 4095, 4096, 4097, 8192, 20_000, 300_001])
+def test_sums_depend_on_the_elements_only(numel: int, dtype: torch.dtype) -> None:
+    """Not on where in memory they begin, and not on what they are a part of: so sharding does not change the norm."""
+    tensor = values(numel, key=numel, dtype=dtype)
+    alone = square_sums([tensor], CPU)
+    for before in (*range(17), 31, 64):
+        larger = torch.full((before + numel + 100,), 7.0, dtype=dtype)
+        part = larger[before : before + numel].copy_(tensor)
+        assert torch.equal(square_sums([part], CPU), alone)
+    misaligned = torch.zeros(8 * numel + 8, dtype=torch.uint8)
+    start = -misaligned.data_ptr() % 64 + 4 * (dtype != torch.float64)  # torch wants a multiple of the element's size
+    if len(misaligned) >= start + numel * dtype.itemsize:
+        part = misaligned[start : start + numel * dtype.itemsize].view(dtype).copy_(tensor)
+        assert torch.equal(square_sums([part], CPU), alone)
 
 
 @pytest.mark.parametrize("numel", [10, 10_000])

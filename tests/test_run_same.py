@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.data_parallel.buckets import GradBuckets
+from megatron.data_parallel import bucket
+from megatron.data_parallel.buckets import Buckets
 from megatron.model.inputs import ModelInputs
 from megatron.training.step import TrainStep
 from tests.byte_dataset import FLAGS, write_bytes
@@ -63,13 +64,20 @@ def test_overlap_begins_reductions_before_the_end_of_backward(overlap: bool) -> 
     """So that the comparison above compares two things."""
 
     def before(rank: int) -> None:
-        finish = GradBuckets.finish
+        finish = Buckets.finish_gradients
+        begun = []
+        start = bucket.start_all_reduce
 
-        def counting(self: GradBuckets) -> None:
-            print(f"begun: {sum(bucket.pending is not None for bucket in self.buckets)}")
+        def noting(*args: Any) -> Any:
+            begun.append(args)
+            return start(*args)
+
+        def counting(self: Buckets) -> None:
+            print(f"begun: {len(begun)}")
             finish(self)
 
-        GradBuckets.finish = counting  # type: ignore[method-assign]
+        bucket.start_all_reduce = noting  # type: ignore[assignment]
+        Buckets.finish_gradients = counting  # type: ignore[method-assign]
 
     said = run(arguments(train_iters=1, overlap_grad_reduce=overlap, ddp_bucket_size=5000), 2, before=before)
     assert ("begun: 0" not in said) == overlap

@@ -151,7 +151,7 @@ def test_parallel_state_is_passed_on() -> None:
 
 # ---- settings
 
-REFUSED = {"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim"}
+REFUSED = {"expert_model_parallel_size": 2}
 """Fields that nothing reads yet: any value but the default is refused."""
 READ_WITHIN = {"use_checkpoint_args": "megatron/config/cli.py"}
 """Acts while the settings are read."""

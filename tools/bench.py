@@ -2,12 +2,13 @@
 
     python tools/bench.py                 all of what follows
     python tools/bench.py bubble          the step of every pipeline schedule against the simulator, with sleeping operations
+    python tools/bench.py overlap         exposed communication of two data ranks with overlap off and on, behind a slowed link
     python tools/bench.py executor        what the pipeline executor costs for each operation, and at start
     python tools/bench.py single          one process, float32 and bfloat16, against a plain PyTorch loop of the same shape
     python tools/bench.py parallel        8 processes at TP=2, PP=2, DP=2 against one, with the share of communication
     python tools/bench.py single --shape 350m --device cuda
 
-The exit status is 1 if a bound is missed that bubble or executor asks for.
+The exit status is 1 if a bound is missed that bubble, overlap or executor asks for.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
+from megatron.config.parallel import ShardingStrategy
 from megatron.pipeline_parallel.schedules.registry import GENERATORS
 from megatron.pipeline_parallel.simulate import Costs
-from tools.benchmarks.shapes import SHAPES
+from tools.benchmarks.shapes import SHAPES, Shape
 
-# bubble is first because it forks: where there is CUDA, autograd starts threads at its first backward, which do not survive that.
-PARTS = ("bubble", "executor", "single", "parallel")
+# Those that fork are first: where there is CUDA, autograd starts threads at its first backward, which do not survive that.
+PARTS = ("bubble", "overlap", "executor", "single", "parallel")
+# Under optim_grads_params torch's fully_shard communicates, and on gloo it waits for each reduction.
+STRATEGIES: tuple[ShardingStrategy, ...] = ("no_shard", "optim", "optim_grads")
 
 
 def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
@@ -55,7 +59,24 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
         help="float32 tensor that travels (128 1 512)",
     )
     add("--no-overlap-p2p", ("bubble",), action="store_true", help="wait for each exchange of messages before computing on")
-    add("--repeats", ("bubble",), type=count, default=5, help="measured steps of each schedule, after a first (5)")
+    add(
+        "--repeats",
+        ("bubble", "overlap"),
+        type=count,
+        default=5,
+        help="measurements of each schedule or strategy, after a first (5)",
+    )
+    add("--strategies", ("overlap",), nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="of sharding (all)")
+    add("--accumulate", ("overlap",), nargs="+", type=count, default=[1, 4], help="microbatches of a step, one after another (1 4)")
+    add(
+        "--gpt",
+        ("overlap",),
+        nargs=6,
+        type=count,
+        default=[8, 192, 4, 256, 4, 512],
+        metavar=("LAYERS", "HIDDEN", "HEADS", "SEQ", "BATCH", "VOCAB"),
+        help="model and microbatch of a rank (8 192 4 256 4 512)",
+    )
     add(
         "--start-sizes",
         ("executor",),
@@ -119,6 +140,10 @@ def run(part: str, args: argparse.Namespace) -> bool:
             repeats=args.repeats,
         )
         return bubble.run(settings)
+    if part == "overlap":
+        from tools.benchmarks import overlap
+
+        return overlap.run(overlap.Settings(Shape(*args.gpt), tuple(args.strategies), tuple(args.accumulate), args.repeats))
     if part == "executor":
         from tools.benchmarks import executor
 

@@ -6,6 +6,8 @@ _FUSED = "kernels are chosen by torch; no switch is needed"
 _SDPA = "attention always runs through torch's scaled_dot_product_attention, which picks the fastest kernel"
 _NO_STATE = "random numbers follow from the seed and the step; there is no generator state to save or load"
 _LOADER = "how the indexed files are read is not a setting"
+_STRATEGY = "--data-parallel-sharding-strategy alone says what is sharded (by default nothing, as there)"
+_OWN_PACE = "each pipeline stage always communicates as soon as it can, without waiting for the others"
 
 NO_EFFECT: dict[str, str] = {
     "use-mcore-models": "there is one implementation of the model",
@@ -31,6 +33,15 @@ NO_EFFECT: dict[str, str] = {
     "overlap-p2p-communication-warmup-flush": "--overlap-p2p-communication holds in every phase of a schedule",
     "use-cpu-initialization": "initial values are always drawn on the CPU and do not depend on the layout",
     "no-initialization": "initial values cost little; a checkpoint replaces them",
+    "init-model-with-meta-device": "the model is always built on the meta device, and then given memory for what the rank holds",
+    "use-megatron-fsdp": _STRATEGY,
+    "use-custom-fsdp": _STRATEGY,
+    "no-align-grad-reduce": _OWN_PACE,
+    "no-align-param-gather": _OWN_PACE,
+    "overlap-param-gather-with-optimizer-step": "a bucket is always gathered while the next ones are updated",
+    "use-precision-aware-optimizer": "main parameters, main gradients and moments of a 16-bit model are float32, its defaults",
+    "use-torch-optimizer-for-cpu-offload": "--optimizer-cpu-offload always updates by torch's optimizers",
+    "overlap-cpu-optimizer-d2h-h2d": "with --optimizer-cpu-offload copies always overlap with backward and with the update",
     "calculate-per-token-loss": "the loss is always a sum over tokens divided by the global token count",
     "no-create-attention-mask-in-dataloader": "attention is causal and no mask is ever made",
     "no-mmap-bin-files": _LOADER,
@@ -52,7 +63,11 @@ NO_EFFECT_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "attention-backend": ((), _SDPA),
     "cross-entropy-fusion-impl": ((), "the loss has one implementation, which never holds all logits on a rank"),
     "dataloader-type": (("single",), "data is always read in one pass of an order that is already shuffled"),
-    "ckpt-format": (("torch_dist",), "there is one checkpoint format, which fits every layout"),
+    "ckpt-format": (("torch_dist", "fsdp_dtensor"), "there is one checkpoint format, which fits every layout"),
+    "main-params-dtype": (("fp32",), "main parameters of a 16-bit model are always float32"),
+    "main-grads-dtype": (("fp32",), "main gradients of a 16-bit model are always float32"),
+    "exp-avg-dtype": (("fp32",), "the optimizer's moments have the dtype of the main parameters"),
+    "exp-avg-sq-dtype": (("fp32",), "the optimizer's moments have the dtype of the main parameters"),
     "rerun-mode": (("disabled",), "iterations are never run twice"),
     "tensorboard-queue-size": ((), "TensorBoard's own queue is used"),
     "num-dataset-builder-threads": ((), _LOADER),
@@ -73,18 +88,28 @@ RENAMED: dict[str, str] = {
     "yaml-cfg": "--config",
     "record-memory-history": "--profile, which also writes a memory snapshot",
     "memory-snapshot-path": "--profile-dir",
+    "use-torch-fsdp2": "--data-parallel-sharding-strategy optim_grads_params, which runs on torch's fully_shard",
+    "torch-fsdp2-no-reshard-after-forward": "--fsdp-reshard-after-forward never",
 }
 """Names of other versions, with the flag to use."""
 
-_SHARDED = (
-    "Slicing optimizer state, gradients or parameters over the data ranks is not built yet; every data rank holds them whole "
-    "(--data-parallel-sharding-strategy no_shard)."
+_FSDP = (
+    "Sharding of parameters is set by --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size and "
+    "--fsdp-reshard-after-forward."
+)
+_HYBRID = (
+    "With --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size N shards within groups of N data ranks, which "
+    "are copies of each other; otherwise state is sharded over all data ranks."
 )
 _DEFERRED = "Weight gradients are put off by --pipeline-schedule zb-h1 and zb-v, to fill the bubble."
 _RECOMPUTE = (
     "Recomputing activations is not built yet; to save memory use --sequence-parallel, more tensor ranks or a smaller batch."
 )
-_OFFLOAD = "Keeping state in host memory is not built yet; to save memory use more tensor or pipeline ranks."
+_OFFLOAD = "Main parameters and moments are kept in host memory by --optimizer-cpu-offload and --optimizer-offload-fraction."
+_ACTIVATIONS = (
+    "Keeping activations in host memory is not built yet; to save memory use --sequence-parallel, more tensor ranks or a smaller "
+    "batch."
+)
 _BLEND = "Separate data sets for training and validation are not built yet; give one --data-path and divide it by --split."
 _DOCUMENTS = (
     "Resetting at document ends is not built yet; attention and positions run over the whole sequence (--eod-mask-loss leaves the "
@@ -104,17 +129,16 @@ _BUCKETS = "Gradient buckets are set by --ddp-bucket-size and --overlap-grad-red
 _WINDOW = "Attention is causal over the whole sequence; windows are not built yet."
 
 REFUSED: dict[str, str] = {
-    "use-distributed-optimizer": _SHARDED,
-    "overlap-param-gather": _SHARDED,
-    "overlap-param-gather-with-optimizer-step": _SHARDED,
-    "no-align-param-gather": _SHARDED,
-    "num-distributed-optimizer-instances": _SHARDED,
+    "num-distributed-optimizer-instances": _HYBRID,
+    "outer-dp-sharding-strategy": _HYBRID,
+    "enable-full-sharding-in-hsdp": _HYBRID,
+    "suggested-communication-unit-size": "Blocks are gathered one by one, the next always ahead; there is nothing to set.",
     "microbatch-group-size-per-virtual-pipeline-stage": (
         "The interleaved schedule chooses its rounds itself, for any number of microbatches; leave it out."
     ),
     "checkpoint-activations": _RECOMPUTE,
     "distribute-saved-activations": _RECOMPUTE,
-    "optimizer-cpu-offload": _OFFLOAD,
+    "offload-optimizer-states": _OFFLOAD,
     "train-data-path": _BLEND,
     "valid-data-path": _BLEND,
     "test-data-path": _BLEND,
@@ -141,11 +165,9 @@ REFUSED: dict[str, str] = {
     "ddp-average-in-collective": "Gradients are summed and the loss carries the scale; leave it out.",
     "ddp-pad-buckets-for-high-nccl-busbw": _BUCKETS,
     "ddp-reduce-scatter-with-fp32-accumulation": _BUCKETS,
-    "no-align-grad-reduce": _BUCKETS,
     "init-method-xavier-uniform": _INIT,
     "embedding-init-method-std": _INIT,
     "data-parallel-random-init": "All data ranks start from the same weights.",
-    "init-model-with-meta-device": "How the model is built is not a setting; leave it out.",
     "rotary-interleaved": _ROTARY,
     "rotary-seq-len-interpolation-factor": _ROTARY,
     "rotary-scaling-factor": _ROTARY,
@@ -204,11 +226,6 @@ REFUSED: dict[str, str] = {
     "wandb-save-dir": "Set WANDB_DIR in the environment.",
     "config-logger-dir": "Use --print-config; the resolved config is also saved with the run.",
     "enable-experimental": "No feature is hidden behind a switch.",
-    "use-precision-aware-optimizer": "Main parameters, gradients and moments of a 16-bit model are float32.",
-    "main-grads-dtype": "Main gradients of a 16-bit model are float32.",
-    "main-params-dtype": "Main parameters of a 16-bit model are float32.",
-    "exp-avg-dtype": "The optimizer's moments have the dtype of the main parameters.",
-    "exp-avg-sq-dtype": "The optimizer's moments have the dtype of the main parameters.",
     "exit-signal": "SIGTERM always saves a checkpoint and exits; other signals are not a setting.",
 }
 """Flags that ask for what is not here, with the reason and what to use instead."""
@@ -216,16 +233,13 @@ REFUSED: dict[str, str] = {
 FAMILIES: tuple[tuple[str, str], ...] = (
     ("moe-*", _EXPERTS),
     ("recompute-*", _RECOMPUTE),
-    ("cpu-offloading*", _OFFLOAD),
-    ("optimizer-offload-*", _OFFLOAD),
-    ("*-cpu-offload", _OFFLOAD),
-    ("overlap-cpu-optimizer-*", _OFFLOAD),
-    ("no-pin-cpu-*", _OFFLOAD),
+    ("cpu-offloading*", _ACTIVATIONS),
+    ("no-pin-cpu-*", "What --optimizer-cpu-offload copies to and from a GPU is always pinned."),
     ("fp8*", _FP8),
     ("*-fp8-*", _FP8),
     ("fp4*", _FP8),
     ("kitchen-*", _FP8),
-    ("*fsdp*", _SHARDED),
+    ("*fsdp*", _FSDP),
     ("muon-*", "The optimizers are --optimizer adam and sgd."),
     ("tp-comm-*", "The input gradient's all-reduce always overlaps the weight gradient; there is nothing to set."),
     ("disable-tp-comm-*", "The input gradient's all-reduce always overlaps the weight gradient; there is nothing to set."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.config.checks.finding import data_size, is_changed, shown
 from megatron.config.config import Config
+from megatron.config.sharding_effects import sharding_notes
 
 _SPREADING = (
     "pipeline_split",
@@ -28,6 +29,12 @@ def notes(config: Config, world_size: int) -> list[str]:
     cases = (
         ("sequence_parallel", parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1, "there is one tensor rank"),
         ("overlap_grad_reduce", parallel.overlap_grad_reduce and copies == 1, "there is one data rank"),
+        ("overlap_param_gather", parallel.overlap_param_gather and copies == 1, "there is one data rank"),
+        (
+            "use_distributed_optimizer",
+            parallel.use_distributed_optimizer and is_changed(config, "data_parallel_sharding_strategy"),
+            f"{shown(config, 'data_parallel_sharding_strategy')} shards the optimizer's state too",
+        ),
         (
             "use_tp_pp_dp_mapping",
             parallel.use_tp_pp_dp_mapping and (copies == 1 or parallel.pipeline_model_parallel_size == 1),
@@ -75,6 +82,7 @@ def notes(config: Config, world_size: int) -> list[str]:
     return [
         *(f"{shown(config, field)} has no effect: {reason}." for field, idle, reason in cases if idle),
         *_without_pipeline(config, chunks),
+        *sharding_notes(config, copies or 1),
     ]
 
 

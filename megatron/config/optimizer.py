@@ -58,6 +58,11 @@ class OptimizerConfig:
     """Added to the root of Adam's second moment."""
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
+    optimizer_cpu_offload: bool = False
+    """Keep main parameters and moments in host memory and update them there."""
+    optimizer_offload_fraction: float = 1.0
+    """Share of main parameters and moments that --optimizer-cpu-offload keeps in host memory, above 0 and up to 1; the rest stays
+    on the device."""
     override_opt_param_scheduler: bool = False
     """On resume take the schedules from the command line although the checkpoint's differ."""
     use_checkpoint_opt_param_scheduler: bool = False

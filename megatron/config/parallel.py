@@ -11,6 +11,7 @@ from megatron.config.pipeline_layout import LayoutChunk, layout_problems, parse_
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 PipelineSplit = Literal["even", "balanced"]
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+FsdpReshard = Literal["always", "never"]
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,22 @@ class ParallelConfig:
     overlap_p2p_communication: bool = True
     """Send and receive between stages while computing; without, a stage waits for each exchange (the same result, bit for bit)."""
     data_parallel_sharding_strategy: ShardingStrategy = "no_shard"
-    """What each data rank holds a slice of. Only no_shard so far."""
+    """What each data rank keeps only its share of. optim: main parameters and moments (ZeRO-1); optim_grads: gradients too
+    (ZeRO-2); optim_grads_params: parameters too, gathered block by block where they are used (ZeRO-3)."""
+    use_distributed_optimizer: bool = False
+    """The same as --data-parallel-sharding-strategy optim. If both are given, what shards more counts."""
+    fsdp_shard_size: int | None = None
+    """Data ranks that share one copy of the model under optim_grads_params; each group of so many has a copy of its own (hybrid
+    sharding). By default all data ranks share one."""
+    fsdp_reshard_after_forward: FsdpReshard = "always"
+    """Under optim_grads_params: free the parameters of a block after its forward and gather them again for backward (always), or
+    keep them from their first use in a step to their last (never: sends less, but in between all of this rank's are in memory)."""
     overlap_grad_reduce: bool = False
-    """Reduce each gradient bucket as soon as it is complete, while backward goes on."""
+    """Reduce each gradient bucket as soon as it is complete, while backward goes on. (optim_grads_params always does, block by
+    block.)"""
+    overlap_param_gather: bool = False
+    """Under optim and optim_grads: wait for updated parameters just before the layers that use them in the next forward, not at the
+    end of the step. (optim_grads_params always fetches the next block ahead.)"""
     ddp_bucket_size: int | None = None
     """Elements in a gradient bucket; by default max(40,000,000, 1,000,000 x DP)."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
@@ -74,6 +88,13 @@ class ParallelConfig:
             # How many stages some layers each give depends on the model; that they are several is a rule.
             several = self.num_layers_per_virtual_pipeline_stage is not None or (self.num_virtual_stages_per_pipeline_rank or 1) > 1
         return "interleaved" if several else "1f1b"
+
+    @property
+    def sharding(self) -> ShardingStrategy:
+        """The sharding strategy that both flags together ask for."""
+        if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
+            return "optim"
+        return self.data_parallel_sharding_strategy
 
     def units_to_split(self, num_layers: int) -> int:
         """Layers, with the embedding and the loss where they count as a layer each."""

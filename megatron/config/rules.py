@@ -13,6 +13,7 @@ from megatron.config.checks import (
     pipeline_layout,
     pipeline_split,
     ranges,
+    sharding,
     training,
 )
 from megatron.config.checks.finding import Change, Finding, Rule, data_size
@@ -26,6 +27,7 @@ RULES: tuple[Rule, ...] = (
     *pipeline.RULES,
     *pipeline_split.RULES,
     *pipeline_layout.RULES,
+    *sharding.RULES,
     *training.RULES,
     *optimizer.RULES,
     *data.RULES,

@@ -31,6 +31,8 @@ class Model:
     """This rank's, by index."""
     params: ParamTable
     sequence_parallel: bool
+    seed: int
+    """Of the initial values."""
 
     @property
     def computes_loss(self) -> bool:
@@ -62,11 +64,13 @@ def build_model(
     sequence_parallel: bool,
     seed: int,
     table: list[Chunk] | None = None,
+    materialized: bool = True,
 ) -> Model:
-    """Build this rank's chunks on the meta device, then give them memory and initial values (unless the context is meta itself).
+    """Build this rank's chunks on the meta device, then give them memory and initial values.
 
     Args:
         table: which rank holds which layers; by default as many layers in each pipeline stage, one chunk a stage.
+        materialized: False leaves the parameters on the meta device: a training step that shards them gives each rank only its part.
     """
     table = table or layer_table(config.num_layers, loop(context.topology.pp))
     params = ParamTable()
@@ -76,8 +80,8 @@ def build_model(
         for chunk in table
         if chunk.stage == context.group("pp").index
     }
-    if context.device.type != "meta":
+    if materialized and context.device.type != "meta":
         for module in chunks.values():
             materialize(module, params, context.device)
         initialize_all(params, context, seed)
-    return Model(config, dtype, vocab_size, table, chunks, params, sequence_parallel)
+    return Model(config, dtype, vocab_size, table, chunks, params, sequence_parallel, seed)

@@ -108,6 +108,11 @@ class GPTChunk(nn.Module):
             self.final_norm = Norm(scope.child("final_norm"), config, config.hidden_size, partial_over_tp=split)
             self.output = OutputLayer(scope.child("output"), config, vocab_size, padded, ends if config.tied else ends[-1:])
 
+    def units(self) -> list[nn.Module]:
+        """The modules that hold parameters, in the order of the forward: what is gathered and freed as a whole when parameters are
+        sharded."""
+        return [module for module in (self.embedding, *self.layers, self.final_norm, self.output) if module is not None]
+
     def forward(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Run the chunk.
 

@@ -1,133 +1,148 @@
 """One optimizer over shards, in two forms: FP32Optimizer updates the parameters themselves, Float16Optimizer float32 main copies.
 
-The update rules are torch's (fused where the device has it) or NVIDIA apex's on request. Unscaling and clipping are one factor on
-the gradient, which torch's fused kernels apply while they update, so it costs no pass over memory.
+It makes the mains and moments of each group of shards, on the device or in host memory, and updates one group after the other: so
+gathering the parameters of one group overlaps the update of the next. Unscaling and clipping are one factor on the gradient, which
+torch's fused kernels apply while they update, so it costs no pass over memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.parallel.shards import Shard
+from megatron.optimizer.homes import Home, OnDevice
+from megatron.optimizer.offload import Link, OnHost, choose_offloaded
+from megatron.optimizer.parts import Factor, Part
+from megatron.optimizer.rules import RULES
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import Shard, ShardGroup
 
-_MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+@dataclass
+class HeldState:
+    """Memory that an optimizer keeps, by what it is for."""
+
+    mains: list[torch.Tensor] = field(default_factory=list)
+    """Apart from the weights."""
+    moments: list[torch.Tensor] = field(default_factory=list)
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    """Host memory through which gradients and weights pass."""
 
 
 class ShardedOptimizer:
-    """Updates the `main` of each shard from its `grad`."""
+    """Makes and updates the `main` of each shard of some groups.
 
-    def __init__(self, shards: Sequence[Shard], config: OptimizerConfig) -> None:
-        self.shards = list(shards)
-        self._config = config
+    Gradients and weights must stay where they are for its life.
+
+    Args:
+        context: for the shapes of parameters, and the groups over which a rule may communicate.
+        staged: whether what is offloaded has gradients and weights copied from and to the device; by default where that is not the
+            CPU, whose memory is the host's.
+
+    Raises:
+        ValueError: something that the settings ask for is not installed.
+    """
+
+    def __init__(
+        self, groups: Sequence[ShardGroup], config: OptimizerConfig, context: ParallelContext, *, staged: bool | None = None
+    ) -> None:
+        self.groups = list(groups)
+        self.shards = [shard for group in self.groups for shard in group.shards]
         self.num_updates = 0
-        for shard in self.shards:
-            shard.main.grad = shard.grad
-        decayed = [shard.main for shard in self.shards if shard.record.decay]
-        others = [shard.main for shard in self.shards if not shard.record.decay]
-        groups = [{"params": decayed, "decays": True}, {"params": others, "decays": False}]
-        self._torch = _make_torch_optimizer([group for group in groups if group["params"]], config)
-        self._moments = () if config.optimizer == "sgd" and config.sgd_momentum == 0.0 else _MOMENTS[config.optimizer]
-        self._steps: list[torch.Tensor] = []
-        self._allocate_state()
+        fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+        chosen = choose_offloaded([shard.grad.numel() for shard in self.shards], fraction)
+        if staged is None:
+            staged = context.device.type not in ("cpu", "meta")
+        self._link = Link(context.device) if chosen and staged else None
+        self._parts: list[list[Part]] = []
+        at = 0
+        for group in self.groups:
+            mine = range(at, at + len(group.shards))
+            at = mine.stop
+            homes: list[Home] = []
+            # Those on the device first: its kernels only have to be started, and run while the host updates the others.
+            if kept := [self.shards[i] for i in mine if i not in chosen]:
+                homes.append(OnDevice(kept))
+            if moved := [self.shards[i] for i in mine if i in chosen]:
+                homes.append(OnDevice(moved, offloaded=True) if self._link is None else OnHost(group, moved, self._link))
+            self._parts.append([Part(home, RULES[config.optimizer], config, context) for home in homes])
+        self._place_of: dict[int, tuple[Part, int]] = {}
+        for part in self._each_part():
+            for index, (shard, main) in enumerate(zip(part.home.shards, part.home.mains, strict=True)):
+                shard.main = main
+                self._place_of[id(shard)] = part, index
 
+    @property
+    def offloaded_share(self) -> float:
+        """Elements in host memory among all: near to --optimizer-offload-fraction, since shards are offloaded whole."""
+        sizes = {True: 0, False: 0}
+        for part in self._each_part():
+            sizes[part.home.offloaded] += sum(main.numel() for main in part.home.mains)
+        return sizes[True] / sum(sizes.values()) if self.shards else 0.0
+
+    @torch.no_grad()
     def step(self, learning_rate: float, weight_decay: float, factor: float) -> None:
         """One update.
 
         Args:
             factor: multiplies every gradient: clip coefficient / loss scale.
         """
-        for group in self._torch.param_groups:
-            group["lr"] = learning_rate
-            group["weight_decay"] = weight_decay if group["decays"] else 0.0
-        self._scale_gradients(factor)
-        self._torch.step()
+        multiplier = Factor(factor)
+        for group, parts in zip(self.groups, self._parts, strict=True):
+            for part in parts:
+                part.update(learning_rate, weight_decay, multiplier)
+            group.publish()
         self.num_updates += 1
-        self.publish()
 
+    @torch.no_grad()
     def publish(self) -> None:
-        """Carry updated mains to the compute parameters; nothing where they are the same tensor."""
+        """Carry the mains as they are to the weights, here and on the ranks that hold them too."""
+        for group, parts in zip(self.groups, self._parts, strict=True):
+            for part in parts:
+                part.write()
+            group.publish()
 
     def moments(self, shard: Shard) -> dict[str, torch.Tensor]:
         """The optimizer state of a shard, by name, each of the shard's size."""
-        return {name: self._torch.state[shard.main][name] for name in self._moments}
+        part, index = self._place_of[id(shard)]
+        return part.moments(index)
 
     def set_num_updates(self, count: int) -> None:
         """Continue after this many updates (the moments are loaded in place)."""
         self.num_updates = count
-        for step in self._steps:
-            step.fill_(float(count))
-        if self._config.use_apex:  # which counts in the group
-            for group in self._torch.param_groups:
-                group["step"] = count
+        for part in self._each_part():
+            part.set_num_updates(count)
 
-    def _allocate_state(self) -> None:
-        # Eagerly, so that a checkpoint can be loaded into it before the first step.
-        for shard in self.shards:
-            state = self._torch.state[shard.main]
-            for name in self._moments:
-                state[name] = torch.zeros_like(shard.main)
-            if self._config.optimizer == "adam" and not self._config.use_apex:
-                device = shard.main.device if shard.main.device.type != "meta" else None
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                self._steps.append(state["step"])
+    def held(self) -> tuple[HeldState, HeldState]:
+        """Memory on the device, and memory of the host by way of offloading."""
+        device, host = HeldState(), HeldState()
+        for part in self._each_part():
+            kept = host if part.home.offloaded else device
+            kept.mains += part.home.main_buffers
+            kept.moments += part.home.moment_buffers
+            kept.buffers += part.home.grad_buffers
+        if self._link is not None:
+            host.buffers += self._link.buffers
+        return device, host
 
-    def _scale_gradients(self, factor: float) -> None:
-        if factor == 1.0:
-            self._torch.grad_scale = None  # type: ignore[attr-defined]
-            return
-        mains = self.shards
-        if self._config.use_apex or any(shard.main.dtype == torch.float64 for shard in mains):
-            # The fused kernels take the factor in float32, too coarse for float64.
-            torch._foreach_mul_([shard.grad for shard in mains], factor)
-            self._torch.grad_scale = None  # type: ignore[attr-defined]
-        else:
-            device = mains[0].main.device
-            self._torch.grad_scale = torch.full((), 1.0 / factor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
-            self._torch.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+    def _each_part(self) -> Iterator[Part]:
+        return (part for parts in self._parts for part in parts)
 
 
 class FP32Optimizer(ShardedOptimizer):
-    """The parameters are their own mains (float32, or float64 in proofs)."""
+    """The parameters are their own mains (float32, or float64 in proofs), but for what is offloaded."""
 
 
 class Float16Optimizer(ShardedOptimizer):
     """float32 main parameters beside 16-bit model parameters."""
 
-    def publish(self) -> None:
-        """Round the mains to the model's dtype."""
-        torch._foreach_copy_([_part(shard) for shard in self.shards], [shard.main for shard in self.shards])
 
-
-def _part(shard: Shard) -> torch.Tensor:
-    return shard.param.detach().view(-1)[shard.piece.start : shard.piece.stop]
-
-
-def make_optimizer(shards: Sequence[Shard], config: OptimizerConfig) -> ShardedOptimizer:
-    """Float16Optimizer where mains are apart from the parameters, else FP32Optimizer."""
-    apart = any(shard.main.dtype != shard.param.dtype for shard in shards)
-    return (Float16Optimizer if apart else FP32Optimizer)(shards, config)
-
-
-def _make_torch_optimizer(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The update rule.
-
-    Raises:
-        ValueError: apex is asked for and not installed.
-    """
-    adam = {"lr": 0.0, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
-    sgd = {"lr": 0.0, "momentum": config.sgd_momentum}
-    if config.use_apex:
-        try:
-            from apex.optimizers import FusedAdam, FusedSGD
-        except ImportError as error:
-            raise ValueError(
-                "--use-apex, but NVIDIA apex is not installed (the package named apex on the Python index is another project). "
-                "Leave the flag out: torch's fused optimizers do the same."
-            ) from error
-        return FusedAdam(groups, adam_w_mode=True, **adam) if config.optimizer == "adam" else FusedSGD(groups, **sgd)
-    if config.optimizer == "adam":
-        return torch.optim.AdamW(groups, fused=True, **adam)  # type: ignore[arg-type]
-    return torch.optim.SGD(groups, fused=True, **sgd)  # type: ignore[arg-type]
+def make_optimizer(
+    groups: Sequence[ShardGroup], config: OptimizerConfig, context: ParallelContext, *, staged: bool | None = None
+) -> ShardedOptimizer:
+    """Float16Optimizer where there are parameters in fewer bits than their gradients, else FP32Optimizer. See ShardedOptimizer."""
+    rounds = any(shard.weights.dtype != shard.grad.dtype for group in groups for shard in group.shards)
+    return (Float16Optimizer if rounds else FP32Optimizer)(groups, config, context, staged=staged)

@@ -75,27 +75,44 @@ _deferred: Deferred | None = None
 class GradSink:
     """The place of one parameter's gradient.
 
-    `main_grad` has the parameter's shape. The first write of a step overwrites it, so it is never zeroed; `on_write` is called
-    after each write, and the receiver counts the writes to know when the gradient is complete.
+    `main_grad` has the parameter's shape and the sink's dtype. The first write overwrites it, so it is never zeroed; where there is no
+    memory for it yet, `provide` is called before that write and sets `main_grad`. `on_write` is called after each write, and the
+    receiver counts the writes to know when the gradient is complete.
     """
 
-    __slots__ = ("main_grad", "on_write", "written")
+    __slots__ = ("dtype", "main_grad", "on_write", "provide", "written")
 
-    def __init__(self, main_grad: torch.Tensor, on_write: Callable[[], None]) -> None:
-        self.main_grad, self.on_write, self.written = main_grad, on_write, False
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        on_write: Callable[[], None],
+        *,
+        main_grad: torch.Tensor | None = None,
+        provide: Callable[[], None] | None = None,
+    ) -> None:
+        assert main_grad is not None or provide is not None
+        self.dtype, self.main_grad, self.on_write, self.provide, self.written = dtype, main_grad, on_write, provide, False
 
     def add(self, grad: torch.Tensor) -> None:
         """Add a gradient of the parameter's shape."""
+        main_grad = self._open()
         if self.written:
-            self.main_grad.add_(grad)
+            main_grad.add_(grad)
         else:
-            self.main_grad.copy_(grad)
+            main_grad.copy_(grad)
         self._wrote()
 
     def add_product(self, grad_output: torch.Tensor, x: torch.Tensor) -> None:
         """Add grad_output^T x, with grad_output [n, out] and x [n, in], to a gradient of out * in elements."""
-        weight_product(grad_output, x, self.main_grad.view(-1, x.shape[-1]), add=self.written)
+        weight_product(grad_output, x, self._open().view(-1, x.shape[-1]), add=self.written)
         self._wrote()
+
+    def _open(self) -> torch.Tensor:
+        if self.main_grad is None:
+            assert self.provide is not None
+            self.provide()
+            assert self.main_grad is not None, "no memory was provided for a gradient"
+        return self.main_grad
 
     def _wrote(self) -> None:
         self.written = True
@@ -110,7 +127,7 @@ def sink_of(param: torch.Tensor) -> GradSink | None:
 def grad_dtype(param: torch.Tensor) -> torch.dtype:
     """Dtype in which a parameter's gradient is summed."""
     sink = sink_of(param)
-    return param.dtype if sink is None else sink.main_grad.dtype
+    return param.dtype if sink is None else sink.dtype
 
 
 def is_deferring() -> bool:

@@ -40,11 +40,24 @@ class PlacedBox:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The part of a rank's local tensor that a shard covers: elements [start, stop) of the flattened tensor."""
+class FlatPiece:
+    """Elements [start, stop) of a rank's flattened local tensor."""
 
     start: int
     stop: int
+
+
+@dataclass(frozen=True)
+class DimPiece:
+    """Indices [start, stop) of one dimension of a rank's local tensor."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+Piece = FlatPiece | DimPiece
+"""The part of a rank's local tensor that a shard covers."""
 
 
 def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
@@ -85,12 +98,15 @@ def place(local_shape: tuple[int, ...], held: Box, piece: Piece) -> list[PlacedB
     Args:
         local_shape: the local tensor's shape; its first dimension may be padded beyond the box.
         held: the global, unpadded box that the local tensor holds (perhaps empty).
-        piece: elements of the flattened local tensor that are meant.
+        piece: what of the local tensor is meant.
 
     Returns:
         boxes in global coordinates, each with its start in the flat data of the piece; padding is left out.
     """
     assert local_shape[1:] == held.sizes[1:], "only the first dimension may be padded"
+    if isinstance(piece, DimPiece):
+        box = _range_of(held, piece)
+        return [PlacedBox(box, 0)] if box.numel else []
     placed: list[PlacedBox] = []
     at = 0
     for box in flat_range_boxes(held.sizes, piece.start, min(piece.stop, held.numel)):
@@ -98,3 +114,12 @@ def place(local_shape: tuple[int, ...], held: Box, piece: Piece) -> list[PlacedB
         placed.append(PlacedBox(Box(offsets, box.sizes), at))
         at += box.numel
     return placed
+
+
+def _range_of(held: Box, piece: DimPiece) -> Box:
+    """The part of a box along one dimension; what lies beyond the box is padding."""
+    offsets, sizes = list(held.offsets), list(held.sizes)
+    low, high = (min(end, sizes[piece.dim]) for end in (piece.start, piece.stop))
+    offsets[piece.dim] += low
+    sizes[piece.dim] = high - low
+    return Box(tuple(offsets), tuple(sizes))

@@ -25,10 +25,9 @@ class Pending:
         self._result, self._work = result, work
 
     def wait(self) -> torch.Tensor:
-        """Wait (on CUDA: let the current stream wait) and return the result."""
+        """Wait (on CUDA: let the current stream wait; several streams may) and return the result."""
         if self._work is not None:
             self._work.wait()
-            self._work = None
         return self._result
 
 
@@ -39,19 +38,27 @@ def start_all_reduce(tensor: torch.Tensor, group: Group, op: dist.ReduceOp.RedOp
     return Pending(tensor, dist.all_reduce(tensor, op, group=group.process_group, async_op=True))
 
 
-def start_all_gather(tensor: torch.Tensor, group: Group) -> Pending:
-    """Begin to join the ranks' tensors along dimension 0: [s/n, ...] to [s, ...]."""
+def start_all_gather(tensor: torch.Tensor, group: Group, out: torch.Tensor | None = None) -> Pending:
+    """Begin to join the ranks' tensors along dimension 0: [s/n, ...] to [s, ...].
+
+    Args:
+        out: where to; `tensor` may be this rank's part of it.
+    """
     if group.size == 1:
         return Pending(tensor)
-    joined = tensor.new_empty((tensor.shape[0] * group.size, *tensor.shape[1:]))
+    joined = tensor.new_empty((tensor.shape[0] * group.size, *tensor.shape[1:])) if out is None else out
     return Pending(joined, _all_gather(joined, tensor.contiguous(), group=group.process_group, async_op=True))
 
 
-def start_reduce_scatter(tensor: torch.Tensor, group: Group) -> Pending:
-    """Begin to sum over the ranks and keep this rank's part of dimension 0: [s, ...] to [s/n, ...]."""
+def start_reduce_scatter(tensor: torch.Tensor, group: Group, out: torch.Tensor | None = None) -> Pending:
+    """Begin to sum over the ranks and keep this rank's part of dimension 0: [s, ...] to [s/n, ...].
+
+    Args:
+        out: where to; it may be this rank's part of `tensor`.
+    """
     if group.size == 1:
         return Pending(tensor)
-    part = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
+    part = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:])) if out is None else out
     return Pending(part, _reduce_scatter(part, tensor.contiguous(), group=group.process_group, async_op=True))
 
 

@@ -87,15 +87,38 @@ class ParallelContext:
         """First and last pipeline rank, which share a tied embedding; a group of one on the ranks between."""
         return self._groups[("ends",)]
 
+    @property
+    def fsdp_shard(self) -> Group:
+        """Data ranks that hold a slice each of what `fully_shard` shards: all of ("cp", "dp"), or a part of --fsdp-shard-size."""
+        return self._groups.get(("fsdp_shard",)) or self.group("cp", "dp")
+
+    @property
+    def fsdp_replica(self) -> Group:
+        """Data ranks that hold the same slice, one in each part; a group of one unless there are several parts."""
+        return self._groups.get(("fsdp_replica",)) or Group("fsdp_replica", (self.rank,), 0)
+
 
 def _normal(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in DENSE_AXES if axis in axes)
 
 
 def make_context(
-    topology: Topology, rank: int, device: torch.device, *, local_rank: int = 0, timeout_minutes: float = 10
+    topology: Topology,
+    rank: int,
+    device: torch.device,
+    *,
+    local_rank: int = 0,
+    timeout_minutes: float = 10,
+    fsdp_shard_size: int | None = None,
 ) -> ParallelContext:
-    """Make every group of the topology. All ranks of the default process group call this together; a world of one needs none."""
+    """Make every group of the topology. All ranks of the default process group call this together; a world of one needs none.
+
+    Args:
+        fsdp_shard_size: data ranks in a part (see `fsdp_shard`); by default all.
+
+    Raises:
+        ValueError: the data ranks do not divide into such parts.
+    """
     context = ParallelContext(topology, rank, device, local_rank, dist.get_backend() if dist.is_initialized() else None)
     timeout = datetime.timedelta(minutes=timeout_minutes)
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -123,6 +146,10 @@ def make_context(
     enter(("pp_down",), pipelines, own_communicator=True)
     context._groups[("ends",)] = Group("ends", (rank,), 0)
     enter(("ends",), [(ranks[0], ranks[-1]) for ranks in pipelines if len(ranks) > 1])
+    if fsdp_shard_size is not None:
+        parts, across = topology.hybrid_groups(fsdp_shard_size)
+        enter(("fsdp_shard",), parts)
+        enter(("fsdp_replica",), across)
     return context
 
 
@@ -152,16 +179,23 @@ def connect(config: ParallelConfig) -> ParallelContext:
         pp=config.pipeline_model_parallel_size,
         pp_before_dp=config.use_tp_pp_dp_mapping,
     )
-    return make_context(topology, rank, device, local_rank=local_rank, timeout_minutes=config.distributed_timeout_minutes)
+    return make_context(
+        topology,
+        rank,
+        device,
+        local_rank=local_rank,
+        timeout_minutes=config.distributed_timeout_minutes,
+        fsdp_shard_size=config.fsdp_shard_size,
+    )
 
 
-def connect_fake(topology: Topology, rank: int) -> ParallelContext:
+def connect_fake(topology: Topology, rank: int, fsdp_shard_size: int | None = None) -> ParallelContext:
     """Be any rank of any world on the meta device: groups are real objects, collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if topology.world_size > 1:
         dist.init_process_group("fake", rank=rank, world_size=topology.world_size, store=FakeStore())
-    return make_context(topology, rank, torch.device("meta"))
+    return make_context(topology, rank, torch.device("meta"), fsdp_shard_size=fsdp_shard_size)
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

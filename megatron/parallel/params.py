@@ -88,6 +88,8 @@ class ParamEntry:
     """More than one when two modules of this rank share the parameter."""
     uses_per_microbatch: int = 1
     """How often backward writes its gradient in one microbatch on this rank."""
+    chunk: int = 0
+    """Pipeline chunk that declared it on this rank."""
 
     @property
     def param(self) -> nn.Parameter:
@@ -109,10 +111,10 @@ class ParamTable:
     def __init__(self) -> None:
         self._entries: dict[str, ParamEntry] = {}
 
-    def add(self, record: ParamRecord, module: nn.Module, attribute: str) -> None:
-        """Enter a new parameter. Declaring a name twice is a mistake; see `share`."""
+    def add(self, record: ParamRecord, module: nn.Module, attribute: str, chunk: int = 0) -> None:
+        """Enter a new parameter of a pipeline chunk. Declaring a name twice is a mistake; see `share`."""
         assert record.name not in self._entries, f"parameter {record.name} declared twice"
-        self._entries[record.name] = ParamEntry(record, [(module, attribute)])
+        self._entries[record.name] = ParamEntry(record, [(module, attribute)], chunk=chunk)
 
     def share(self, name: str, module: nn.Module, attribute: str) -> nn.Parameter:
         """Let a second module of this rank hold the parameter; returns it."""

@@ -66,5 +66,5 @@ class Scope:
         )
         local = torch.empty(record.local_shape(self.context.axis_sizes), dtype=self.dtype, device="meta")
         module.register_parameter(attribute, nn.Parameter(local))
-        self.table.add(record, module, attribute)
+        self.table.add(record, module, attribute, self.chunk)
         return self.table[record.name].param

@@ -1,35 +1,91 @@
-"""A shard: the part of a parameter that this rank updates. The optimizer, clipping and checkpoints see only shards."""
+"""A shard: the part of a parameter that this rank updates. The optimizer, clipping and checkpoints see only shards.
+
+Whoever divides the model's state over the data ranks (a provider, see `data_parallel`) makes the shards, in groups that are published
+together; the optimizer makes the mains, and says where they live.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 import torch
 
-from megatron.parallel.boxes import Piece, PlacedBox, place
+from megatron.parallel.boxes import FlatPiece, Piece, PlacedBox, place
+from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 
 
+class Granularity(StrEnum):
+    """What an update rule must see of a parameter at once, so how finely its state may be cut among the data ranks."""
+
+    ELEMENTS = "elements"
+    """Each element by itself (Adam, SGD): cut anywhere, so all slices are equal."""
+    ROWS = "rows"
+    """Whole rows of the parameter's matrix (a second moment for each row and column, as Adafactor's; columns are summed over slices)."""
+    MATRICES = "matrices"
+    """Whole matrices (orthogonalised updates, as Muon's)."""
+
+
 @dataclass
 class Shard:
-    """One parameter's part on this rank.
-
-    All tensors have `piece.stop - piece.start` elements; `main` and `grad` have the same dtype.
-    """
+    """One parameter's part on this rank. All tensors are flat and have the piece's number of elements."""
 
     record: ParamRecord
     piece: Piece
-    """Which elements of the flattened local parameter."""
-    param: torch.Tensor
-    """The whole local compute parameter."""
-    main: torch.Tensor
-    """What is updated: the parameter itself where dtypes agree, else a float32 copy of the piece."""
+    """Which elements of the local parameter."""
+    weights: torch.Tensor
+    """These elements of the compute parameter: a view, so writing here changes the model."""
     grad: torch.Tensor
-    counted: bool
-    """Whether this rank counts the shard in global norms and zero counts (each element counts once in the world)."""
+    """Their gradient, complete once the provider has finished a step; in the dtype of the main."""
+    counted: range
+    """Elements that this rank counts in global norms, of 0 .. numel - 1. Each element of the model is counted once in the world,
+    and by the same rank whether its state is sliced or not: so norms are the same, bit for bit."""
+    main: torch.Tensor = field(init=False)
+    """What is updated, in float32 or wider: the weights themselves where dtypes agree, else a copy, perhaps in host memory. Made by
+    the optimizer."""
 
     def boxes(self, context: ParallelContext) -> list[PlacedBox]:
         """Which boxes of the global tensor the shard holds, padding left out."""
+        return self._place(self.piece, context)
+
+    def counted_boxes(self, context: ParallelContext) -> list[PlacedBox]:
+        """Which boxes this rank counts in global norms."""
+        if len(self.counted) == self.grad.numel():
+            return self.boxes(context)
+        if not self.counted:
+            return []
+        assert isinstance(self.piece, FlatPiece), "only a flat piece is counted in part"
+        start = self.piece.start
+        return self._place(FlatPiece(start + self.counted.start, start + self.counted.stop), context)
+
+    @property
+    def counted_grad(self) -> torch.Tensor:
+        """The gradient of the counted elements, a view."""
+        return self.grad[self.counted.start : self.counted.stop]
+
+    @property
+    def counted_main(self) -> torch.Tensor:
+        """The mains of the counted elements, a view."""
+        return self.main[self.counted.start : self.counted.stop]
+
+    def _place(self, piece: Piece, context: ParallelContext) -> list[PlacedBox]:
         sizes = context.axis_sizes
-        return place(self.record.local_shape(sizes), self.record.held_box(sizes, context.coordinates), self.piece)
+        return place(self.record.local_shape(sizes), self.record.held_box(sizes, context.coordinates), piece)
+
+
+def _nothing() -> None: ...
+
+
+@dataclass
+class ShardGroup:
+    """Shards that are reduced together and published together: a bucket, or the parameters of a block."""
+
+    shards: list[Shard]
+    publish: Callable[[], None] = _nothing
+    """Begin to carry this rank's new weights to the ranks that hold them too. Called once the weights of all shards are written."""
+    reduced: Callable[[Pending], None] | None = None
+    """Set by whoever wants to know that the group's gradients are on their way to being complete, before the step's end: called once
+    a step with what to wait for (on CUDA, on any stream)."""

@@ -122,6 +122,20 @@ class Topology:
         places = itertools.product(*(range(getattr(self, axis)) for axis in others))
         return sorted(self._members(axes, dict(zip(others, place, strict=True))) for place in places)
 
+    def hybrid_groups(self, shard_size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Each group over cp and dp, cut into parts of `shard_size` neighbours; and the groups across, of one rank from each part.
+
+        Example: of the data ranks [0, 2, 4, 6], parts of two are [0, 2] [4, 6], and [0, 4] [2, 6] lie across.
+
+        Raises:
+            ValueError: the parts would not be equal.
+        """
+        data = self.groups("cp", "dp")
+        if shard_size < 1 or len(data[0]) % shard_size:
+            raise ValueError(f"{len(data[0])} data ranks do not divide into parts of {shard_size}")
+        parts = [ranks[start : start + shard_size] for ranks in data for start in range(0, len(ranks), shard_size)]
+        return parts, [ranks[place::shard_size] for ranks in data for place in range(shard_size)]
+
     def _members(self, axes: tuple[str, ...], fixed: dict[str, int]) -> tuple[int, ...]:
         """Ranks that have these coordinates on the other axes of the grid."""
         stride, base, free = 1, 0, []

@@ -63,11 +63,19 @@ class Executor:
     Args:
         boundary: what travels between chunks.
         overlap: let messages travel while operations compute; without, wait for each exchange (the same results, bit for bit).
+        before_backward: told of the chunk before each of its backwards.
     """
 
-    def __init__(self, context: ParallelContext, boundary: Boundary, *, overlap: bool = True) -> None:
+    def __init__(
+        self,
+        context: ParallelContext,
+        boundary: Boundary,
+        *,
+        overlap: bool = True,
+        before_backward: Callable[[int], None] | None = None,
+    ) -> None:
         self._stage = context.group("pp").index
-        self._boundary, self._overlap = boundary, overlap
+        self._boundary, self._overlap, self._before_backward = boundary, overlap, before_backward
         self._messenger = Messenger(context, boundary)
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._prepared: dict[int, list[Step]] = {}
@@ -145,6 +153,8 @@ class Executor:
     def _backward(self, op: Op, received: Tensors) -> Tensors:
         state = self._in_flight[op.chunk, op.microbatch]
         state.gradients = received
+        if self._before_backward is not None:
+            self._before_backward(op.chunk)
         edges = list(state.edges.values())
         grads = [received.get(name) for name in state.edges]
         if op.kind is OpKind.INPUT_GRAD:

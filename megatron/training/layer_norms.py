@@ -38,7 +38,7 @@ def layer_norms(
     index = torch.tensor([parts.index(place_of(s.record.name)) for s in shards], dtype=torch.long, device=context.device)
     sums = torch.zeros(2, len(parts), dtype=torch.float64, device=context.device)
     sums[0].index_add_(0, index, gradient_squares)
-    sums[1].index_add_(0, index, square_sums([s.main for s in shards], context.device))
+    sums[1].index_add_(0, index, square_sums([s.counted_main for s in shards], context.device))
     norms = all_reduce(sums, context.world).sqrt().tolist()
     return {
         **{f"grad-norm/{part}": norm / loss_scale for part, norm in zip(parts, norms[0], strict=True)},
@@ -52,5 +52,5 @@ def params_norm(shards: Sequence[Shard], context: ParallelContext) -> float:
     Args:
         shards: those that this rank counts.
     """
-    total = square_sums([s.main for s in shards], context.device).sum()
+    total = square_sums([s.counted_main for s in shards], context.device).sum()
     return float(all_reduce(total, context.world).sqrt())

@@ -153,6 +153,7 @@ class Loop:
 
     def _save(self, progress: Progress) -> None:
         paused = self.reporter.pause()
+        self.step.finish_publishing()  # nothing may write where is read
         with self.timers("save-checkpoint", level=0):
             path = self.saver.save(progress, self.step.optimizer, self.step.scaler, self.schedule)
         if path is not None:

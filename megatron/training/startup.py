@@ -67,7 +67,7 @@ def check_parameter_count(config: ModelConfig, vocab_size: int, shards: Sequence
     Raises:
         RuntimeError: the sum differs from what the settings say: a layer is lost or doubled.
     """
-    mine = sum(placed.box.numel for shard in shards for placed in shard.boxes(context))
+    mine = sum(placed.box.numel for shard in shards for placed in shard.counted_boxes(context))
     built = int(all_reduce(torch.tensor(mine, dtype=torch.int64, device=context.device), context.world))
     expected = count_parameters(config, vocab_size)
     if built != expected:

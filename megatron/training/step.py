@@ -10,14 +10,13 @@ import torch
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.data_parallel.buckets import GradBuckets
-from megatron.data_parallel.shards import bucket_shards
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import make_optimizer
+from megatron.optimizer.rules import RULES
 from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.executor import Executor
@@ -25,6 +24,7 @@ from megatron.pipeline_parallel.p2p import Tensors
 from megatron.pipeline_parallel.schedule import Schedule
 from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.pipeline_parallel.schedules.select import forward_only
+from megatron.training.model_state import make_providers
 from megatron.training.nonfinite import raise_nonfinite, raise_uncounted
 
 
@@ -61,7 +61,7 @@ class TrainStep:
         count_zeros: bool = False,
         timers: Timers | None = None,
     ) -> None:
-        """Allocate gradients, mains and moments.
+        """Divide the model's state over the data ranks, and allocate parameters that have no memory yet, gradients, mains, moments.
 
         Args:
             skip_overflow: a gradient that is not finite skips the update (float16); else it is an error.
@@ -69,20 +69,28 @@ class TrainStep:
             timers: where the parts of a step are timed.
         """
         self.model, self.context, self.scaler = model, context, scaler
-        self.buckets = GradBuckets(model.params, context, parallel)
-        self.optimizer = make_optimizer(bucket_shards(self.buckets), optimizer)
-        boundary = model.boundary(micro_batch_size, context.topology.tp)
-        self.executor = Executor(context, boundary, overlap=parallel.overlap_p2p_communication)
-        self._pipeline, self._clip = parallel.schedule, optimizer.clip_grad
+        self._pipeline, self._clip, self._overlap_gather = parallel.schedule, optimizer.clip_grad, parallel.overlap_param_gather
         self._skip_overflow, self._count_zeros = skip_overflow, count_zeros
         self._wide = torch.promote_types(model.dtype, torch.float32)
+        self._timers = timers or Timers(level=0)
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        granularity = RULES[optimizer.optimizer].granularity
+        self.providers = make_providers(model, context, parallel, granularity=granularity)
+        groups = [group for provider in self.providers for group in provider.groups]
+        self.optimizer = make_optimizer(groups, optimizer, context)
+        self.executor = Executor(
+            context,
+            model.boundary(micro_batch_size, context.topology.tp),
+            overlap=parallel.overlap_p2p_communication,
+            before_backward=self._before_backward,
+        )
         self.counted_shards = [shard for shard in self.optimizer.shards if shard.counted]
         self.counted_squares = torch.zeros(len(self.counted_shards), dtype=torch.float64, device=context.device)
         """Sums of squares of the (scaled) gradients of `counted_shards` in the last step."""
-        self._counted_grads = [shard.grad for shard in self.counted_shards]
-        self._num_padding = sum(s.grad.numel() - sum(p.box.numel for p in s.boxes(context)) for s in self.counted_shards)
-        self._timers = timers or Timers(level=0)
-        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._counted_grads = [shard.counted_grad for shard in self.counted_shards]
+        self._num_padding = sum(
+            len(s.counted) - sum(placed.box.numel for placed in s.counted_boxes(context)) for s in self.counted_shards
+        )
 
     def run(
         self,
@@ -118,6 +126,8 @@ class TrainStep:
             clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0
             with self._timers("optimizer", level=1):
                 self.optimizer.step(learning_rate, weight_decay, clip / scale)
+                if not self._overlap_gather:
+                    self.finish_publishing()
         self.scaler.update(overflow)
         return StepResult(loss, norm, sums[3] if self._count_zeros else None, overflow, scale, (sums[4] > 0, sums[5] > 0))
 
@@ -134,7 +144,7 @@ class TrainStep:
         return all_reduce(torch.stack([loss_sum, count, squares, zeros, *votes]), self.context.world).tolist()
 
     def gradients(self, batch: Sequence[ModelInputs]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill the gradient buckets with (loss scale) x the gradient of the mean loss, summed over all ranks.
+        """Fill the shards' gradients with (loss scale) x the gradient of the mean loss, summed over all ranks.
 
         Returns:
             this rank's share of the global sums of the loss and of the loss mask: float64 scalars, zero where another rank counts.
@@ -149,13 +159,27 @@ class TrainStep:
                 scale.append((self.scaler.scale / pending.wait().clamp(min=1.0)).to(self._wide))
             return loss * scale[0]
 
-        self.buckets.start_step(len(batch))
+        self._start_step(len(batch))
         with self._timers("forward-backward", level=1):
             loss_sum = self._run(batch, scaled)
         pending.wait()
         with self._timers("grads-reduce", level=1):
-            self.buckets.finish()
+            for provider in self.providers:
+                provider.finish_gradients()
         return loss_sum, local_count
+
+    def finish_publishing(self) -> None:
+        """Wait until every parameter of this rank holds its new values, if they are still on their way."""
+        for provider in self.providers:
+            provider.finish_publishing()
+
+    def _start_step(self, num_microbatches: int, *, inspect: bool = False) -> None:
+        for provider in self.providers:
+            provider.start_step(num_microbatches, inspect=inspect)
+
+    def _before_backward(self, chunk: int) -> None:
+        for provider in self.providers:
+            provider.before_backward(chunk)
 
     def _nonfinite_gradients(self, run_again: Sequence[ModelInputs] = ()) -> list[str]:
         """Parameters whose gradient is not finite on this rank.
@@ -164,9 +188,9 @@ class TrainStep:
         dropout included).
         """
         if run_again:
-            self.buckets.start_step(len(run_again), reduces=False)
+            self._start_step(len(run_again), inspect=True)
             self._run(run_again, lambda loss: loss)
-        return [entry.record.name for entry, grad in self.buckets.gradients() if not torch.isfinite(grad).all()]
+        return sorted(set().union(*(provider.nonfinite() for provider in self.providers)))
 
     def evaluate(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
         """Global sums of loss and loss mask over one global batch, without gradients."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from megatron.config.checks.finding import Change, change, is_changed, positive
+from megatron.config.checks.finding import positive
 from megatron.config.config import Config
-from megatron.config.flags import flags
 from megatron.config.parallel import ParallelConfig, read_layout
 from megatron.config.pipeline_layout import LayoutChunk
 
@@ -83,11 +81,6 @@ def counted(config: Config) -> str:
     parts += ["embedding"] * parallel.account_for_embedding_in_pipeline_split
     parts += ["loss"] * parallel.account_for_loss_in_pipeline_split
     return parts[0] if len(parts) == 1 else f"{' + '.join(parts)} = {parallel.units_to_split(layers)}"
-
-
-def without(config: Config, *fields: str, **others: Any) -> Change:
-    """A change that takes settings back, as far as they are given, and sets others."""
-    return change(**{field: flags()[field.replace("_", "-")].default for field in fields if is_changed(config, field)}, **others)
 
 
 def _repeated(layers: int) -> str:

@@ -74,6 +74,11 @@ def is_changed(config: Config, field: str) -> bool:
     return bool(getattr(getattr(config, flag.topic), field) != flag.default)
 
 
+def without(config: Config, *fields: str, **others: Any) -> Change:
+    """A change that takes settings back, as far as they are given, and sets others."""
+    return change(**{field: _by_field(field).default for field in fields if is_changed(config, field)}, **others)
+
+
 def shown(config: Config, field: str) -> str:
     """A setting as it would be typed: ``--lr 0.1``, ``--bf16``, ``--no-load-optim``."""
     flag = _by_field(field)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron.config.checks.data import TOKENIZER_NEEDS
 from megatron.config.checks.finding import Change, Finding, Rule, change, is_changed, shown
+from megatron.config.checks.sharding import shards_parameters
 from megatron.config.config import Config
 
 
@@ -100,6 +101,30 @@ CONDITIONS = (
         ("weight_decay",),
         lambda config: config.optimizer.weight_decay_incr_style == "constant",
         "with --weight-decay-incr-style constant; otherwise --start-weight-decay and --end-weight-decay do",
+    ),
+    Condition(
+        ("fsdp_shard_size", "fsdp_reshard_after_forward"),
+        shards_parameters,
+        "with --data-parallel-sharding-strategy optim_grads_params",
+        change(data_parallel_sharding_strategy="optim_grads_params"),
+    ),
+    Condition(
+        ("overlap_param_gather",),
+        lambda config: config.parallel.sharding != "no_shard",
+        "with --use-distributed-optimizer, or a --data-parallel-sharding-strategy other than no_shard",
+        change(use_distributed_optimizer=True),
+    ),
+    Condition(
+        ("optimizer_cpu_offload",),
+        lambda config: config.optimizer.optimizer_offload_fraction != 0,
+        "with an --optimizer-offload-fraction above 0",
+        change(optimizer_offload_fraction=1.0),
+    ),
+    Condition(
+        ("optimizer_offload_fraction",),
+        lambda config: config.optimizer.optimizer_cpu_offload,
+        "with --optimizer-cpu-offload",
+        change(optimizer_cpu_offload=True),
     ),
     Condition(("manual_gc_interval",), lambda config: config.training.manual_gc, "with --manual-gc", change(manual_gc=True)),
     Condition(("profile_step_end", "profile_ranks"), lambda config: config.logging.profile, "with --profile", change(profile=True)),

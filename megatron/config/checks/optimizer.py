@@ -1,10 +1,10 @@
-"""Rules about the schedules of learning rate and weight decay, and about the loss scale."""
+"""Rules about the schedules of learning rate and weight decay, about the loss scale, and about who updates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Finding, Rule, change, positive, shown
+from megatron.config.checks.finding import Finding, Rule, change, positive, shown, without
 from megatron.config.config import Config
 
 _UNITS = ("lr_decay", "lr_warmup", "lr_wsd_decay")
@@ -150,6 +150,28 @@ def loss_scales_are_ordered(config: Config, world_size: int) -> Iterator[Finding
         )
 
 
+def apex_updates_on_cuda(config: Config, world_size: int) -> Iterator[Finding]:
+    """The kernels of apex take what lies on CUDA devices, and no float64."""
+    if not config.optimizer.use_apex:
+        return
+    for field, given, others in (
+        (
+            "optimizer_cpu_offload",
+            config.optimizer.optimizer_cpu_offload,
+            (without(config, "optimizer_offload_fraction", optimizer_cpu_offload=False),),
+        ),
+        ("device", config.parallel.device == "cpu", (change(device="cuda"),)),
+        ("fp64", config.precision.fp64, (change(fp64=False),)),
+    ):
+        if given:
+            yield Finding(
+                ("use_apex", field),
+                f"--use-apex and {shown(config, field)} exclude each other.",
+                "NVIDIA apex updates float32 parameters on CUDA devices only.",
+                ((change(use_apex=False),), others),
+            )
+
+
 RULES: tuple[Rule, ...] = (
     schedule_counts_as_run,
     schedule_is_given_once,
@@ -159,4 +181,5 @@ RULES: tuple[Rule, ...] = (
     weight_decay_has_ends,
     one_precision,
     loss_scales_are_ordered,
+    apex_updates_on_cuda,
 )

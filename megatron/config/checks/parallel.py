@@ -93,7 +93,7 @@ def sequence_divides_by_tensor(config: Config, world_size: int) -> Iterator[Find
 
 
 def only_built_axes(config: Config, world_size: int) -> Iterator[Finding]:
-    """Context and expert parallelism and sharded data parallelism are not built yet."""
+    """Context and expert parallelism are not built yet."""
     parallel = config.parallel
     for field, size, what in (
         ("context_parallel_size", parallel.context_parallel_size, "Splitting the sequence over context ranks"),
@@ -106,13 +106,6 @@ def only_built_axes(config: Config, world_size: int) -> Iterator[Finding]:
                 f"{what} is not built yet; the size must be 1.",
                 ((change(**{field: 1}),),),
             )
-    if parallel.data_parallel_sharding_strategy != "no_shard":
-        yield Finding(
-            ("data_parallel_sharding_strategy",),
-            f"--data-parallel-sharding-strategy {parallel.data_parallel_sharding_strategy} is refused.",
-            "Slicing state over the data ranks is not built yet; each holds it whole.",
-            ((change(data_parallel_sharding_strategy="no_shard"),),),
-        )
 
 
 def backend_fits_device(config: Config, world_size: int) -> Iterator[Finding]:

@@ -15,9 +15,19 @@ from megatron.config.checks.chunks import (
     counted,
     layout_text,
     may_be_empty,
+)
+from megatron.config.checks.finding import (
+    Change,
+    Finding,
+    Rule,
+    change,
+    divisors,
+    multiples_near,
+    positive,
+    shown,
+    try_values,
     without,
 )
-from megatron.config.checks.finding import Change, Finding, Rule, change, divisors, multiples_near, positive, shown, try_values
 from megatron.config.checks.pipeline_split import SPLITS
 from megatron.config.config import Config
 

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from megatron.config.checks.chunks import COUNT, LAYERS_EACH, LAYOUT, PP, chunks_per_stage, without
-from megatron.config.checks.finding import Finding, Rule, change, divisors, is_changed, multiples_near, positive, shown, try_values
+from megatron.config.checks.chunks import COUNT, LAYERS_EACH, LAYOUT, PP, chunks_per_stage
+from megatron.config.checks.finding import (
+    Finding,
+    Rule,
+    change,
+    divisors,
+    is_changed,
+    multiples_near,
+    positive,
+    shown,
+    try_values,
+    without,
+)
 from megatron.config.config import Config
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"

@@ -55,7 +55,7 @@ RANGES: dict[str, Range] = {
             *("vocab_size", "save_interval", "save_retain_interval", "keep_last", "log_interval", "tensorboard_log_interval"),
             *("profile_step_start", "profile_step_end"),
             *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
-            *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+            *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "fsdp_shard_size"),
         ),
         _COUNT,
     ),
@@ -86,6 +86,7 @@ RANGES: dict[str, Range] = {
     "loss_scale": Range(0.0, 2.0**127, with_low=False),  # it is a float32
     "initial_loss_scale": Range(0.0, 2.0**127, with_low=False),
     "rotary_percent": Range(0.0, 1.0, with_low=False),
+    "optimizer_offload_fraction": Range(0.0, 1.0),
     "timing_log_level": Range(0, 2),
     "seed": Range(0, 2**32 - 1),
 }

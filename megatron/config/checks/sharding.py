@@ -1,0 +1,115 @@
+"""Rules about sharding over the data ranks, and about the optimizer's state in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from megatron.config.checks.chunks import COUNT, LAYERS_EACH
+from megatron.config.checks.finding import (
+    Change,
+    Finding,
+    Rule,
+    change,
+    data_size,
+    divisors,
+    multiples_near,
+    positive,
+    try_values,
+    without,
+)
+from megatron.config.checks.fsdp_parts import VOCABULARY, split_dimensions
+from megatron.config.config import Config
+
+STRATEGY, SHARD_SIZE, RESHARD = "data_parallel_sharding_strategy", "fsdp_shard_size", "fsdp_reshard_after_forward"
+
+_ALL = "--data-parallel-sharding-strategy optim_grads_params"
+
+
+def shards_parameters(config: Config) -> bool:
+    """Whether parameters are sharded too."""
+    return config.parallel.sharding == "optim_grads_params"
+
+
+def shard_size_divides_data(config: Config, world_size: int) -> Iterator[Finding]:
+    """Groups of --fsdp-shard-size ranks make up the data ranks."""
+    size, ranks = config.parallel.fsdp_shard_size, data_size(config, world_size)
+    if not shards_parameters(config) or size is None or ranks is None or not positive(size) or ranks % size == 0:
+        return
+    yield Finding(
+        (SHARD_SIZE, "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+        f"--fsdp-shard-size {size} does not divide the {_count(ranks)} (world size {world_size} / (TP x CP x PP)).",
+        "Each group of so many data ranks shares one copy of the parameters. Without it, all data ranks do.",
+        (try_values(SHARD_SIZE, size, divisors(ranks)),),
+    )
+
+
+def dimensions_divide_by_shards(config: Config, world_size: int) -> Iterator[Finding]:
+    """Each rank of an FSDP group holds an equal part of every parameter."""
+    given, ranks = config.parallel.fsdp_shard_size, data_size(config, world_size)
+    if not shards_parameters(config) or ranks is None or (given is not None and (given < 1 or ranks % given)):
+        return
+    size = given or ranks
+    uneven = [part for part in split_dimensions(config) if part.size % size]
+    if not uneven:
+        return
+    fields = {field for part in uneven for field in part.fields}
+    width, digits = max(len(part.what) for part in uneven), len(str(max(part.size for part in uneven)))
+    yield Finding(
+        (STRATEGY, SHARD_SIZE, *sorted(fields)),
+        f"{_ALL} cannot divide every parameter evenly over {_count(size)}{' (--fsdp-shard-size)' if given else ''}.",
+        "Each holds an equal part of every parameter, cut along one dimension."
+        + (" (A vocabulary is padded to a multiple of --make-vocab-size-divisible-by x TP.)" if VOCABULARY in fields else ""),
+        (
+            try_values(SHARD_SIZE, size, [part for part in divisors(ranks) if 1 < part < size]),
+            _even_sizes(config, fields, size),
+            _other_strategy(config),
+        ),
+        tuple(f"{part.what:{width}}  {part.size:{digits}} = {part.size // size} x {size} + {part.size % size}" for part in uneven),
+    )
+
+
+def _even_sizes(config: Config, fields: Collection[str], size: int) -> tuple[Change, ...]:
+    """Other sizes of the uneven dimensions that are settings of their own: both ways for one, upwards for several together."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    sizes = {
+        VOCABULARY: (model.make_vocab_size_divisible_by, size),
+        "max_position_embeddings": (model.num_positions, size),
+        "ffn_hidden_size": (model.ffn_size, size * tp),
+    }
+    uneven = {field: found for field, found in sizes.items() if field in fields}
+    if len(uneven) == 1:
+        ((field, (current, unit)),) = uneven.items()
+        return try_values(field, current, multiples_near(current, unit))
+    return (change(**{field: -(-current // unit) * unit for field, (current, unit) in uneven.items()}),) if uneven else ()
+
+
+def late_gradients_find_their_block(config: Config, world_size: int) -> Iterator[Finding]:
+    """A block's weight gradients are there when they are reduced, at the end of its backward."""
+    schedule = config.parallel.schedule
+    if not shards_parameters(config) or schedule not in ("zb-h1", "zb-v"):
+        return
+    yield Finding(
+        ("pipeline_schedule", STRATEGY),
+        f"--pipeline-schedule {schedule} cannot be used with {_ALL}.",
+        "It puts weight gradients off, but those of a block are reduced, and its parameters freed, when backward leaves the block.",
+        (
+            (
+                change(pipeline_schedule="interleaved"),
+                without(config, COUNT, LAYERS_EACH, pipeline_schedule="1f1b"),
+                change(pipeline_schedule="interleaved", num_virtual_stages_per_pipeline_rank=2),
+            ),
+            _other_strategy(config),
+        ),
+    )
+
+
+def _other_strategy(config: Config) -> tuple[Change, ...]:
+    """The strongest strategy that leaves parameters whole."""
+    return (without(config, SHARD_SIZE, RESHARD, **{STRATEGY: "optim_grads"}),)
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} data rank{'s' * (ranks != 1)}"
+
+
+RULES: tuple[Rule, ...] = (shard_size_divides_data, dimensions_divide_by_shards, late_gradients_find_their_block)

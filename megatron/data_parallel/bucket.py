@@ -1,0 +1,323 @@
+"""One bucket: parameters in one flat buffer, their gradients in another, reduced and gathered together.
+
+`WholeBucket` keeps the gradients of all its parameters through the step and reduces them once, when the last microbatch is through:
+by an all-reduce, or by a reduce-scatter where each rank updates only its slice. `SlicedBucket` keeps only this rank's slice: what a
+microbatch gives lies in a borrowed buffer until it is reduced.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from megatron.data_parallel.completeness import complain
+from megatron.data_parallel.plan import BucketPlan, Placed
+from megatron.data_parallel.pool import BufferPool
+from megatron.parallel.accumulate import GradSink
+from megatron.parallel.boxes import FlatPiece, PlacedBox, place
+from megatron.parallel.collectives import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import ParamEntry, ParamRecord
+from megatron.parallel.shards import Shard, ShardGroup
+
+Fill = Callable[[torch.Tensor, ParamRecord, Sequence[PlacedBox]], None]
+"""Gives boxes of a parameter, flat, their initial values."""
+
+
+def main_grad_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Gradients of 16-bit parameters are summed in float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Bucket(ABC):
+    """What all buckets have: weights, sinks, and the count of the gradients that reached them.
+
+    Args:
+        plan: what lies where.
+        sharded: this rank updates only its slice; else all.
+        fill: initial values for parameters that have no memory yet; others keep their values.
+    """
+
+    def __init__(self, plan: BucketPlan, context: ParallelContext, *, sharded: bool, fill: Fill) -> None:
+        self.plan, self.context = plan, context
+        self.group = context.group(*plan.axes)
+        self.sharded = sharded and self.group.size > 1
+        dtype = plan.params[0].entry.param.dtype
+        self.dtype = main_grad_dtype(dtype)
+        self.weights = torch.zeros(plan.size, dtype=dtype, device=context.device)
+        self._sinks = [
+            self._attach(number, placed, _move(placed, self._view(self.weights, placed), context, fill))
+            for number, placed in enumerate(plan.params)
+        ]
+        self._writes = [0] * len(plan.params)
+        self._uses = [placed.entry.uses_per_microbatch for placed in plan.params]
+        self._microbatches = 0
+        self._early = self._inspects = False
+        self._gathering: Pending | None = None
+
+    @property
+    def own(self) -> slice:
+        """The elements of the buffer that this rank updates."""
+        low = self.group.index * self.plan.slice_size
+        return slice(low, low + self.plan.slice_size) if self.sharded else slice(0, self.plan.size)
+
+    @property
+    @abstractmethod
+    def own_grads(self) -> torch.Tensor:
+        """Gradients of the elements that this rank updates, flat, complete after `finish`."""
+
+    @abstractmethod
+    def _provide(self) -> None:
+        """Give the sinks memory."""
+
+    @abstractmethod
+    def _complete(self, microbatches: int) -> None:
+        """Every parameter's gradient of so many microbatches of this step is written."""
+
+    def close_step(self) -> None:
+        """All backward passes are through: check that nothing is missing, and start what is left to reduce.
+
+        Raises:
+            RuntimeError: a parameter got no gradient, or one too many.
+        """
+        if self._rounds != self._microbatches:
+            self._complain()
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until the gradients of this rank's elements are complete, but for other pipeline stages' part."""
+
+    def make_group(self) -> ShardGroup:
+        """This rank's shards."""
+        own, grads = self.own, self.own_grads
+        pieces = self.plan.pieces(self.group.index) if self.sharded else [(p, FlatPiece(0, p.numel)) for p in self.plan.params]
+        counted = {placed.entry.record.name: piece for placed, piece in self.plan.pieces(self.group.index)}
+        shards = []
+        for placed, piece in pieces:
+            start, stop = placed.start + piece.start, placed.start + piece.stop
+            part = counted.get(placed.entry.record.name) if self._counts(placed.entry.record) else None
+            here = range(0) if part is None else range(part.start - piece.start, part.stop - piece.start)
+            grad = grads[start - own.start : stop - own.start]
+            shards.append(Shard(placed.entry.record, piece, self.weights[start:stop], grad, here))
+        self.shard_group = ShardGroup(shards, self._publish)
+        return self.shard_group
+
+    def start_step(self, num_microbatches: int, *, early: bool, inspects: bool) -> None:
+        """Forget the last step's gradients.
+
+        Args:
+            early: reduce what is complete while backward goes on.
+            inspects: do not reduce at all.
+        """
+        self._microbatches, self._early, self._inspects = num_microbatches, early and not inspects, inspects
+        self._writes = [0] * len(self._writes)
+        self._rounds = 0
+        self._behind = len(self._writes)
+        for sink in self._sinks:
+            sink.written = False
+
+    def join_ends(self) -> None:
+        """Add the gradient of the other pipeline stage that holds the parameters. Sums commute, and only this rank's elements are sent."""
+        if self.plan.tied:
+            all_reduce(self.own_grads, self.context.pipeline_ends)
+            self._announce(Pending(self.own_grads))
+
+    def nonfinite(self) -> set[str]:
+        """Parameters whose gradient is not finite: this rank's part of the sum, or in a step that inspects its own gradient."""
+        return {shard.record.name for shard in self.shard_group.shards if not torch.isfinite(shard.grad).all()}
+
+    def finish_publishing(self) -> None:
+        """Wait for the other ranks' weights."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def _publish(self) -> None:
+        if self.sharded:
+            self.finish_publishing()
+            self._gathering = start_all_gather(self.weights[self.own], self.group, out=self.weights)
+
+    def _attach(self, number: int, placed: Placed, param: nn.Parameter) -> GradSink:
+        placed.entry.replace(param)
+        sink = GradSink(self.dtype, partial(self._wrote, number), provide=self._provide)
+        param.grad_sink = sink  # type: ignore[attr-defined]
+        return sink
+
+    def _wrote(self, number: int) -> None:
+        self._writes[number] += 1
+        uses = self._uses[number]
+        if self._writes[number] > uses * self._microbatches:
+            self._complain()
+        if self._writes[number] == uses * (self._rounds + 1):
+            self._behind -= 1
+            if self._behind == 0:
+                # With late weight gradients, those that are not late may be microbatches ahead.
+                self._rounds = min(writes // uses for writes, uses in zip(self._writes, self._uses, strict=True))
+                self._behind = sum(w < u * (self._rounds + 1) for w, u in zip(self._writes, self._uses, strict=True))
+                self._complete(self._rounds)
+
+    def _complain(self) -> None:
+        counts = zip(self.plan.params, self._writes, self._uses, strict=True)
+        complain(
+            self.context.rank, [(placed.entry.record.name, found, uses * self._microbatches) for placed, found, uses in counts]
+        )
+
+    def _announce(self, pending: Pending) -> None:
+        if self.shard_group.reduced is not None:
+            self.shard_group.reduced(pending)
+
+    def _counts(self, record: ParamRecord) -> bool:
+        """Whether this rank's slice counts in global norms: of ranks that hold the same slice, one does."""
+        at = self.context.coordinates
+        replicated = [axis for axis in record.replicated_axes if axis not in self.plan.axes]
+        return all(at[axis] == 0 for axis in replicated) and not (self.plan.tied and self.context.pipeline_ends.index > 0)
+
+    @staticmethod
+    def _view(buffer: torch.Tensor, placed: Placed) -> torch.Tensor:
+        return buffer[placed.start : placed.start + placed.numel].view(placed.entry.param.shape)
+
+
+class WholeBucket(Bucket):
+    """Gradients of all parameters stay through the step (no_shard, optim)."""
+
+    def __init__(self, plan: BucketPlan, context: ParallelContext, *, sharded: bool, fill: Fill) -> None:
+        super().__init__(plan, context, sharded=sharded, fill=fill)
+        self.grads = torch.zeros(plan.size, dtype=self.dtype, device=context.device)
+        for placed, sink in zip(plan.params, self._sinks, strict=True):
+            sink.main_grad = self._view(self.grads, placed)
+        self._reducing: Pending | None = None
+
+    @property
+    def own_grads(self) -> torch.Tensor:
+        """A view of the buffer."""
+        return self.grads[self.own]
+
+    def close_step(self) -> None:
+        """Start the reduction, if that is not under way."""
+        super().close_step()
+        if self._reducing is None:
+            self._reduce()
+
+    def finish(self) -> None:
+        """Wait for the reduction."""
+        assert self._reducing is not None
+        self._reducing.wait()
+        self._reducing = None
+
+    def nonfinite(self) -> set[str]:
+        """Also of elements that another rank updates, where they are this rank's own."""
+        if not self._inspects:
+            return super().nonfinite()
+        sinks = zip(self.plan.params, self._sinks, strict=True)
+        return {p.entry.record.name for p, s in sinks if s.written and not torch.isfinite(self._view(self.grads, p)).all()}
+
+    def _provide(self) -> None:
+        raise AssertionError("the gradients have memory from the start")
+
+    def _complete(self, microbatches: int) -> None:
+        if self._early and microbatches == self._microbatches:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        if self.sharded:
+            self._reducing = start_reduce_scatter(self.grads, self.group, out=self.own_grads)
+        else:
+            self._reducing = start_all_reduce(self.grads, self.group)
+        if not self.plan.tied:
+            self._announce(self._reducing)
+
+
+class SlicedBucket(Bucket):
+    """Only this rank's slice of the gradients stays (optim_grads): reduced after each microbatch."""
+
+    def __init__(self, plan: BucketPlan, context: ParallelContext, *, fill: Fill, pool: BufferPool) -> None:
+        super().__init__(plan, context, sharded=True, fill=fill)
+        assert self.sharded, "with one rank there is nothing to slice"
+        self._pool = pool
+        self._grads = torch.zeros(plan.slice_size, dtype=self.dtype, device=context.device)
+        self._borrowed: torch.Tensor | None = None
+        self._reducing: Pending | None = None
+        self._reduced_once = False
+        self._bad: set[str] = set()
+
+    @property
+    def own_grads(self) -> torch.Tensor:
+        """The slice."""
+        return self._grads
+
+    def start_step(self, num_microbatches: int, *, early: bool, inspects: bool) -> None:
+        """Forget the last step's gradients, and what a step that failed has left."""
+        super().start_step(num_microbatches, early=early, inspects=inspects)
+        self._settle()
+        self._reduced_once = False
+        self._bad = set()
+        if self._borrowed is not None:
+            self._return(Pending(self._borrowed))
+
+    def finish(self) -> None:
+        """Wait for the last reduction."""
+        self._settle()
+
+    def nonfinite(self) -> set[str]:
+        """As of any bucket; a step that inspects has looked at each microbatch's gradients."""
+        return set(self._bad) if self._inspects else super().nonfinite()
+
+    def _provide(self) -> None:
+        self._borrowed = self._pool.take(self.plan.size)
+        for placed, sink in zip(self.plan.params, self._sinks, strict=True):
+            sink.main_grad = self._view(self._borrowed, placed)
+
+    def _complete(self, microbatches: int) -> None:
+        buffer = self._borrowed
+        assert buffer is not None
+        if self._inspects:
+            self._inspect(buffer)
+            self._return(Pending(buffer))
+            return
+        for placed, sink in zip(self.plan.params, self._sinks, strict=True):
+            if not sink.written:  # it was ahead
+                self._view(buffer, placed).zero_()
+        self._settle()
+        if self._reduced_once:  # what was reduced before goes along as this rank's own
+            buffer[self.own].add_(self._grads)
+        self._reduced_once = True
+        self._reducing = start_reduce_scatter(buffer[: self.plan.size], self.group, out=self._grads)
+        if microbatches == self._microbatches and not self.plan.tied:
+            self._announce(self._reducing)
+        self._return(self._reducing)
+        if not self._early:
+            self._pool.settle()
+
+    def _return(self, pending: Pending) -> None:
+        assert self._borrowed is not None
+        self._pool.give_back(self._borrowed, pending.wait)
+        self._borrowed = None
+        for sink in self._sinks:
+            sink.main_grad, sink.written = None, False
+
+    def _settle(self) -> None:
+        if self._reducing is not None:
+            self._reducing.wait()
+            self._reducing = None
+
+    def _inspect(self, buffer: torch.Tensor) -> None:
+        for placed, sink in zip(self.plan.params, self._sinks, strict=True):
+            if sink.written and not torch.isfinite(self._view(buffer, placed)).all():
+                self._bad.add(placed.entry.record.name)
+
+
+def _move(placed: Placed, view: torch.Tensor, context: ParallelContext, fill: Fill) -> nn.Parameter:
+    """The parameter in its place in the bucket, with its values or, where it had no memory, initial ones."""
+    entry: ParamEntry = placed.entry
+    old = entry.param
+    if not old.is_meta:
+        view.copy_(old.detach())
+    elif not view.is_meta:
+        sizes = context.axis_sizes
+        held = entry.record.held_box(sizes, context.coordinates)
+        fill(view.view(-1), entry.record, place(entry.record.local_shape(sizes), held, FlatPiece(0, placed.numel)))
+    return nn.Parameter(view)

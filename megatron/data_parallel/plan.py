@@ -1,0 +1,136 @@
+"""Which parameters lie where in which bucket, and how a bucket is cut into one slice for each rank of its group. Pure arithmetic.
+
+Parameters are packed in the reverse order of their declaration, which is about the order in which backward completes them. A bucket
+holds parameters of one pipeline chunk whose gradients are partial over the same axes, and vectors apart from matrices, whose gradients
+some pipeline schedules put off. The layout is the same whatever is sharded and scheduled, so that neither changes a sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron.parallel.boxes import FlatPiece
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import ParamEntry
+from megatron.parallel.shards import Granularity
+
+# Each parameter and each slice starts at a multiple of this many elements, so that vector kernels are aligned.
+_ALIGN = 64
+
+
+def default_bucket_size(data_size: int) -> int:
+    """Elements: large enough that many ranks still send long messages."""
+    return max(40_000_000, 1_000_000 * data_size)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter in a bucket."""
+
+    entry: ParamEntry
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Parameters that are reduced and gathered together, in one contiguous buffer of equal slices."""
+
+    axes: tuple[str, ...]
+    """Over which the gradients are summed; the ranks along them hold a slice each, if the bucket is sharded."""
+    num_slices: int
+    tied: bool
+    """The parameters are held by the first and the last pipeline stage, whose gradients are added."""
+    params: tuple[Placed, ...]
+    slice_size: int
+
+    @property
+    def size(self) -> int:
+        """Elements of the buffer."""
+        return self.num_slices * self.slice_size
+
+    @property
+    def padding(self) -> int:
+        """Elements of the buffer that belong to no parameter."""
+        return self.size - sum(placed.numel for placed in self.params)
+
+    def pieces(self, index: int) -> list[tuple[Placed, FlatPiece]]:
+        """What slice `index` holds: parameters, and which of their elements."""
+        low, high = index * self.slice_size, (index + 1) * self.slice_size
+        found = []
+        for placed in self.params:
+            start, stop = max(low, placed.start), min(high, placed.start + placed.numel)
+            if start < stop:
+                found.append((placed, FlatPiece(start - placed.start, stop - placed.start)))
+        return found
+
+
+def plan_buckets(
+    entries: Iterable[ParamEntry],
+    context: ParallelContext,
+    *,
+    bucket_size: int | None,
+    granularity: Granularity = Granularity.ELEMENTS,
+) -> list[BucketPlan]:
+    """Buckets in the order in which backward completes them. Parameters may be on the meta device.
+
+    Args:
+        bucket_size: elements in a bucket at most, unless one parameter has more; None for a default that grows with the data group.
+        granularity: what a slice holds in one piece.
+    """
+    limit = bucket_size or default_bucket_size(context.topology.dp)
+    open_buckets: dict[tuple[object, ...], list[ParamEntry]] = {}
+    planned: list[list[ParamEntry]] = []
+    for entry in reversed(list(entries)):
+        record = entry.record
+        kind = (context.group(*record.partial_over).ranks, entry.chunk, is_tied_apart(entry, context), len(record.shape) == 1)
+        held = open_buckets.get(kind)
+        if held is None or sum(e.param.numel() for e in held) + entry.param.numel() > limit:
+            held = open_buckets[kind] = []
+            planned.append(held)
+        held.append(entry)
+    return [_lay_out(held, context, granularity) for held in planned]
+
+
+def is_tied_apart(entry: ParamEntry, context: ParallelContext) -> bool:
+    """Whether another pipeline stage holds the parameter too."""
+    return len(entry.record.chunks) > 1 and len(entry.holders) < len(entry.record.chunks) and context.pipeline_ends.size > 1
+
+
+def _lay_out(entries: Sequence[ParamEntry], context: ParallelContext, granularity: Granularity) -> BucketPlan:
+    axes = entries[0].record.partial_over
+    ranks = context.group(*axes).size
+    if granularity is Granularity.MATRICES:
+        placed, slice_size = _whole(entries, ranks)
+    else:
+        placed, slice_size = _in_a_row(entries, ranks, rows=granularity is Granularity.ROWS)
+    return BucketPlan(axes, ranks, is_tied_apart(entries[0], context), tuple(placed), slice_size)
+
+
+def _in_a_row(entries: Sequence[ParamEntry], ranks: int, *, rows: bool) -> tuple[list[Placed], int]:
+    """One after the other. With `rows`, parameters start and slices end at multiples of every row's length, so no row is cut."""
+    units = [math.lcm(_ALIGN, entry.param.shape[-1]) if rows else _ALIGN for entry in entries]
+    placed, end = [], 0
+    for entry, unit in zip(entries, units, strict=True):
+        start = _up(end, unit)
+        end = start + entry.param.numel()
+        placed.append(Placed(entry, start, entry.param.numel()))
+    return placed, _up(-(-end // ranks), math.lcm(*units))
+
+
+def _whole(entries: Sequence[ParamEntry], ranks: int) -> tuple[list[Placed], int]:
+    """Each parameter in one slice: the largest first, always into the emptiest (Graham 1969); slices are as long as the fullest."""
+    ends = [0] * ranks
+    where: list[tuple[ParamEntry, int, int]] = []
+    for entry in sorted(entries, key=lambda entry: -entry.param.numel()):
+        index = ends.index(min(ends))
+        where.append((entry, index, ends[index]))
+        ends[index] += _up(entry.param.numel(), _ALIGN)
+    size = max(ends)
+    return [Placed(entry, index * size + at, entry.param.numel()) for entry, index, at in where], size
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,113 @@
+"""What one rank sends in a step to reduce gradients and to gather parameters, by arithmetic.
+
+Counted as in a ring: of n ranks, each sends (n - 1)/n of the tensor in a reduce-scatter and in an all-gather, and twice that in an
+all-reduce, which is one after the other (Rajbhandari et al. 2019, section 7). In elements of the model, over N data ranks and for M
+microbatches:
+
+========================== ============== ============ ===================
+strategy                   gradients      parameters   together
+========================== ============== ============ ===================
+no_shard                   2 (N - 1)/N                 2 (N - 1)/N
+optim                      (N - 1)/N      (N - 1)/N    2 (N - 1)/N
+optim_grads                M (N - 1)/N    (N - 1)/N    (M + 1) (N - 1)/N
+optim_grads_params, always M (N - 1)/N    2M (N - 1)/N 3M (N - 1)/N
+optim_grads_params, never  M (N - 1)/N    (N - 1)/N    (M + 1) (N - 1)/N
+========================== ============== ============ ===================
+
+With R replicas of N ranks, optim_grads_params sums each rank's part of the gradient, 1/N, over them once a step: 2 (R - 1)/R of it.
+Gradients travel in the dtype of the mains, parameters in the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megatron.config.parallel import FsdpReshard
+from megatron.data_parallel.bucket import main_grad_dtype
+from megatron.data_parallel.fsdp_plan import UnitPlan
+from megatron.data_parallel.memory import padded_part
+from megatron.data_parallel.plan import BucketPlan
+from megatron.parallel.context import ParallelContext
+
+Kind = Literal["gradients", "parameters"]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """By one rank in one step."""
+
+    over: str
+    """The group, by its axes."""
+    kind: Kind
+    elements: int
+    """Padding included."""
+    bytes: int
+
+
+def bucket_traffic(
+    plans: Sequence[BucketPlan], context: ParallelContext, sharding: str, dtype: torch.dtype, reductions: Sequence[int]
+) -> list[Sent]:
+    """Of buckets of parameters.
+
+    Args:
+        sharding: no_shard, optim or optim_grads.
+        dtype: of the parameters.
+        reductions: of each bucket.
+    """
+    sent = []
+    for plan, times in zip(plans, reductions, strict=True):
+        over, others = axes_in_words(plan.axes, context), plan.num_slices - 1
+        once = others * plan.slice_size  # a reduce-scatter or an all-gather
+        if sharding == "no_shard":
+            sent.append(_gradients(over, 2 * times * once, dtype))
+        else:
+            sent.append(_gradients(over, times * once, dtype))
+            sent.append(Sent(over, "parameters", once, once * dtype.itemsize))
+        if plan.tied:  # an all-reduce over two ranks
+            sent.append(_gradients("pipeline ends", plan.size if sharding == "no_shard" else plan.slice_size, dtype))
+    return joined(sent)
+
+
+def fsdp_traffic(
+    units: Iterable[UnitPlan], context: ParallelContext, reshard: FsdpReshard, dtype: torch.dtype, num_microbatches: int
+) -> list[Sent]:
+    """Of sharded parameters.
+
+    Args:
+        dtype: in which they are gathered.
+    """
+    ranks, replicas = context.fsdp_shard.size, context.fsdp_replica.size
+    over = axes_in_words(("cp", "dp"), context)
+    part = sum(padded_part(entry, ranks) for unit in units for entry in unit.entries)
+    once = (ranks - 1) * part
+    gathered = (2 * num_microbatches if reshard == "always" else 1) * once
+    within = over if replicas == 1 else f"{ranks} ranks of {over}"
+    return joined(
+        [
+            _gradients(within, num_microbatches * once, dtype),
+            Sent(within, "parameters", gathered, gathered * dtype.itemsize),
+            _gradients(f"{replicas} replicas in {over}", 2 * (replicas - 1) * part // replicas, dtype),
+        ]
+    )
+
+
+def joined(sent: Iterable[Sent]) -> list[Sent]:
+    """One entry for each group and kind of those over which anything is sent."""
+    totals: dict[tuple[str, Kind], tuple[int, int]] = {}
+    for one in sent:
+        elements, num_bytes = totals.get((one.over, one.kind), (0, 0))
+        totals[one.over, one.kind] = elements + one.elements, num_bytes + one.bytes
+    return [Sent(*key, *total) for key, total in totals.items() if total[0]]
+
+
+def axes_in_words(axes: tuple[str, ...], context: ParallelContext) -> str:
+    """Such as "dp" or "tp x dp": axes of one rank are left out."""
+    return " x ".join(axis for axis in axes if context.topology.size(axis) > 1)
+
+
+def _gradients(over: str, elements: int, dtype: torch.dtype) -> Sent:
+    return Sent(over, "gradients", elements, elements * main_grad_dtype(dtype).itemsize)

@@ -1,0 +1,80 @@
+"""Models, buckets and made-up gradients for the tests of buckets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.data_parallel.buckets import Buckets
+from megatron.model.build import Model, build_model
+from megatron.model.init import fill
+from megatron.parallel.accumulate import GradSink, sink_of
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import ParamEntry
+from megatron.parallel.random import stable_seed
+
+VOCAB = 61
+MODEL = ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=4, seq_length=8, make_vocab_size_divisible_by=1)
+UNTIED = replace(MODEL, untie_embeddings_and_output_weights=True)
+WORD = "embedding.word.weight"
+
+
+def build(
+    context: ParallelContext,
+    config: ModelConfig = MODEL,
+    dtype: torch.dtype = torch.float32,
+    *,
+    sequence_parallel: bool = False,
+    materialized: bool = True,
+) -> Model:
+    """A small GPT."""
+    return build_model(
+        config,
+        context,
+        dtype=dtype,
+        vocab_size=VOCAB,
+        sequence_parallel=sequence_parallel,
+        seed=1,
+        materialized=materialized,
+    )
+
+
+def buckets_of(
+    model: Model, context: ParallelContext, size: int | None = 1000, *, sharding: str = "no_shard", **settings: Any
+) -> Buckets:
+    """The model's parameters in buckets; `settings` are those of ParallelConfig."""
+    config = ParallelConfig(ddp_bucket_size=size, **settings)
+    units = [unit for chunk in model.chunks.values() for unit in chunk.units()]
+    values = partial(fill, seed=model.seed)
+    return Buckets(list(model.params), units, context, config, values, sharding=sharding)
+
+
+def sink(entry: ParamEntry) -> GradSink:
+    """Where the parameter's gradient goes."""
+    found = sink_of(entry.param)
+    assert found is not None
+    return found
+
+
+def gradient(entry: ParamEntry, *key: int) -> torch.Tensor:
+    """Made-up numbers for a parameter and a purpose."""
+    generator = torch.Generator().manual_seed(stable_seed(entry.record.name, *key))
+    return torch.randn(entry.param.shape, generator=generator)
+
+
+def write_all(model: Model, *key: int, skip: str = "") -> None:
+    """One microbatch's gradients."""
+    for entry in reversed(list(model.params)):
+        for use in range(entry.uses_per_microbatch):
+            if entry.record.name != skip:
+                sink(entry).add(gradient(entry, use, *key))
+
+
+def own_gradients(buckets: Buckets) -> dict[str, torch.Tensor]:
+    """This rank's part of every gradient, flat, with where it begins in the parameter: by "name@start"."""
+    return {f"{shard.record.name}@{shard.piece.start}": shard.grad.clone() for group in buckets.groups for shard in group.shards}

@@ -1,0 +1,155 @@
+"""The proof for what sharding over the data ranks may meet: ties, ranks without a shard, three ranks, replicas, steps that differ.
+
+In float64 every strategy trains as one plain process does. `test_layouts.py` and `test_layouts_pipeline.py` take each strategy through
+all layouts; here are the cases that chance would leave out.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.equality import assert_equal_runs, number_differences
+from tests.layout import Layout, Recipe, run_layout
+from tests.reference.random_inputs import random_batches, random_weights
+from tests.reference.shape import ReferenceShape, gpt2_like, llama_like
+from tests.reference.training import ReferenceRun, mean_loss, train
+
+SHARDED = ("optim", "optim_grads", "optim_grads_params")
+STRATEGIES = ("no_shard", *SHARDED)
+SMALL: dict[str, Any] = dict(hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, vocab=61, seq=8)
+
+
+@functools.cache
+def recipe(shape: ReferenceShape, *sizes: int) -> Recipe:
+    """One step for each size of a global batch; microbatches are of one sequence and differ much in their masks."""
+    batches = [random_batches(shape, 1, size, 1, seed=step)[0] for step, size in enumerate(sizes)]
+    return Recipe(shape, random_weights(shape, seed=1), batches)
+
+
+@functools.cache
+def reference(shape: ReferenceShape, *sizes: int) -> ReferenceRun:
+    r = recipe(shape, *sizes)
+    return train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
+
+
+def check(layout: Layout, shape: ReferenceShape, *sizes: int) -> list[int]:
+    """Returns the number of shards of each rank."""
+    found = run_layout(recipe(shape, *sizes), layout)
+    assert_equal_runs(found, reference(shape, *sizes))
+    return found.num_shards
+
+
+def layout(sharding: str, **settings: Any) -> Layout:
+    """Buckets so small that slices cut across parameters; everything overlapped."""
+    gathers = sharding in ("optim", "optim_grads")
+    basis = Layout(sharding=sharding, overlap_param_gather=gathers, micro_batch_size=1, bucket_size=1500)  # type: ignore[arg-type]
+    return replace(basis, **settings)
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "one-stage": {"dp": 2},
+    "two-stages": {"pp": 2, "dp": 2},
+    "apart": {"pp": 3, "dp": 2},
+    "interleaved": {"pp": 2, "dp": 2, "schedule": "interleaved", "virtual_stages": 2},
+    "late": {"pp": 2, "dp": 2, "schedule": "zb-h1"},
+    "one-rank-has-both": {"pp": 2, "dp": 2, "schedule": "zb-v", "virtual_stages": 2},
+    "tensor": {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True},
+}
+
+
+@pytest.mark.parametrize("sharding", STRATEGIES)
+@pytest.mark.parametrize("ends", ENDS)
+def test_a_tied_embedding(ends: str, sharding: str) -> None:
+    """Its gradient has two parts: on two stages, or from two uses on one rank. Summed over the data ranks, and over the stages."""
+    settings = ENDS[ends]
+    if sharding == "optim_grads_params" and settings.get("schedule", "").startswith("zb"):
+        pytest.skip("refused with the settings")
+    chunks = settings.get("pp", 1) * settings.get("virtual_stages", 1)
+    check(layout(sharding, **settings), gpt2_like(num_layers=chunks, tied=True, **SMALL), 6, 6)
+
+
+@pytest.mark.parametrize("sharding", STRATEGIES)
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+def test_three_data_ranks(style: str, sharding: str) -> None:
+    """Where the order of a sum matters, and slices cut parameters in the middle of a row."""
+    like = gpt2_like if style == "gpt2" else llama_like
+    shape = like(num_layers=1, hidden=12, ffn=24, heads=3, kv_heads=3, head_size=4, vocab=61, seq=6)
+    check(layout(sharding, dp=3), shape, 6, 6, 6)
+
+
+@pytest.mark.parametrize("sharding", SHARDED)
+def test_ranks_without_a_shard(sharding: str) -> None:
+    """Every parameter in a bucket of its own, most smaller than a slice for each rank: some ranks have little or nothing."""
+    shape = gpt2_like(num_layers=1, hidden=8, ffn=8, heads=2, kv_heads=2, head_size=4, vocab=5, seq=4, tied=True)
+    shards = check(layout(sharding, dp=4, bucket_size=1), shape, 4, 8)
+    if sharding != "optim_grads_params":
+        assert shards[0] > shards[2] > shards[3] == 0
+
+
+@pytest.mark.parametrize("sharding", SHARDED)
+def test_one_data_rank(sharding: str) -> None:
+    """Nobody to share with, except that what sequence parallelism leaves whole is divided over the tensor ranks."""
+    check(layout(sharding, tp=2, sequence_parallel=True), gpt2_like(num_layers=1, tied=False, **SMALL), 2, 2)
+
+
+@pytest.mark.parametrize("reshard", ["always", "never"])
+@pytest.mark.parametrize("shard_size", [2, 1, None])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_replicas_of_sharded_parameters(shard_size: int | None, reshard: str, microbatches: int) -> None:
+    shape = llama_like(num_layers=2, **{**SMALL, "kv_heads": 2})
+    settings = layout("optim_grads_params", dp=4, fsdp_shard_size=shard_size, fsdp_reshard=reshard)
+    check(settings, shape, 4 * microbatches, 4 * microbatches)
+
+
+@pytest.mark.parametrize("sharding", STRATEGIES)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_the_number_of_microbatches_changes(schedule: str, sharding: str) -> None:
+    """As in a ramp-up of the batch."""
+    if sharding == "optim_grads_params" and schedule == "zb-v":
+        schedule = "interleaved"
+    chunks = 1 if schedule == "1f1b" else 2
+    shape = gpt2_like(num_layers=2 * chunks, tied=True, **SMALL)
+    for reshard in ("always", "never") if sharding == "optim_grads_params" else ("always",):
+        settings = layout(sharding, pp=2, dp=2, schedule=schedule, virtual_stages=chunks, fsdp_reshard=reshard)
+        check(settings, shape, 4, 8, 4, 12)
+
+
+@pytest.mark.parametrize("reshard", ["always", "never"])
+@pytest.mark.parametrize("sharding", STRATEGIES)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_evaluation_between_steps_sees_the_new_weights(stages: int, sharding: str, reshard: str) -> None:
+    """And leaves nothing behind that the next step would take for its own."""
+    if sharding != "optim_grads_params" and reshard == "never":
+        pytest.skip("means nothing there")
+    shape = gpt2_like(num_layers=2, tied=stages == 1, **SMALL)
+    sizes = (4, 4, 4)
+    batch = random_batches(shape, 1, 8, 1, seed=9)[0]
+    found = run_layout(recipe(shape, *sizes), layout(sharding, pp=stages, dp=2, fsdp_reshard=reshard), evaluate=batch)
+    assert_equal_runs(found, reference(shape, *sizes))
+    r = recipe(shape, *sizes)
+    after = [
+        train(shape, r.weights, r.batches[:steps], lr=r.lr, weight_decay=r.weight_decay, clip=r.clip).weights_after
+        for steps in range(1, len(sizes) + 1)
+    ]
+    wanted = [mean_loss(shape, weights, batch).item() for weights in (r.weights, *after)]
+    assert len(set(wanted)) == len(wanted)
+    assert not number_differences("evaluations", found.evaluations, wanted, 1e-10)
+
+
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
+@pytest.mark.parametrize("sharding", STRATEGIES)
+def test_offloaded_state(sharding: str, fraction: float) -> None:
+    shape = gpt2_like(num_layers=1, tied=False, **SMALL)
+    check(layout(sharding, dp=2, offload=fraction), shape, 4, 4, 4)
+
+
+@pytest.mark.parametrize("sharding", SHARDED)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_many_small_buckets(sharding: str, overlap: bool) -> None:
+    """Each parameter in a bucket of its own, in a pipeline with accumulated gradients: more buckets under way than may be."""
+    settings = layout(sharding, pp=2, dp=2, bucket_size=1, overlap=overlap, overlap_param_gather=overlap and sharding != SHARDED[2])
+    check(settings, llama_like(num_layers=2, tied=True, **SMALL), 8, 8)
