@@ -116,6 +116,8 @@ class Trace(TorchDispatchMode):
         space, name = func.name().split("::")
         if space == "c10d":
             kind = KINDS[name]
+            if kind == "gather" and not (len(args) < 4 or args[3]):  # the fourth says whether to return at once, by default yes
+                kind = "blocking gather"
             tensor = args[0][0] if isinstance(args[0], list | tuple) else args[0]
             self.events.append((kind, tensor.numel() * (self.ranks if kind == "scatter" else 1), tensor.dtype))
         return func(*args, **(kwargs or {}))

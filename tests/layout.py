@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
-from megatron.model.build import build_model
+from megatron.model.build import Model, build_model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import ConstantGradScaler, GradScaler
 from megatron.parallel.boxes import Box
@@ -128,14 +128,9 @@ def context_of(layout: Layout, rank: int) -> ParallelContext:
     return make_context(topology, rank, torch.device("cpu"), fsdp_shard_size=layout.fsdp_shard_size)
 
 
-def build_step(context: ParallelContext, recipe: Recipe, layout: Layout) -> TrainStep:
-    """The framework's model with the recipe's weights, and its training step."""
-    config = model_config(
-        recipe.shape,
-        fp32_residual_connection=layout.fp32_residual,
-        make_vocab_size_divisible_by=layout.vocabulary_multiple,
-    )
-    parallel = ParallelConfig(
+def parallel_config(layout: Layout) -> ParallelConfig:
+    """The framework's settings for a layout."""
+    return ParallelConfig(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         pipeline_schedule=layout.schedule,  # type: ignore[arg-type]
@@ -150,28 +145,46 @@ def build_step(context: ParallelContext, recipe: Recipe, layout: Layout) -> Trai
         fsdp_shard_size=layout.fsdp_shard_size,
         fsdp_reshard_after_forward=layout.fsdp_reshard,
     )
-    model = build_model(
+
+
+def optimizer_config(recipe: Recipe, layout: Layout) -> OptimizerConfig:
+    """The framework's settings for an update."""
+    return OptimizerConfig(
+        optimizer=recipe.optimizer,  # type: ignore[arg-type]
+        clip_grad=recipe.clip,
+        sgd_momentum=recipe.momentum,
+        optimizer_cpu_offload=layout.offload is not None,
+        optimizer_offload_fraction=1.0 if layout.offload is None else layout.offload,
+    )
+
+
+def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> Model:
+    """This rank's part of the framework's model, without memory."""
+    config = model_config(
+        recipe.shape,
+        fp32_residual_connection=layout.fp32_residual,
+        make_vocab_size_divisible_by=layout.vocabulary_multiple,
+    )
+    return build_model(
         config,
         context,
         dtype=layout.dtype,
         vocab_size=recipe.shape.vocab,
         sequence_parallel=layout.sequence_parallel,
         seed=1,
-        table=table_of(config, parallel, recipe.shape.vocab),
+        table=table_of(config, parallel_config(layout), recipe.shape.vocab),
         materialized=False,
     )
+
+
+def build_step(context: ParallelContext, recipe: Recipe, layout: Layout) -> TrainStep:
+    """The framework's model with the recipe's weights, and its training step."""
     step = TrainStep(
-        model,
+        model_on_meta(context, recipe, layout),
         context,
         recipe.scaler,
-        parallel=parallel,
-        optimizer=OptimizerConfig(
-            optimizer=recipe.optimizer,  # type: ignore[arg-type]
-            clip_grad=recipe.clip,
-            sgd_momentum=recipe.momentum,
-            optimizer_cpu_offload=layout.offload is not None,
-            optimizer_offload_fraction=1.0 if layout.offload is None else layout.offload,
-        ),
+        parallel=parallel_config(layout),
+        optimizer=optimizer_config(recipe, layout),
         micro_batch_size=layout.micro_batch_size,
         skip_overflow=layout.dtype == torch.float16,
     )
@@ -187,13 +200,7 @@ def set_weights(step: TrainStep, weights: Weights) -> None:
             part = weights[shard.record.name][inside(placed.box)].reshape(-1)
             shard.main[placed.start : placed.start + placed.box.numel].copy_(part)
     step.optimizer.publish()
-    finish_publishing(step)
-
-
-def finish_publishing(step: TrainStep) -> None:
-    """Wait until every parameter that this rank holds whole has its new values."""
-    for provider in step.providers:
-        provider.finish_publishing()
+    step.finish_publishing()
 
 
 def inside(box: Box) -> tuple[slice, ...]:
@@ -233,7 +240,7 @@ def boxed_shards(step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor]) ->
 
 def boxed_parameters(step: TrainStep) -> Boxed:
     """The parameters that this rank holds whole (its tensor rank's part of them), as the next forward will use them."""
-    finish_publishing(step)
+    step.finish_publishing()
     boxed: Boxed = []
     for entry in step.model.params:
         if not isinstance(entry.param, DTensor):

@@ -113,6 +113,24 @@ def test_overlap_says_what_is_out_of_bounds() -> None:
     assert told.startswith("optim with 1 microbatches takes 1.30 x computation with overlap; at most 1.25")
 
 
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (
+            "optimizer --ranks 2",
+            [("float32", "step", "torch's update"), ("bfloat16", "step", "torch's update, then rounding")],
+        ),
+        ("offload", [("float32", "step", "update alone"), ("bfloat16", "step", "update alone")]),
+    ],
+)
+def test_an_update_is_compared_for_each_dtype(words: str, rows: list[tuple[str, str, str]]) -> None:
+    done = spawn_cli(["tools/bench.py", *words.split(), "--pairs", "1", "--elements", "1000"], nproc=None)
+    assert not done.stderr
+    found = re.findall(r"^(\S+) +(step) +(\d+\.\d+) ms \(.*\) +(\d+\.\d+) x (.*)$", done.stdout, re.MULTILINE)
+    assert [(dtype, action, reference) for dtype, action, _, _, reference in found] == rows
+    assert done.returncode == ("MISSED: " in done.stdout) == ("the bound holds" not in done.stdout)
+
+
 def test_executor_gives_a_cost_for_each_operation_from_any_folder(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(ROOT / "tools/bench.py"), "executor", "--pairs", "1", "--start-sizes", "2x3"]
@@ -128,7 +146,7 @@ def test_executor_gives_a_cost_for_each_operation_from_any_folder(tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["parallel", "--pairs", "3"], "--pairs acts in single and executor, not in parallel"),
+        (["parallel", "--pairs", "3"], "--pairs acts in single, executor, optimizer, offload, not in parallel"),
         (["bubble", "--accumulate", "2"], "--accumulate acts in overlap, not in bubble"),
         (["bubble", "--stages", "0"], "--stages: must be at least 1, not 0"),
         (["executor", "--start-sizes", "8"], "must be stages x microbatches, as in 8x64, not '8'"),

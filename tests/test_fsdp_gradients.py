@@ -63,7 +63,7 @@ def test_each_element_counts_once_in_the_world() -> None:
 
 def poisoned(context: ParallelContext) -> tuple[set[str], set[str], list[int], set[str]]:
     """Rank 1's second loss is not a number. Names after a step that sums, after one that inspects, what that one sums, and names
-    after a step that is well."""
+    after one that inspects and is well."""
     model = build(context)
     provider = shard(model, context)
     factors = (1.0, math.nan if context.rank == 1 else 1.0)
@@ -73,8 +73,7 @@ def poisoned(context: ParallelContext) -> tuple[set[str], set[str], list[int], s
     with Trace(context.fsdp_shard.size) as trace:
         step(model, provider, inputs(context), factors=factors, inspect=True)
     own = provider.nonfinite()
-    step(model, provider, inputs(context))
-    provider.finish_gradients()
+    step(model, provider, inputs(context), inspect=True)
     return summed, own, trace.sizes("scatter"), provider.nonfinite()
 
 

@@ -129,6 +129,8 @@ def evaluated(context: ParallelContext) -> dict[str, tuple[int, int, bool]]:
                 group.publish()
             still = len(provider.held().parameters) - whole
             same = model.chunks[0](microbatch).item() == halved.chunks[0](microbatch).item()
+            provider.finish_evaluation()
+            assert len(provider.held().parameters) == whole, "an evaluation leaves nothing gathered"
         found[reshard] = (left, still, bool(same))
     return found
 

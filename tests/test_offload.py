@@ -11,7 +11,7 @@ import torch
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer import parts
-from megatron.optimizer.offload import choose_offloaded
+from megatron.optimizer.offload import Link, choose_offloaded
 from megatron.optimizer.optimizer import Float16Optimizer, FP32Optimizer, ShardedOptimizer, make_optimizer
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.collectives import Pending
@@ -160,12 +160,12 @@ def test_state_goes_to_and_from_an_optimizer_that_offloads(config: OptimizerConf
 
 @DTYPES
 def test_what_is_offloaded_lies_apart_from_the_weights(dtype: torch.dtype, staged: bool) -> None:
-    """Also where dtypes agree; and the memory of it is counted as the host's."""
+    """Also where dtypes agree, unless the device is the host; and its memory is counted as the host's."""
     optimizer = Run(offloading(ADAM, 0.5), dtype, staged=staged).optimizer
     numel = sum(itertools.chain(*SIZES))
     taken = choose_offloaded(list(itertools.chain(*SIZES)), 0.5)
     apart = [s.main.untyped_storage().data_ptr() != s.weights.untyped_storage().data_ptr() for s in optimizer.shards]
-    assert apart == [dtype == torch.bfloat16 or index in taken for index in range(len(apart))]
+    assert apart == [dtype == torch.bfloat16 or (staged and index in taken) for index in range(len(apart))]
     assert (
         optimizer.offloaded_share
         == sum(optimizer.shards[index].main.numel() for index in taken) / numel
@@ -181,7 +181,8 @@ def test_what_is_offloaded_lies_apart_from_the_weights(dtype: torch.dtype, stage
     def size(tensors: Sequence[torch.Tensor]) -> int:
         return sum(tensor.nbytes for tensor in tensors)
 
-    assert size(host.mains) == padded[True] * width and size(host.moments) == 2 * padded[True] * width
+    assert size(host.mains) == (padded[True] * width if dtype == torch.bfloat16 or staged else 0)
+    assert size(host.moments) == 2 * padded[True] * width
     assert size(device.mains) == (padded[False] * width if dtype == torch.bfloat16 else 0)
     assert size(device.moments) == 2 * padded[False] * width and not device.buffers
     staging = padded[True] * width + 2 * 128 * dtype.itemsize
@@ -193,6 +194,27 @@ def test_two_may_not_listen_to_a_group() -> None:
     make_optimizer(groups, offloading(ADAM, 1.0), lone_rank(), staged=True)
     with pytest.raises(AssertionError, match="somebody else listens"):
         make_optimizer(groups, offloading(ADAM, 1.0), lone_rank(), staged=True)
+
+
+def test_copies_go_on_beside_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins to copy gradients without waiting for them, and waits for weights only when both buffers are full."""
+    monkeypatch.setattr(torch, "get_device_module", lambda device: lazy_streams)
+    link = Link(torch.device("cpu"))
+    grads, arrived = torch.ones(3), torch.zeros(3)
+    wait = link.bring(Pending(grads), [grads], [arrived])
+    assert not arrived.any()
+    wait()
+    assert arrived.all()
+    mains, weights = [torch.full((2,), float(i)) for i in range(1, 5)], [torch.zeros(2, dtype=torch.bfloat16) for _ in range(4)]
+    link.reserve(4)
+    there = []
+    for main, weight in zip(mains, weights, strict=True):
+        link.send([main], [weight])
+        main.zero_()
+        there.append([w.tolist() == [i, i] for i, w in enumerate(weights, start=1)])
+    assert there == [[False] * 4, [False] * 4, [True, False, False, False], [True, True, False, False]]
+    link.finish()
+    assert [w.tolist() for w in weights] == [[i, i] for i in range(1, 5)]
 
 
 # ---- which shards

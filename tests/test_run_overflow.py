@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.parallel.accumulate import GradSink, sink_of
+from megatron.training.step import TrainStep
 from tests.runs import (
     TINY,
     arguments,
@@ -28,6 +30,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "optim": {"data_parallel_sharding_strategy": "optim"},
+    "optim, gathered late": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    "optim, offload": {"use_distributed_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+    "optim_grads": {"data_parallel_sharding_strategy": "optim_grads"},
+    "optim_grads_params": {"data_parallel_sharding_strategy": "optim_grads_params"},
+    "optim_grads_params, never": {
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "fsdp_reshard_after_forward": "never",
+    },
 }
 
 
@@ -104,6 +115,41 @@ def test_a_nan_names_step_rank_and_parameter(tmp_path: Path, precision: dict[str
     assert "--iterations-to-skip 3" in said
     assert ended[1].stderr == "" and "Traceback" not in said
     assert complete_checkpoints(tmp_path) == ["iter_0000002"]
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "pp" not in name])
+@pytest.mark.parametrize("name", ["layers.1.mlp.down.weight", "final_norm.bias", "embedding.word.weight"])
+def test_a_nan_that_comes_again_is_named_where_it_begins(layout: str, name: str) -> None:
+    """On the rank in whose own gradient it is, and no other that it has reached in the sum."""
+
+    def keep_spoiling(step: TrainStep) -> None:
+        wrote = GradSink._wrote
+
+        def spoiled(self: GradSink) -> None:
+            if sink_of(step.model.params[name].param) is self:
+                assert self.main_grad is not None
+                self.main_grad.view(-1)[0] = math.nan
+            wrote(self)
+
+        GradSink._wrote = spoiled  # type: ignore[method-assign]
+
+    ended = launch(arguments(bf16=True, train_iters=3, **LAYOUTS[layout]), 2, before=on_rank(1, 2, keep_spoiling))
+    assert [end.code for end in ended] == [1, 1], report(ended)
+    said = ended[0].stderr
+    assert "iteration 2:" in said and f"  gradient of {name} not finite on rank 1\n" in said
+    assert said.count("not finite on rank") == 1 and "passing fault" not in said
+    assert ended[1].stderr == ""
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "pp" not in name])
+def test_a_nan_that_does_not_come_again_is_named_where_the_sum_is(layout: str) -> None:
+    """And is called a passing fault."""
+    name = "layers.1.mlp.down.weight"
+    ended = launch(arguments(bf16=True, train_iters=3, **LAYOUTS[layout]), 2, before=on_rank(1, 2, spoil(math.nan, name)))
+    assert [end.code for end in ended] == [1, 1], report(ended)
+    said = ended[0].stderr
+    assert f"  gradient of {name} not finite on rank " in said and "a passing fault" in said
+    assert said.count("not finite on rank") == 1
 
 
 def test_a_nan_in_the_loss_names_the_rank_that_has_it(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.data_parallel.plan import plan_buckets
+from megatron.optimizer import parts
 from megatron.optimizer.optimizer import make_optimizer
-from megatron.optimizer.rules import RULES, Target, UpdateRule, as_seen, by_decay
+from megatron.optimizer.rules import RULES, UpdateRule, as_seen
+from megatron.optimizer.updaters import ByTorch, Target, Updater, by_decay
 from megatron.parallel.boxes import DimPiece, FlatPiece
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord, Split
@@ -72,8 +74,8 @@ class TestRule(UpdateRule):
     def moments(self, config: OptimizerConfig) -> tuple[str, ...]:
         return ("momentum",)
 
-    def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> torch.optim.Optimizer:
-        return self.optimizer(by_decay(targets))
+    def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> Updater:
+        return ByTorch(targets, self.optimizer(by_decay(targets)))
 
 
 ROWS = TestRule(RowsOptimizer, Granularity.ROWS)
@@ -162,7 +164,9 @@ def test_update_of_slices_equals_that_of_whole_parameters(rule: str, tp: int, dp
 
 
 @pytest.mark.parametrize("rule", ALL)
-def test_offloaded_slices_are_no_other(rule: str) -> None:
+def test_offloaded_slices_are_no_other(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    """And in host memory those of a rule that sees elements are cut once more."""
+    monkeypatch.setattr(parts, "_BATCH", 64)
     prove(rule, dp=3, offload=0.5)
 
 
@@ -203,7 +207,7 @@ def test_targets_have_the_shape_that_was_promised(
     given: list[Target] = []
 
     class Recording(TestRule):
-        def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> torch.optim.Optimizer:
+        def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> Updater:
             given.extend(targets)
             return super().make(targets, config, context)
 
@@ -212,10 +216,10 @@ def test_targets_have_the_shape_that_was_promised(
     rows = dict.fromkeys((record.name for record in RECORDS), 0)
     for target in given:
         shape = target.record.local_shape({})
-        assert target.tensor.shape[-1] == shape[-1] and target.tensor.grad is not None
-        assert target.tensor.grad.shape == target.tensor.shape
-        assert target.tensor.dim() == dims if dims else target.tensor.shape == shape
-        rows[target.record.name] += target.tensor.numel() // shape[-1]
+        assert target.main.shape[-1] == shape[-1]
+        assert all(tensor.shape == target.main.shape for tensor in (target.grad, *target.moments.values()))
+        assert target.main.dim() == dims if dims else target.main.shape == shape
+        rows[target.record.name] += target.main.numel() // shape[-1]
     assert rows == {record.name: math.prod(record.local_shape({})[:-1]) for record in RECORDS}
 
 

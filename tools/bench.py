@@ -3,12 +3,14 @@
     python tools/bench.py                 all of what follows
     python tools/bench.py bubble          the step of every pipeline schedule against the simulator, with sleeping operations
     python tools/bench.py overlap         exposed communication of two data ranks with overlap off and on, behind a slowed link
+    python tools/bench.py optimizer       the optimizer's step against torch's fused AdamW, in processes that update at once
+    python tools/bench.py offload         the optimizer's step with all its state in host memory against the update alone
     python tools/bench.py executor        what the pipeline executor costs for each operation, and at start
     python tools/bench.py single          one process, float32 and bfloat16, against a plain PyTorch loop of the same shape
     python tools/bench.py parallel        8 processes at TP=2, PP=2, DP=2 against one, with the share of communication
     python tools/bench.py single --shape 350m --device cuda
 
-The exit status is 1 if a bound is missed that bubble, overlap or executor asks for.
+The exit status is 1 if a bound is missed that bubble, overlap, optimizer, offload or executor asks for.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from megatron.pipeline_parallel.simulate import Costs
 from tools.benchmarks.shapes import SHAPES, Shape
 
 # Those that fork are first: where there is CUDA, autograd starts threads at its first backward, which do not survive that.
-PARTS = ("bubble", "overlap", "executor", "single", "parallel")
+PARTS = ("bubble", "overlap", "optimizer", "offload", "executor", "single", "parallel")
 # Under optim_grads_params torch's fully_shard communicates, and on gloo it waits for each reduction.
 STRATEGIES: tuple[ShardingStrategy, ...] = ("no_shard", "optim", "optim_grads")
 
@@ -40,9 +42,20 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
         acts[flags.add_argument(name, help=f"{', '.join(parts)}: {settings.pop('help')}", **settings).dest] = parts  # type: ignore[arg-type]
 
     add("--shape", ("single", "parallel"), choices=SHAPES, default="small", help="model and batch (small)")
-    add("--device", ("single",), default="cpu", help="where to train (cpu)")
+    add(
+        "--device",
+        ("single", "offload"),
+        default="cpu",
+        help="where to train; offload is timed on a GPU too, if there is one (cpu)",
+    )
     add("--dtypes", ("single",), nargs="+", default=["float32", "bfloat16"], help="what to train in (float32 bfloat16)")
-    add("--pairs", ("single", "executor"), type=count, default=7, help="turns of the two that are compared (7)")
+    add(
+        "--pairs",
+        ("single", "executor", "optimizer", "offload"),
+        type=count,
+        default=7,
+        help="turns of the two that are compared (7)",
+    )
     add("--steps", ("single",), type=count, default=1, help="steps in each half of a pair (1)")
     add("--stages", ("bubble",), type=count, default=8, help="processes (8)")
     add("--microbatches", ("bubble",), type=count, default=16, help="microbatches of a step (16)")
@@ -86,6 +99,14 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
         metavar="PxM",
         help="stages x microbatches for the cost at start (8x64 64x512)",
     )
+    add("--ranks", ("optimizer",), type=count, default=2, help="processes that update at the same time (2)")
+    add(
+        "--elements",
+        ("optimizer", "offload"),
+        type=count,
+        default=25_000_000,
+        help="about how many each of them updates (25000000)",
+    )
     return flags, acts
 
 
@@ -119,7 +140,7 @@ def main() -> int:
     args = flags.parse_args()
     for name, parts in acts.items():
         if args.part not in ("all", *parts) and getattr(args, name) != flags.get_default(name):
-            flags.error(f"--{name.replace('_', '-')} acts in {' and '.join(parts)}, not in {args.part}: leave it out")
+            flags.error(f"--{name.replace('_', '-')} acts in {', '.join(parts)}, not in {args.part}: leave it out")
     chosen = PARTS if args.part == "all" else (args.part,)
     good = [run(part, args) for part in chosen]
     return 0 if all(good) else 1
@@ -144,6 +165,18 @@ def run(part: str, args: argparse.Namespace) -> bool:
         from tools.benchmarks import overlap
 
         return overlap.run(overlap.Settings(Shape(*args.gpt), tuple(args.strategies), tuple(args.accumulate), args.repeats))
+    if part == "optimizer":
+        from tools.benchmarks import optimizer
+
+        return optimizer.run(args.ranks, args.elements, args.pairs)
+    if part == "offload":
+        import torch
+
+        from tools.benchmarks import offload
+
+        devices = dict.fromkeys([args.device, *(["cuda"] if torch.cuda.is_available() else [])])
+        good = [offload.run(torch.device(device), args.elements, args.pairs) for device in devices]
+        return all(good)
     if part == "executor":
         from tools.benchmarks import executor
 

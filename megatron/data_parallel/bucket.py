@@ -10,11 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import nn
 
-from megatron.data_parallel.completeness import complain
+from megatron.data_parallel.completeness import WriteCount, complain
 from megatron.data_parallel.plan import BucketPlan, Placed
 from megatron.data_parallel.pool import BufferPool
 from megatron.parallel.accumulate import GradSink
@@ -53,8 +54,7 @@ class Bucket(ABC):
             self._attach(number, placed, _move(placed, self._view(self.weights, placed), context, fill))
             for number, placed in enumerate(plan.params)
         ]
-        self._writes = [0] * len(plan.params)
-        self._uses = [placed.entry.uses_per_microbatch for placed in plan.params]
+        self._count = WriteCount([placed.entry.uses_per_microbatch for placed in plan.params])
         self._microbatches = 0
         self._early = self._inspects = False
         self._gathering: Pending | None = None
@@ -84,7 +84,7 @@ class Bucket(ABC):
         Raises:
             RuntimeError: a parameter got no gradient, or one too many.
         """
-        if self._rounds != self._microbatches:
+        if self._count.rounds != self._microbatches:
             self._complain()
 
     @abstractmethod
@@ -114,14 +114,12 @@ class Bucket(ABC):
             inspects: do not reduce at all.
         """
         self._microbatches, self._early, self._inspects = num_microbatches, early and not inspects, inspects
-        self._writes = [0] * len(self._writes)
-        self._rounds = 0
-        self._behind = len(self._writes)
+        self._count.start()
         for sink in self._sinks:
             sink.written = False
 
     def join_ends(self) -> None:
-        """Add the gradient of the other pipeline stage that holds the parameters. Sums commute, and only this rank's elements are sent."""
+        """Add the gradient of the other pipeline stage that holds the parameters: sums commute, so only this rank's elements."""
         if self.plan.tied:
             all_reduce(self.own_grads, self.context.pipeline_ends)
             self._announce(Pending(self.own_grads))
@@ -148,20 +146,14 @@ class Bucket(ABC):
         return sink
 
     def _wrote(self, number: int) -> None:
-        self._writes[number] += 1
-        uses = self._uses[number]
-        if self._writes[number] > uses * self._microbatches:
+        if self._count.writes[number] == self._count.uses[number] * self._microbatches:
+            self._count.writes[number] += 1
             self._complain()
-        if self._writes[number] == uses * (self._rounds + 1):
-            self._behind -= 1
-            if self._behind == 0:
-                # With late weight gradients, those that are not late may be microbatches ahead.
-                self._rounds = min(writes // uses for writes, uses in zip(self._writes, self._uses, strict=True))
-                self._behind = sum(w < u * (self._rounds + 1) for w, u in zip(self._writes, self._uses, strict=True))
-                self._complete(self._rounds)
+        if self._count.add(number):
+            self._complete(self._count.rounds)
 
-    def _complain(self) -> None:
-        counts = zip(self.plan.params, self._writes, self._uses, strict=True)
+    def _complain(self) -> NoReturn:
+        counts = zip(self.plan.params, self._count.writes, self._count.uses, strict=True)
         complain(
             self.context.rank, [(placed.entry.record.name, found, uses * self._microbatches) for placed, found, uses in counts]
         )

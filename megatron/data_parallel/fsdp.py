@@ -135,6 +135,11 @@ class FullyShardedParams:
     def finish_publishing(self) -> None:
         """Nothing: parameters are gathered in front of their use."""
 
+    def finish_evaluation(self) -> None:
+        """See `Provider`."""
+        for unit in self._units:
+            unit.reshard()
+
     def held(self) -> Held:
         """See `Provider`."""
         held = Held([shard.weights for group in self.groups for shard in group.shards], [unit.grads for unit in self._units])

@@ -16,8 +16,8 @@ def is_fully_sharded(entry: ParamEntry, context: ParallelContext) -> bool:
     """Whether `fully_shard` takes the parameter. Not so:
 
     - tied parameters: one that two modules share, wrapped apart, would silently be two;
-    - those whose gradient is a partial sum over the tensor ranks too: FSDP knows one group for all parameters of a module. They are
-      vectors (norms under sequence parallelism, biases after a sum);
+    - those whose gradient is a partial sum over the tensor ranks too (under sequence parallelism norms, learned positions and some
+      biases): FSDP reduces over the data ranks alone;
     - any, where there is nobody to share with.
     """
     tied = len(entry.record.chunks) > 1 or len(entry.holders) > 1

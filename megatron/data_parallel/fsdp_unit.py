@@ -72,7 +72,7 @@ class FsdpUnit:
         sizes = [_local(entry).numel() for entry in plan.entries]
         self.grads = torch.zeros(sum(sizes), dtype=self._main_dtype, device=context.device)
         parts = torch.split(self.grads, sizes)
-        self.group = ShardGroup([self._make_shard(e, part) for e, part in zip(plan.entries, parts, strict=True)], self._publish)
+        self.group = ShardGroup([self._make_shard(e, part) for e, part in zip(plan.entries, parts, strict=True)], self.reshard)
         for shard in self.group.shards:
             if shard.record.name in empty:
                 self._fill(shard, fill)
@@ -108,7 +108,8 @@ class FsdpUnit:
 
     def passing(self) -> list[torch.Tensor]:
         """Gradients that FSDP has not taken yet."""
-        return [param.grad for param in self._gathered if param.grad is not None]
+        places = [*(sink.main_grad for sink in self._sinks), *(param.grad for param in self._gathered)]
+        return [grad for grad in places if grad is not None]
 
     def _wrap(self, plan: UnitPlan, mesh: DeviceMesh, reshard_after_forward: bool, outside: set[nn.Parameter]) -> FSDPModule:
         dims = {entry.param: ShardedDim(entry.record.fsdp_dim) for entry in plan.entries}
@@ -179,8 +180,8 @@ class FsdpUnit:
             stream = torch.get_device_module(self._context.device).current_stream()
             self.group.reduced(Pending(self.grads, cast(Any, stream.record_event())))
 
-    def _publish(self) -> None:
-        """Nothing is sent: the next forward gathers, as a copy that was gathered before would be out of date."""
+    def reshard(self) -> None:
+        """Free the gathered parameters. After an update too: nothing is sent then, the next forward gathers."""
         self.module.reshard()
 
 

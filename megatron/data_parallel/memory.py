@@ -92,7 +92,7 @@ class OptimizerState:
     offloaded: Callable[[Sequence[int]], Collection[int]] = lambda sizes: ()
     """Of shards of so many elements, the indices of those whose mains and moments lie in host memory."""
     staged: bool = False
-    """Whether gradients of what is offloaded are copied to host memory."""
+    """Host memory is apart from the device's: what is offloaded has copies of its parameters and gradients there."""
 
     def memory(self, shards: Sequence[Shards]) -> Memory:
         """Mains and moments, and the host's copies of gradients."""
@@ -104,7 +104,7 @@ class OptimizerState:
             on_host = index in offloaded
             one = self._buffer(size, main.itemsize, on_host)
             total += Memory(
-                mains=one if on_host or dtype != main else Bytes(),
+                mains=one if dtype != main or (on_host and self.staged) else Bytes(),
                 moments=self._buffer(size, self.num_moments * main.itemsize, on_host),
                 buffers=one if on_host and self.staged else Bytes(),
             )
@@ -137,13 +137,13 @@ def bucket_memory(
 
 
 def fsdp_memory(
-    chunks: Iterable[Sequence[UnitPlan]], context: ParallelContext, reshard: FsdpReshard, dtype: torch.dtype, num_microbatches: int
+    chunks: Iterable[Sequence[UnitPlan]], context: ParallelContext, reshard: FsdpReshard, dtype: torch.dtype
 ) -> tuple[Memory, Shards]:
     """Sharded parameters, which are their own mains, their gradients, and units at work; and the shards that this rank updates.
 
-    Most is at work when the backward of a unit ends: its gathered parameters and those of the unit that comes next (or of all
-    units, if they are never freed), its gradients, torch's copy of them that is reduced, and this rank's part of the sum. With
-    replicas, the parts of all units wait for the last microbatch, to be summed over the replicas.
+    Most is at work when a backward leaves a unit: its gathered parameters and those of the unit that comes next (or of all units,
+    if they are kept), its gradients, torch's copy of gradients that is reduced, and this rank's part of the sum. With replicas,
+    such parts of all units wait for the end of the step, to be summed over the replicas.
 
     Args:
         chunks: the units of each, in the order of the forward.
@@ -165,7 +165,7 @@ def fsdp_memory(
     passing = at_work
     if reshard == "never":
         passing += gathered * dtype.itemsize
-    if context.fsdp_replica.size > 1 and num_microbatches > 1:
+    if context.fsdp_replica.size > 1:
         passing += parts * main.itemsize
     memory = Memory(_padded(parts, sizes, main), Bytes(sum(sizes) * main.itemsize), buffers=Bytes(passing))
     return memory, Shards(tuple(sizes), main)

@@ -1,8 +1,8 @@
 """Which parameters lie where in which bucket, and how a bucket is cut into one slice for each rank of its group. Pure arithmetic.
 
 Parameters are packed in the reverse order of their declaration, which is about the order in which backward completes them. A bucket
-holds parameters of one pipeline chunk whose gradients are partial over the same axes, and vectors apart from matrices, whose gradients
-some pipeline schedules put off. The layout is the same whatever is sharded and scheduled, so that neither changes a sum.
+holds parameters of one pipeline chunk whose gradients are partial over the same axes, and vectors apart from matrices, whose
+gradients some pipeline schedules put off. The layout is the same whatever is sharded and scheduled, so that neither changes a sum.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def plan_buckets(
     planned: list[list[ParamEntry]] = []
     for entry in reversed(list(entries)):
         record = entry.record
-        kind = (context.group(*record.partial_over).ranks, entry.chunk, is_tied_apart(entry, context), len(record.shape) == 1)
+        kind = (context.group(*record.partial_over).ranks, entry.chunk, is_tied_apart(entry, context), record.matrix_dims is None)
         held = open_buckets.get(kind)
         if held is None or sum(e.param.numel() for e in held) + entry.param.numel() > limit:
             held = open_buckets[kind] = []

@@ -53,5 +53,8 @@ class Provider(Protocol):
     def finish_publishing(self) -> None:
         """Wait until every parameter holds its new values; nothing if it does."""
 
+    def finish_evaluation(self) -> None:
+        """Forwards without backwards are through: let go of what is kept for a backward."""
+
     def held(self) -> Held:
         """What is kept now."""

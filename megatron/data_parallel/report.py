@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,19 +12,12 @@ from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.data_parallel.fsdp_plan import is_fully_sharded, plan_units
 from megatron.data_parallel.memory import Bytes, Memory, OptimizerState, bucket_memory, fsdp_memory
-from megatron.data_parallel.passing import play_step
+from megatron.data_parallel.passing import play_steps
 from megatron.data_parallel.plan import plan_buckets
 from megatron.data_parallel.traffic import Sent, bucket_traffic, fsdp_traffic, joined
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import Granularity
-
-
-class Chunk(Protocol):
-    """A module of several units."""
-
-    def units(self) -> list[nn.Module]:
-        """In the order of the forward."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,7 @@ class Report:
 
 def rank_report(
     entries: Iterable[ParamEntry],
-    chunks: Mapping[int, Chunk],
+    modules: Mapping[int, Sequence[nn.Module]],
     context: ParallelContext,
     config: ParallelConfig,
     state: OptimizerState,
@@ -53,7 +45,7 @@ def rank_report(
 
     Args:
         entries: the rank's parameters, perhaps on the meta device.
-        chunks: the rank's chunks by number.
+        modules: those that hold them, in the order of the forward, by number of the chunk.
         state: what the optimizer keeps.
         dtype: of the parameters where they are used.
         num_microbatches: of a step.
@@ -66,9 +58,9 @@ def rank_report(
         sharding = "optim_grads"  # what is left
         inside = [entry for entry in entries if is_fully_sharded(entry, context)]
         entries = [entry for entry in entries if not is_fully_sharded(entry, context)]
-        units = [plan_units(chunk.units(), [e for e in inside if e.chunk == number]) for number, chunk in chunks.items()]
+        units = [plan_units(some, [e for e in inside if e.chunk == number]) for number, some in modules.items()]
         reshard = config.fsdp_reshard_after_forward
-        found, some = fsdp_memory(units, context, reshard, dtype, num_microbatches)
+        found, some = fsdp_memory(units, context, reshard, dtype)
         memory += found
         shards.append(some)
         sent += fsdp_traffic([unit for some in units for unit in some], context, reshard, dtype, num_microbatches)
@@ -79,7 +71,7 @@ def rank_report(
     reductions = [1] * len(plans)
     if sharding == "optim_grads":
         main = main_grad_dtype(dtype)
-        passing, reductions = play_step(plans, writes, main, overlap=config.overlap_grad_reduce)
+        passing, reductions = play_steps(plans, writes, main, overlap=config.overlap_grad_reduce)
         memory += Memory(buffers=Bytes(passing * main.itemsize))
     sent += bucket_traffic(plans, context, sharding, dtype, reductions)
     return Report(memory + state.memory(shards), tuple(joined(sent)))

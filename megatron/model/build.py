@@ -70,7 +70,7 @@ def build_model(
 
     Args:
         table: which rank holds which layers; by default as many layers in each pipeline stage, one chunk a stage.
-        materialized: False leaves the parameters on the meta device: a training step that shards them gives each rank only its part.
+        materialized: False leaves the parameters on the meta device: a training step gives each rank its part of them.
     """
     table = table or layer_table(config.num_layers, loop(context.topology.pp))
     params = ParamTable()

@@ -35,7 +35,7 @@ class Home(ABC):
     """Some shards of one group.
 
     Args:
-        offloaded: whether this is not where the model has its memory.
+        offloaded: whether the shards were chosen for host memory.
     """
 
     def __init__(self, shards: Sequence[Shard], *, offloaded: bool) -> None:
@@ -73,13 +73,12 @@ class Home(ABC):
 class OnDevice(Home):
     """Mains on the device of the weights: the weights themselves where dtypes agree, else copies.
 
-    Args:
-        offloaded: the device is the host itself, and these shards are offloaded: they get copies in any case.
+    Offloaded shards are here too where the device's memory is the host's.
     """
 
     def __init__(self, shards: Sequence[Shard], *, offloaded: bool = False) -> None:
         super().__init__(shards, offloaded=offloaded)
-        self._apart = offloaded or self.shards[0].weights.dtype != self.shards[0].grad.dtype
+        self._apart = self.shards[0].weights.dtype != self.shards[0].grad.dtype
         if self._apart:
             buffer, self.mains = copies_of_weights(self.shards, self.shards[0].weights.device)
             self.main_buffers.append(buffer)
@@ -130,13 +129,12 @@ def views_like(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[to
 
 
 def copies_of_weights(shards: Sequence[Shard], device: torch.device | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Copies of the weights in the gradients' dtype: one buffer, padding zero, and its views.
+    """Copies of the weights in the gradients' dtype: one buffer, and its views.
 
     Args:
         device: None for host memory.
     """
     buffer, views = flat_views([shard.weights for shard in shards], shards[0].grad.dtype, device)
-    buffer.zero_()
     for view, shard in zip(views, shards, strict=True):
         view.copy_(shard.weights)
     return buffer, views

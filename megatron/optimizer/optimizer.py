@@ -15,8 +15,9 @@ import torch
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer.homes import Home, OnDevice
 from megatron.optimizer.offload import Link, OnHost, choose_offloaded
-from megatron.optimizer.parts import Factor, Part
+from megatron.optimizer.parts import Part
 from megatron.optimizer.rules import RULES
+from megatron.optimizer.updaters import Update
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, ShardGroup
 
@@ -81,7 +82,7 @@ class ShardedOptimizer:
         sizes = {True: 0, False: 0}
         for part in self._each_part():
             sizes[part.home.offloaded] += sum(main.numel() for main in part.home.mains)
-        return sizes[True] / sum(sizes.values()) if self.shards else 0.0
+        return sizes[True] / max(sum(sizes.values()), 1)
 
     @torch.no_grad()
     def step(self, learning_rate: float, weight_decay: float, factor: float) -> None:
@@ -90,10 +91,10 @@ class ShardedOptimizer:
         Args:
             factor: multiplies every gradient: clip coefficient / loss scale.
         """
-        multiplier = Factor(factor)
+        update = Update(learning_rate, weight_decay, factor, self.num_updates + 1)
         for group, parts in zip(self.groups, self._parts, strict=True):
             for part in parts:
-                part.update(learning_rate, weight_decay, multiplier)
+                part.update(update)
             group.publish()
         self.num_updates += 1
 
@@ -113,8 +114,6 @@ class ShardedOptimizer:
     def set_num_updates(self, count: int) -> None:
         """Continue after this many updates (the moments are loaded in place)."""
         self.num_updates = count
-        for part in self._each_part():
-            part.set_num_updates(count)
 
     def held(self) -> tuple[HeldState, HeldState]:
         """Memory on the device, and memory of the host by way of offloading."""

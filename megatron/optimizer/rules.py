@@ -20,25 +20,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.optimizer.updaters import ByTorch, FusedAdamW, FusedSGD, Target, Updater, by_decay
 from megatron.parallel.boxes import DimPiece, FlatPiece, Piece
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.shards import Granularity
-
-
-@dataclass(frozen=True)
-class Target:
-    """One main, or a part of one, as a rule sees it."""
-
-    tensor: torch.Tensor
-    """What `step()` updates in place; it has its `.grad`."""
-    record: ParamRecord
 
 
 class UpdateRule(ABC):
@@ -49,21 +40,15 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def moments(self, config: OptimizerConfig) -> tuple[str, ...]:
-        """Names of the tensors that the rule keeps for each target. They are given to it as `state[tensor][name]`: zeros, in the
-        target's shape and dtype, which it must update in place."""
+        """Names of the tensors that the rule keeps for each target, which is given them."""
 
     @abstractmethod
-    def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> torch.optim.Optimizer:
-        """The torch optimizer of these targets, with a bool "decays" in each of its param groups. `lr` and `weight_decay` of the
-        groups are set before each step.
+    def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> Updater:
+        """What updates these targets.
 
         Raises:
             ValueError: something that the settings ask for is not installed.
         """
-
-    def set_num_updates(self, optimizer: torch.optim.Optimizer, count: int) -> None:
-        """Have it go on after so many updates. (For a rule that counts them.)"""
-        return
 
 
 def as_seen(
@@ -88,55 +73,33 @@ def as_seen(
 
 
 class _AdamW(UpdateRule):
-    """Loshchilov and Hutter 2019, algorithm 2."""
-
     granularity = Granularity.ELEMENTS
 
     def moments(self, config: OptimizerConfig) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> torch.optim.Optimizer:
-        settings = {"lr": 0.0, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> Updater:
+        betas = (config.adam_beta1, config.adam_beta2)
         if config.use_apex:
-            return _apex("FusedAdam")(by_decay(targets), adam_w_mode=True, **settings)
-        return torch.optim.AdamW(by_decay(targets), fused=True, **settings)  # type: ignore[arg-type]
-
-    def set_num_updates(self, optimizer: torch.optim.Optimizer, count: int) -> None:
-        for group in optimizer.param_groups:
-            if isinstance(optimizer, torch.optim.AdamW):  # counts for each tensor
-                counts = torch.full((len(group["params"]),), float(count), dtype=torch.float32, device=group["params"][0].device)
-                for tensor, own in zip(group["params"], counts.unbind(), strict=True):
-                    optimizer.state[tensor]["step"] = own
-            else:  # apex counts in the group
-                group["step"] = count
+            made = _apex("FusedAdam")(by_decay(targets), adam_w_mode=True, lr=0.0, betas=betas, eps=config.adam_eps)
+            return ByTorch(targets, made)
+        return FusedAdamW(targets, betas, config.adam_eps)
 
 
 class _SGD(UpdateRule):
-    """Stochastic gradient descent with momentum, the weight decay added to the gradient."""
-
     granularity = Granularity.ELEMENTS
 
     def moments(self, config: OptimizerConfig) -> tuple[str, ...]:
         return ("momentum_buffer",) if config.sgd_momentum else ()
 
-    def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> torch.optim.Optimizer:
-        settings: dict[str, Any] = {"lr": 0.0, "momentum": config.sgd_momentum}
+    def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> Updater:
         if config.use_apex:
-            return _apex("FusedSGD")(by_decay(targets), **settings)
-        return torch.optim.SGD(by_decay(targets), fused=True, **settings)
+            return ByTorch(targets, _apex("FusedSGD")(by_decay(targets), lr=0.0, momentum=config.sgd_momentum))
+        return FusedSGD(targets, config.sgd_momentum)
 
 
 RULES: dict[str, UpdateRule] = {"adam": _AdamW(), "sgd": _SGD()}
 """By the value of --optimizer."""
-
-
-def by_decay(targets: Sequence[Target]) -> list[dict[str, Any]]:
-    """Param groups: those that decay, and the others."""
-    groups = [
-        {"params": [target.tensor for target in targets if target.record.decay is decays], "decays": decays}
-        for decays in (True, False)
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def _apex(name: str) -> Any:

@@ -75,8 +75,8 @@ _deferred: Deferred | None = None
 class GradSink:
     """The place of one parameter's gradient.
 
-    `main_grad` has the parameter's shape and the sink's dtype. The first write overwrites it, so it is never zeroed; where there is no
-    memory for it yet, `provide` is called before that write and sets `main_grad`. `on_write` is called after each write, and the
+    `main_grad` has the parameter's shape and the sink's dtype. The first write overwrites it, so it is never zeroed; where there is
+    no memory for it yet, `provide` is called before that write and sets `main_grad`. `on_write` is called after each write, and the
     receiver counts the writes to know when the gradient is complete.
     """
 

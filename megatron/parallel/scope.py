@@ -48,6 +48,7 @@ class Scope:
         Args:
             shape: global shape without padding.
             split: the dimension that the tensor group divides, if any.
+            decay: it is a matrix (its last two dimensions) and weight decay applies; else a vector (biases, norms), perhaps several.
             partial_over_tp: each tensor rank sees only part of what the (replicated) parameter acts on, so its gradient is a
                 partial sum over the tensor group: everything replicated under sequence parallelism, and what acts on a rank's own
                 heads.
@@ -61,8 +62,8 @@ class Scope:
             chunks=chunks or (self.chunk,),
             init=init,
             decay=decay,
-            fsdp_dim=len(shape) - 2 if len(shape) > 1 else 0,
-            matrix_dims=(len(shape) - 2, len(shape) - 1) if len(shape) > 1 else None,
+            fsdp_dim=len(shape) - 2 if decay else len(shape) - 1,
+            matrix_dims=(len(shape) - 2, len(shape) - 1) if decay else None,
         )
         local = torch.empty(record.local_shape(self.context.axis_sizes), dtype=self.dtype, device="meta")
         module.register_parameter(attribute, nn.Parameter(local))

@@ -1,7 +1,7 @@
 """A shard: the part of a parameter that this rank updates. The optimizer, clipping and checkpoints see only shards.
 
-Whoever divides the model's state over the data ranks (a provider, see `data_parallel`) makes the shards, in groups that are published
-together; the optimizer makes the mains, and says where they live.
+Whoever divides the model's state over the data ranks (a provider, see `data_parallel`) makes the shards, in groups that are
+published together; the optimizer makes the mains, and says where they live.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Granularity(StrEnum):
     ELEMENTS = "elements"
     """Each element by itself (Adam, SGD): cut anywhere, so all slices are equal."""
     ROWS = "rows"
-    """Whole rows of the parameter's matrix (a second moment for each row and column, as Adafactor's; columns are summed over slices)."""
+    """Whole rows of the parameter's matrix (a second moment for each row and column, as Adafactor's)."""
     MATRICES = "matrices"
     """Whole matrices (orthogonalised updates, as Muon's)."""
 
@@ -87,5 +87,5 @@ class ShardGroup:
     publish: Callable[[], None] = _nothing
     """Begin to carry this rank's new weights to the ranks that hold them too. Called once the weights of all shards are written."""
     reduced: Callable[[Pending], None] | None = None
-    """Set by whoever wants to know that the group's gradients are on their way to being complete, before the step's end: called once
-    a step with what to wait for (on CUDA, on any stream)."""
+    """Set by whoever wants to know that the group's gradients are on their way to being complete, before the step's end: called
+    once a step with what to wait for (on CUDA, on any stream)."""

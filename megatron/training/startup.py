@@ -33,6 +33,7 @@ from megatron.tensor_parallel.embedding import padded_vocab_size
 from megatron.training.batch_size import BatchSizePlan
 from megatron.training.checkpointing import Schedule as LearningSchedule
 from megatron.training.reporter import Reporter
+from megatron.training.state_report import describe_state, state_report
 from megatron.training.step import TrainStep
 from megatron.training.together import together
 
@@ -87,7 +88,7 @@ def device_peak(context: ParallelContext, dtype: torch.dtype) -> float | None:
 def describe(
     config: Config, context: ParallelContext, step: TrainStep, num_parameters: int, plan: BatchSizePlan, consumed_samples: int
 ) -> list[str]:
-    """Lines of the start-up log: layout, model, layer table, pipeline, batch."""
+    """Lines of the start-up log: layout, model, layer table, state, pipeline, batch. All ranks of a pipeline together."""
     model = step.model
     topology = context.topology
     peak = device_peak(context, model.dtype)
@@ -100,6 +101,7 @@ def describe(
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *format_layer_table(model.layer_table),
     ]
+    lines += describe_sharding(config, context, step, plan)
     if context.device.type == "cuda" and peak is None:
         lines.append(f"no peak FLOP/s is known for {torch.cuda.get_device_name(context.device)}: MFU is not reported")
     if topology.pp > 1:
@@ -111,6 +113,14 @@ def describe(
         lines += [advice] if advice else []
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
     return lines
+
+
+def describe_sharding(config: Config, context: ParallelContext, step: TrainStep, plan: BatchSizePlan) -> list[str]:
+    """What the model's state takes and a step sends for it, after any ramp-up of the batch. All ranks of a pipeline together."""
+    schedule = step.schedule(plan.num_microbatches(plan.total_samples))
+    report = state_report(step.model, context, config.parallel, config.optimizer, schedule)
+    reports = gather_objects(report, context.group("pp"))
+    return describe_state(reports, config.parallel, context.group("cp", "dp").size, schedule.num_microbatches)
 
 
 def describe_pipeline(schedule: Schedule) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
@@ -34,7 +34,7 @@ def state_report(
     )
     return rank_report(
         model.params,
-        model.chunks,
+        {number: chunk.units() for number, chunk in model.chunks.items()},
         context,
         parallel,
         state,
@@ -46,14 +46,17 @@ def state_report(
 
 
 def writes(model: Model, ops: Iterable[Op]) -> Iterator[str]:
-    """Names of the parameters in the order in which operations write their gradients: each as often as it is used."""
-    written = {(number, kind): list(_writes(model, number, kind)) for number in model.chunks for kind in OpKind}
-    return (name for op in ops for name in written[op.chunk, op.kind])
+    """Names of the parameters in the order in which operations write their gradients, each as often as it is used."""
+    written: dict[tuple[int, OpKind], list[str]] = {}
+    for op in ops:
+        if (op.chunk, op.kind) not in written:
+            written[op.chunk, op.kind] = list(_writes(model, op.chunk, op.kind))
+        yield from written[op.chunk, op.kind]
 
 
 def _writes(model: Model, number: int, kind: OpKind) -> Iterator[str]:
-    """Of one operation of a chunk. What a schedule may put off is products: not the gradients of vectors, nor those of tables, in
-    which the embedding looks up rows."""
+    """Of one operation. What a schedule may put off is products: not the gradients of vectors, nor those of tables, in which the
+    embedding only looks up rows."""
     chunk = model.chunks[number]
     for unit in reversed(chunk.units()):
         modules = set(unit.modules())
@@ -61,3 +64,56 @@ def _writes(model: Model, number: int, kind: OpKind) -> Iterator[str]:
             is_product = entry.record.matrix_dims is not None and unit is not chunk.embedding
             if kind is OpKind.BACKWARD or kind is (OpKind.WEIGHT_GRAD if is_product else OpKind.INPUT_GRAD):
                 yield from (entry.record.name for module, _ in entry.holders if module in modules)
+
+
+def describe_state(reports: Sequence[Report], parallel: ParallelConfig, num_data_ranks: int, num_microbatches: int) -> list[str]:
+    """Lines of the start-up log: the state of the largest stage, and what a step sends there.
+
+    Args:
+        reports: one of each pipeline stage.
+        num_microbatches: of a step.
+    """
+    stage = max(range(len(reports)), key=lambda stage: reports[stage].memory.total.device)
+    memory, where = reports[stage].memory, f"a rank of stage {stage}, the fullest" if len(reports) > 1 else "each rank"
+    among = "one data rank" if num_data_ranks == 1 else f"{parallel.sharding} over {num_data_ranks} data ranks"
+    if parallel.sharding == "optim_grads_params" and parallel.fsdp_shard_size is not None:
+        among += f" in groups of {parallel.fsdp_shard_size}"
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "main params": memory.mains,
+        "moments": memory.moments,
+        "buffers": memory.buffers,
+    }
+    total = memory.total
+    lines = [
+        f"state of the model, {among}: {amount(total.device)} on {where}: "
+        + _listed({name: part.device for name, part in parts.items()})
+        + (f"; {amount(total.padding)} of it padding" if total.padding else "")
+    ]
+    if total.host:
+        lines.append(f"and {amount(total.host)} in host memory: {_listed({name: part.host for name, part in parts.items()})}")
+    groups = dict.fromkeys(one.over for one in reports[stage].sent)
+    sent = [_sent(over, {one.kind: one.bytes for one in reports[stage].sent if one.over == over}) for over in groups]
+    if sent:
+        step = f"a step of {num_microbatches} microbatch{'es' * (num_microbatches > 1)}"
+        lines.append(f"in {step} such a rank sends {', '.join(sent)}")
+    return lines
+
+
+def amount(num_bytes: float) -> str:
+    """Bytes in three digits, in powers of 1,000."""
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while num_bytes >= 999.5 and len(units) > 1:
+        num_bytes /= 1000
+        units.pop(0)
+    return f"{num_bytes:.3g} {units[0]}"
+
+
+def _sent(over: str, kinds: Mapping[str, int]) -> str:
+    total = f"{amount(sum(kinds.values()))} over {over}"
+    return f"{total} ({_listed(kinds)})" if len(kinds) > 1 else total
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {amount(part)}" for name, part in parts.items() if part)

@@ -195,6 +195,8 @@ class TrainStep:
     def evaluate(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
         """Global sums of loss and loss mask over one global batch, without gradients."""
         loss_sum = self._run(batch, lambda loss: loss, training=False)
+        for provider in self.providers:
+            provider.finish_evaluation()
         total, count = all_reduce(torch.stack([loss_sum, self._mask_sum(batch)]), self.context.world).tolist()
         return total, count
 

@@ -1,0 +1,74 @@
+"""What sharding and overlap may not change by a single bit, at one layout: losses, norms, gradients and weights.
+
+`optim` is `no_shard` where the library's reduce-scatter sums as its all-reduce does, which gloo's do. `optim_grads` is too with one
+microbatch; with several it sums over the ranks before it sums over the microbatches. `optim_grads_params` sums in other groups.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.equality import assert_same_bits, number_differences
+from tests.layout import Layout, LayoutRun, Recipe, run_layout
+from tests.reference.random_inputs import random_batches, random_weights
+from tests.reference.shape import gpt2_like, llama_like
+
+STEPS = 3
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2},
+    "dp3": {"dp": 3},
+    "dp4": {"dp": 4},
+    "tp2-dp2-sp": {"tp": 2, "dp": 2, "sequence_parallel": True},
+    "pp2-dp2": {"pp": 2, "dp": 2},
+    "pp2-dp2-zb-v": {"pp": 2, "dp": 2, "schedule": "zb-v", "virtual_stages": 2},
+}
+PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+
+@functools.cache
+def recipe(chunks: int, sequences: int) -> Recipe:
+    """A tied model; microbatches of one sequence."""
+    # Every dimension divides by two, three and four.
+    shape = gpt2_like(num_layers=chunks, hidden=24, ffn=48, heads=6, kv_heads=6, head_size=4, vocab=61, seq=12, tied=True)
+    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, STEPS, sequences, 1, seed=2), clip=0.3)
+
+
+@functools.cache
+def trained(where: str, precision: str, microbatches: int, sharding: str, **settings: Any) -> LayoutRun:
+    basis = Layout(bucket_size=2000, micro_batch_size=1, overlap=False, sharding=sharding, dtype=PRECISIONS[precision])  # type: ignore[arg-type]
+    layout = replace(basis, **LAYOUTS[where], **settings)
+    chunks = layout.pp * (layout.virtual_stages or 1)
+    found = run_layout(recipe(chunks, microbatches * layout.dp), layout)
+    assert all(norm > 0.3 for norm in found.grad_norms), "else clipping is not seen"
+    return found
+
+
+CASES = [(where, "bfloat16") for where in LAYOUTS] + [("dp3", "float16"), ("dp3", "float32"), ("pp2-dp2", "float64")]
+
+
+@pytest.mark.parametrize(("where", "precision"), CASES)
+def test_sharding_the_optimizers_state_changes_no_bit(where: str, precision: str) -> None:
+    assert_same_bits(trained(where, precision, 3, "optim"), trained(where, precision, 3, "no_shard"))
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_with_one_microbatch_sharding_gradients_changes_no_bit(where: str) -> None:
+    assert_same_bits(trained(where, "bfloat16", 1, "optim_grads"), trained(where, "bfloat16", 1, "no_shard"))
+
+
+@pytest.mark.parametrize("sharding", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("where", ["dp3", "tp2-dp2-sp", "pp2-dp2", "pp2-dp2-zb-v"])
+def test_overlap_changes_no_bit(where: str, sharding: str) -> None:
+    """Three microbatches; under optim_grads_params what is tied, and under sequence parallelism the norms, are in buckets."""
+    if sharding == "optim_grads_params" and where == "pp2-dp2-zb-v":
+        where = "pp2-dp2"
+    waiting = trained(where, "bfloat16", 3, sharding)
+    assert_same_bits(trained(where, "bfloat16", 3, sharding, overlap=True), waiting)
+    if sharding in ("optim", "optim_grads"):
+        assert_same_bits(trained(where, "bfloat16", 3, sharding, overlap=True, overlap_param_gather=True), waiting)
+        assert_same_bits(trained(where, "bfloat16", 3, sharding, overlap_param_gather=True), waiting)

@@ -1,0 +1,229 @@
+"""Print, in markdown, what published models take on a rank and what they send under each sharding strategy.
+
+For example::
+
+    python tools/sharding_table.py memory
+
+Nothing is allocated: a rank's part of each model is built on the meta device and counted by the code that writes the start-up log
+of a run. The tables of docs/data_parallel.md are made by this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import torch
+
+from megatron.config.checks.sharding import dimensions_divide_by_shards
+from megatron.config.config import Config
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.data_parallel.report import Report
+from megatron.model.build import build_model
+from megatron.parallel.context import connect_fake, disconnect
+from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.partition import table_of
+from megatron.pipeline_parallel.schedules.registry import make_schedule
+from megatron.training.state_report import state_report
+
+DATA_SIZES = (8, 64, 1024)
+STRATEGIES: tuple[ShardingStrategy, ...] = get_args(ShardingStrategy)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model and how it is divided."""
+
+    name: str
+    model: ModelConfig
+    vocab_size: int
+    tensor_size: int = 1
+    num_stages: int = 1
+    num_microbatches: int = 8
+
+
+_LLAMA = ModelConfig(
+    seq_length=4096,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+)
+MODELS = (
+    # Brown et al. 2020, table 2.1, "GPT-3 XL"; with 16 heads of 128, which make up the hidden size.
+    Published("GPT 1.3B", ModelConfig(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=2048), 50257),
+    # Llama 2, Touvron et al. 2023.
+    Published(
+        "Llama 7B",
+        replace(_LLAMA, num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32),
+        32000,
+    ),
+    Published(
+        "Llama 70B",
+        replace(
+            _LLAMA,
+            num_layers=80,
+            hidden_size=8192,
+            ffn_hidden_size=28672,
+            num_attention_heads=64,
+            group_query_attention=True,
+            num_query_groups=8,
+        ),
+        32000,
+        tensor_size=8,
+    ),
+    # Narayanan et al. 2021, table 1.
+    Published(
+        "GPT 1T",
+        ModelConfig(num_layers=128, hidden_size=25600, num_attention_heads=160, seq_length=2048),
+        51200,
+        tensor_size=8,
+        num_stages=64,
+        num_microbatches=128,
+    ),
+)
+
+
+PARTS_OF = (MODELS[1], 8)
+"""Model and data size of the table of parts."""
+
+
+@dataclass(frozen=True)
+class Reports:
+    """Of a rank of the first pipeline stage, which holds most: with the embedding, as many layers as any."""
+
+    published: Published
+    data_size: int
+    shard_size: int
+    """Data ranks among which optim_grads_params shards: as many as divide every dimension."""
+    by_strategy: dict[str, Report]
+
+
+_OFFLOADED = "optim, offloaded"
+
+
+def reports_of(published: Published, data_size: int) -> Reports:
+    """Under each strategy, and with the optimizer's state in host memory: in bfloat16 with Adam, reductions overlapped."""
+    model, stages = published.model, published.num_stages
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=published.tensor_size,
+        pipeline_model_parallel_size=stages,
+        sequence_parallel=published.tensor_size > 1,
+        overlap_grad_reduce=True,
+    )
+    shard_size = largest_shard_size(model, parallel, data_size)
+    # Who knows the neighbour in the pipeline knows all that the first stage needs to know, and large worlds take long to make.
+    topology = Topology(tp=published.tensor_size, dp=data_size, pp=min(stages, 2))
+    context = connect_fake(topology, 0, fsdp_shard_size=shard_size if shard_size < data_size else None)
+    try:
+        built = build_model(
+            model,
+            context,
+            dtype=torch.bfloat16,
+            vocab_size=published.vocab_size,
+            sequence_parallel=parallel.sequence_parallel,
+            seed=1,
+            table=table_of(model, parallel, published.vocab_size),
+        )
+        schedule = make_schedule(parallel.schedule, stages, published.num_microbatches)
+
+        def under(strategy: ShardingStrategy, optimizer: OptimizerConfig) -> Report:
+            sharded = replace(parallel, data_parallel_sharding_strategy=strategy)
+            return state_report(built, context, sharded, optimizer, schedule)
+
+        found: dict[str, Report] = {strategy: under(strategy, OptimizerConfig()) for strategy in STRATEGIES}
+        found[_OFFLOADED] = under("optim", OptimizerConfig(optimizer_cpu_offload=True))
+    finally:
+        disconnect()
+    return Reports(published, data_size, shard_size, found)
+
+
+def largest_shard_size(model: ModelConfig, parallel: ParallelConfig, data_size: int) -> int:
+    """The largest --fsdp-shard-size that the rules between settings accept."""
+    world_size = data_size * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+
+    def fits(size: int) -> bool:
+        sharded = replace(parallel, data_parallel_sharding_strategy="optim_grads_params", fsdp_shard_size=size)
+        return not any(dimensions_divide_by_shards(Config(model=model, parallel=sharded), world_size))
+
+    return max(size for size in range(1, data_size + 1) if data_size % size == 0 and fits(size))
+
+
+def memory_table() -> Iterator[str]:
+    """GB of each rank: what stays, and with a plus what only passes through."""
+    yield f"| model | TP x PP | DP | {' | '.join(STRATEGIES)} | sharded over |"
+    yield _rule(4 + len(STRATEGIES))
+    for one in _all_reports():
+        cells = [_state_and_buffers(one.by_strategy[strategy]) for strategy in STRATEGIES]
+        group = "all" if one.shard_size == one.data_size else f"groups of {one.shard_size}"
+        yield f"| {_layout(one)} | {' | '.join(cells)} | {group} |"
+
+
+def traffic_table() -> Iterator[str]:
+    """GB that each rank sends in a step."""
+    yield f"| model | TP x PP | DP | microbatches | {' | '.join(STRATEGIES)} |"
+    yield _rule(4 + len(STRATEGIES))
+    for one in _all_reports():
+        cells = [_gb(sum(sent.bytes for sent in one.by_strategy[strategy].sent)) for strategy in STRATEGIES]
+        yield f"| {_layout(one)} | {one.published.num_microbatches} | {' | '.join(cells)} |"
+
+
+def parts_table() -> Iterator[str]:
+    """GB of each rank by what they are for, for one row of the table of memory."""
+    one = reports_of(*PARTS_OF)
+    yield f"| {one.published.name}, DP {one.data_size} | parameters | gradients | main params | moments | buffers | device | host |"
+    yield _rule(8)
+    for name, report in one.by_strategy.items():
+        memory = report.memory
+        parts = [memory.parameters, memory.gradients, memory.mains, memory.moments, memory.buffers]
+        cells = [*(part.total for part in parts), memory.total.device, memory.total.host]
+        yield f"| {name} | {' | '.join(map(_gb, cells))} |"
+
+
+TABLES = {"memory": memory_table, "parts": parts_table, "traffic": traffic_table}
+
+
+@functools.cache
+def _all_reports() -> list[Reports]:
+    return [reports_of(published, data_size) for published in MODELS for data_size in DATA_SIZES]
+
+
+def _layout(one: Reports) -> str:
+    return f"{one.published.name} | {one.published.tensor_size} x {one.published.num_stages} | {one.data_size:,}"
+
+
+def _rule(columns: int) -> str:
+    return "|" + "---|" * columns
+
+
+def _state_and_buffers(report: Report) -> str:
+    memory = report.memory
+    state = _gb(memory.total.device - memory.buffers.device)
+    return f"{state} + {_gb(memory.buffers.device)}" if memory.buffers.device else state
+
+
+def _gb(num_bytes: int) -> str:
+    """In three digits, or whole GB."""
+    value = num_bytes / 1e9
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    flags = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    flags.add_argument(
+        "table", choices=TABLES, help="memory: GB of a rank; parts: what they are for; traffic: GB that a rank sends in a step"
+    )
+    print("\n".join(TABLES[flags.parse_args(arguments).table]()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
