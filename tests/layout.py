@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._dynamo  # fully_shard imports it: here once, not in every forked rank
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+import megatron.data_parallel.fsdp  # noqa: F401  # as well
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy

@@ -102,7 +102,8 @@ def test_whole_matrices_are_spread_evenly() -> None:
 
 
 def test_the_default_size_grows_with_the_data_ranks() -> None:
-    assert [default_bucket_size(ranks) for ranks in (1, 40, 41, 256)] == [40_000_000, 40_000_000, 41_000_000, 256_000_000]
+    found = [default_bucket_size(ranks) for ranks in (1, 40, 41, 160, 1024)]
+    assert found == [40_000_000, 40_000_000, 41_000_000, 160_000_000, 160_000_000]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -20,8 +20,9 @@ from megatron.data_parallel.report import Report
 from megatron.data_parallel.traffic import Sent
 from megatron.metrics.flops import count_parameters
 from megatron.model.build import Model, build_model
-from megatron.parallel.context import ParallelContext
+from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.schedule import Op, OpKind
 from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.training.state_report import amount, describe_state, state_report, writes
 from tests.lone_rank import lone_rank
@@ -150,6 +151,18 @@ def test_buffers_of_buckets_that_pass_through() -> None:
     assert found == 4 * MODEL.hidden_size**2 + VOCAB * MODEL.hidden_size
 
 
+def test_what_a_schedule_puts_off_is_written_late() -> None:
+    """Products. Vectors are not put off, nor are tables in which rows are looked up; of a tied one, only the product is."""
+    context = lone_rank(Topology(dp=2), 0, META)
+    model = build(context, replace(MODEL, untie_embeddings_and_output_weights=False))
+    word, position = "embedding.word.weight", "embedding.position.weight"
+    early, late, whole = (list(writes(model, [Op(OpKind(kind), 0, 0)])) for kind in "IWB")
+    assert {name for name in early if model.params[name].record.matrix_dims} == {word, position}
+    assert late[0] == word and position not in late and all(model.params[name].record.matrix_dims for name in late)
+    assert sorted(early + late) == sorted(whole) and whole.count(word) == 2
+    assert list(writes(model, [Op(OpKind.FORWARD, 0, 0)])) == []
+
+
 def test_no_buffers_where_nothing_is_sliced() -> None:
     for name in STRATEGIES:
         assert reported(Topology(dp=1), 0, strategy(name)).memory.buffers == Bytes()
@@ -190,6 +203,25 @@ def test_a_step_sends_what_the_formulas_say(ranks: int, microbatches: int) -> No
             if times
         ]
         assert list(sent) == expected
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_replicas(microbatches: int) -> None:
+    """Parts of 4 of 8 data ranks: within a part as on 4 ranks, and across an all-reduce of a quarter over 2, once a step."""
+    topology, parallel = Topology(dp=8), strategy("optim_grads_params")
+    context = lone_rank(topology, 0, META)
+    context._groups[("fsdp_shard",)] = Group("fsdp_shard", (0, 1, 2, 3), 0)
+    context._groups[("fsdp_replica",)] = Group("fsdp_replica", (0, 4), 0)
+    schedule = make_schedule("1f1b", 1, microbatches)
+    found = state_report(build(context), context, parallel, OptimizerConfig(), schedule)
+    alone = reported(Topology(dp=4), 0, parallel, microbatches=microbatches)
+    quarter = count_parameters(MODEL, VOCAB) // 4
+    assert list(found.sent) == [
+        *(replace(one, over="4 ranks of dp") for one in alone.sent),
+        Sent("2 replicas in dp", "gradients", quarter, 4 * quarter),
+    ]
+    # What is summed over the replicas at the end has to wait somewhere.
+    assert found.memory == alone.memory + Memory(buffers=Bytes(4 * quarter))
 
 
 def test_groups_are_told_by_their_axes() -> None:

@@ -160,7 +160,7 @@ def memory_table() -> Iterator[str]:
     """GB of each rank: what stays, and with a plus what only passes through."""
     yield f"| model | TP x PP | DP | {' | '.join(STRATEGIES)} | sharded over |"
     yield _rule(4 + len(STRATEGIES))
-    for one in _all_reports():
+    for one in all_reports():
         cells = [_state_and_buffers(one.by_strategy[strategy]) for strategy in STRATEGIES]
         group = "all" if one.shard_size == one.data_size else f"groups of {one.shard_size}"
         yield f"| {_layout(one)} | {' | '.join(cells)} | {group} |"
@@ -170,7 +170,7 @@ def traffic_table() -> Iterator[str]:
     """GB that each rank sends in a step."""
     yield f"| model | TP x PP | DP | microbatches | {' | '.join(STRATEGIES)} |"
     yield _rule(4 + len(STRATEGIES))
-    for one in _all_reports():
+    for one in all_reports():
         cells = [_gb(sum(sent.bytes for sent in one.by_strategy[strategy].sent)) for strategy in STRATEGIES]
         yield f"| {_layout(one)} | {one.published.num_microbatches} | {' | '.join(cells)} |"
 
@@ -191,7 +191,8 @@ TABLES = {"memory": memory_table, "parts": parts_table, "traffic": traffic_table
 
 
 @functools.cache
-def _all_reports() -> list[Reports]:
+def all_reports() -> list[Reports]:
+    """Of each model at each data size."""
     return [reports_of(published, data_size) for published in MODELS for data_size in DATA_SIZES]
 
 

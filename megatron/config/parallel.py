@@ -68,7 +68,7 @@ class ParallelConfig:
     """Under optim and optim_grads: wait for updated parameters just before the layers that use them in the next forward, not at the
     end of the step. (optim_grads_params always fetches the next block ahead.)"""
     ddp_bucket_size: int | None = None
-    """Elements in a gradient bucket; by default max(40,000,000, 1,000,000 x DP)."""
+    """Elements in a gradient bucket; by default 1,000,000 x DP, but from 40,000,000 to 160,000,000."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; by default nccl on CUDA and gloo on CPU."""
     distributed_timeout_minutes: int = 10

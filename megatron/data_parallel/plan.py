@@ -21,8 +21,9 @@ _ALIGN = 64
 
 
 def default_bucket_size(data_size: int) -> int:
-    """Elements: large enough that many ranks still send long messages."""
-    return max(40_000_000, 1_000_000 * data_size)
+    """Elements: large enough that many ranks still send long messages, and no larger than keeps 1,024 of them at 0.6 MB, since a
+    bucket that holds most of a model cannot be reduced while backward goes on, nor pass through little memory."""
+    return min(max(40_000_000, 1_000_000 * data_size), 160_000_000)
 
 
 @dataclass(frozen=True)

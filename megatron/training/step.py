@@ -133,7 +133,7 @@ class TrainStep:
 
     def _sums(self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool]) -> list[float]:
         """Loss, mask, squares, zeros and votes summed over the world: the step's only reduction of scalars and only host
-        synchronisation. A NaN or infinity in any gradient makes the squares so everywhere."""
+        synchronisation. A NaN or infinity in any gradient that counts makes the squares so everywhere."""
         device = self.context.device
         self.counted_squares = square_sums(self._counted_grads, device)
         squares = self.counted_squares.sum()

@@ -62,8 +62,8 @@ class Settings:
 
     @property
     def bucket_size(self) -> int:
-        """Elements: a block of the model."""
-        return 12 * self.shape.hidden * (self.shape.hidden + 2)
+        """Elements: the matrices of a block."""
+        return 12 * self.shape.hidden**2
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,10 @@ def shortest_step(
     Args:
         units: in the order of the forward.
         rest: seconds of the update and whatever else is computed between backward and forward; all buckets have an equal share.
-        buckets: in the order in which backward completes them. They are updated in the order of the forward.
         every_microbatch: buckets are reduced once in each microbatch; else once in the last.
     """
     link, here = 0.0, [0.0] * len(units)
-    for updated, bucket in enumerate(reversed(buckets), 1):
+    for updated, bucket in enumerate(sorted(buckets, key=lambda bucket: bucket.unit), 1):  # what is needed first is updated first
         if bucket.gather:
             link = max(link, rest * updated / len(buckets)) + bucket.gather
             here[bucket.unit] = link
