@@ -157,3 +157,12 @@ def test_many_small_buckets(sharding: str, overlap: bool) -> None:
     """Each parameter in a bucket of its own, in a pipeline with accumulated gradients: more buckets under way than may be."""
     settings = layout(sharding, pp=2, dp=2, bucket_size=1, overlap=overlap, overlap_param_gather=overlap and sharding != SHARDED[2])
     check(settings, llama_like(num_layers=2, tied=True, **SMALL), 8, 8)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("sharding", ["optim", "optim_grads"])
+def test_late_weight_gradients_in_large_buckets(sharding: str, schedule: str) -> None:
+    """Vectors, whose gradients come microbatches before those of matrices, have buckets of their own."""
+    chunks = 2 if schedule == "zb-v" else 1
+    settings = layout(sharding, pp=2, dp=2, schedule=schedule, virtual_stages=chunks, bucket_size=None)
+    check(settings, gpt2_like(num_layers=2 * chunks, tied=False, **SMALL), 10, 10)

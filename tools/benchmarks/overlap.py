@@ -234,11 +234,11 @@ def misses(results: Sequence[Result]) -> list[str]:
 
 _COLUMNS = {
     "strategy": 12,
-    "microbatches": 14,
+    "microbatches": 13,
     "MB sent": 9,
     "computation": 13,
-    "overlap off": 22,
-    "overlap on": 22,
+    "overlap off": 25,
+    "overlap on": 25,
     "exposed off": 13,
     "on": 8,
     "ratio": 8,
