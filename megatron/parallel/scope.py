@@ -48,7 +48,7 @@ class Scope:
         Args:
             shape: global shape without padding.
             split: the dimension that the tensor group divides, if any.
-            decay: it is a matrix (its last two dimensions) and weight decay applies; else a vector (biases, norms), perhaps several.
+            decay: weight decay applies, and it is a matrix (its last two dimensions); else a vector (biases, norms) or several.
             partial_over_tp: each tensor rank sees only part of what the (replicated) parameter acts on, so its gradient is a
                 partial sum over the tensor group: everything replicated under sequence parallelism, and what acts on a rank's own
                 heads.
