@@ -105,11 +105,11 @@ def test_overlap_trains_without_and_with_all_overlap_that_there_is(
 
 
 def test_overlap_says_what_is_out_of_bounds() -> None:
-    def result(strategy: ShardingStrategy, best: float, *on: float) -> overlap.Result:
-        return overlap.Result(overlap.Case(strategy, 1), 1e6, best, [2.0, 4.0, 2.0], [4.0, 8.0, 4.0], list(on))
+    def result(strategy: ShardingStrategy, perfect: float, *on: float) -> overlap.Result:
+        return overlap.Result(overlap.Case(strategy, 1), 1e6, perfect, [2.0, 4.0, 2.0], [4.0, 8.0, 4.0], list(on))
 
-    assert not overlap.misses([result("optim", 2.2, 2.4, 4.8, 9.0)])
-    (told,) = overlap.misses([result("optim", 2.2, 2.6, 5.2, 2.0), result("no_shard", 2.7, 2.8, 5.6, 2.8)])
+    assert not overlap.misses([result("optim", 1.1, 2.4, 4.8, 9.0)])
+    (told,) = overlap.misses([result("optim", 1.1, 2.6, 5.2, 2.0), result("no_shard", 1.3, 2.8, 5.6, 2.8)])
     assert told.startswith("optim with 1 microbatches takes 1.30 x computation with overlap; at most 1.25")
 
 

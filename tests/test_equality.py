@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from tests.equality import assert_equal_runs, assert_equal_tensors
+from tests.equality import assert_equal_runs, assert_equal_tensors, assert_same_bits
 from tests.reference.training import ReferenceRun
 
 
@@ -115,3 +115,11 @@ def test_a_run_without_steps_is_refused() -> None:
     empty = run(losses=[], grad_norms=[])
     with pytest.raises(AssertionError, match="proves nothing"):
         assert_equal_runs(empty, empty)
+
+
+def test_the_same_bits_are_the_same_everywhere() -> None:
+    assert_same_bits(run(), run())
+    weights = {name: w.clone() for name, w in run().weights_after.items()}
+    weights["second"].view(-1)[0] *= 1 + 2**-52
+    with pytest.raises(AssertionError, match="losses, grad_norms, weights_after: second$"):
+        assert_same_bits(run(losses=[3.0, 2.0 + 2**-51], grad_norms=[1.5 + 2**-52, 0.5], weights_after=weights), run())

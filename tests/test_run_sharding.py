@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import megatron.data_parallel.fsdp  # noqa: F401  # imported here once, not in every forked rank
-from tests.equality import assert_equal_tensors, number_differences
-from tests.runs import arguments, losses, run, saved_tensors
+from tests.equality import assert_equal_tensors
+from tests.runs import arguments, run, saved_tensors, timeless
 
 STEPS = 4
 BASE: dict[str, Any] = {
@@ -22,6 +22,8 @@ BASE: dict[str, Any] = {
     "eval_interval": 2,
     "ddp_bucket_size": 5000,
     "make_vocab_size_divisible_by": 4,
+    "log_params_norm": True,
+    "log_layer_norms": True,
 }
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -63,13 +65,31 @@ def told(said: str) -> list[str]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_are_those_of_one_process(one_process: Path, tmp_path: Path, name: str) -> None:
-    """As printed, and in full digits; and so are the weights."""
+    """As printed, and in full digits; so are norms, and the weights."""
     world_size, flags = RUNS[name]
     said = run(arguments(**{**BASE, **flags}, save=tmp_path, metrics_file=tmp_path / "metrics"), world_size)
     expected = told((one_process / "said").read_text())
     assert len(expected) >= STEPS + 2 and told(said) == expected
-    assert not number_differences("losses", losses(tmp_path / "metrics"), losses(one_process / "metrics"), 1e-10)
+    lines, wanted = timeless(tmp_path / "metrics"), timeless(one_process / "metrics")
+    assert len(lines) == len(wanted)
+    for line, other in zip(lines, wanted, strict=True):
+        assert line.keys() == other.keys()
+        for what, number in other.items():
+            assert line[what] == pytest.approx(number, rel=1e-10), what
     assert_equal_tensors(saved_tensors(tmp_path, STEPS), saved_tensors(one_process, STEPS), what="weights")
+
+
+def test_zeros_of_the_gradient_are_counted_once(tmp_path: Path) -> None:
+    """Those of tokens that the batch does not have, in the table of an untied embedding; padding is none of them."""
+    flags = {"untie_embeddings_and_output_weights": True, "vocab_size": 500, "log_num_zeros_in_grad": True, "fp64": True}
+    found = []
+    for number, strategy in enumerate(("no_shard", "no_shard", "optim", "optim_grads", "optim_grads_params")):
+        settings = {**flags, "train_iters": 1, "ddp_bucket_size": 5000, "data_parallel_sharding_strategy": strategy}
+        split = SPLIT if number else {}
+        run(arguments(**settings, **split, metrics_file=tmp_path / str(number)), 4 if number else 1)
+        found.append(timeless(tmp_path / str(number))[0]["num_zeros"])
+    assert found[0] > 32 * 300
+    assert found == pytest.approx([found[0]] * len(found), abs=8)  # others may be zero by chance
 
 
 UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -86,8 +86,8 @@ class Result:
     case: Case
     sent: float
     """Bytes that a rank sends in a step."""
-    best: float
-    """With perfect overlap."""
+    perfect: float
+    """The ratio with perfect overlap."""
     computation: list[float]
     """Communication takes as long."""
     off: list[float]
@@ -97,11 +97,6 @@ class Result:
     def ratio(self) -> float:
         """The step with overlap against computation."""
         return statistics.median(on / computation for on, computation in zip(self.on, self.computation, strict=True))
-
-    @property
-    def best_ratio(self) -> float:
-        """The step with perfect overlap against computation."""
-        return self.best / statistics.median(self.computation)
 
     def exposed(self, steps: Sequence[float]) -> float:
         """What steps take beyond computation."""
@@ -156,17 +151,23 @@ def _run_case(case: Case, settings: Settings, context: ParallelContext, link: Sl
             times[name].append(timed(name))
     if losses["on"] != losses["off"]:
         raise RuntimeError(f"{case.strategy}: overlap changes the loss from {losses['off']} to {losses['on']}")
-    sent = link.sent / _STEPS
-    computation = statistics.median(times["computation"])
-    buckets = _on_the_link(case, settings, steps["computation"], bandwidth=sent / computation)
+    return Result(
+        case, link.sent / _STEPS, _perfect(case, settings, steps["computation"], clock, times["computation"], link), **times
+    )
+
+
+def _perfect(case: Case, settings: Settings, train: TrainStep, clock: UnitClock, times: Sequence[float], link: SlowLink) -> float:
+    """A step with perfect overlap against computation, from the fastest times: they are the least disturbed."""
+    computation, sent = min(times), link.sent / _STEPS
+    buckets = _on_the_link(case, settings, train, bandwidth=sent / computation)
     rounds = case.microbatches if case.reduces_every_microbatch else 1
     planned = sum(rounds * bucket.reduce + bucket.gather for bucket in buckets) / computation
     if not math.isclose(planned, 1.0):
         raise RuntimeError(f"{case.strategy}: the plan of the buckets says that a step sends {planned:.3f} of what it does")
     units = clock.times()
     rest = max(0.0, computation - case.microbatches * sum(sum(unit) for unit in units))
-    best = shortest_step(units, rest, buckets, case.microbatches, every_microbatch=case.reduces_every_microbatch)
-    return Result(case, sent, best, **times)
+    step = shortest_step(units, rest, buckets, case.microbatches, every_microbatch=case.reduces_every_microbatch)
+    return step / computation
 
 
 def _inputs(shape: Shape, seed: int) -> ModelInputs:
@@ -228,7 +229,7 @@ def misses(results: Sequence[Result]) -> list[str]:
         f"{result.case.strategy} with {result.case.microbatches} microbatches takes {result.ratio:.2f} x computation with overlap; "
         f"at most {BOUND} is asked for"
         for result in results
-        if result.ratio > BOUND >= result.best_ratio
+        if result.ratio > BOUND >= result.perfect
     ]
 
 
@@ -259,7 +260,7 @@ def cells(result: Result) -> list[str]:
     ]
     exposed = [f"{1e3 * result.exposed(times):.1f}" for times in (result.off, result.on)]
     computation = f"{1e3 * statistics.median(result.computation):.1f}"
-    ratios = [f"{ratio:.2f}" for ratio in (result.ratio, result.best_ratio)]
+    ratios = [f"{ratio:.2f}" for ratio in (result.ratio, result.perfect)]
     case = result.case
     return [case.strategy, str(case.microbatches), f"{result.sent / 1e6:.2f}", computation, *steps, *exposed, *ratios]
 
@@ -275,7 +276,7 @@ def run(settings: Settings) -> bool:
     )
     print(row(*_COLUMNS), flush=True)
     results = measure(settings, lambda result: print(row(*cells(result)), flush=True))
-    missed, asked = misses(results), sum(result.best_ratio <= BOUND for result in results)
+    missed, asked = misses(results), sum(result.perfect <= BOUND for result in results)
     print(
         "ratio: overlap on / computation. perfect: what it would be with perfect overlap, by simulation\n"
         f"a ratio of at most {BOUND} is asked for where perfect overlap gives that: in {asked} of {len(results)}"
