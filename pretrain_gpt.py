@@ -71,13 +71,14 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     schedule = startup.make_schedule(config, plan)
     resumed = resume(config, context, step.optimizer, step.scaler, schedule, data.vocab_size)
     plan = plan.resumed_at(resumed.progress.iteration, resumed.progress.consumed_samples)
+    data = data.at(resumed.progress, plan, context)
     step.finish_publishing()  # weights of a checkpoint
     step.prepare(plan.num_microbatches(resumed.progress.consumed_samples))
     reporter = startup.make_reporter(config, context, model, plan, timers, resumed=resumed.path is not None)
     for line in [
         *loaded.notes,
         *startup.describe(config, context, step, num_parameters, plan, resumed.progress.consumed_samples),
-        *data.describe(plan),
+        *data.describe(plan, resumed.progress),
         *resumed.notes,
     ]:
         reporter.say(f"  {line}")

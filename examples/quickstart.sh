@@ -40,7 +40,8 @@ if [[ -f $vocabulary ]]; then
     say "Vocabulary: $vocabulary is there already"
 else
     say "Vocabulary: 4,096 sentencepiece tokens"
-    python examples/train_vocabulary.py --input "$corpus" --output "$vocabulary" --vocab-size 4096
+    python tools/train_tokenizer.py --input "$corpus" --output "$vocabulary" --kind sentencepiece-bpe --vocab-size 4096 \
+        --max-bytes 4000000
 fi
 if [[ -f $dataset.bin && -f $dataset.idx ]]; then
     say "Dataset: $dataset.bin and .idx are there already"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.indexed_dataset import IndexedDatasetWriter
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.tokenizers.simple import ByteTokenizer
 
 FLAGS: dict[str, Any] = {

@@ -15,6 +15,7 @@ import megatron.data_parallel.fsdp  # noqa: F401  # as well
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
+from megatron.data.batches import DocumentRules
 from megatron.model.build import Model, build_model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import ConstantGradScaler, GradScaler
@@ -23,11 +24,13 @@ from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.shards import Shard
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
+from megatron.training.batches import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
 from tests.distributed import run_ranks
 from tests.reference.model import Weights
 from tests.reference.shape import ReferenceShape
 from tests.reference.training import Batch, ReferenceRun
+from tests.windows import Windows
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ class Recipe:
     optimizer: str = "adam"
     momentum: float = 0.0
     scaler: GradScaler = field(default_factory=lambda: ConstantGradScaler(1.0))
+    rules: DocumentRules | None = None
+    """Read the batches as a run reads its data, by these rules. The rules make the loss mask: that of the batches is to be ones."""
 
 
 def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
@@ -224,6 +229,16 @@ def microbatches(batch: Batch, context: ParallelContext, micro_batch_size: int) 
     return found
 
 
+def read_microbatches(batch: Batch, step: TrainStep, micro_batch_size: int, rules: DocumentRules) -> list[ModelInputs]:
+    """The same by way of the loader, on stages that read nothing without."""
+    tokens, labels, mask = batch
+    assert mask.all(), "masks come from the rules"
+    stages = [chunk.stage for chunk in step.model.layer_table]
+    source = Windows(torch.cat([tokens, labels[:, -1:]], dim=1).numpy()) if reads_samples(step.context, stages, rules) else None
+    maker = BatchMaker(step.context, 1, tokens.shape[1], micro_batch_size, rules)
+    return next(maker.evaluation(source, global_batch_size=len(tokens), num_batches=1))
+
+
 Boxed = list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
 """Parts of global tensors: name, offsets, the global shape, the values in float64."""
 
@@ -290,16 +305,20 @@ def run_layout(recipe: Recipe, layout: Layout, *, evaluate: Batch | None = None)
         step = build_step(context, recipe, layout)
         found = _RankRun([], [], [], [], [], [], len(step.optimizer.shards))
 
+        def inputs_of(batch: Batch) -> list[ModelInputs]:
+            if recipe.rules is None:
+                return microbatches(batch, context, layout.micro_batch_size)
+            return read_microbatches(batch, step, layout.micro_batch_size, recipe.rules)
+
         def look() -> None:
             if evaluate is not None:
-                total, count = step.evaluate(microbatches(evaluate, context, layout.micro_batch_size))
+                total, count = step.evaluate(inputs_of(evaluate))
                 found.evaluations.append(total / count)
 
         look()
         keep_gradients(step, found.gradients)
         for i, batch in enumerate(recipe.batches):
-            inputs = microbatches(batch, context, layout.micro_batch_size)
-            result = step.run(inputs, iteration=i + 1, learning_rate=recipe.lr, weight_decay=recipe.weight_decay)
+            result = step.run(inputs_of(batch), iteration=i + 1, learning_rate=recipe.lr, weight_decay=recipe.weight_decay)
             found.losses.append(result.loss)
             found.norms.append(result.grad_norm)
             look()

@@ -37,7 +37,9 @@ distributed-backend distributed-timeout-minutes use-tp-pp-dp-mapping
 
 fp16 bf16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis fp32-residual-connection
 
-data-path split mock-data num-workers tokenizer-type tokenizer-model vocab-file merge-file vocab-size eod-mask-loss
+data-path train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path data-cache-path split mock-data
+num-workers tokenizer-type tokenizer-model vocab-file merge-file vocab-size tiktoken-pattern tiktoken-num-special-tokens
+tiktoken-special-tokens reset-position-ids reset-attention-mask eod-mask-loss
 
 save load save-interval save-retain-interval keep-last ckpt-step no-save-optim no-load-optim finetune use-checkpoint-args
 exit-on-missing-checkpoint
@@ -53,7 +55,7 @@ microbatch-group-size-per-virtual-pipeline-stage delay-wgrad-compute
 num-distributed-optimizer-instances fsdp-double-buffer torch-fsdp2-no-reshard-after-forward
 recompute-activations recompute-granularity recompute-method recompute-num-layers recompute-modules
 cpu-offloading-num-layers no-pin-cpu-grads offload-optimizer-states suggested-communication-unit-size
-train-data-path valid-data-path test-data-path data-cache-path reset-position-ids reset-attention-mask async-save
+multiple-validation-sets full-validation async-save
 fp8-format fp8-recipe fp8-margin moe-router-topk moe-layer-freq moe-grouped-gemm num-experts multi-latent-attention
 batch-size use-rotary-position-embeddings use-legacy-models init-method-xavier-uniform apply-layernorm-1p
 use-torch-fsdp2 tp-comm-overlap cuda-graph-scope rl-prompts-per-eval retro-num-neighbors log-straggler
@@ -116,8 +118,7 @@ def test_a_value_that_changes_nothing_is_named(name: str, value: str) -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--tokenizer-type", "HuggingFaceTokenizer"], ["HuggingFaceTokenizer is not built yet", "sentencepiece"]),
-        (["--tokenizer-type", "TikTokenizer"], ["TikTokenizer is not built yet"]),
+        (["--tokenizer-type", "MultimodalTokenizer"], ["MultimodalTokenizer is not built yet", "sentencepiece"]),
         (["--optimizer", "lion"], ["lion is not built yet", "adam"]),
         (["--position-embedding-type", "mrope"], ["mrope is not built yet", "rope"]),
         (["--dataloader-type", "cyclic"], ["cyclic is refused", "already shuffled"]),
@@ -126,8 +127,8 @@ def test_a_value_that_changes_nothing_is_named(name: str, value: str) -> None:
         (["--context-parallel-size", "2"], ["--context-parallel-size 2 is refused", "not built yet", "--context-parallel-size 1"]),
         (["--expert-model-parallel-size", "2"], ["refused", "--expert-model-parallel-size 1"]),
         (["--exp-avg-sq-dtype", "fp16"], ["--exp-avg-sq-dtype fp16", "fp32 only"]),
-        (["--no-mock-data", "--data-path", "a", "b"], ["more than one prefix", "--data-path a"]),
-        (["--no-mock-data", "--data-path", "1.0", "b"], ["more than one prefix", "--data-path b"]),
+        (["--no-mock-data", "--data-path", "0.3", "a", "b", "0.7"], ["word 3, 'b'", "where a weight belongs"]),
+        (["--no-mock-data", "--data-path", "1.0", "b", "2"], ["the last weight, 2, has no prefix", "./2"]),
     ],
 )
 def test_a_value_outside_what_is_built_is_refused(words: list[str], parts: list[str]) -> None:
@@ -180,9 +181,9 @@ def test_a_launch_script_of_megatron_is_understood() -> None:
         load(script, 8)
     refused = {violation.flags[0] for violation in caught.value.violations}
     assert refused == {
-        *("--apply-layernorm-1p", "--decoupled-lr", "--grad-reduce-in-bf16", "--empty-unused-memory-level", "--tiktoken-pattern"),
+        *("--apply-layernorm-1p", "--decoupled-lr", "--grad-reduce-in-bf16", "--empty-unused-memory-level"),
     }
-    for name, length in ((name, 2 if name in ("--decoupled-lr", "--tiktoken-pattern") else 1) for name in refused):
+    for name, length in ((name, 2 if name == "--decoupled-lr" else 1) for name in refused):
         place = script.index(name)
         del script[place : place + length + (name == "--empty-unused-memory-level")]
     loaded = load(script, 8)

@@ -102,7 +102,7 @@ def test_overruling_a_file_is_no_news(file: Path) -> None:
         ("rampup_batch_size: 2\n", ["takes 3 whole numbers, not 1"]),
         ("lr: [1, 2]\n", ["takes a number, not 2"]),
         ("lr_decay_style: Cosine\n", ["--lr-decay-style cosine"]),
-        ("tokenizer-type: TikTokenizer\n", ["TikTokenizer is not built yet"]),
+        ("tokenizer-type: SFTTokenizer\n", ["SFTTokenizer is not built yet"]),
         ("model:\n  recompute-granularity: full\n", ["line 2: --recompute-granularity full is refused"]),
         ("async-save: true\n", ["--async-save is refused"]),
         ("data_path: [--bf16]\n", ["takes any number of texts"]),

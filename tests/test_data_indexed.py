@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data import indexed_dataset
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset, token_dtype
+from megatron.data.indexed_writer import IndexedDatasetWriter
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: type[np.integer] = np.uint16) -> str:
@@ -115,6 +117,8 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "documents do not end at S": (lambda _: index_bytes([3, 1], [0, 6], [0, 1, 1]), "document index"),
     "length negative": (lambda _: index_bytes([3, -1], [0, 6], [0, 1, 2]), r"sequence 1 \(-1"),
     "offset negative": (lambda _: index_bytes([3, 1], [-2, 6], [0, 1, 2]), "sequence 0"),
+    "offset inside a token": (lambda _: index_bytes([3, 1], [0, 5], [0, 1, 2]), "sequence 1 .* at byte 5"),
+    "document index that overflows": (lambda _: index_bytes([3, 1], [0, 6], [0, 2**62, -(2**62), 2]), "document index"),
     "offset that overflows": (lambda _: index_bytes([3, 1], [0, 2**63 - 1], [0, 1, 2]), "sequence 1"),
 }
 
@@ -128,6 +132,34 @@ def test_a_damaged_index_is_refused_by_name(tmp_path: Path, name: str) -> None:
         IndexedDataset(str(tmp_path / "d"))
     assert str(tmp_path / "d.idx") in str(error.value)
     assert "make" in str(error.value).lower()
+
+
+def test_the_index_of_another_dataset_is_refused_unless_the_tokens_suffice(tmp_path: Path) -> None:
+    write(tmp_path / "long", [[1, 2, 3], [4, 5]])
+    write(tmp_path / "short", [[1, 2]])
+    (tmp_path / "short.idx").write_bytes((tmp_path / "long.idx").read_bytes())
+    with pytest.raises(DatasetError, match=r"short\.bin has 4 bytes.*sequence 0 \(3 tokens of 2 bytes\).*at byte 0") as error:
+        IndexedDataset(str(tmp_path / "short"))
+    assert "belongs to another .idx" in str(error.value)
+
+
+def test_an_object_store_is_refused_with_what_to_do() -> None:
+    with pytest.raises(DatasetError, match=r"s3://bucket/corpus: .*\n  Copy s3://bucket/corpus\.bin and .*\.idx to a local disk"):
+        IndexedDataset("s3://bucket/corpus")
+
+
+def test_a_dataset_without_documents_can_be_opened(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write(tmp_path / "d", []))
+    assert (dataset.num_documents, dataset.num_tokens(range(0))) == (0, 0)
+
+
+def test_the_digest_is_that_of_the_index_wherever_it_lies(tmp_path: Path) -> None:
+    first = IndexedDataset(write(tmp_path / "a", [[1, 2], [3]]))
+    moved = IndexedDataset(write(tmp_path / "b", [[4, 5], [6]]))
+    other = IndexedDataset(write(tmp_path / "c", [[1], [2, 3]]))
+    assert first.digest == moved.digest != other.digest
+    assert first.digest == xxhash.xxh3_128_hexdigest((tmp_path / "a.idx").read_bytes())
+    assert first.lengths.tolist() == [2, 1]  # still there after the pages were given back
 
 
 @pytest.mark.parametrize("size", [0, 7])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,39 +14,37 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron.config.data import DataConfig
-from megatron.data.batches import Microbatch, read_microbatch
-from megatron.data.build import build_datasets
+from megatron.data.batches import DocumentRules, Microbatch, Piece, SampleSource
 from megatron.data.loader import StepLoader
 from megatron.data.mock import MockDataset
-from megatron.data.tokenizers.simple import NullTokenizer
 from tests.cli import spawn_cli
+
+RULES = DocumentRules(eod=6)
 
 
 class Numbers:
     """Sample n holds n, n + 1, n + 2, n + 3."""
 
     seq_length = 3
-    masked_id: int | None = None
 
     def __init__(self, bad: int | None = None) -> None:
         self.bad = bad
         self.read: list[int] = []
 
-    def sample(self, number: int) -> NDArray[np.int64]:
-        """Four numbers, or an error at the bad sample."""
-        self.read.append(number)
-        if number == self.bad:
-            raise ValueError(f"sample {number} is damaged")
-        return np.arange(number, number + 4)
+    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+        """Four numbers each, or an error at the bad sample."""
+        self.read += range(first, first + count)
+        if self.bad in range(first, first + count):
+            raise ValueError(f"sample {self.bad} is damaged")
+        return np.arange(first, first + count)[:, None] + np.arange(4)
 
-    def epochs_for(self, num_samples: int) -> float:
-        """Never repeated."""
-        return 0.0
+    def lineage(self, number: int) -> list[Piece]:
+        """One document for each sample."""
+        return [Piece("numbers", number, 0, 4)]
 
-    def describe(self) -> str:
+    def describe(self, num_samples: int) -> list[str]:
         """A name."""
-        return "numbers"
+        return ["numbers"]
 
 
 def ramp(consumed: int) -> int:
@@ -52,9 +52,11 @@ def ramp(consumed: int) -> int:
     return 12 if consumed < 48 else 24
 
 
-def loader(source: object, **changes: object) -> StepLoader:
+def loader(
+    source: SampleSource, rules: DocumentRules = RULES, prepare: Callable[[Microbatch], Any] = lambda batch: batch, **changes: Any
+) -> StepLoader[Any]:
     """A loader of one data rank, changed as asked."""
-    settings: dict[str, object] = {
+    settings: dict[str, Any] = {
         "micro_batch_size": 2,
         "data_rank": 0,
         "data_size": 1,
@@ -63,25 +65,12 @@ def loader(source: object, **changes: object) -> StepLoader:
         "total_samples": 120,
         "num_workers": 0,
     }
-    return StepLoader(source, **{**settings, **changes})  # type: ignore[arg-type]
+    return StepLoader(source, rules, prepare, **{**settings, **changes})
 
 
 def loader_threads() -> list[threading.Thread]:
     """Threads of loaders that are alive."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
-
-
-def test_a_microbatch_is_inputs_and_the_ids_that_follow() -> None:
-    source = Numbers()
-    source.masked_id = 6
-    batch = read_microbatch(source, 5, 2)
-    assert batch.tokens.tolist() == [[5, 6, 7], [6, 7, 8]]
-    assert batch.labels.tolist() == [[6, 7, 8], [7, 8, 9]]
-    assert batch.loss_mask.tolist() == [[1, 0, 1], [0, 1, 1]]
-    assert batch.first_sample == 5
-    assert (batch.tokens.dtype, batch.labels.dtype, batch.loss_mask.dtype) == (np.int64, np.int64, np.float32)
-    assert batch.tokens.flags.c_contiguous
-    assert batch.labels.flags.c_contiguous
 
 
 @given(
@@ -115,14 +104,24 @@ def test_every_layout_reads_the_same_steps(micro: int, data_size: int, num_worke
 
 
 def test_zero_and_four_workers_are_bitwise_equal() -> None:
-    source = MockDataset(split=0, seed=3, seq_length=16, vocab_size=100, eod=99, masked_id=99)
-    plain, threaded = list(loader(source)), list(loader(source, num_workers=4))
+    source = MockDataset(split=0, seed=3, seq_length=16, vocab_size=100, eod=99)
+    rules = DocumentRules(99, True, True, True)
+    plain, threaded = list(loader(source, rules)), list(loader(source, rules, num_workers=4))
     assert len(plain) == len(threaded) == 7
     for one, other in zip(plain, threaded, strict=True):
         for a, b in zip(one, other, strict=True):
             assert a.first_sample == b.first_sample
-            for name in ("tokens", "labels", "loss_mask"):
+            for name in ("tokens", "labels", "loss_mask", "positions", "bounds"):
                 assert getattr(a, name).tobytes() == getattr(b, name).tobytes()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_microbatch_is_prepared_where_it_is_read(num_workers: int) -> None:
+    steps = loader(Numbers(), prepare=lambda batch: threading.current_thread().name, num_workers=num_workers)
+    names = set(next(steps))
+    steps.close()
+    here = threading.current_thread().name
+    assert names <= {"loader_0", "loader_1"} if num_workers else names == {here}
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -135,13 +134,33 @@ def test_the_state_counts_only_the_steps_given_out(num_workers: int) -> None:
     steps.close()
 
 
-def test_threads_read_at_most_two_steps_beyond_the_last_one_given_out() -> None:
+@pytest.mark.parametrize(
+    "batch, num_workers, steps_ahead",
+    [
+        pytest.param(240, 1, 2, id="two steps"),
+        pytest.param(240, 4, 2, id="two steps of four tasks each"),
+        pytest.param(2, 3, 6, id="two small steps for each thread"),
+    ],
+)
+def test_threads_read_a_bounded_distance_ahead(batch: int, num_workers: int, steps_ahead: int) -> None:
+    """And not before the step given out has been used."""
     source = Numbers()
-    steps = loader(source, num_workers=3)
+    steps = loader(source, global_batch_size_at=lambda _: batch, total_samples=5000, num_workers=num_workers)
     next(steps)
-    steps._threads.shutdown(wait=True)  # type: ignore[union-attr]
-    assert max(source.read) < 36
+    settled(source, steps_ahead * batch)
+    steps.read_ahead()
+    settled(source, (1 + steps_ahead) * batch)
+    next(steps)
+    settled(source, (1 + steps_ahead) * batch)
     steps.close()
+
+
+def settled(source: Numbers, count: int) -> None:
+    """So many samples are read, and no more."""
+    wait_for(lambda: len(source.read) >= count)
+    for _ in range(20):
+        time.sleep(0.001)
+    assert sorted(source.read) == list(range(count))
 
 
 def test_the_end_comes_when_all_samples_are_consumed_and_ends_the_threads() -> None:
@@ -164,6 +183,38 @@ def test_an_error_in_a_sample_reaches_the_reader_at_its_step(num_workers: int) -
     _no_threads_left()
 
 
+def test_an_error_in_preparing_reaches_the_reader_too() -> None:
+    def prepare(batch: Microbatch) -> Microbatch:
+        if batch.first_sample == 4:
+            raise RuntimeError("no pinned memory is left")
+        return batch
+
+    with pytest.raises(RuntimeError, match="no pinned memory is left"):
+        next(loader(Numbers(), prepare=prepare, num_workers=2))
+    _no_threads_left()
+
+
+def test_closing_does_not_wait_for_a_read_that_hangs() -> None:
+    began, released = threading.Event(), threading.Event()
+
+    class Hanging(Numbers):
+        def samples(self, first: int, count: int) -> NDArray[np.int64]:
+            if first >= 12:
+                began.set()
+                released.wait(60)
+            return super().samples(first, count)
+
+    source = Hanging()
+    steps = loader(source, num_workers=1)
+    next(steps)
+    assert began.wait(30)
+    steps.close()
+    assert loader_threads(), "it still hangs"
+    released.set()
+    _no_threads_left()
+    assert max(source.read) < 24, "what was not begun is not read"
+
+
 @pytest.mark.parametrize("end", [StepLoader.close, lambda _: None])
 def test_threads_end_when_the_loader_is_closed_or_dropped(end: Callable[[StepLoader], None]) -> None:
     steps = loader(Numbers(), num_workers=2)
@@ -175,17 +226,28 @@ def test_threads_end_when_the_loader_is_closed_or_dropped(end: Callable[[StepLoa
     _no_threads_left()
 
 
-def test_a_loader_left_open_does_not_keep_the_interpreter() -> None:
+@pytest.mark.parametrize("hang", ["pass", "time.sleep(1000)"])
+def test_a_loader_left_open_does_not_keep_the_interpreter(hang: str) -> None:
+    """Not even one that reads from where no answer comes."""
     script = """
+import time
+import numpy as np
+from megatron.data.batches import DocumentRules
 from megatron.data.loader import StepLoader
-from megatron.data.mock import MockDataset
-source = MockDataset(split=0, seed=1, seq_length=8, vocab_size=9, eod=8)
-loader = StepLoader(source, micro_batch_size=4, data_rank=0, data_size=1, global_batch_size_at=lambda _: 8,
-                    consumed_samples=0, total_samples=10**6, num_workers=3)
-print(len(next(loader)))
+
+class Source:
+    seq_length = 3
+    def samples(self, first, count):
+        if first >= 8:
+            HANG
+        return np.zeros((count, 4), dtype=np.int64)
+
+loader = StepLoader(Source(), DocumentRules(1), lambda batch: batch.tokens.shape, micro_batch_size=4, data_rank=0,
+                    data_size=1, global_batch_size_at=lambda _: 8, consumed_samples=0, total_samples=10**6, num_workers=3)
+print(next(loader))
 """
-    done = spawn_cli(["-c", script], None, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    done = spawn_cli(["-c", script.replace("HANG", hang)], None, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "[(4, 3), (4, 3)]\n"), done.stderr
 
 
 def test_a_batch_that_does_not_divide_names_the_flags() -> None:
@@ -200,9 +262,10 @@ def mock(**changes: int) -> MockDataset:
 
 
 def test_mock_tokens_follow_from_seed_split_and_sample() -> None:
-    assert mock().sample(7).tolist() == mock().sample(7).tolist()
-    others = [mock().sample(8), mock(seed=2).sample(7), mock(split=1).sample(7)]
-    assert not any(np.array_equal(mock().sample(7), other) for other in others)
+    seven = mock().samples(7, 1)
+    assert np.array_equal(seven, mock().samples(7, 1)) and np.array_equal(seven, mock().samples(5, 4)[2:3])
+    others = [mock().samples(8, 1), mock(seed=2).samples(7, 1), mock(split=1).samples(7, 1)]
+    assert not any(np.array_equal(seven, other) for other in others)
 
 
 @given(vocab_size=st.sampled_from([2, 3, 64, 65, 66, 1000, 50257]), eod=st.integers(0, 50256), seed=st.integers(0, 9))
@@ -212,8 +275,7 @@ def test_mock_tokens_follow_one_rule_except_after_a_document(vocab_size: int, eo
     ends = 0
     for split in (0, 1):  # the same rule in validation
         source = mock(vocab_size=vocab_size, eod=eod, seed=seed, split=split)
-        for number in range(40):
-            window = source.sample(number)
+        for window in source.samples(0, 40):
             assert window.shape == (51,)
             assert window.dtype == np.int64
             assert 0 <= window.min() <= window.max() < vocab_size
@@ -226,20 +288,21 @@ def test_mock_tokens_follow_one_rule_except_after_a_document(vocab_size: int, eo
 
 
 def test_mock_ids_are_spread_over_the_vocabulary() -> None:
-    used = np.unique(np.concatenate([mock().sample(number) for number in range(40)]))
+    used = np.unique(mock().samples(0, 40))
     assert all(((used >= start) & (used < start + 125)).sum() >= 7 for start in range(0, 1000, 125))
 
 
-def test_mock_data_masks_the_end_of_a_document_and_needs_two_ids() -> None:
-    config = DataConfig(mock_data=True, eod_mask_loss=True)
-    sets = build_datasets(config, seed=1, seq_length=64, tokenizer=NullTokenizer(30), need_validation=True, need_test=False)
-    batch: Microbatch = read_microbatch(sets.train, 0, 4)
-    assert np.array_equal(batch.loss_mask == 0, batch.tokens == 30)
-    assert (batch.loss_mask == 0).any()
-    assert sets.test is None
-    assert ["training", "validation"] == [line.split(":")[0] for line in sets.describe()]
+def test_mock_data_needs_two_ids() -> None:
     with pytest.raises(ValueError, match="at least 2 ids"):
         mock(vocab_size=1, eod=0)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until it holds."""
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline, "it never held"
+        time.sleep(0.001)
 
 
 def _no_threads_left() -> None:

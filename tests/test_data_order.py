@@ -9,13 +9,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.config.data import DataConfig
-from megatron.data.build import build_datasets
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset, IndexedDatasetWriter
-from megatron.data.order import permutation, place
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.order import permutation
 from megatron.data.split import parse_split, split_documents
-from megatron.data.tokenizers.simple import NullTokenizer
 
 LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]
 
@@ -37,8 +35,8 @@ def gpt(dataset: IndexedDataset, *, seq_length: int = 4, seed: int = 1, split: i
 
 def epoch(samples: GPTDataset, number: int) -> list[list[int]]:
     """The windows of an epoch."""
-    first = number * samples.samples_per_epoch
-    return [samples.sample(first + at).tolist() for at in range(samples.samples_per_epoch)]
+    count = samples.samples_per_epoch
+    return [window.tolist() for window in samples.samples(number * count, count)]
 
 
 @given(count=st.integers(0, 300), seed=st.integers(0, 2**64), stream=st.integers(1, 4))
@@ -63,10 +61,6 @@ def test_a_permutation_favours_no_place() -> None:
     assert (abs(firsts - 500) < 100).all()  # five standard deviations
 
 
-def test_place_is_the_division_of_the_sample_number() -> None:
-    assert [place(number, 3) for number in (0, 2, 3, 10)] == [(0, 0), (0, 2), (1, 0), (3, 1)]
-
-
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12), seq_length=st.integers(1, 7), number=st.integers(0, 3))
 def test_an_epoch_is_the_windows_of_the_permuted_documents(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, number: int
@@ -87,6 +81,14 @@ def test_an_epoch_is_the_windows_of_the_permuted_documents(
     assert epoch(samples, number) == [windows[at] for at in order]
 
 
+def test_the_samples_of_version_one_never_change(dataset: IndexedDataset) -> None:
+    """The first tokens of windows in epochs 0 and 1: documents and windows in their order."""
+    assert gpt(dataset, seq_length=6).samples(0, 28)[:, 0].tolist() == [
+        *(74, 81, 49, 14, 80, 37, 61, 31, 66, 55, 1, 43, 20, 8),
+        *(3, 33, 18, 12, 74, 51, 80, 57, 45, 63, 6, 66, 27, 39),
+    ]
+
+
 def test_epochs_seeds_and_splits_have_other_orders(dataset: IndexedDataset) -> None:
     orders = [epoch(gpt(dataset), 0), epoch(gpt(dataset), 1), epoch(gpt(dataset, seed=2), 0), epoch(gpt(dataset, split=1), 0)]
     assert all(first != second for at, first in enumerate(orders) for second in orders[:at])
@@ -95,11 +97,14 @@ def test_epochs_seeds_and_splits_have_other_orders(dataset: IndexedDataset) -> N
 def test_reading_in_any_order_gives_the_same_samples(dataset: IndexedDataset) -> None:
     """So a longer run, a resumed run and one that jumps between epochs (and drops their indexes) read the same."""
     forward = gpt(dataset)
-    numbers = range(4 * forward.samples_per_epoch)
-    expected = [forward.sample(number).tolist() for number in numbers]
+    total = 4 * forward.samples_per_epoch
+    expected = forward.samples(0, total)
+    assert expected.shape == (total, 5)
+    assert forward.samples(3, 0).shape == (0, 5)
     mixed = gpt(dataset)
-    for number in permutation(len(numbers), (3, 0, 0, 0)).tolist():
-        assert mixed.sample(number).tolist() == expected[number]
+    for number in permutation(total, (3, 0, 0, 0)).tolist():
+        count = min(1 + number % 7, total - number)
+        assert np.array_equal(mixed.samples(number, count), expected[number : number + count])
 
 
 def test_a_sample_stays_inside_its_split(dataset: IndexedDataset) -> None:
@@ -112,10 +117,10 @@ def test_a_sample_stays_inside_its_split(dataset: IndexedDataset) -> None:
 
 def test_the_report_names_documents_tokens_samples_and_what_is_left_out(dataset: IndexedDataset) -> None:
     samples = gpt(dataset, seq_length=10)
-    report = samples.describe()
+    report = "\n".join(samples.describe(20))
     for part in ("training", dataset.prefix, "10 of 10 documents", "87 tokens", "8 samples of 10 tokens", "6 tokens left out"):
         assert part in report
-    assert samples.epochs_for(20) == 2.5
+    assert "20 samples are 2.50 epochs" in report
 
 
 def test_a_token_beyond_the_vocabulary_names_document_and_sizes(tmp_path: Path) -> None:
@@ -125,7 +130,7 @@ def test_a_token_beyond_the_vocabulary_names_document_and_sizes(tmp_path: Path) 
                 writer.add_document(document)
         samples = GPTDataset(IndexedDataset(str(tmp_path / "d")), range(2), split=0, seed=0, seq_length=5, vocab_size=300)
         with pytest.raises(DatasetError, match=f"document 1 has token id {bad}.*300 ids") as error:
-            samples.sample(0)
+            samples.samples(0, 1)
         assert str(tmp_path / "d") in str(error.value)
         assert "--tokenizer-type" in str(error.value)
 
@@ -155,29 +160,10 @@ def test_a_senseless_split_is_refused(text: str) -> None:
         parse_split(text)
 
 
-def build(prefix: str, **flags: object) -> list[str]:
-    """The report of the datasets for these flags."""
-    needs = {"need_validation": False, "need_test": False} | {name: flags.pop(name) for name in [*flags] if name.startswith("need")}
-    config = DataConfig(**{"data_path": (prefix,), **flags})  # type: ignore[arg-type]
-    return build_datasets(config, seed=1, seq_length=8, tokenizer=NullTokenizer(100), **needs).describe()  # type: ignore[arg-type]
-
-
-def test_only_needed_splits_are_built_and_an_empty_one_is_an_error(dataset: IndexedDataset) -> None:
-    assert len(build(dataset.prefix)) == 1
-    assert [line.split(":")[0] for line in build(dataset.prefix, split="5,3,2", need_validation=True, need_test=True)] == [
-        "training",
-        "validation",
-        "test",
-    ]
-    with pytest.raises(DatasetError, match="validation split .* 0 of 10 documents and 0 tokens.*takes 9") as error:
-        build(dataset.prefix, split="1", need_validation=True)
+def test_a_split_without_a_window_is_an_error_before_anything_is_read(dataset: IndexedDataset) -> None:
+    with pytest.raises(DatasetError, match="validation split .* 0 of 10 documents and 0 tokens.*takes 5") as error:
+        gpt(dataset, split=1, documents=range(0))
     assert "--split" in str(error.value)
     assert "--eval-iters 0" in str(error.value)
-    with pytest.raises(DatasetError, match="test split .* 1 of 10 documents and 6 tokens"):
-        build(dataset.prefix, split="4,5,1", need_test=True)
-
-
-@pytest.mark.parametrize("data_path", [(), ("0.5", "a", "0.5", "b")])
-def test_one_dataset_is_asked_for(data_path: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="--data-path needs one prefix"):
-        build("", data_path=data_path)
+    with pytest.raises(DatasetError, match="test split .* 1 of 10 documents and 6 tokens.*takes 7"):
+        gpt(dataset, split=2, documents=range(9, 10), seq_length=6)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
@@ -15,13 +15,11 @@ from megatron.config.data import DataConfig
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from megatron.data.tokenizers.protocol import Tokenizer
+from megatron.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from megatron.data.tokenizers.simple import ByteTokenizer, NullTokenizer
 from tests.bpe_trainer import Bpe, encode_plainly, train_bpe, write_bpe
-
-TEXT = """The cat sat on the mat; the cats' hats weren't that fat. aaaa aaa aa abababab
-    def that(cat, hat=17):\n        return "that's" + cat  # größer, größte, 東京都、京都\n\n\n
-The hatter's cat that sat there isn't the mother's, she'll say they've 1234 or 12 of them.
-"""
+from tests.vocabularies import SOURCES, TEXT, any_text
+from tools.train_tokenizer import main as train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +53,62 @@ def sentencepiece_model(folder: Path, **settings: Any) -> Path:
     return folder / "model.model"
 
 
-@given(text=st.text())
-def test_bytes_round_trip_any_text(text: str) -> None:
-    tokenizer = ByteTokenizer()
+@pytest.fixture(scope="module")
+def exact(trained: GPT2BPETokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """Tokenizers that give back any text."""
+    folder = tmp_path_factory.mktemp("exact")
+    (folder / "corpus.txt").write_text("".join(SOURCES))
+    made: dict[str, Tokenizer] = {"bytes": ByteTokenizer(), "GPT-2": trained}
+    for kind in ("bpe", "unigram"):
+        words = f"--kind sentencepiece-{kind} --vocab-size 400 --input {folder}/corpus.txt --output {folder}/{kind}.model"
+        assert train_tokenizer(words.split()) == 0
+        made[kind] = SentencePieceTokenizer(folder / f"{kind}.model")
+    return made
+
+
+@pytest.mark.parametrize("kind", ["bytes", "GPT-2", "bpe", "unigram"])
+@settings(max_examples=80, deadline=None)
+@given(text=any_text)
+def test_any_text_comes_back(exact: dict[str, Tokenizer], kind: str, text: str) -> None:
+    tokenizer = exact[kind]
+    if kind in ("bpe", "unigram"):
+        text = text.replace("\u2581", "")  # sentencepiece's own sign for a blank
     ids = tokenizer.encode(text)
-    assert ids == list(text.encode())
+    assert tokenizer.encode_array(text).tolist() == ids
+    assert all(0 <= id < tokenizer.vocab_size and id != tokenizer.eod for id in ids)
     assert tokenizer.decode([*ids, tokenizer.eod]) == text
-    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "GPT-2", "bpe", "unigram"])
+def test_long_blanks_come_back(exact: dict[str, Tokenizer], kind: str) -> None:
+    """tiktoken alone gives up at a million blanks in a row."""
+    text = "a" + " " * 600_000 + "\n" * 600_000 + "b'll  c"
+    assert exact[kind].decode(exact[kind].encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", ["bytes", "GPT-2", "bpe", "unigram"])
+def test_half_a_surrogate_pair_is_refused(exact: dict[str, Tokenizer], kind: str) -> None:
+    for encode in (exact[kind].encode, exact[kind].encode_array):
+        with pytest.raises(ValueError, match="surrogates not allowed"):
+            encode("a\ud800b")
+
+
+def test_special_ids(exact: dict[str, Tokenizer]) -> None:
+    seen = {kind: (tokenizer.eod, tokenizer.bos, tokenizer.pad) for kind, tokenizer in exact.items()}
+    end = exact["GPT-2"].vocab_size - 1
+    assert seen == {"bytes": (256, None, None), "GPT-2": (end, None, None), "bpe": (2, 1, None), "unigram": (2, 1, None)}
+
+
+def test_bytes_are_their_own_ids() -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode(TEXT) == list(TEXT.encode())
+    assert tokenizer.vocab_size == 257
 
 
 def test_null_tokenizer_reads_numbers_below_its_size() -> None:
     tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer", vocab_size=100))
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
-    assert tokenizer.encode(" 0 99\n5") == [0, 99, 5]
+    assert tokenizer.encode(" 0 99\n5") == tokenizer.encode_array(" 0 99\n5").tolist() == [0, 99, 5]
     assert tokenizer.decode([0, 99, 100, 5]) == "0 99 5"
     for text in ("100", "-1", "1.5", "x", "²", "٣"):
         with pytest.raises(ValueError, match="is not an id from 0 to 99"):
@@ -115,11 +156,21 @@ def test_bpe_follows_the_merges_where_bytes_alone_would_mislead(tmp_path_factory
     assert tokenizer.encode(text) == encode_plainly(text, hand_made)
 
 
-def test_bpe_refuses_endless_blanks_instead_of_crashing(trained: GPT2BPETokenizer) -> None:
-    blanks = " " * 400_000
-    assert trained.decode(trained.encode("a" + blanks + "b")) == "a" + blanks + "b"
-    with pytest.raises(ValueError, match="blanks or more"):
-        trained.encode("a" + 3 * blanks + "b")
+def test_long_blanks_are_merged_as_one_piece(trained: GPT2BPETokenizer, bpe: Bpe) -> None:
+    """Both in one call of tiktoken, and where that would fail."""
+    for length in (400_001, 1_000_001):
+        ids = trained.encode_array("x" + " " * length + "that").tolist()
+        assert {*ids[1:-1]} == {bpe.vocabulary["ĠĠ"]}
+        assert (len(ids), [ids[0], ids[-1]]) == (2 + (length - 1) // 2, trained.encode("x that"))
+
+
+def test_merges_that_make_the_end_of_a_document_are_refused(tmp_path: Path) -> None:
+    bpe = train_bpe("x", 0)
+    end = "<|endoftext|>"
+    merges = [(end[:length], end[length]) for length in range(1, len(end))]
+    vocabulary = {**bpe.vocabulary, **{left + right: 300 + number for number, (left, right) in enumerate(merges)}}
+    with pytest.raises(ValueError, match="ordinary text would give the id 311"):
+        gpt2(Bpe(vocabulary, merges), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +185,7 @@ def test_bpe_refuses_endless_blanks_instead_of_crashing(trained: GPT2BPETokenize
         (None, "q z\n", "line 1: 'q z'.*not there: 'qz'"),
         (None, "#version: 0.2\nt h e\n", "line 2"),
         (None, "the\n", "line 1"),
+        (None, "<|endoftext|>\n", "line 1"),
     ],
 )
 def test_wrong_bpe_files_are_named(tmp_path: Path, bpe: Bpe, vocab: str | None, merges: str | None, message: str) -> None:
@@ -158,8 +210,8 @@ def test_sentencepiece_types(tmp_path: Path) -> None:
     assert max(ids) < plain.vocab_size
     assert plain.eod not in ids
     assert same.encode(text) == ids
-    assert llama.encode(text) == [1, *ids]
-    assert llama.encode("") == plain.encode("") == []
+    assert llama.encode(text) == llama.encode_array(text).tolist() == [1, *ids]
+    assert llama.encode("") == plain.encode("") == llama.encode_array("").tolist() == []
     for tokenizer in (plain, same, llama):
         assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eod]) == text
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.data.batches import DocumentRules
 from megatron.data.mock import MockDataset
 from megatron.model import attention as attention_module
 from megatron.model import dropout as dropout_module
@@ -87,7 +88,7 @@ def train(
         micro_batch_size=MICRO,
         skip_overflow=False,
     )
-    maker = BatchMaker(context, seed=1, seq_length=SEQ, micro_batch_size=MICRO)
+    maker = BatchMaker(context, 1, SEQ, MICRO, DocumentRules(VOCAB - 1))
     source = MockDataset(split=0, seed=3, seq_length=SEQ, vocab_size=VOCAB, eod=VOCAB - 1)
     batches = maker.training(
         source, global_batch_size_at=lambda _: GLOBAL, consumed_samples=0, total_samples=GLOBAL * steps, num_workers=0
@@ -202,7 +203,7 @@ def test_replicas_stay_replicas_under_dropout(two: list[dict[str, Any]], layout:
 
 def test_stages_that_read_no_tokens_know_the_same_keys() -> None:
     """Of three stages the middle one reads nothing; with a batch that grows."""
-    maker = BatchMaker(lone_rank(Topology(pp=3, dp=2), 3), seed=1, seq_length=SEQ, micro_batch_size=MICRO)
+    maker = BatchMaker(lone_rank(Topology(pp=3, dp=2), 3), 1, SEQ, MICRO, DocumentRules(VOCAB - 1))
     source = MockDataset(split=0, seed=3, seq_length=SEQ, vocab_size=VOCAB, eod=VOCAB - 1)
     keys = []
     for given in (source, None):

@@ -1,10 +1,12 @@
-"""From JSON lines to training samples: every tokenizer, any number of workers, and nothing left of a failure."""
+"""From text to training samples by the tool: every tokenizer, every form of text, progress, summary and flags."""
 
 from __future__ import annotations
 
 import json
-import os
 import struct
+import subprocess
+import sys
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -14,51 +16,35 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from megatron.config.data import DataConfig
-from megatron.data import preprocess as preprocess_module
-from megatron.data.build import build_datasets
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.preprocess import Job, Summary, preprocess
-from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.preprocess.job import Job
+from megatron.data.preprocess.parts import ShardReport
+from megatron.data.preprocess.progress import Meter, Screen
+from megatron.data.preprocess.run import preprocess
+from megatron.data.preprocess.shards import Piece, Shard
+from megatron.data.preprocess.work import Counts
 from tests.bpe_trainer import encode_plainly, train_bpe, write_bpe
-from tests.cli import spawn_cli
+from tests.cli import ROOT, spawn_cli
+from tests.corpora import BYTES, FORMS, JOB, TEXTS, documents, expected_of, files_of, write_lines, written
 
-BYTES = DataConfig(tokenizer_type="ByteTokenizer")
-TEXTS = [f"Document {number}: the größte 東京 of {number * number}\n\ttabs \u2028 and lines" for number in range(40)]
-
-
-def write_lines(path: Path, texts: list[str]) -> str:
-    """A JSON-lines file; the escapes of json and raw UTF-8 alternate."""
-    lines = [json.dumps({"text": text, "title": str(n)}, ensure_ascii=bool(n % 2)) for n, text in enumerate(texts)]
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8", newline="\n")
-    return str(path)
-
-
-def documents(prefix: str) -> list[list[int]]:
-    """What an indexed dataset holds."""
-    dataset = IndexedDataset(prefix)
-    return [dataset.document(number).tolist() for number in range(dataset.num_documents)]
-
-
-def only_inputs(folder: Path) -> bool:
-    """Nothing was written beside the inputs."""
-    return all(path.suffix in (".jsonl", ".model", ".vocab", ".json") or path.name == "merges.txt" for path in folder.iterdir())
+TOOL = "tools/preprocess_data.py"
 
 
 def test_the_tool_writes_bytes_end_to_end(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", ["ab", "", "ö"])
-    argv = ["tools/preprocess_data.py", "--input", source, "--output-prefix", str(tmp_path / "out")]
+    argv = [TOOL, "--input", source, "--output-prefix", str(tmp_path / "out")]
     done = spawn_cli([*argv, "--tokenizer-type", "ByteTokenizer", "--append-eod", "--json-keys", "text", "title"], None)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out_text_document.bin").read_bytes() == struct.pack("<6H", 97, 98, 256, 195, 182, 256)
     assert len((tmp_path / "out_text_document.idx").read_bytes()) == 82
-    assert documents(str(tmp_path / "out_title_document")) == [[48, 256], [49, 256], [50, 256]]
+    assert documents(tmp_path / "out_title_document") == [[48, 256], [49, 256], [50, 256]]
     for part in ("5 documents, 12 tokens", "1 empty, 0 bad lines", f"wrote {tmp_path / 'out_text_document'}.bin"):
         assert part in done.stderr
     assert done.stdout == ""
+    assert written(tmp_path) == {f"out_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx")}
 
 
-def test_sentencepiece_end_to_end_feeds_training(tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "in.jsonl", TEXTS)
+def test_sentencepiece_end_to_end(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl")
     SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS * 3),
         model_prefix=str(tmp_path / "vocab"),
@@ -67,194 +53,61 @@ def test_sentencepiece_end_to_end_feeds_training(tmp_path: Path) -> None:
         hard_vocab_limit=False,
     )
     model = str(tmp_path / "vocab.model")
-    argv = ["tools/preprocess_data.py", "--input", source, "--output-prefix", str(tmp_path / "out"), "--append-eod"]
-    done = spawn_cli([*argv, "--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", model, "--workers", "2"], None)
+    argv = [TOOL, "--input", source, "--output-prefix", str(tmp_path / "out"), "--append-eod", "--workers", "2"]
+    argv += ["--shard-size", "1K", "--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", model]
+    done = spawn_cli([*argv, "--build-index", "--seq-length", "16"], None)
     assert done.returncode == 0, done.stderr
     processor = SentencePieceProcessor(model_file=model)
-    prefix = str(tmp_path / "out_text_document")
-    assert documents(prefix) == [[*processor.encode(text), 2] for text in TEXTS]
-
-    config = DataConfig(data_path=(prefix,), split="8,2", tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=model)
-    tokenizer = build_tokenizer(config)
-    sets = build_datasets(config, seed=1, seq_length=32, tokenizer=tokenizer, need_validation=True, need_test=False)
-    assert sets.train.sample(0).shape == (33,)
-    assert sets.train.sample(0).max() < tokenizer.vocab_size
+    assert documents(tmp_path / "out_text_document") == [[*processor.encode(text), 2] for text in TEXTS]
+    assert str(tmp_path / "out_text_document") in done.stderr.splitlines()[-1]
 
 
 def test_gpt2_bpe_end_to_end(tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "in.jsonl", TEXTS)
+    source = write_lines(tmp_path / "in.jsonl")
     bpe = train_bpe(TEXTS[0], 30)
     vocab, merges = write_bpe(bpe, tmp_path)
-    argv = ["tools/preprocess_data.py", "--input", source, "--output-prefix", str(tmp_path / "out"), "--append-eod"]
+    argv = [TOOL, "--input", source, "--output-prefix", str(tmp_path / "out"), "--append-eod"]
     done = spawn_cli([*argv, "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(vocab), "--merge-file", str(merges)], None)
     assert done.returncode == 0, done.stderr
     eod = bpe.vocabulary["<|endoftext|>"]
-    assert documents(str(tmp_path / "out_text_document")) == [[*encode_plainly(text, bpe), eod] for text in TEXTS]
+    assert documents(tmp_path / "out_text_document") == [[*encode_plainly(text, bpe), eod] for text in TEXTS]
 
 
-@given(texts=st.lists(st.text(), min_size=1, max_size=20), chunk=st.sampled_from([1, 7, 50, 1 << 20]), eod=st.booleans())
-def test_any_text_round_trips_at_any_chunk_size(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], chunk: int, eod: bool
+@given(texts=st.lists(st.text(), min_size=1, max_size=12), shard_size=st.sampled_from([40, 200, None]), eod=st.booleans())
+def test_any_text_round_trips_at_any_shard_size(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], shard_size: int | None, eod: bool
 ) -> None:
     assume(any(texts))
     folder = tmp_path_factory.mktemp("texts")
     source = write_lines(folder / "in.jsonl", texts)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preprocess_module, "_CHUNK_BYTES", chunk)
-        summary = preprocess([source], str(folder / "out"), Job(BYTES, ("text",), eod))
+    summary = preprocess([source], str(folder / "out"), Job(BYTES, ("text",), eod), shard_size=shard_size)
     full = [text for text in texts if text]
-    assert documents(str(folder / "out_text_document")) == [[*text.encode(), *([256] * eod)] for text in full]
-    assert summary.num_documents == len(full)
-    assert summary.num_empty == len(texts) - len(full)
+    assert documents(folder / "out_text_document") == [[*text.encode(), *([256] * eod)] for text in full]
+    assert (summary.num_documents, summary.num_empty) == (len(full), len(texts) - len(full))
     assert summary.num_bytes == Path(source).stat().st_size
 
 
-def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocess_module, "_CHUNK_BYTES", 300)
-    sources = [write_lines(tmp_path / "a.jsonl", TEXTS), write_lines(tmp_path / "b.jsonl", TEXTS[:7])]
-    (tmp_path / "b.jsonl").write_bytes((tmp_path / "b.jsonl").read_bytes() + b"{}\n")
-    reports = []
-    for workers in (1, 3):
-        summary = preprocess(
-            sources, str(tmp_path / f"w{workers}"), Job(BYTES, ("text",), True), num_workers=workers, skip_bad_lines=True
-        )
-        reports.append((summary.num_documents, summary.num_tokens, summary.num_empty, summary.bad_lines))
-    assert reports[0] == reports[1]
-    assert reports[0][0] == 47
-    assert len(reports[0][3]) == 1
-    for suffix in ("bin", "idx"):
-        first, second = (tmp_path / f"w{workers}_text_document.{suffix}" for workers in (1, 3))
-        assert first.read_bytes() == second.read_bytes()
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_text_gives_the_same_bytes(tmp_path: Path, form: str) -> None:
+    source = FORMS[form](tmp_path / form, TEXTS)
+    summary = preprocess([source], str(tmp_path / "out"), JOB, shard_size=700)
+    assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
+    size = sum(path.stat().st_size for path in [Path(source), *Path(source).rglob("*")] if path.is_file())
+    assert summary.num_bytes == size or form == "in.parquet", "all but the footer of parquet"
 
 
-BAD_LINES = {
-    b'{"text": "x"': "not JSON: .* at column",
-    b"[1]": "not a JSON object",
-    b'{"title": "x"}': r"no key 'text' \(--json-keys\); the line has: 'title'",
-    b'{"text": 5}': "not a string but 5",
-    b'{"text": "\xff"}': "not UTF-8: byte 0xff at column 11",
-    b'{"text": "\\ud800"}': "surrogate",
-    b"[" * 100_000: "recursion",
-    b'{"text": ' + b"9" * 5000 + b"}": "digit",
-}
+def test_several_keys_of_lines_and_columns(tmp_path: Path) -> None:
+    sources = [FORMS[form](tmp_path / form, TEXTS[:3]) for form in ("in.jsonl", "in.parquet")]
+    preprocess(sources, str(tmp_path / "out"), Job(BYTES, ("title", "text"), False))
+    assert documents(tmp_path / "out_title_document") == [[48], [49], [50]] * 2
+    assert documents(tmp_path / "out_text_document") == [[*text.encode()] for text in TEXTS[:3]] * 2
 
 
-@pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
-def test_a_bad_line_is_named_and_nothing_is_written(tmp_path: Path, bad: bytes) -> None:
-    good = json.dumps({"text": "fine"}).encode()
-    (tmp_path / "in.jsonl").write_bytes(b"\n".join([good, b"", bad, good]))
-    where = rf"in\.jsonl:3: .*{BAD_LINES[bad]}"
-    job = Job(BYTES, ("text",), False)
-    with pytest.raises(ValueError, match=where):
-        preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), job)
-    assert only_inputs(tmp_path)
-    summary = preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), job, skip_bad_lines=True)
-    assert documents(str(tmp_path / "out_text_document")) == [[*b"fine"]] * 2
-    assert len(summary.bad_lines) == 1
-    assert summary.bad_lines[0].startswith(f"{tmp_path / 'in.jsonl'}:3: ")
-
-
-def test_all_bad_lines_are_counted_and_the_first_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocess_module, "_KEPT_BAD_LINES", 3)
-    monkeypatch.setattr(preprocess_module, "_CHUNK_BYTES", 5)
-    (tmp_path / "in.jsonl").write_text('{}\n{}\n{"text": "x"}\n{}\n{}\n{}\n')
-    summary = preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), Job(BYTES, ("text",), False), skip_bad_lines=True)
-    assert summary.num_bad_lines == 5
-    assert [line.split(":")[1] for line in summary.bad_lines] == ["1", "2", "4"]
-
-
-def test_a_line_bad_for_one_key_gives_no_document_for_any(tmp_path: Path) -> None:
-    lines = [{"a": "x", "b": "y"}, {"a": "z"}, {"a": "u", "b": ""}]
-    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    summary = preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), Job(BYTES, ("a", "b"), False), skip_bad_lines=True)
-    assert documents(str(tmp_path / "out_a_document")) == [[*b"x"], [*b"u"]]
-    assert documents(str(tmp_path / "out_b_document")) == [[*b"y"]]
-    assert (summary.num_documents, summary.num_empty, len(summary.bad_lines)) == (3, 1, 1)
-
-
-@pytest.mark.parametrize("workers", ["1", "3"])
-def test_the_tool_fails_with_file_and_line(tmp_path: Path, workers: str) -> None:
-    source = write_lines(tmp_path / "in.jsonl", TEXTS)
-    with Path(source).open("ab") as file:
-        file.write(b'{"text": oops}\n')
-    argv = ["tools/preprocess_data.py", "--input", source, "--output-prefix", str(tmp_path / "out"), "--workers", workers]
-    done = spawn_cli([*argv, "--tokenizer-type", "ByteTokenizer"], None)
-    assert done.returncode == 1
-    assert f"error: {source}:41: not JSON" in done.stderr
-    assert "--on-error skip" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert only_inputs(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"inputs": ["/none.jsonl"]}, "--input /none.jsonl: there is no such file"),
-        ({"output_prefix": "/none/out"}, "the folder /none does not exist"),
-        ({"job": Job(DataConfig(tokenizer_type="NullTokenizer"), ("text",), False)}, "needs --vocab-size"),
-        ({"job": Job(DataConfig(tokenizer_type="NullTokenizer", vocab_size=9), ("text",), False)}, "in.jsonl:1: 'ab' is not an id"),
-        ({"job": Job(BYTES, ("empty",), True)}, "no document with a token"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    (tmp_path / "in.jsonl").write_text('{"text": "ab", "empty": ""}\n')
-    settings = {"inputs": [str(tmp_path / "in.jsonl")], "output_prefix": str(tmp_path / "out"), "job": Job(BYTES, ("text",), False)}
-    with pytest.raises(ValueError, match=message):
-        preprocess(**{**settings, **change})  # type: ignore[arg-type]
-    assert only_inputs(tmp_path)
-
-
-def die(*_: object) -> None:
-    """End a worker as the kernel would for want of memory."""
-    os._exit(9)
-
-
-def test_a_worker_that_dies_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_lines(tmp_path / "in.jsonl", TEXTS)
-    monkeypatch.setattr(preprocess_module, "_encode_in_worker", die)
-    with pytest.raises(ValueError, match="a worker process ended"):
-        preprocess([source], str(tmp_path / "out"), Job(BYTES, ("text",), False), num_workers=2)
-    assert only_inputs(tmp_path)
-
-
-def test_few_chunks_are_under_way_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So memory does not grow with the input: the reader stays a few chunks before the writer."""
-    monkeypatch.setattr(preprocess_module, "_CHUNK_BYTES", 1)
-    source = write_lines(tmp_path / "in.jsonl", TEXTS)
-    chunks, taken, lead = preprocess_module._chunks, 0, []
-
-    def counted(inputs: list[str]) -> object:
-        nonlocal taken
-        for chunk in chunks(inputs):
-            taken += 1
-            yield chunk
-
-    def progress(summary: Summary) -> None:
-        lead.append(taken - summary.num_documents)
-
-    monkeypatch.setattr(preprocess_module, "_chunks", counted)
-    preprocess([source], str(tmp_path / "out"), Job(BYTES, ("text",), False), num_workers=2, progress=progress)
-    assert len(lead) == len(TEXTS)
-    assert max(lead) <= 4
-
-
-def test_help_imports_neither_torch_nor_numpy() -> None:
-    done = spawn_cli(["-X", "importtime", "tools/preprocess_data.py", "--help"], None)
-    assert done.returncode == 0
-    assert "--append-eod" in done.stdout
-    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
-    assert "argparse" in imported
-    assert not imported & {"torch", "numpy", "tiktoken", "sentencepiece"}
-
-
-@pytest.mark.parametrize(
-    "argv", [["--workers", "0"], ["--json-keys", "a", "a"], ["--tokenizer-typ", "ByteTokenizer"], ["--vocab-size", "9"]]
-)
-def test_wrong_flags_exit_with_2(argv: list[str]) -> None:
-    base = ["tools/preprocess_data.py", "--input", "x", "--output-prefix", "y", "--tokenizer-type", "ByteTokenizer"]
-    done = spawn_cli([*base, *argv], None)
-    assert done.returncode == 2
-    assert argv[0] in done.stderr
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x"}\n')
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfy")
+    preprocess([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")], str(tmp_path / "out"), JOB)
+    assert documents(tmp_path / "out_text_document") == [[*b"x", 256], [*b"y", 256]]
 
 
 def test_a_large_vocabulary_is_written_as_int32(tmp_path: Path) -> None:
@@ -262,3 +115,125 @@ def test_a_large_vocabulary_is_written_as_int32(tmp_path: Path) -> None:
     job = Job(DataConfig(tokenizer_type="NullTokenizer", vocab_size=70000), ("text",), True)
     preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), job)
     assert (tmp_path / "out_text_document.bin").read_bytes() == np.array([69999, 1, 70000], "<i4").tobytes()
+
+
+# ---- progress
+
+
+def test_the_line_of_progress() -> None:
+    now, lines = 0.0, list[str]()
+    shards = [Shard((Piece("p", "jsonl", "", n, n, size, 0),)) for n, size in enumerate((40_000_000, 10_000_000, 50_000_000))]
+    meter = Meter(shards, lines.append, every=5.0, clock=lambda: now)
+    meter.listen(0, ShardReport([7, 7], 900, 0, 40_000_000, [7], 0, [], new=False))
+    now = 4.0
+    meter.listen(1, Counts(5_000_000, 30, 400))
+    assert not lines
+    now = 5.0
+    meter.listen(1, Counts(6_000_000, 40, 500))
+    # What an earlier run did counts in the share, but not in the speed.
+    assert lines == [" 46.0%  1.2 MB/s  8 documents/s  1,400 tokens  time left 0:00:45"]
+    now = 10.0
+    meter.listen(1, ShardReport([60], 800, 0, 10_000_000, [60], 0, []))
+    assert lines[1:] == [" 50.0%  1.0 MB/s  6 documents/s  1,700 tokens  time left 0:00:50"]
+
+
+class Terminal(StringIO):
+    """A stream that says that it is one."""
+
+    def isatty(self) -> bool:
+        """It is."""
+        return True
+
+
+def test_progress_is_replaced_on_a_terminal_and_plain_lines_elsewhere() -> None:
+    for stream, shown in ((Terminal(), "\r   \rtwo\r   \rnote\n"), (StringIO(), "\ntwo\nnote\n")):
+        screen = Screen(stream)
+        for line in ("one", "two"):
+            screen.progress(line)
+        screen.note("note")
+        assert stream.getvalue() == f"one{shown}"
+
+
+def test_lines_of_progress_reach_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Meter.__init__, "__defaults__", (0.0, *Meter.__init__.__defaults__[1:]))  # type: ignore[index]
+    lines: list[str] = []
+    preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, shard_size=1000, progress=lines.append)
+    assert len(lines) == 4, "one after each shard"
+    assert lines[-1].startswith("100.0%") and lines[-1].endswith("time left 0:00:00")
+
+
+# ---- flags
+
+
+def test_help_imports_neither_torch_nor_numpy() -> None:
+    for tool in (TOOL, "tools/merge_data.py"):
+        done = spawn_cli(["-X", "importtime", tool, "--help"], None)
+        assert done.returncode == 0
+        assert "--output-prefix" in done.stdout
+        imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+        assert "argparse" in imported
+        assert not imported & {"torch", "numpy", "tiktoken", "sentencepiece", "pyarrow", "ray", "fsspec"}
+
+
+def test_preprocessing_loads_neither_torch_nor_what_it_does_not_need(tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.argv = {['x', '--input', write_lines(tmp_path / 'in.jsonl'), '--output-prefix', str(tmp_path / 'out')]}\n"
+        "from tools.preprocess_data import main\n"
+        "assert main([*sys.argv[1:], '--tokenizer-type', 'ByteTokenizer']) == 0\n"
+        "assert not {'torch', 'pyarrow', 'zstandard', 'ray', 'fsspec', 'tokenizers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--workers", "0"], "must be at least 1"),
+        (["--json-keys", "a", "a"], "--json-keys names a key twice"),
+        (["--tokenizer-typ", "ByteTokenizer"], "--tokenizer-typ"),
+        (["--vocab-size", "9"], "--vocab-size has no effect with --tokenizer-type ByteTokenizer"),
+        (["--shard-size", "9X"], "must be a number of bytes such as 67108864 or 64M, not '9X'"),
+        (["--resume", "--restart"], "not allowed with argument --resume"),
+        (["--ray-address", "auto"], "--ray-address has no effect without --engine ray"),
+        (["--seq-length", "9"], "--seq-length has no effect without --build-index"),
+        (["--build-index"], "--build-index needs --seq-length"),
+        (["--build-index", "p", "--seq-length", "9"], "--build-index takes no PREFIX beside --input"),
+        (
+            ["--build-index", "--seq-length", "9", "--train-samples", "9"],
+            "--train-samples has no effect without --data-order megatron",
+        ),
+    ],
+)
+def test_wrong_flags_exit_with_2(argv: list[str], told: str) -> None:
+    base = [TOOL, "--input", "x", "--output-prefix", "y", "--tokenizer-type", "ByteTokenizer"]
+    done = spawn_cli([*base, *argv], None)
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "--input PATH ... is missing"),
+        (["--input", "x", "--tokenizer-type", "ByteTokenizer"], "--output-prefix is missing"),
+        (["--input", "x", "--output-prefix", "y"], "--tokenizer-type is missing"),
+        (["--build-index", "p", "--seq-length", "9", "--append-eod"], "--append-eod has no effect without --input"),
+    ],
+)
+def test_missing_flags_exit_with_2(argv: list[str], told: str) -> None:
+    done = spawn_cli([TOOL, *argv], None)
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
+def test_an_index_is_built_for_a_dataset_that_exists(tmp_path: Path) -> None:
+    preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB)
+    prefix = str(tmp_path / "out_text_document")
+    done = spawn_cli([TOOL, "--build-index", prefix, "--seq-length", "8", "--split", "1", "--data-order", "megatron"], None)
+    assert done.returncode == 0, done.stderr
+    assert prefix in done.stderr
+    done = spawn_cli([TOOL, "--build-index", str(tmp_path / "none"), "--seq-length", "8"], None)
+    assert done.returncode == 1
+    assert "error: dataset" in done.stderr and "does not exist" in done.stderr
+    assert json.dumps(prefix)[1:-1] in done.stderr, "the nearest"

@@ -12,8 +12,6 @@ import pytest
 
 from examples.make_corpus import source_files, write_corpus
 from examples.summarise_run import main as summarise
-from examples.train_vocabulary import main as train_vocabulary
-from megatron.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from tests.cli import ROOT
 
 SOURCES = {
@@ -61,25 +59,6 @@ def test_a_folder_without_sources(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no Python source"):
         write_corpus(tmp_path, tmp_path / "corpus.jsonl")
     assert not list(tmp_path.iterdir())
-
-
-def test_the_vocabulary_gives_back_any_text(tmp_path: Path) -> None:
-    corpus, model = tmp_path / "corpus.jsonl", tmp_path / "vocabulary.model"
-    write_corpus(ROOT / "megatron/config", corpus)
-    assert train_vocabulary(["--input", str(corpus), "--output", str(model), "--vocab-size", "500"]) == 0
-    tokenizer = SentencePieceTokenizer(model)
-    assert tokenizer.vocab_size == 500
-    assert 0 <= tokenizer.eod < 500
-    for text in [*texts(corpus), "  two  blanks\n\n\ttab \u20ac \U0001f600\n"]:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_more_pieces_than_the_text_has(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    corpus, model = tmp_path / "corpus.jsonl", tmp_path / "vocabulary.model"
-    write_corpus(library, corpus)
-    assert train_vocabulary(["--input", str(corpus), "--output", str(model), "--vocab-size", "4096"]) == 1
-    assert "train_vocabulary.py: error:" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"library", "corpus.jsonl"}
 
 
 @pytest.mark.parametrize(

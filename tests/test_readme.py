@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from examples.make_corpus import write_corpus
-from examples.train_vocabulary import train
 from megatron.config.cli import load
 from megatron.config.compat_tables import FAMILIES, NO_EFFECT, REFUSED
 from megatron.config.flags import flags
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.schedules.simple import one_f_one_b
 from tests.cli import ROOT, spawn_cli
+from tests.vocabularies import sentencepiece
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.name: path.read_text() for path in DOCUMENTS}
@@ -96,7 +96,7 @@ def help_text(command: str, folder: Path) -> None:
 def preprocessing(command: str, folder: Path) -> None:
     corpus, model, prefix = folder / "corpus.jsonl", folder / "tokenizer.model", folder / "data/corpus"
     write_corpus(ROOT / "megatron/config", corpus)
-    train(corpus, model, 500)
+    sentencepiece(corpus, model, 500)
     prefix.parent.mkdir()
     places = {"corpus.jsonl": str(corpus), "tokenizer.model": str(model), "data/corpus": str(prefix)}
     words = [places.get(word, word) for word in shlex.split(command)]
@@ -188,9 +188,10 @@ def test_files_exist(name: str) -> None:
 def test_flags_exist(name: str) -> None:
     others = {"config", "print-config", "help", "no-", "flag"}
     launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
-    scripts = {"short", "folder", "full", "ntasks-per-node", "input", "output-prefix", "append-eod", "workers"}
-    plot = set(re.findall(r'add_argument\(\s*"--([\w-]+)"', (ROOT / "tools" / "plot_schedule.py").read_text()))
-    known = {*flags(), *others, *launcher, *scripts, *plot}
+    scripts = {"short", "folder", "full", "ntasks-per-node"}
+    sources = [path.read_text() for path in (ROOT / "tools").glob("*.py")]
+    tools = {flag for source in sources for flag in re.findall(r'add_argument\(\s*"--([\w-]+)"', source)}
+    known = {*flags(), *others, *launcher, *scripts, *tools}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
         assert flag in known or flag.removeprefix("no-") in flags(), f"{name} names --{flag}"
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.checkpoint.writer import BoxWriter
-from megatron.data.indexed_dataset import IndexedDatasetWriter
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training.step import TrainStep
 from tests.byte_dataset import FLAGS, write_bytes
 from tests.runs import (

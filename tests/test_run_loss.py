@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -46,7 +45,7 @@ def _batches(prefix: str, split: int, count: int) -> list[Batch]:
     samples = GPTDataset(dataset, documents, split=split, seed=SEED, seq_length=TINY["seq_length"], vocab_size=VOCABULARY)
     size, found = TINY["global_batch_size"], []
     for step in range(count):
-        windows = torch.from_numpy(np.stack([samples.sample(step * size + i) for i in range(size)]))
+        windows = torch.from_numpy(samples.samples(step * size, size))
         tokens, labels = windows[:, :-1], windows[:, 1:]
         found.append((tokens, labels, tokens != EOD))
     return found

@@ -67,6 +67,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, layout: s
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert all(not torch.equal(after[name], later[name]) for name in before)
     state = saved_state(tmp_path, 4)
+    del state["progress"]["phases"]
     assert state["progress"] == {
         "iteration": 4,
         "consumed_samples": 4 * batch,

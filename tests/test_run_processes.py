@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed_dataset import IndexedDatasetWriter
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from tests.cli import spawn_cli
 from tests.runs import arguments, digest, run
 

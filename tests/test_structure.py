@@ -153,8 +153,12 @@ def test_parallel_state_is_passed_on() -> None:
 
 REFUSED = {"expert_model_parallel_size": 2}
 """Fields that nothing reads yet: any value but the default is refused."""
-READ_WITHIN = {"use_checkpoint_args": "megatron/config/cli.py"}
-"""Acts while the settings are read."""
+_WORDS = "megatron/config/data_words.py"
+READ_WITHIN = {
+    "use_checkpoint_args": "megatron/config/cli.py",
+    **dict.fromkeys(("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"), _WORDS),
+}
+"""Act while the settings are read, or are read by a function of that room."""
 
 
 def last_name(node: ast.expr) -> str:

@@ -1,123 +1,223 @@
-"""Make an indexed dataset (.bin and .idx) from JSON lines.
+"""Make an indexed dataset (.bin and .idx) from JSON lines (.jsonl, also .gz and .zst), parquet or folders of plain text.
 
 For example::
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --tokenizer-type GPTSentencePieceTokenizer \
-        --tokenizer-model vocab.model --append-eod --workers 8
+    python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --output-prefix data/corpus --tokenizer-type GPT2BPETokenizer \
+        --vocab-file vocab.json --merge-file merges.txt --append-eod --workers 16
 
-writes data/corpus_text_document.bin and .idx, which training reads with --data-path data/corpus_text_document.
+writes data/corpus_text_document.bin and .idx, which training reads with --data-path data/corpus_text_document. A job that was ended
+goes on with --resume. With --engine ray a cluster does the work.
+
+    python tools/preprocess_data.py --build-index data/corpus_text_document --seq-length 2048
+
+makes the caches of the sample order ahead that training would make at its start.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn, get_args
 
-from megatron.config.checks.data import TOKENIZER_NEEDS
-from megatron.config.data import DataConfig, TokenizerType
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
+
+from megatron.config.data import DataConfig, DataOrder
+from megatron.config.training import TrainingConfig
+from megatron.data.tokenizers.arguments import add_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:
-    from megatron.data.preprocess import Summary
+    from megatron.data.preprocess.progress import Screen, Summary
 
-_SECONDS_BETWEEN_REPORTS = 5.0
+_SHOWN_BAD_LINES = 20
+_PREPROCESSING = ("output_prefix", "tokenizer_type", "json_keys", "append_eod", "workers", "on_error", "shard_size", "resume")
+_INDEXING = ("seq_length", "seed", "split", "epochs", "train_samples", "valid_samples", "test_samples", "data_cache_path")
 
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(description="Make an indexed dataset (.bin and .idx) from JSON lines.", allow_abbrev=False)
-    flags.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON-lines files, read in this order")
-    flags.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_<key>_document.bin and .idx")
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     flags.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the texts (text); a dataset for each"
+        "--input",
+        nargs="+",
+        metavar="PATH",
+        help="files, folders, patterns or URLs, read in this order; those of a folder or pattern sorted. By the end of the name: "
+        ".jsonl .ndjson .json (JSON lines, also with .gz or .zst), .parquet, .txt .text .md .rst (a file is a document)",
     )
-    flags.add_argument("--tokenizer-type", required=True, choices=get_args(TokenizerType), help="kind of tokenizer")
-    flags.add_argument("--tokenizer-model", metavar="FILE", help="file of a sentencepiece tokenizer")
-    flags.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    flags.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    flags.add_argument("--vocab-size", type=int, metavar="N", help="size of the vocabulary of NullTokenizer")
+    flags.add_argument("--output-prefix", metavar="PREFIX", help="writes PREFIX_<key>_document.bin and .idx; a path or a URL")
+    flags.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys (or columns) of the texts (text); a dataset for each"
+    )
     flags.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    flags.add_argument("--workers", type=int, default=1, metavar="N", help="processes that encode (1); the result is the same")
-    flags.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="at a line that cannot be used (stop)")
+    flags.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="at a record that cannot be used (stop)")
+    add_tokenizer_flags(flags, required=False)
+    work = flags.add_argument_group("work", "None of these changes the result.")
+    work.add_argument(
+        "--workers", type=_count, metavar="N", help="processes that encode (1); with --engine ray tasks at once (all CPUs it has)"
+    )
+    work.add_argument("--engine", choices=("processes", "ray"), default="processes", help="who does the work (processes)")
+    work.add_argument(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="of the head of a Ray cluster, or auto; without it one is started here. All nodes must see the input files and the "
+        "folder of --output-prefix under the same paths (a shared file system or URLs), and have this package",
+    )
+    work.add_argument(
+        "--shard-size", type=_size, metavar="BYTES", help="what is kept of an ended job counts in these, such as 64M (input / 1024)"
+    )
+    again = work.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="go on with an ended job: finished shards of unchanged files are kept")
+    again.add_argument("--restart", action="store_true", help="remove what an ended job left, and start anew")
+    index = flags.add_argument_group("index", "The order of samples, made ahead; the flags mean what they mean in training.")
+    index.add_argument(
+        "--build-index",
+        nargs="*",
+        metavar="PREFIX",
+        help="make the caches of these datasets, or of those just made if none is named",
+    )
+    index.add_argument("--seq-length", type=_count, metavar="N", help="tokens of a sample")
+    index.add_argument("--seed", type=int, metavar="N", help=f"({TrainingConfig.seed})")
+    index.add_argument("--split", metavar="SHARES", help=f"of training, validation and test ({DataConfig.split})")
+    index.add_argument("--epochs", type=_count, metavar="N", help="with --data-order epoch: how many (1)")
+    index.add_argument("--data-order", choices=get_args(DataOrder), help=f"({DataConfig.data_order})")
+    for split, name in (("train", "training"), ("valid", "validation"), ("test", "test")):
+        index.add_argument(
+            f"--{split}-samples", type=_count, metavar="N", help=f"with --data-order megatron: {name} samples of the run (an epoch)"
+        )
+    index.add_argument("--data-cache-path", metavar="FOLDER", help="where the caches go (the folder cache beside each dataset)")
     return flags
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; returns the exit code: 0, or 1 if nothing was written."""
+    """Run the tool; returns the exit code: 0, 1 for an error, 128 and the signal's number if it was ended."""
     flags = parser()
     given = flags.parse_args(arguments)
-    if given.workers < 1:
-        flags.error(f"--workers must be at least 1, not {given.workers}")
-    if len(set(given.json_keys)) < len(given.json_keys):
-        flags.error(f"--json-keys names a key twice: {' '.join(given.json_keys)}")
-    needed = TOKENIZER_NEEDS[given.tokenizer_type]
-    for field in ("tokenizer_model", "vocab_file", "merge_file", "vocab_size"):
-        if getattr(given, field) is not None and field not in needed:
-            flags.error(f"--{field.replace('_', '-')} has no effect with --tokenizer-type {given.tokenizer_type}: leave it out")
-    from megatron.data.preprocess import Job, preprocess  # numpy and tokenizers only after --help
+    _check(flags, given)
+    config = tokenizer_config(given, flags)
+    from megatron.data.preprocess.progress import Screen  # numpy and tokenizers only after --help
 
-    tokenizer = DataConfig(
-        tokenizer_type=given.tokenizer_type,
-        tokenizer_model=given.tokenizer_model,
-        vocab_file=given.vocab_file,
-        merge_file=given.merge_file,
-        vocab_size=given.vocab_size,
-    )
-    start = time.monotonic()
+    screen = Screen(sys.stderr)
+    signal.signal(signal.SIGTERM, _stop)
     try:
-        summary = preprocess(
-            given.input,
-            given.output_prefix,
-            Job(tokenizer, tuple(given.json_keys), given.append_eod),
-            num_workers=given.workers,
-            skip_bad_lines=given.on_error == "skip",
-            progress=_reporter(given.input, start),
-        )
+        prefixes = tuple(given.build_index or ())
+        if given.input:
+            prefixes = _preprocess(given, config, screen).prefixes
+        if given.build_index is not None:
+            _build_index(given, prefixes, screen)
     except (ValueError, OSError) as error:
-        print(f"preprocess_data.py: error: {error}", file=sys.stderr)
+        screen.note(f"preprocess_data.py: error: {error}")
         return 1
-    except KeyboardInterrupt:
-        print("preprocess_data.py: interrupted. Nothing is written.", file=sys.stderr)
-        return 130
-    _report(summary, time.monotonic() - start)
+    except (KeyboardInterrupt, _Terminated) as stopped:
+        screen.note("preprocess_data.py: stopped. No dataset is written; finished shards are kept: go on with --resume.")
+        return 128 + (signal.SIGTERM if isinstance(stopped, _Terminated) else signal.SIGINT)
     return 0
 
 
-def _reporter(inputs: list[str], start: float) -> Callable[[Summary], None]:
-    """A function that shows the progress now and then."""
-    last = start
+def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Flags that contradict each other, or have no effect."""
 
-    def report(summary: Summary) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last < _SECONDS_BETWEEN_REPORTS:
-            return
-        last = now
-        share = summary.num_bytes / max(sum(Path(path).stat().st_size for path in inputs), 1)
-        print(
-            f"{share:6.1%}  {summary.num_documents:,} documents, {summary.num_tokens:,} tokens, "
-            f"{summary.num_bytes / 1e6 / (now - start):.1f} MB/s",
-            file=sys.stderr,
-        )
+    def refuse_all(names: Sequence[str], reason: str) -> None:
+        for name in names:
+            if getattr(given, name) != flags.get_default(name):
+                flags.error(f"--{name.replace('_', '-')} has no effect {reason}: leave it out")
 
-    return report
+    if given.input is None and not given.build_index:
+        flags.error("--input PATH ... is missing (or --build-index PREFIX ... for datasets that exist)")
+    if given.input is not None:
+        for name in ("output_prefix", "tokenizer_type"):
+            if getattr(given, name) is None:
+                flags.error(f"--{name.replace('_', '-')} is missing")
+        if given.build_index:
+            flags.error("--build-index takes no PREFIX beside --input: it is that of the datasets made")
+    else:
+        refuse_all((*_PREPROCESSING, "engine", "ray_address", "restart"), "without --input")
+    if given.engine != "ray":
+        refuse_all(("ray_address",), "without --engine ray")
+    if given.build_index is None:
+        refuse_all((*_INDEXING, "data_order"), "without --build-index")
+    elif given.seq_length is None:
+        flags.error("--build-index needs --seq-length N")
+    elif given.data_order == "megatron":
+        refuse_all(("epochs",), "with --data-order megatron")
+    else:
+        refuse_all(("train_samples", "valid_samples", "test_samples"), "without --data-order megatron")
+    if len(set(given.json_keys)) < len(given.json_keys):
+        flags.error(f"--json-keys names a key twice: {' '.join(given.json_keys)}")
 
 
-def _report(summary: Summary, seconds: float) -> None:
-    for line in summary.bad_lines:
-        print(f"left out: {line}", file=sys.stderr)
-    if summary.num_bad_lines > len(summary.bad_lines):
-        print(f"left out: {summary.num_bad_lines - len(summary.bad_lines):,} more bad lines", file=sys.stderr)
-    print(
+def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -> Summary:
+    from megatron.data.preprocess.job import Job
+    from megatron.data.preprocess.run import Engine, preprocess
+
+    start = time.monotonic()
+    summary = preprocess(
+        given.input,
+        given.output_prefix,
+        Job(config, tuple(given.json_keys), given.append_eod, skip_bad_lines=given.on_error == "skip"),
+        engine=Engine(given.engine, given.workers, given.ray_address),
+        shard_size=given.shard_size,
+        start="resume" if given.resume else "restart" if given.restart else "new",
+        note=screen.note,
+        progress=screen.progress,
+    )
+    for line in summary.bad_lines[:_SHOWN_BAD_LINES]:
+        screen.note(f"left out: {line}")
+    if summary.bad_lines_file:
+        screen.note(f"{summary.num_bad_lines:,} records were left out: {summary.bad_lines_file}")
+    screen.note(
         f"{summary.num_documents:,} documents, {summary.num_tokens:,} tokens from {summary.num_bytes / 1e6:.1f} MB in "
-        f"{seconds:.1f} s; left out: {summary.num_empty:,} empty, {summary.num_bad_lines:,} bad lines",
-        file=sys.stderr,
+        f"{time.monotonic() - start:.1f} s; left out: {summary.num_empty:,} empty, {summary.num_bad_lines:,} bad lines"
     )
     for prefix in summary.prefixes:
-        print(f"wrote {prefix}.bin and {prefix}.idx", file=sys.stderr)
+        screen.note(f"wrote {prefix}.bin and {prefix}.idx")
+    return summary
+
+
+def _build_index(given: argparse.Namespace, prefixes: Sequence[str], screen: Screen) -> None:
+    from megatron.data.build_index import build_index
+
+    for prefix in prefixes:
+        lines = build_index(
+            prefix,
+            split=DataConfig.split if given.split is None else given.split,
+            seed=TrainingConfig.seed if given.seed is None else given.seed,
+            seq_length=given.seq_length,
+            epochs=given.epochs or 1,
+            order=given.data_order or DataConfig.data_order,
+            num_samples=(given.train_samples, given.valid_samples, given.test_samples),
+            data_cache_path=given.data_cache_path,
+        )
+        for line in lines:
+            screen.note(line)
+
+
+class _Terminated(BaseException):
+    """SIGTERM: everything is left in order, as after Ctrl-C."""
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # not again while things are put in order
+    raise _Terminated
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def _size(text: str) -> int:
+    """Bytes, also as 64M."""
+    found = re.fullmatch(r"(\d+)([KMG]?)", text)
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"must be a number of bytes such as 67108864 or 64M, not {text!r}")
+    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
 
 
 if __name__ == "__main__":

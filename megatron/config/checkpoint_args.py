@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from megatron.config.checks.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flags
@@ -16,6 +17,8 @@ from megatron.config.save import from_dict
 _FLAGS = ("--use-checkpoint-args", "--load", "--ckpt-step")
 _DERIVED = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "max_position_embeddings": "num_positions"}
 """Model fields that may be None, with the property that says what they then are."""
+_TOKENIZER_FIELDS = ("tokenizer_type", *(field for field in TOKENIZER_SETTINGS if field not in TOKENIZER_FILES))
+"""What decides the vocabulary, but for the files: they may lie elsewhere."""
 
 
 def take_from_checkpoint(config: Config, explicit: Collection[str]) -> tuple[Config, list[Violation]]:
@@ -51,12 +54,12 @@ def take_from_checkpoint(config: Config, explicit: Collection[str]) -> tuple[Con
                     "--use-checkpoint-args out and describe the whole model.",
                 )
             )
-    data = dataclasses.replace(config.data, tokenizer_type=saved.data.tokenizer_type, vocab_size=saved.data.vocab_size)
+    data = dataclasses.replace(config.data, **{field: getattr(saved.data, field) for field in _TOKENIZER_FIELDS})
     return dataclasses.replace(config, model=saved.model, data=data), problems
 
 
 def _is_taken(topic: str, field: str) -> bool:
-    return topic == "model" or field in ("tokenizer_type", "vocab_size")
+    return topic == "model" or field in _TOKENIZER_FIELDS
 
 
 def _effective(saved: Config, topic: str, field: str) -> Any:

@@ -110,11 +110,7 @@ _ACTIVATIONS = (
     "Keeping activations in host memory is not built yet; to save memory use --sequence-parallel, more tensor ranks or a smaller "
     "batch."
 )
-_BLEND = "Separate data sets for training and validation are not built yet; give one --data-path and divide it by --split."
-_DOCUMENTS = (
-    "Resetting at document ends is not built yet; attention and positions run over the whole sequence (--eod-mask-loss leaves the "
-    "ends out of the loss)."
-)
+_BLEND = "Several validation sets are not built yet; an evaluation reads one blend (--valid-data-path, or a share of --data-path)."
 _EXPERTS = "Mixtures of experts are not built yet; every layer has one MLP (--ffn-hidden-size)."
 _CONTEXT = "Splitting the sequence over ranks is not built yet; use --sequence-parallel, or more tensor ranks."
 _FP8 = "Formats of 8 bits and fewer are not built yet; use --bf16."
@@ -139,16 +135,8 @@ REFUSED: dict[str, str] = {
     "checkpoint-activations": _RECOMPUTE,
     "distribute-saved-activations": _RECOMPUTE,
     "offload-optimizer-states": _OFFLOAD,
-    "train-data-path": _BLEND,
-    "valid-data-path": _BLEND,
-    "test-data-path": _BLEND,
-    "data-args-path": "Reading the data path from a file is not built yet; give it as --data-path, or in a --config file.",
-    "per-split-data-args-path": _BLEND,
     "multiple-validation-sets": _BLEND,
     "full-validation": "An evaluation reads --eval-iters batches.",
-    "data-cache-path": "No index is cached: the order of samples is computed. Leave it out.",
-    "reset-position-ids": _DOCUMENTS,
-    "reset-attention-mask": _DOCUMENTS,
     "async-save": _LATER_SAVE,
     "use-persistent-ckpt-worker": _LATER_SAVE,
     "no-ckpt-fully-parallel-save": "Every rank always writes its own part of a checkpoint.",
@@ -249,7 +237,6 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("distrib-optim-*", "There is one checkpoint format, which fits every layout."),
     ("non-persistent-*", "There is one kind of checkpoint (--save, --save-interval, --keep-last)."),
     ("replication*", "There is one kind of checkpoint (--save, --save-interval, --keep-last)."),
-    ("tiktoken-*", _TOKENIZER),
     ("nccl-*", "NCCL is configured in the environment (NCCL_...)."),
     ("use-nccl-*", "NCCL is configured in the environment (NCCL_...)."),
     ("*sharp*", "NCCL is configured in the environment (NCCL_...)."),
@@ -278,12 +265,10 @@ FAMILIES: tuple[tuple[str, str], ...] = (
 """Patterns of names that are refused together; the tables above come first."""
 
 _CYCLIC = "is refused: the order of data is already shuffled; use single"
-_OTHER_TOKENIZER = "is not built yet; GPT-2 BPE files, sentencepiece models, bytes and NullTokenizer are"
+_OTHER_TOKENIZER = "is not built yet; byte-level BPE, tiktoken and sentencepiece files, bytes and NullTokenizer are"
 _OTHER_OPTIMIZER = "is not built yet; adam (AdamW) and sgd are"
 
 CHOICES: dict[tuple[str, str], str] = {
-    ("tokenizer-type", "HuggingFaceTokenizer"): _OTHER_TOKENIZER,
-    ("tokenizer-type", "TikTokenizer"): _OTHER_TOKENIZER,
     ("tokenizer-type", "MultimodalTokenizer"): _OTHER_TOKENIZER,
     ("tokenizer-type", "SFTTokenizer"): _OTHER_TOKENIZER,
     ("tokenizer-type", "BertWordPieceLowerCase"): _OTHER_TOKENIZER,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.config.checks.finding import data_size, is_changed, shown
 from megatron.config.config import Config
+from megatron.config.data_words import has_own_splits
 from megatron.config.sharding_effects import sharding_notes
 
 _SPREADING = (
@@ -58,6 +59,7 @@ def notes(config: Config, world_size: int) -> list[str]:
             "there is no learned position table",
         ),
         ("split", data.mock_data and is_changed(config, "split"), "--mock-data makes up tokens for each split"),
+        ("split", has_own_splits(data) and is_changed(config, "split"), "each split has datasets of its own"),
         (
             "timing_log_option",
             logging.timing_log_level == 0 and is_changed(config, "timing_log_option"),

@@ -1,6 +1,6 @@
-"""From samples to the arrays of a microbatch.
+"""From samples to the arrays of a microbatch, and what the end of a document means there.
 
-Shape legend: `b` micro-batch size, `s` sequence length.
+Shape legend: `b` micro-batch size, `s` sequence length, `D` documents in a microbatch.
 """
 
 from __future__ import annotations
@@ -12,21 +12,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring tokens of one document within a sample."""
+
+    prefix: str
+    """Of the indexed dataset."""
+    document: int
+    first_token: int
+    """Within the document."""
+    num_tokens: int
+
+
 class SampleSource(Protocol):
-    """Numbered samples: the same number always gives the same tokens."""
+    """Numbered samples: the same number always gives the same tokens. Numbers go on for ever, epoch after epoch."""
 
     seq_length: int
-    masked_id: int | None
-    """Token at which the loss does not count, if any."""
 
-    def sample(self, number: int) -> NDArray[np.int64]:
-        """Tokens of a sample, [s + 1]."""
+    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+        """Tokens of `count` samples from number `first` on, [count, s + 1]."""
 
-    def epochs_for(self, num_samples: int) -> float:
-        """Passes over the data that a number of samples takes."""
+    def lineage(self, number: int) -> list[Piece]:
+        """Where the tokens of a sample come from, in their order."""
 
-    def describe(self) -> str:
-        """A line for the start-up log."""
+    def describe(self, num_samples: int) -> list[str]:
+        """Lines of the start-up log for a run that takes so many samples."""
+
+
+@dataclass(frozen=True)
+class DocumentRules:
+    """What the end-of-document token does to the tokens around it. It belongs to the document that it ends."""
+
+    eod: int
+    reset_position_ids: bool = False
+    """Positions count from 0 in each document instead of from the start of the sample."""
+    reset_attention_mask: bool = False
+    """A token attends only to its own document."""
+    eod_mask_loss: bool = False
+    """Positions whose *input* is the token do not count in the loss: what starts the next document cannot be predicted."""
+
+    @property
+    def every_stage_reads(self) -> bool:
+        """Whether all layers depend on the tokens' documents, not only the first (tokens) and the last (labels)."""
+        return self.reset_position_ids or self.reset_attention_mask
 
 
 @dataclass(frozen=True)
@@ -41,16 +69,35 @@ class Microbatch:
     """1 where the position counts in the loss, else 0, [b, s]."""
     first_sample: int
     """Number of the first sample; the others follow it."""
+    positions: NDArray[np.int64] | None = None
+    """Position of each token, [b, s]; None where each sample counts from 0 to s - 1."""
+    bounds: NDArray[np.int32] | None = None
+    """Bounds of attention, [D + 1]: the token at which each document starts, with the samples laid end to end, and their end b x s.
+    None where a token attends to its whole sample."""
 
 
-def read_microbatch(source: SampleSource, first_sample: int, size: int) -> Microbatch:
-    """The `size` samples from `first_sample` on.
-
-    A position whose *input* is the masked token does not count: what starts the next document cannot be predicted.
-    """
-    windows = np.stack([source.sample(number) for number in range(first_sample, first_sample + size)])
+def read_microbatch(source: SampleSource, first_sample: int, size: int, rules: DocumentRules) -> Microbatch:
+    """The `size` samples from `first_sample` on."""
+    windows = source.samples(first_sample, size)
     tokens, labels = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
     loss_mask = np.ones(tokens.shape, dtype=np.float32)
-    if source.masked_id is not None:
-        loss_mask[tokens == source.masked_id] = 0.0
-    return Microbatch(tokens, labels, loss_mask, first_sample)
+    if rules.eod_mask_loss:
+        loss_mask[tokens == rules.eod] = 0.0
+    positions = bounds = None
+    if rules.every_stage_reads:
+        found = document_bounds(tokens, rules.eod)
+        positions = _positions(found).reshape(tokens.shape) if rules.reset_position_ids else None
+        bounds = found if rules.reset_attention_mask else None
+    return Microbatch(tokens, labels, loss_mask, first_sample, positions, bounds)
+
+
+def document_bounds(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int32]:
+    """Where the documents of [b, s] tokens begin, and b x s: [D + 1]. A sample ends its last document, whole or not."""
+    ends = tokens == eod
+    ends[:, -1] = True
+    return np.concatenate([[0], np.flatnonzero(ends) + 1]).astype(np.int32)
+
+
+def _positions(bounds: NDArray[np.int32]) -> NDArray[np.int64]:
+    starts = bounds[:-1].astype(np.int64)
+    return np.arange(bounds[-1], dtype=np.int64) - np.repeat(starts, np.diff(bounds))

@@ -1,39 +1,27 @@
-"""Samples for a GPT: windows of seq_length + 1 tokens over the documents of a split, laid end to end in a keyed order."""
+"""Samples for a GPT: windows of seq_length + 1 tokens over the documents of a split, laid end to end in an order."""
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.order import DOCUMENTS, WINDOWS, permutation, place
+from megatron.config.data import DataOrder
+from megatron.data.batches import Piece
+from megatron.data.index_cache import IndexCache
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.kept_passes import KeptPasses
+from megatron.data.orders import make_order
 from megatron.data.split import SPLIT_NAMES
+from megatron.data.stretches import Stretch
+from megatron.data.window_reader import WindowReader
 
-_CACHED_EPOCHS = 2  # reading ahead crosses the end of an epoch
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """The order of one pass over a split."""
-
-    sequences: NDArray[np.integer]
-    """Sequences of the indexed dataset in the order in which they are laid end to end."""
-    starts: NDArray[np.int64]
-    """Token at which each of them starts, and the end of the last."""
-    windows: NDArray[np.integer]
-    """Window at each position: window w starts at token w x seq_length."""
+__all__ = ["GPTDataset", "Stretch"]
 
 
 class GPTDataset:
-    """Samples of one split; sample numbers go on for ever, epoch after epoch.
-
-    In each epoch the documents are permuted by a key of (seed, split, epoch), cut into windows that overlap by one token (so that
-    every token but the first is predicted once), and the windows are permuted by the same key. The last tokens, too few for a
-    window, are left out: other ones in each epoch. An epoch's order does not depend on how long the run is.
+    """Samples of one split, by number. Safe to use from several threads.
 
     Args:
         dataset: Tokens.
@@ -42,10 +30,15 @@ class GPTDataset:
         seed: Seed of the order.
         seq_length: Tokens that the model reads at once.
         vocab_size: Every token id must be below it.
-        masked_id: Token at which the loss does not count, if any.
+        order: `EpochOrder`, whose numbers go on for ever, or `MegatronOrder`.
+        num_samples: Samples asked for, on which Megatron's order depends; None for those of one epoch.
+        earlier: What the run read of this split before, at other sequence lengths (epoch order only). Samples are numbered from 0
+            again after it.
+        cache: Where large indexes are kept (nowhere by default).
 
     Raises:
         DatasetError: the split is shorter than one window.
+        ValueError: stretches at other sequence lengths in Megatron's order.
     """
 
     def __init__(
@@ -57,88 +50,61 @@ class GPTDataset:
         seed: int,
         seq_length: int,
         vocab_size: int,
-        masked_id: int | None = None,
+        order: DataOrder = "epoch",
+        num_samples: int | None = None,
+        earlier: Sequence[Stretch] = (),
+        cache: IndexCache | None = None,
     ) -> None:
         self.dataset = dataset
         self.documents = documents
         self.split = split
-        self.seed = seed
         self.seq_length = seq_length
-        self.vocab_size = vocab_size
-        self.masked_id = masked_id
         self.num_tokens = dataset.num_tokens(documents)
-        self.samples_per_epoch = (self.num_tokens - 1) // seq_length
-        if self.samples_per_epoch < 1:
-            raise DatasetError(
-                f"the {SPLIT_NAMES[split]} split of {dataset.prefix} has {len(documents):,} of {dataset.num_documents:,} documents "
-                f"and {self.num_tokens:,} tokens; one sample takes {seq_length + 1:,} (--seq-length {seq_length} + 1).\n"
-                "  Give it a larger share with --split, take a dataset with more documents or a shorter --seq-length"
-                + (", or do without evaluation (--eval-iters 0)." if split else ".")
-            )
-        self._epochs: OrderedDict[int, Epoch] = OrderedDict()
-        self._lock = threading.Lock()
+        self._order = make_order(
+            order,
+            dataset,
+            documents,
+            split=split,
+            seed=seed,
+            seq_length=seq_length,
+            num_samples=num_samples,
+            earlier=earlier,
+            cache=cache or IndexCache(None),
+        )
+        self._passes = KeptPasses(self._order.index)
+        self._reader = WindowReader(dataset, vocab_size)
 
-    def sample(self, number: int) -> NDArray[np.int64]:
-        """Tokens of a sample, [seq_length + 1].
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of one pass over the split."""
+        return self._order.samples_per_epoch
+
+    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+        """Tokens of `count` samples from number `first` on, [count, seq_length + 1].
 
         Raises:
-            DatasetError: a token id is not below the vocabulary size.
+            DatasetError: a token id is not below the vocabulary size, or the order ends before these samples.
         """
-        epoch_number, position = place(number, self.samples_per_epoch)
-        epoch = self._epoch(epoch_number)
-        start = int(epoch.windows[position]) * self.seq_length
-        at = int(np.searchsorted(epoch.starts, start, side="right")) - 1
-        offset = start - int(epoch.starts[at])
-        window = np.empty(self.seq_length + 1, dtype=np.int64)
-        filled = 0
-        while filled < len(window):
-            sequence = int(epoch.sequences[at])
-            count = min(int(self.dataset.lengths[sequence]) - offset, len(window) - filled)
-            if count:
-                tokens = self.dataset.read(sequence, offset, count)
-                self._check_ids(tokens, sequence)
-                window[filled : filled + count] = tokens
-            filled += count
-            at, offset = at + 1, 0
-        return window
+        found = np.empty((count, self.seq_length + 1), dtype=np.int64)
+        done = 0
+        while done < count:
+            place = self._order.place(first + done)
+            index = self._passes.get(place.pass_number)
+            stop = done + min(place.num_left, count - done)
+            windows = index.windows.order[place.position : place.position + stop - done]
+            self._reader.read(index.layout, index.windows.starts(windows), found[done:stop])
+            done = stop
+        return found
 
-    def epochs_for(self, num_samples: int) -> float:
-        """Passes over the split that a number of samples takes."""
-        return num_samples / self.samples_per_epoch
+    def lineage(self, number: int) -> list[Piece]:
+        """Where the tokens of a sample come from, in their order."""
+        place = self._order.place(number)
+        index = self._passes.get(place.pass_number)
+        start = index.windows.starts(index.windows.order[place.position : place.position + 1])
+        return self._reader.lineage(index.layout, int(start[0]), self.seq_length + 1)
 
-    def describe(self) -> str:
-        """What a user wants to know of the split."""
-        dropped = self.num_tokens - self.samples_per_epoch * self.seq_length - 1
-        return (
-            f"{SPLIT_NAMES[self.split]}: {self.dataset.prefix}, {len(self.documents):,} of {self.dataset.num_documents:,} "
-            f"documents, {self.num_tokens:,} tokens, {self.samples_per_epoch:,} samples of {self.seq_length} tokens an epoch "
-            f"({dropped:,} tokens left out of each epoch: less than a sample)"
-        )
-
-    def _epoch(self, number: int) -> Epoch:
-        with self._lock:
-            if number in self._epochs:
-                self._epochs.move_to_end(number)
-            else:
-                while len(self._epochs) >= _CACHED_EPOCHS:  # before building, to keep the peak of memory down
-                    self._epochs.popitem(last=False)
-                self._epochs[number] = self._build_epoch(number)
-            return self._epochs[number]
-
-    def _build_epoch(self, number: int) -> Epoch:
-        documents = permutation(len(self.documents), (DOCUMENTS, self.seed, self.split, number))
-        sequences = self.dataset.sequences(documents + np.int64(self.documents.start))
-        starts = np.zeros(len(sequences) + 1, dtype=np.int64)
-        np.cumsum(self.dataset.lengths[sequences], out=starts[1:])
-        return Epoch(sequences, starts, permutation(self.samples_per_epoch, (WINDOWS, self.seed, self.split, number)))
-
-    def _check_ids(self, tokens: NDArray[np.integer], sequence: int) -> None:
-        low, high = int(tokens.min()), int(tokens.max())
-        if low >= 0 and high < self.vocab_size:
-            return
-        raise DatasetError(
-            f"{self.dataset.prefix}: document {self.dataset.document_of(sequence):,} has token id {high if low >= 0 else low:,}, "
-            f"but the tokenizer has {self.vocab_size:,} ids (0 to {self.vocab_size - 1:,}).\n"
-            "  The dataset was made with another tokenizer: give that one (--tokenizer-type and its files, or --vocab-size), or "
-            "make the dataset again with tools/preprocess_data.py."
-        )
+    def describe(self, num_samples: int) -> list[str]:
+        """What a user wants to know of the split, for a run that takes so many samples of it."""
+        name = f"{SPLIT_NAMES[self.split]}: {self.dataset.prefix}"
+        size = f"{len(self.documents):,} of {self.dataset.num_documents:,} documents, {self.num_tokens:,} tokens"
+        return [f"{name}: {line}" for line in (size, *self._order.describe(num_samples))]

@@ -1,4 +1,4 @@
-"""Token files PREFIX.bin and PREFIX.idx: the reader, checked before use, and the writer, complete or absent.
+"""Token files PREFIX.bin and PREFIX.idx: the format, and the reader, which checks them before use.
 
 ``.bin`` holds the tokens of all sequences. ``.idx``, little-endian and without padding::
 
@@ -15,17 +15,19 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+import xxhash
+from numpy.typing import NDArray
 
 from megatron.data.order import index_dtype
 
@@ -56,12 +58,30 @@ class IndexedDataset:
         DatasetError: a file is missing, truncated, foreign or contradicts the other.
     """
 
+    dtype: np.dtype[np.integer]
+    """Of the tokens."""
+    lengths: NDArray[np.int32]
+    """Tokens of each sequence."""
+    offsets: NDArray[np.int64]
+    """Byte of .bin at which each sequence starts."""
+    document_index: NDArray[np.int64]
+    """0, then the number of sequences up to the end of each document."""
+
+    # The arrays are views of the file, where they are not aligned: index them; searchsorted and take would copy them whole.
+
     def __init__(self, prefix: str) -> None:
+        if "://" in prefix:
+            raise DatasetError(
+                f"dataset {prefix}: tokens are read from files of this machine, not from an object store.\n"
+                f"  Copy {prefix}.bin and {prefix}.idx to a local disk first, and give the path there."
+            )
         self.prefix = prefix
-        index = _map(_existing(prefix, ".idx"))
-        self._tokens = _map(_existing(prefix, ".bin"))
-        self._read_header(index)
+        self._index = _map(_existing(prefix, ".idx"))
+        self.data = memoryview(_map(_existing(prefix, ".bin")))
+        """All bytes of .bin."""
+        self._read_header(self._index)
         self._check_index()
+        _forget(self._index)
 
     def _read_header(self, index: mmap.mmap | bytes) -> None:
         path = f"{self.prefix}.idx"
@@ -74,7 +94,7 @@ class IndexedDataset:
         _, version, code, num_sequences, num_entries = HEADER.unpack_from(index)
         if version != VERSION:
             raise DatasetError(f"{path} has version {version}; only version {VERSION} is known.\n  Make it again from the text.")
-        dtype = np.dtype(TOKEN_TYPES.get(code, np.float64)).newbyteorder("<")
+        dtype: np.dtype[Any] = np.dtype(TOKEN_TYPES.get(code, np.float64)).newbyteorder("<")
         if dtype.kind not in "iu":
             known = ", ".join(f"{code} {np.dtype(t).name}" for code, t in TOKEN_TYPES.items() if np.dtype(t).kind in "iu")
             raise DatasetError(f"{path} has token type {code}; token ids are one of: {known}.\n  Make it again from the text.")
@@ -86,31 +106,44 @@ class IndexedDataset:
             )
         self.dtype = dtype
         first, second = HEADER.size + 4 * num_sequences, HEADER.size + 12 * num_sequences
-        self.lengths: NDArray[np.int32] = np.frombuffer(index, "<i4", num_sequences, HEADER.size)
-        self._offsets: NDArray[np.int64] = np.frombuffer(index, "<i8", num_sequences, first)
-        self.document_index: NDArray[np.int64] = np.frombuffer(index, "<i8", num_entries, second)
+        self.lengths = np.frombuffer(index, "<i4", num_sequences, HEADER.size)
+        self.offsets = np.frombuffer(index, "<i8", num_sequences, first)
+        self.document_index = np.frombuffer(index, "<i8", num_entries, second)
 
     def _check_index(self) -> None:
         """Every number of the index, in blocks, so that a large index does not need its size again in memory."""
-        path, entries, num_sequences = f"{self.prefix}.idx", self.document_index, len(self.lengths)
-        rising = all((entries[block] <= entries[block.start + 1 : block.stop + 1]).all() for block in _blocks(len(entries) - 1))
+        path, num_sequences = f"{self.prefix}.idx", len(self.lengths)
+        entries = self.document_index
+        rising, single = True, len(entries) == num_sequences + 1
+        for block in blocks(len(entries) - 1):
+            before, after = entries[block], entries[block.start + 1 : block.stop + 1]
+            rising = rising and bool((before <= after).all())
+            single = single and bool((after - before == 1).all())
         if not len(entries) or entries[0] != 0 or entries[-1] != num_sequences or not rising:
             raise DatasetError(
                 f"{path}: the document index must rise from 0 to the number of sequences, {num_sequences:,}.\n"
                 "  It is damaged: make or copy it again."
             )
-        size = len(self._tokens)
-        for block in _blocks(num_sequences):
-            lengths, offsets = self.lengths[block].astype(np.int64), self._offsets[block]
+        self._one_sequence_each = single
+        size, width = len(self.data), self.dtype.itemsize
+        for block in blocks(num_sequences):
+            lengths, offsets = self.lengths[block].astype(np.int64), self.offsets[block]
             # As a difference: offset + length of a damaged file may pass 2**63.
-            bad = (lengths < 0) | (offsets < 0) | (offsets > size - lengths * self.dtype.itemsize)
+            bad = (lengths < 0) | (offsets < 0) | (offsets > size - lengths * width) | (offsets & (width - 1) != 0)
             if bad.any():
                 at = int(np.argmax(bad))
                 raise DatasetError(
                     f"{self.prefix}.bin has {size:,} bytes, but {path} places sequence {block.start + at:,} ({lengths[at]:,} "
-                    f"tokens of {self.dtype.itemsize} bytes) at byte {offsets[at]:,}.\n"
+                    f"tokens of {width} bytes) at byte {offsets[at]:,}.\n"
                     "  The .bin file is truncated or belongs to another .idx: make or copy both again."
                 )
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash (XXH3, 128 bits) of the .idx file: the same wherever the files lie."""
+        found = xxhash.xxh3_128_hexdigest(self._index)
+        _forget(self._index)
+        return found
 
     @property
     def num_documents(self) -> int:
@@ -124,136 +157,38 @@ class IndexedDataset:
 
     def sequences(self, documents: NDArray[np.integer]) -> NDArray[np.integer]:
         """Numbers of all sequences of these documents, in their order."""
-        first = self.document_index[documents]
-        counts = self.document_index[documents + 1] - first
-        if (counts != 1).any():  # documents of several (or no) sequences: first, first + 1, ... of each
-            first = np.repeat(first - np.cumsum(counts) + counts, counts)
-            first += np.arange(len(first))
-        return first.astype(index_dtype(len(self.lengths)))
+        dtype = index_dtype(len(self.lengths))
+        if self._one_sequence_each:
+            return documents.astype(dtype, copy=False)
+        parts = [np.empty(0, dtype)]
+        for block in blocks(len(documents)):
+            first = self.document_index[documents[block]]
+            counts = self.document_index[documents[block] + np.int64(1)] - first
+            numbers = np.repeat(first - np.cumsum(counts) + counts, counts)  # first, first + 1, ... of each document
+            numbers += np.arange(len(numbers))
+            parts.append(numbers.astype(dtype))
+        return np.concatenate(parts)
 
     def read(self, sequence: int, offset: int, count: int) -> NDArray[np.integer]:
-        """`count` > 0 tokens of a sequence from `offset` on, as a view of the file."""
-        start = int(self._offsets[sequence]) + offset * self.dtype.itemsize
-        return np.frombuffer(self._tokens, self.dtype, count, start)
+        """`count` tokens of a sequence from `offset` on, as a view of the file."""
+        start = int(self.offsets[sequence]) + offset * self.dtype.itemsize
+        return np.frombuffer(self.data[start : start + count * self.dtype.itemsize], self.dtype)
 
     def document(self, number: int) -> NDArray[np.integer]:
         """All tokens of a document."""
         sequences = range(self.document_index[number], self.document_index[number + 1])
-        parts = [self.read(sequence, 0, int(self.lengths[sequence])) for sequence in sequences if self.lengths[sequence]]
-        return np.concatenate(parts) if parts else np.empty(0, self.dtype)
+        parts = [self.read(sequence, 0, int(self.lengths[sequence])) for sequence in sequences]
+        return np.concatenate([np.empty(0, self.dtype), *parts])
 
     def document_of(self, sequence: int) -> int:
         """Document that a sequence belongs to."""
-        return int(np.searchsorted(self.document_index, sequence, side="right")) - 1
+        if self._one_sequence_each:
+            return sequence
+        return bisect.bisect_right(self.document_index, sequence) - 1
 
 
-class IndexedDatasetWriter:
-    """Writes documents of one sequence each; memory use does not grow with what is written.
-
-    Until `finalise` both files lie under temporary names beside the final ones. As a context manager it finalises at the end of
-    the block and removes the temporary files if the block failed.
-
-    Args:
-        prefix: Path without ``.bin`` and ``.idx``; its folder must exist.
-        dtype: Type of the tokens, for example `token_dtype(vocab_size)`.
-    """
-
-    def __init__(self, prefix: str, dtype: DTypeLike) -> None:
-        self.prefix = prefix
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.num_documents = 0
-        self.num_tokens = 0
-        self._code = next(code for code, known in TOKEN_TYPES.items() if np.dtype(known) == np.dtype(dtype))
-        self._partial = {suffix: Path(f"{prefix}{suffix}.partial-{os.getpid()}") for suffix in (".bin", ".idx")}
-        self._tokens = self._partial[".bin"].open("wb")
-        try:
-            self._index = self._partial[".idx"].open("w+b")
-        except OSError:
-            self._tokens.close()
-            self._partial[".bin"].unlink()
-            raise
-        self._index.write(HEADER.pack(MAGIC, VERSION, self._code, 0, 0))  # the counts are filled in at the end
-
-    def add_document(self, tokens: ArrayLike) -> None:
-        """Append one document.
-
-        Raises:
-            ValueError: a token does not fit the type of the file.
-        """
-        array = np.asarray(tokens)
-        self.add_documents(array, [array.size])
-
-    def add_documents(self, tokens: ArrayLike, lengths: Sequence[int] | NDArray[np.integer]) -> None:
-        """Append several documents: their tokens one after another, and how many each has.
-
-        Raises:
-            ValueError: a token does not fit the type of the file, or a document has 2**31 tokens or more.
-        """
-        array, counts = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
-        assert counts.sum() == array.size, f"{counts.sum()} tokens in the lengths, {array.size} given"
-        if array.size and array.dtype != self.dtype:
-            low, high, bounds = array.min(), array.max(), np.iinfo(self.dtype)
-            if array.dtype.kind not in "iu" or low < bounds.min or high > bounds.max:
-                raise ValueError(
-                    f"tokens from {low} to {high} ({array.dtype}) do not fit into {self.dtype.name} of {self.prefix}.bin"
-                )
-        if counts.size and counts.max() >= 2**31:
-            raise ValueError(f"a document of {counts.max():,} tokens is too long for {self.prefix}.idx (below 2**31 = {2**31:,})")
-        self._tokens.write(array.astype(self.dtype, copy=False).tobytes())
-        self._index.write(counts.astype("<i4").tobytes())
-        self.num_documents += counts.size
-        self.num_tokens += array.size
-
-    def finalise(self) -> None:
-        """Complete both files and give them their final names."""
-        try:
-            self._write_offsets_and_documents()
-            for file in (self._tokens, self._index):
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
-            # An index never lies beside a .bin of another dataset, whenever we are interrupted.
-            Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-            for suffix in (".bin", ".idx"):
-                self._partial[suffix].replace(f"{self.prefix}{suffix}")
-        except BaseException:
-            self.discard()
-            raise
-
-    def discard(self) -> None:
-        """Remove what was written."""
-        self._tokens.close()
-        self._index.close()
-        for path in self._partial.values():
-            path.unlink(missing_ok=True)
-
-    def _write_offsets_and_documents(self) -> None:
-        end = HEADER.size + 4 * self.num_documents
-        position = 0
-        for block in _blocks(self.num_documents):
-            self._index.seek(HEADER.size + 4 * block.start)
-            ends = position + np.cumsum(np.frombuffer(self._index.read(4 * (block.stop - block.start)), "<i4"), dtype="<i8")
-            offsets = np.concatenate([np.array([position], "<i8"), ends[:-1]]) * self.dtype.itemsize
-            position = int(ends[-1])
-            self._index.seek(end + 8 * block.start)
-            self._index.write(offsets.tobytes())
-        self._index.seek(end + 8 * self.num_documents)
-        for block in _blocks(self.num_documents + 1):
-            self._index.write(np.arange(block.start, block.stop, dtype="<i8").tobytes())
-        self._index.seek(COUNTS_OFFSET)
-        self._index.write(struct.pack("<QQ", self.num_documents, self.num_documents + 1))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.finalise()
-        else:
-            self.discard()
-
-
-def _blocks(count: int) -> Iterator[slice]:
+def blocks(count: int) -> Iterator[slice]:
+    """Neighbouring parts of so many entries of an index, of bounded size."""
     return (slice(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK))
 
 
@@ -261,6 +196,12 @@ def _map(path: Path) -> mmap.mmap | bytes:
     with path.open("rb") as file:
         # An empty file cannot be mapped.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
+
+
+def _forget(mapped: mmap.mmap | bytes) -> None:
+    """Count the pages that were read no longer as memory of this process; what is used again is mapped again."""
+    if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _existing(prefix: str, suffix: str) -> Path:

@@ -3,35 +3,50 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Generic, TypeVar
 
-from megatron.data.batches import Microbatch, SampleSource, read_microbatch
+from megatron.data.batches import DocumentRules, Microbatch, SampleSource, read_microbatch
+from megatron.data.reading_threads import ReadingThreads
 
+T = TypeVar("T")
+_TASK_SAMPLES = 64
+"""A thread reads neighbouring microbatches of about so many samples at a time. While one thread keeps up, the others then sleep;
+several at once would take Python's lock from each other so often that together they are slower than one."""
 _STEPS_AHEAD = 2
+_TASKS_AHEAD = 2
+"""For each thread, where two steps are too few to keep all of them busy."""
 
 
-class StepLoader(Iterator[list[Microbatch]]):
+class StepLoader(Iterator[list[T]], Generic[T]):
     """Iterates over steps; each is the list of this data rank's microbatches.
 
     The step at `consumed` samples is made of the next `global_batch_size_at(consumed)` samples. Microbatch m of data rank r holds
     the `micro_batch_size` samples from consumed + (m * data_size + r) * micro_batch_size on. So which samples a step holds does not
     depend on the layout, and `consumed_samples`, the samples of all steps given out so far, is the whole state.
 
+    Threads read two steps ahead, or, if that is more, two tasks for each thread of some 64 samples; so much is in memory beside the
+    step that was given out.
+
     Args:
         dataset: Where samples come from.
+        rules: What the end of a document means.
+        prepare: Makes of a microbatch what is given out; runs in the thread that has read it.
         micro_batch_size: Samples in a microbatch.
         data_rank: This rank's place on the data axis.
         data_size: Number of data ranks.
         global_batch_size_at: Samples of the step that starts after so many consumed samples.
         consumed_samples: Where to start.
         total_samples: No step starts at or after it.
-        num_workers: Threads that read two steps ahead; 0 reads when asked. The result is the same.
+        num_workers: Threads that read ahead; 0 reads when asked. The result is the same.
     """
 
     def __init__(
         self,
         dataset: SampleSource,
+        rules: DocumentRules,
+        prepare: Callable[[Microbatch], T],
         *,
         micro_batch_size: int,
         data_rank: int,
@@ -42,19 +57,19 @@ class StepLoader(Iterator[list[Microbatch]]):
         num_workers: int,
     ) -> None:
         self.consumed_samples = consumed_samples
-        self._dataset = dataset
+        self._read = _Reader(dataset, rules, prepare, micro_batch_size)
         self._micro_batch_size = micro_batch_size
         self._data_rank = data_rank
         self._data_size = data_size
         self._global_batch_size_at = global_batch_size_at
         self._total_samples = total_samples
-        # The threads start with the first read. They know the dataset but not this object, so dropping it ends them.
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="loader") if num_workers else None
-        self._ahead: deque[tuple[int, list[Future[Microbatch]]]] = deque()
+        self._threads = ReadingThreads(num_workers, "loader") if num_workers else None
+        self._tasks_ahead = _TASKS_AHEAD * num_workers
+        self._ahead: deque[tuple[int, list[Future[list[T]]]]] = deque()
         self._planned = consumed_samples
         self._closed = False
 
-    def __next__(self) -> list[Microbatch]:
+    def __next__(self) -> list[T]:
         """The next step.
 
         Raises:
@@ -68,24 +83,35 @@ class StepLoader(Iterator[list[Microbatch]]):
         try:
             if self._threads is None:
                 size, firsts = self._plan(self.consumed_samples)
-                step = [read_microbatch(self._dataset, first, self._micro_batch_size) for first in firsts]
+                step = self._read(firsts)
             else:
-                self._read_ahead(self._threads)
+                self.read_ahead()
                 size, futures = self._ahead.popleft()
-                self._read_ahead(self._threads)  # the threads work on while this step is computed
-                step = [future.result() for future in futures]
+                step = [made for future in futures for made in future.result()]
         except BaseException:
             self.close()
             raise
         self.consumed_samples += size
         return step
 
+    def read_ahead(self) -> None:
+        """Have the threads read what comes after the last step given out; to be called when that is on its way to the device.
+
+        Not at once: a thread that begins to read slows down whatever else runs in Python, and nobody should wait for that.
+        """
+        while self._threads is not None and not self._closed and self._planned < self._total_samples and self._wants_more():
+            size, firsts = self._plan(self._planned)
+            count = max(1, _TASK_SAMPLES // self._micro_batch_size)
+            tasks = [firsts[start : start + count] for start in range(0, len(firsts), count)]
+            self._ahead.append((size, [self._threads.submit(self._read, task) for task in tasks]))
+            self._planned += size
+
     def close(self) -> None:
-        """End the threads; what they have not begun is not read."""
+        """End the threads without waiting for them; what they have not begun is not read."""
         self._closed = True
         self._ahead.clear()
         if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads.close()
 
     def _plan(self, consumed: int) -> tuple[int, range]:
         """Samples of the step, and the first sample of each microbatch of this rank."""
@@ -100,9 +126,17 @@ class StepLoader(Iterator[list[Microbatch]]):
         start = consumed + self._data_rank * self._micro_batch_size
         return size, range(start, consumed + size, row)
 
-    def _read_ahead(self, threads: ThreadPoolExecutor) -> None:
-        while len(self._ahead) < _STEPS_AHEAD and self._planned < self._total_samples:
-            size, firsts = self._plan(self._planned)
-            futures = [threads.submit(read_microbatch, self._dataset, first, self._micro_batch_size) for first in firsts]
-            self._ahead.append((size, futures))
-            self._planned += size
+    def _wants_more(self) -> bool:
+        return len(self._ahead) < _STEPS_AHEAD or sum(len(tasks) for _, tasks in self._ahead) < self._tasks_ahead
+
+
+class _Reader(Generic[T]):
+    """Reads and prepares microbatches. The threads hold this and not the loader, so that a dropped loader ends them."""
+
+    def __init__(
+        self, dataset: SampleSource, rules: DocumentRules, prepare: Callable[[Microbatch], T], micro_batch_size: int
+    ) -> None:
+        self._dataset, self._rules, self._prepare, self._size = dataset, rules, prepare, micro_batch_size
+
+    def __call__(self, first_samples: Iterable[int]) -> list[T]:
+        return [self._prepare(read_microbatch(self._dataset, first, self._size, self._rules)) for first in first_samples]

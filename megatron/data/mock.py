@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.batches import Piece
 from megatron.data.order import MOCK_RULE, MOCK_SAMPLE, permutation, random_numbers
 from megatron.data.split import SPLIT_NAMES
 
@@ -26,27 +27,38 @@ class MockDataset:
         seq_length: Tokens that the model reads at once.
         vocab_size: At least 2.
         eod: Id that ends a document.
-        masked_id: Token at which the loss does not count, if any.
 
     Raises:
         ValueError: the vocabulary is too small.
     """
 
-    def __init__(self, *, split: int, seed: int, seq_length: int, vocab_size: int, eod: int, masked_id: int | None = None) -> None:
+    def __init__(self, *, split: int, seed: int, seq_length: int, vocab_size: int, eod: int) -> None:
         if vocab_size < 2:
             raise ValueError(f"--mock-data needs a vocabulary of at least 2 ids, not {vocab_size}: use a larger --vocab-size.")
         self.split = split
         self.seed = seed
         self.seq_length = seq_length
-        self.masked_id = masked_id
         self._eod = eod
         count = min(vocab_size - 1, _MOST_TOKENS)
         ids = np.arange(count, dtype=np.int64) * (vocab_size - 1) // count
         ids += ids >= eod  # every id but the end of document
         self._circle = ids[permutation(count, (MOCK_RULE, seed, 0, 0))]
 
-    def sample(self, number: int) -> NDArray[np.int64]:
-        """Tokens of a sample, [seq_length + 1]: a function of (seed, split, number) and the position."""
+    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+        """Tokens of `count` samples from number `first` on, [count, seq_length + 1]."""
+        made = [self._sample(number) for number in range(first, first + count)]
+        return np.stack(made) if made else np.empty((0, self.seq_length + 1), np.int64)
+
+    def lineage(self, number: int) -> list[Piece]:
+        """Every sample is a document of its own."""
+        return [Piece("made-up tokens", number, 0, self.seq_length + 1)]
+
+    def describe(self, num_samples: int) -> list[str]:
+        """What a user wants to know of the data."""
+        return [f"{SPLIT_NAMES[self.split]}: made-up tokens (--mock-data), {len(self._circle) + 1} different ids, never repeated"]
+
+    def _sample(self, number: int) -> NDArray[np.int64]:
+        """Tokens of a sample: a function of (seed, split, number) and the position."""
         draws, jumps = random_numbers(2 * (self.seq_length + 1), (MOCK_SAMPLE, self.seed, self.split, number)).reshape(2, -1)
         positions = np.arange(self.seq_length + 1)
         ends = draws < np.uint64(_DOCUMENT_END * 2**64)
@@ -54,11 +66,3 @@ class MockDataset:
         last_end = np.maximum.accumulate(np.where(ends, positions, 0))
         places = (jumps[last_end] % np.uint64(len(self._circle))).astype(np.int64) + positions - last_end
         return np.where(ends, self._eod, self._circle[places % len(self._circle)])
-
-    def epochs_for(self, num_samples: int) -> float:
-        """No sample is ever repeated."""
-        return 0.0
-
-    def describe(self) -> str:
-        """What a user wants to know of the data."""
-        return f"{SPLIT_NAMES[self.split]}: made-up tokens (--mock-data), {len(self._circle) + 1} different ids, never repeated"

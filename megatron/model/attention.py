@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.config.model import ModelConfig
+from megatron.model.document_attention import Documents, attention_within_documents
 from megatron.model.norms import Norm
 from megatron.model.rope import rotate
 from megatron.parallel.params import Init
@@ -22,12 +23,15 @@ from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLin
 RotaryTable = tuple[torch.Tensor, torch.Tensor]
 
 
-def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
+def core_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents | None = None, dropout: float = 0.0
+) -> torch.Tensor:
     """softmax(q k^T / sqrt(d)) v with a causal mask; the softmax is in at least float32.
 
     Args:
         q: [s, b, n, d].
         k, v: [s, b, g, d]; each serves n/g neighbouring query heads.
+        documents: a token attends only to its own; None to its whole sample.
 
     Returns:
         [s, b, n * d].
@@ -35,6 +39,8 @@ def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: f
     dtype = q.dtype
     if slow_half(q):
         q, k, v = q.float(), k.float(), v.float()
+    if documents is not None:
+        return attention_within_documents(q, k, v, documents, dropout).to(dtype)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d]
     out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.permute(2, 0, 1, 3).flatten(2).to(dtype)
@@ -60,7 +66,9 @@ class Attention(nn.Module):
             scope.child("output"), heads * size, config.hidden_size, bias=bias, init=Init(std / (2 * config.num_layers) ** 0.5)
         )
 
-    def forward(self, x: torch.Tensor, rotary: RotaryTable | None, key: DropoutKey | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rotary: RotaryTable | None, key: DropoutKey | None, documents: Documents | None
+    ) -> torch.Tensor:
         """[s, b, h] (or [s/n, b, h] under sequence parallelism) to the same."""
         qkv = self.qkv(x)
         qkv = qkv.view(*qkv.shape[:2], -1, self.queries_per_group + 2, self.config.head_size)  # [s, b, g, r + 2, d]
@@ -73,4 +81,4 @@ class Attention(nn.Module):
         probability = 0.0 if key is None else self.config.attention_dropout
         if probability > 0.0 and key is not None:
             seed_device(x.device, key.site(self.layer, "attention", self.tensor_rank))
-        return self.output(core_attention(q, k, v, probability))
+        return self.output(core_attention(q, k, v, documents, probability))

@@ -129,7 +129,7 @@ class GPTChunk(nn.Module):
         if self.config.position_embedding_type == "rope" and len(self.layers) > 0:
             rotary = rotary_table(inputs.positions, self.config, self.residual_dtype)
         for layer in self.layers:
-            x = layer(x, rotary, inputs.dropout_key)
+            x = layer(x, rotary, inputs.dropout_key, inputs.documents)
         if self.final_norm is None or self.output is None:
             return x
         assert inputs.labels is not None and inputs.loss_mask is not None

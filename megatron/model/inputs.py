@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.model.document_attention import Documents
 from megatron.parallel.random import DropoutKey
 
 
@@ -19,3 +20,5 @@ class ModelInputs:
     loss_mask: torch.Tensor | None = None
     dropout_key: DropoutKey | None = None
     """None switches dropout off (evaluation)."""
+    documents: Documents | None = None
+    """Bounds that attention does not cross; None where a token attends to its whole sample."""

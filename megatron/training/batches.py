@@ -1,18 +1,53 @@
-"""The microbatches of a step as the model takes them, on this rank. Only the stages of the first and the last chunk read tokens."""
+"""The microbatches of a step as the model takes them, on this rank. Only the stages that need samples read them."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from megatron.data.batches import Microbatch, SampleSource
+from megatron.data.batches import DocumentRules, Microbatch, SampleSource
 from megatron.data.loader import StepLoader
+from megatron.model.document_attention import Documents
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import DropoutKey
+
+
+@dataclass(frozen=True)
+class HostInputs:
+    """The arrays of a microbatch as tensors [s, b] in host memory, ready to go to the device; made by the thread that reads."""
+
+    first_sample: int
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    positions: torch.Tensor | None
+    bounds: NDArray[np.int32] | None
+    bounds_tensor: torch.Tensor | None
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, device: torch.device) -> HostInputs:
+        """Copy the arrays, for CUDA into pinned memory, from which the device fetches them while the host goes on."""
+
+        def tensor(array: np.ndarray) -> torch.Tensor:
+            made = torch.from_numpy(np.ascontiguousarray(array.T))
+            return made.pin_memory() if device.type == "cuda" else made
+
+        positions, bounds = microbatch.positions, microbatch.bounds
+        return cls(
+            microbatch.first_sample,
+            tensor(microbatch.tokens),
+            tensor(microbatch.labels),
+            tensor(microbatch.loss_mask),
+            None if positions is None else tensor(positions),
+            bounds,
+            None if bounds is None else tensor(bounds),
+        )
 
 
 @dataclass(frozen=True)
@@ -23,12 +58,14 @@ class BatchMaker:
         seed: of dropout.
         seq_length: tokens in a sample.
         micro_batch_size: samples in a microbatch.
+        rules: what the end of a document means.
     """
 
     context: ParallelContext
     seed: int
     seq_length: int
     micro_batch_size: int
+    rules: DocumentRules
 
     def training(
         self,
@@ -43,71 +80,84 @@ class BatchMaker:
 
         Args:
             source: the samples; None on a rank that reads none.
+            num_workers: threads that read ahead.
         """
-        step_at, consumed = (
-            self._loader(source, global_batch_size_at, consumed_samples, total_samples, num_workers),
-            consumed_samples,
-        )
-        for step in step_at:
-            yield [
-                self._inputs(microbatch, DropoutKey(self.seed, step=consumed, first_sample=microbatch[1])) for microbatch in step
-            ]
-            consumed += global_batch_size_at(consumed)
+        return self._steps(source, global_batch_size_at, consumed_samples, total_samples, num_workers, dropout=True)
 
-    def evaluation(self, source: SampleSource | None, *, global_batch_size: int, num_batches: int) -> Iterator[list[ModelInputs]]:
+    def evaluation(
+        self, source: SampleSource | None, *, global_batch_size: int, num_batches: int, num_workers: int = 0
+    ) -> Iterator[list[ModelInputs]]:
         """The first samples of a split, always the same, without dropout."""
         total = global_batch_size * num_batches
-        for step in self._loader(source, lambda _: global_batch_size, 0, total, num_workers=0):
-            yield [self._inputs(microbatch, None) for microbatch in step]
+        return self._steps(source, lambda _: global_batch_size, 0, total, num_workers, dropout=False)
 
-    def _loader(
+    def _steps(
         self,
         source: SampleSource | None,
         global_batch_size_at: Callable[[int], int],
         consumed: int,
         total: int,
         num_workers: int,
-    ) -> Iterator[list[tuple[Microbatch | None, int]]]:
-        """Steps of (arrays or None, first sample)."""
+        dropout: bool,
+    ) -> Iterator[list[ModelInputs]]:
         rank, size = self.context.group("cp", "dp").index, self.context.group("cp", "dp").size
-        if source is not None:
-            loader = StepLoader(
-                source,
-                micro_batch_size=self.micro_batch_size,
-                data_rank=rank,
-                data_size=size,
-                global_batch_size_at=global_batch_size_at,
-                consumed_samples=consumed,
-                total_samples=total,
-                num_workers=num_workers,
-            )
-            try:
-                for step in loader:
-                    yield [(microbatch, microbatch.first_sample) for microbatch in step]
-            finally:
-                loader.close()
+
+        def key(first_sample: int) -> DropoutKey | None:
+            return DropoutKey(self.seed, step=consumed, first_sample=first_sample) if dropout else None
+
+        if source is None:
+            assert not self.rules.every_stage_reads, "layers need to know where documents end"
+            while consumed < total:
+                batch = global_batch_size_at(consumed)
+                firsts = range(consumed + rank * self.micro_batch_size, consumed + batch, size * self.micro_batch_size)
+                yield [ModelInputs(self._whole_positions, dropout_key=key(first)) for first in firsts]
+                consumed += batch
             return
-        while consumed < total:
-            batch = global_batch_size_at(consumed)
-            start = consumed + rank * self.micro_batch_size
-            yield [(None, first) for first in range(start, consumed + batch, size * self.micro_batch_size)]
-            consumed += batch
+        loader = StepLoader(
+            source,
+            self.rules,
+            functools.partial(HostInputs.of, device=self.context.device),
+            micro_batch_size=self.micro_batch_size,
+            data_rank=rank,
+            data_size=size,
+            global_batch_size_at=global_batch_size_at,
+            consumed_samples=consumed,
+            total_samples=total,
+            num_workers=num_workers,
+        )
+        try:
+            for step in loader:
+                inputs = [self._inputs(host, key(host.first_sample)) for host in step]
+                loader.read_ahead()
+                yield inputs
+                consumed = loader.consumed_samples
+        finally:
+            loader.close()
 
-    def _inputs(self, microbatch: tuple[Microbatch | None, int], key: DropoutKey | None) -> ModelInputs:
-        arrays, device = microbatch[0], self.context.device
-        positions = torch.arange(self.seq_length, device=device).unsqueeze(1).expand(-1, self.micro_batch_size)
-        if arrays is None:
-            return ModelInputs(positions, dropout_key=key)
-        tokens, labels, mask = (_to_device(a, device) for a in (arrays.tokens, arrays.labels, arrays.loss_mask))
-        return ModelInputs(positions, tokens, labels, mask, key)
+    def _inputs(self, host: HostInputs, key: DropoutKey | None) -> ModelInputs:
+        documents = None
+        if host.bounds is not None and host.bounds_tensor is not None:
+            documents = Documents(host.bounds, self._on_device(host.bounds_tensor), self.micro_batch_size)
+        return ModelInputs(
+            self._whole_positions if host.positions is None else self._on_device(host.positions),
+            self._on_device(host.tokens),
+            self._on_device(host.labels),
+            self._on_device(host.loss_mask),
+            key,
+            documents,
+        )
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Even a call that does nothing lets a reading thread take Python's lock.
+        return tensor if self.context.device.type == "cpu" else tensor.to(self.context.device, non_blocking=True)
+
+    @functools.cached_property
+    def _whole_positions(self) -> torch.Tensor:
+        """0 to s - 1 in every sample, [s, b]; one tensor for all microbatches."""
+        positions = torch.arange(self.seq_length, device=self.context.device)
+        return positions.unsqueeze(1).expand(-1, self.micro_batch_size)
 
 
-def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """[b, s] on the host to [s, b] on the device."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array.T))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def reads_tokens(context: ParallelContext, stage_of_chunk: Sequence[int]) -> bool:
-    """Whether this rank takes tokens (for the first chunk) or labels (for the last)."""
-    return context.group("pp").index in (stage_of_chunk[0], stage_of_chunk[-1])
+def reads_samples(context: ParallelContext, stage_of_chunk: Sequence[int], rules: DocumentRules) -> bool:
+    """Whether this rank takes tokens (for the first chunk), labels (for the last) or the places of documents (for any)."""
+    return rules.every_stage_reads or context.group("pp").index in (stage_of_chunk[0], stage_of_chunk[-1])

@@ -45,8 +45,14 @@ _FREE_MODEL_FIELDS = {
 # Settings that decide which tokens a step holds: a resumed run may change them, but should know.
 _ORDER_FIELDS = {
     "data_path",
+    "train_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
     "split",
+    "data_order",
     "mock_data",
+    "reset_position_ids",
+    "reset_attention_mask",
     "eod_mask_loss",
     "seed",
     "micro_batch_size",

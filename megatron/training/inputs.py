@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.config.config import Config
-from megatron.data.batches import SampleSource
-from megatron.data.build import Datasets, build_datasets
+from megatron.config.data_words import has_own_splits, split_words
+from megatron.data.batches import DocumentRules, SampleSource
+from megatron.data.build import Datasets, open_datasets
+from megatron.data.history import Phase, describe_phases, go_on
 from megatron.data.split import parse_split
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.schedules.registry import placement
 from megatron.training.batch_size import BatchSizePlan
-from megatron.training.batches import BatchMaker, reads_tokens
+from megatron.training.batches import BatchMaker, reads_samples
+from megatron.training.progress import Progress
 from megatron.training.together import together
 
 Batches = Iterator[list[ModelInputs]]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The samples of each split that is read."""
+
+    train: SampleSource
+    valid: SampleSource | None
+    test: SampleSource | None
 
 
 @dataclass(frozen=True)
@@ -26,16 +39,39 @@ class RunData:
 
     vocab_size: int
     datasets: Datasets | None
-    """None on a rank whose stage takes no tokens."""
+    """None on a rank whose stage reads no samples."""
     config: Config
     maker: BatchMaker
     has_validation: bool
     has_test: bool
+    sources: Sources | None = None
+    """Known once the place in the run is (`at`); None where nothing is read."""
+
+    def at(self, progress: Progress, plan: BatchSizePlan, context: ParallelContext) -> RunData:
+        """The data of the rest of the run. What was consumed under other settings stays consumed; `progress.phases` is brought up
+        to date. All ranks call it together.
+
+        Raises:
+            SetupError: an index cannot be made.
+        """
+
+        def make() -> Sources | None:
+            if self.datasets is None:
+                return None
+            progress.phases = go_on(progress.phases, self._phase(self.datasets, progress, plan))
+            valid, test, evaluation = self.datasets.valid, self.datasets.test, self._evaluation_samples(plan)
+            return Sources(
+                self.datasets.train.source(plan.total_samples, progress.phases),
+                valid.source(evaluation * self._num_evaluations(plan)) if valid else None,
+                test.source(evaluation) if test else None,
+            )
+
+        return dataclasses.replace(self, sources=together(context, make))
 
     def training(self, plan: BatchSizePlan, consumed_samples: int) -> Batches:
         """Training steps from a number of consumed samples on."""
         return self.maker.training(
-            self.datasets.train if self.datasets else None,
+            self.sources.train if self.sources else None,
             global_batch_size_at=plan.global_batch_size,
             consumed_samples=consumed_samples,
             total_samples=plan.total_samples,
@@ -44,22 +80,50 @@ class RunData:
 
     def validation(self, plan: BatchSizePlan) -> Callable[[], Batches] | None:
         """Evaluation batches, always the same; None if the run has no evaluation."""
-        return self._held_out(self.datasets.valid if self.datasets else None, plan) if self.has_validation else None
+        return self._held_out(self.sources.valid if self.sources else None, plan) if self.has_validation else None
 
     def test(self, plan: BatchSizePlan) -> Callable[[], Batches] | None:
         """Batches of the test split; None if it has no share of the data."""
-        return self._held_out(self.datasets.test if self.datasets else None, plan) if self.has_test else None
+        return self._held_out(self.sources.test if self.sources else None, plan) if self.has_test else None
 
-    def describe(self, plan: BatchSizePlan) -> list[str]:
+    def describe(self, plan: BatchSizePlan, progress: Progress) -> list[str]:
         """Lines of the start-up log (on a rank that reads data)."""
-        if self.datasets is None:
+        if self.sources is None:
             return []
-        epochs = self.datasets.train.epochs_for(plan.total_samples)
-        return [*self.datasets.describe(), f"the run takes {plan.total_samples:,} training samples, {epochs:.2f} epochs"]
+        lines = [f"the run takes {plan.total_samples:,} training samples", *describe_phases(progress.phases)]
+        lines += self.sources.train.describe(plan.total_samples)
+        for source in (self.sources.valid, self.sources.test):
+            lines += source.describe(self._evaluation_samples(plan)) if source else []
+        return lines
+
+    def _phase(self, datasets: Datasets, progress: Progress, plan: BatchSizePlan) -> Phase:
+        training, data = self.config.training, self.config.data
+        return Phase(
+            first_iteration=progress.iteration,
+            first_sample=progress.consumed_samples,
+            order=data.data_order,
+            seed=training.seed,
+            seq_length=self.config.model.seq_length,
+            global_batch_size=plan.final_global_batch_size,
+            rampup_batch_size=training.rampup_batch_size,
+            parts=datasets.train.parts(),
+            blending=datasets.train.blending,
+            num_samples=plan.total_samples if data.data_order == "megatron" else None,
+        )
 
     def _held_out(self, source: SampleSource | None, plan: BatchSizePlan) -> Callable[[], Batches]:
         batch, count = plan.final_global_batch_size, self.config.training.eval_iters
-        return lambda: self.maker.evaluation(source, global_batch_size=batch, num_batches=count)
+        return lambda: self.maker.evaluation(
+            source, global_batch_size=batch, num_batches=count, num_workers=self.config.data.num_workers
+        )
+
+    def _evaluation_samples(self, plan: BatchSizePlan) -> int:
+        return self.config.training.eval_iters * plan.final_global_batch_size
+
+    def _num_evaluations(self, plan: BatchSizePlan) -> int:
+        """Megatron's count, on which its order of the validation samples depends."""
+        interval = self.config.training.eval_interval
+        return plan.total_iterations // interval + 1 if interval else 1
 
 
 def open_data(config: Config, context: ParallelContext) -> RunData:
@@ -68,26 +132,33 @@ def open_data(config: Config, context: ParallelContext) -> RunData:
     Raises:
         SetupError: something is missing or damaged on some rank.
     """
-    training, evaluates = config.training, config.training.eval_iters > 0
+    training, data, evaluates = config.training, config.data, config.training.eval_iters > 0
     parallel = config.parallel
     chunks = parallel.chunks_per_stage(config.model.num_layers)
     stage_of_chunk = placement(parallel.schedule, parallel.pipeline_model_parallel_size, chunks)
-    test_share = not config.data.mock_data and parse_split(config.data.split)[2] > 0
 
-    def build() -> tuple[int, Datasets | None]:
-        tokenizer = build_tokenizer(config.data)
-        if not reads_tokens(context, stage_of_chunk):
-            return tokenizer.vocab_size, None
-        datasets = build_datasets(
-            config.data,
+    def build() -> tuple[int, DocumentRules, bool, Datasets | None]:
+        tokenizer = build_tokenizer(data)
+        rules = DocumentRules(tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+        tests = evaluates and not data.mock_data and _has_test_data(config)
+        if not reads_samples(context, stage_of_chunk, rules):
+            return tokenizer.vocab_size, rules, tests, None
+        datasets = open_datasets(
+            data,
             seed=training.seed,
             seq_length=config.model.seq_length,
             tokenizer=tokenizer,
             need_validation=evaluates,
-            need_test=evaluates and test_share,
+            need_test=tests,
         )
-        return tokenizer.vocab_size, datasets
+        return tokenizer.vocab_size, rules, tests, datasets
 
-    vocab_size, datasets = together(context, build)
-    maker = BatchMaker(context, training.seed, config.model.seq_length, training.micro_batch_size)
-    return RunData(vocab_size, datasets, config, maker, evaluates, evaluates and test_share)
+    vocab_size, rules, tests, datasets = together(context, build)
+    maker = BatchMaker(context, training.seed, config.model.seq_length, training.micro_batch_size, rules)
+    return RunData(vocab_size, datasets, config, maker, evaluates, tests)
+
+
+def _has_test_data(config: Config) -> bool:
+    if has_own_splits(config.data):
+        return bool(split_words(config.data)[1][2])
+    return parse_split(config.data.split)[2] > 0

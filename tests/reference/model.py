@@ -15,27 +15,44 @@ from tests.reference.shape import ReferenceShape
 Weights = dict[str, Tensor]
 
 
-def token_losses(shape: ReferenceShape, weights: Weights, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of every token [B, s], for tokens and labels [B, s]."""
-    scores = logits(shape, weights, tokens)
+def token_losses(
+    shape: ReferenceShape,
+    weights: Weights,
+    tokens: Tensor,
+    labels: Tensor,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Cross entropy of every token [B, s], for tokens and labels [B, s].
+
+    Args:
+        positions: [B, s]; by default 0 to s - 1.
+        documents: number of the document of each token [B, s]; attention stays within it. By default all are of one.
+    """
+    scores = logits(shape, weights, tokens, positions, documents)
     return scores.logsumexp(dim=-1) - scores.gather(-1, labels[..., None])[..., 0]
 
 
-def logits(shape: ReferenceShape, weights: Weights, tokens: Tensor) -> Tensor:
+def logits(
+    shape: ReferenceShape, weights: Weights, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+) -> Tensor:
     """Scores of the next token [B, s, V] for tokens [B, s]."""
     x = weights["embedding.word.weight"][tokens]
     if shape.positions == "learned":
-        x = x + weights["embedding.position.weight"][: tokens.shape[1]]
+        table = weights["embedding.position.weight"]
+        x = x + (table[: tokens.shape[1]] if positions is None else table[positions])
     for i in range(shape.num_layers):
         layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
-        x = x + attention(shape, layer, norm(shape, layer, "attention_norm", x))
+        x = x + attention(shape, layer, norm(shape, layer, "attention_norm", x), positions, documents)
         x = x + mlp(shape, layer, norm(shape, layer, "mlp_norm", x))
     x = norm(shape, weights, "final_norm", x)
     return x @ weights["embedding.word.weight" if shape.tied else "output.weight"].T
 
 
-def attention(shape: ReferenceShape, layer: Weights, x: Tensor) -> Tensor:
-    """Causal attention over [B, s, h]."""
+def attention(
+    shape: ReferenceShape, layer: Weights, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+) -> Tensor:
+    """Causal attention over [B, s, h], within documents."""
     batch, seq, _ = x.shape
     n, g, d = shape.heads, shape.kv_heads, shape.head_size
     groups = linear(layer, "attention.qkv", x).view(batch, seq, g, n // g + 2, d)
@@ -44,26 +61,27 @@ def attention(shape: ReferenceShape, layer: Weights, x: Tensor) -> Tensor:
     if shape.qk_norm:
         q, k = norm(shape, layer, "attention.q_norm", q), norm(shape, layer, "attention.k_norm", k)
     if shape.positions == "rope":
-        q, k = rotate(shape, q), rotate(shape, k)
+        q, k = rotate(shape, q, positions), rotate(shape, k, positions)
     # Every query head of a group meets the same key and value head.
     k, v = k.repeat_interleave(n // g, dim=2), v.repeat_interleave(n // g, dim=2)
     scores = torch.einsum("bind,bjnd->bnij", q, k) / math.sqrt(d)
     future = torch.ones(seq, seq, dtype=torch.bool, device=x.device).triu(1)
-    probabilities = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+    hidden = future if documents is None else future | (documents[:, :, None] != documents[:, None, :])[:, None]
+    probabilities = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
     mixed = torch.einsum("bnij,bjnd->bind", probabilities, v)
     return linear(layer, "attention.output", mixed.reshape(batch, seq, n * d))
 
 
-def rotate(shape: ReferenceShape, x: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) of heads [B, s, heads, d].
+def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) of heads [B, s, heads, d] at positions [B, s], by default 0 to s - 1.
 
     The first rotary_percent of the channels are rotated; channel c and channel c + half of them are a pair, as in GPT-NeoX and
     Llama.
     """
     rotated = int(shape.head_size * shape.rotary_percent)
     frequencies = torch.tensor(rotary_frequencies(shape, rotated), dtype=x.dtype, device=x.device)
-    positions = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)
-    angles = (positions[:, None] * frequencies)[:, None, :]  # [s, 1, rotated / 2]
+    positions = torch.arange(x.shape[1]).expand(x.shape[:2]) if positions is None else positions
+    angles = (positions.to(x.dtype)[..., None] * frequencies)[:, :, None, :]  # [B, s, 1, rotated / 2]
     first, second, rest = x.split([rotated // 2, rotated // 2, shape.head_size - rotated], dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,11 +38,15 @@ def mean_loss(shape: ReferenceShape, weights: Weights, batch: Batch) -> Tensor:
     return (token_losses(shape, weights, tokens, labels) * mask).sum() / mask.sum()
 
 
+Loss = Callable[[ReferenceShape, Weights, Batch], Tensor]
+
+
 def train(
     shape: ReferenceShape,
     weights: Weights,
     batches: Sequence[Batch],
     *,
+    loss: Loss = mean_loss,
     lr: float | Sequence[float],
     weight_decay: float = 0.0,
     clip: float | None = None,
@@ -57,6 +61,7 @@ def train(
         shape: the model.
         weights: float64 start values; not changed.
         batches: one global batch a step.
+        loss: what is made small, a scalar.
         lr: learning rate, of every step or one a step.
         weight_decay: of matrices and embeddings, not of norms and biases.
         clip: greatest norm of the whole gradient; None for no clipping.
@@ -74,9 +79,9 @@ def train(
     losses, grad_norms, first_gradients = [], [], {}
 
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True), start=1):
-        loss, gradients = loss_and_gradients(shape, weights, batch)
+        value, gradients = loss_and_gradients(shape, weights, batch, loss)
         norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
-        losses.append(loss)
+        losses.append(value)
         grad_norms.append(norm)
         if step == 1:
             first_gradients = gradients
@@ -95,9 +100,11 @@ def train(
     return ReferenceRun(losses, grad_norms, first_gradients, weights)
 
 
-def loss_and_gradients(shape: ReferenceShape, weights: Weights, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    """The mean loss of a batch and its gradient with respect to every weight."""
+def loss_and_gradients(
+    shape: ReferenceShape, weights: Weights, batch: Batch, loss: Loss = mean_loss
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a batch and its gradient with respect to every weight."""
     leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
-    loss = mean_loss(shape, leaves, batch)
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
-    return loss.item(), dict(zip(leaves, gradients, strict=True))
+    value = loss(shape, leaves, batch)
+    gradients = torch.autograd.grad(value, list(leaves.values()))
+    return value.item(), dict(zip(leaves, gradients, strict=True))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Finding, Rule, change, switch_on
+from megatron.config.checks.finding import Finding, Rule, change, switch_on, without
 from megatron.config.config import Config
+from megatron.config.data_words import SPLIT_FIELDS, parse_data_words, path_flags
 
 TOKENIZER_NEEDS: dict[str, tuple[str, ...]] = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
     "SentencePieceTokenizer": ("tokenizer_model",),
     "GPTSentencePieceTokenizer": ("tokenizer_model",),
     "Llama2Tokenizer": ("tokenizer_model",),
@@ -17,33 +20,80 @@ TOKENIZER_NEEDS: dict[str, tuple[str, ...]] = {
     "ByteTokenizer": (),
 }
 """The settings that each kind of tokenizer is made from."""
+TOKENIZER_TAKES: dict[str, tuple[str, ...]] = {
+    "TikTokenizer": ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"),
+}
+"""Further settings that act on a kind of tokenizer."""
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+"""Those that name a file."""
+TOKENIZER_SETTINGS = tuple(
+    dict.fromkeys(field for table in (TOKENIZER_NEEDS, TOKENIZER_TAKES) for kind in table.values() for field in kind)
+)
+"""All settings of tokenizers beside their type."""
+
+
+def tokenizer_settings(kind: str) -> tuple[str, ...]:
+    """Settings that act on a kind of tokenizer."""
+    return TOKENIZER_NEEDS[kind] + TOKENIZER_TAKES.get(kind, ())
 
 
 def one_source(config: Config, world_size: int) -> Iterator[Finding]:
-    """Tokens come from one indexed dataset or are made up."""
-    data, fields = config.data, ("data_path", "mock_data")
-    if data.mock_data and data.data_path:
+    """Tokens come from indexed datasets, named in one way, or are made up."""
+    data = config.data
+    given = path_flags(data)
+    ways = list(dict.fromkeys("train_data_path" if field in SPLIT_FIELDS else field for field in given))
+    if data.mock_data and given:
         yield Finding(
-            fields,
-            "--mock-data and --data-path exclude each other.",
+            (*given, "mock_data"),
+            f"--mock-data and {_flag(given[0])} exclude each other.",
             "Each says where the tokens come from.",
             ((change(mock_data=False),),),
         )
-    elif not data.mock_data and not data.data_path:
+    elif not data.mock_data and not given:
         yield Finding(
-            fields,
+            ("data_path", "mock_data"),
             "--data-path is missing.",
             "It takes the prefix of an indexed dataset (PREFIX.bin and PREFIX.idx); --mock-data trains on made-up tokens.",
             (switch_on("mock_data"),),
         )
-    if len(data.data_path) > 1:
-        weighted = len(data.data_path) == 2 and _is_number(data.data_path[0])
+    elif len(ways) > 1:
         yield Finding(
-            fields,
-            f"--data-path {' '.join(data.data_path)} names more than one prefix.",
-            "Blending datasets is not built yet; give one prefix, without a weight.",
-            ((change(data_path=data.data_path[1:] if weighted else data.data_path[:1]),),),
+            tuple(given),
+            f"{' and '.join(map(_flag, ways))} exclude each other.",
+            "Each says where the tokens come from.",
+            (tuple(without(config, *(field for field in given if field != kept)) for kept in ways if kept != "train_data_path"),),
         )
+
+
+def own_splits_are_whole(config: Config, world_size: int) -> Iterator[Finding]:
+    """Where the splits have datasets of their own, those that are read are there."""
+    data = config.data
+    if not any(getattr(data, field) for field in SPLIT_FIELDS) or data.mock_data:
+        return
+    if not data.train_data_path:
+        given = [field for field in SPLIT_FIELDS if getattr(data, field)]
+        yield Finding(
+            (*given, "train_data_path"), f"{_flag(given[0])} is given, but --train-data-path is not.", "Training needs data."
+        )
+    elif config.training.eval_iters > 0 and not data.valid_data_path:
+        yield Finding(
+            ("train_data_path", "valid_data_path", "eval_iters"),
+            f"--train-data-path is given without --valid-data-path, but --eval-iters is {config.training.eval_iters}.",
+            "An evaluation reads validation data; --eval-iters 0 switches it off.",
+            ((change(eval_iters=0),),),
+        )
+
+
+def blends_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
+    """The words of a data path are prefixes, or weights and prefixes in turn."""
+    for field in ("data_path", *SPLIT_FIELDS):
+        words = getattr(config.data, field)
+        try:
+            if words:
+                parse_data_words(words, _flag(field))
+        except ValueError as error:
+            message, rule = str(error).split("\n  ")
+            yield Finding((field,), message, rule)
 
 
 def split_has_shares(config: Config, world_size: int) -> Iterator[Finding]:
@@ -59,7 +109,11 @@ def split_has_shares(config: Config, world_size: int) -> Iterator[Finding]:
         )
     elif shares[0] == 0:
         yield Finding(fields, f"--split {text!r} gives training nothing.", "The first share is that of the training documents.")
-    elif config.training.eval_iters > 0 and config.data.data_path and (len(shares) < 2 or shares[1] == 0):
+    elif (
+        config.training.eval_iters > 0
+        and (config.data.data_path or config.data.data_args_path)
+        and (len(shares) < 2 or shares[1] == 0)
+    ):
         yield Finding(
             ("split", "eval_iters"),
             f"--split {text!r} gives validation nothing, but --eval-iters is {config.training.eval_iters}.",
@@ -76,6 +130,10 @@ def tokenizer_has_parts(config: Config, world_size: int) -> Iterator[Finding]:
         needs = " and ".join(f"--{field.replace('_', '-')}" for field in missing)
         rule = "It is the number of token ids." if missing == ["vocab_size"] else "The tokenizer is read from these files."
         yield Finding(("tokenizer_type", *missing), f"--tokenizer-type {kind} needs {needs}.", rule)
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 def _shares(text: str) -> list[float] | None:
@@ -95,4 +153,4 @@ def _is_number(text: str) -> bool:
     return True
 
 
-RULES: tuple[Rule, ...] = (one_source, split_has_shares, tokenizer_has_parts)
+RULES: tuple[Rule, ...] = (one_source, own_splits_are_whole, blends_can_be_read, split_has_shares, tokenizer_has_parts)

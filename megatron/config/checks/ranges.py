@@ -62,7 +62,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(
         (
             *("eval_iters", "manual_gc_interval", "lr_warmup_iters", "lr_warmup_samples", "num_workers", "ckpt_step"),
-            "profile_ranks",
+            *("profile_ranks", "tiktoken_num_special_tokens"),
         ),
         _COUNT_OR_NONE,
     ),

@@ -6,9 +6,11 @@ from typing import get_args
 
 from megatron.config.data import DataConfig, TokenizerType
 from megatron.data.tokenizers.gpt2_bpe import GPT2BPETokenizer
-from megatron.data.tokenizers.protocol import Tokenizer, required_file
+from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron.data.tokenizers.protocol import Tokenizer, required_file, required_tokenizer_json
 from megatron.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from megatron.data.tokenizers.simple import ByteTokenizer, NullTokenizer
+from megatron.data.tokenizers.tiktoken_model import TikTokenizer
 
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
@@ -27,6 +29,18 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
     if kind == "GPT2BPETokenizer":
         vocab_file = required_file("--vocab-file", config.vocab_file, kind)
         return GPT2BPETokenizer(vocab_file, required_file("--merge-file", config.merge_file, kind))
+    if kind == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(required_tokenizer_json(config.tokenizer_model, kind))
+    if kind == "TikTokenizer":
+        settings = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
+        return TikTokenizer(
+            required_file("--tokenizer-model", config.tokenizer_model, kind),
+            vocab_size=config.vocab_size,
+            pattern=config.tiktoken_pattern,
+            num_special_tokens=config.tiktoken_num_special_tokens,
+            special_tokens=config.tiktoken_special_tokens,
+            as_default=all(getattr(config, name) == getattr(DataConfig, name) for name in settings),
+        )
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         path = required_file("--tokenizer-model", config.tokenizer_model, kind)
         return SentencePieceTokenizer(path, add_bos=kind == "Llama2Tokenizer")

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class SentencePieceTokenizer:
     """A sentencepiece model. The end of a document is the model's end-of-sentence id.
+
+    A model trained with byte_fallback and without any normalisation (as tools/train_tokenizer.py does) gives back every text
+    exactly, but for U+2581: that is sentencepiece's sign for a blank, and comes back as one. Other models give back what their
+    normalisation left.
 
     Args:
         path: Model file (``--tokenizer-model``).
@@ -26,18 +33,32 @@ class SentencePieceTokenizer:
             raise ValueError(f"--tokenizer-model {path} is not a sentencepiece model: {error}") from error
         self.vocab_size: int = self._model.vocab_size()
         self.eod: int = self._model.eos_id()
-        self._first: list[int] = [self._model.bos_id()] if add_bos else []
-        for name, id in (("eos", self.eod), ("bos", min(self._first, default=0))):
+        bos, pad = self._model.bos_id(), self._model.pad_id()
+        self.bos: int | None = bos if bos >= 0 else None
+        self.pad: int | None = pad if pad >= 0 else None
+        for name, id in (("eos", self.eod), ("bos", bos if add_bos else 0)):
             if id < 0:
                 raise ValueError(
                     f"--tokenizer-model {path} has no {name} id, which this tokenizer type needs.\n"
                     f"  Train the model with {name}_id set (sentencepiece's default)."
                 )
+        self._first = [bos] if add_bos else []
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with bos before them if asked for."""
-        ids: list[int] = self._model.encode(text)
+        """Ids of a text, with bos before them if asked for.
+
+        Raises:
+            ValueError: half a surrogate pair in the text.
+        """
+        ids: list[int] = self._model.encode(text.encode())  # of half a pair the library itself says only that the type is wrong
         return self._first + ids if ids else ids
+
+    def encode_array(self, text: str) -> NDArray[np.integer]:
+        """As `encode`, as an array."""
+        if not hasattr(self._model, "encode_as_numpy"):  # before sentencepiece 0.2.2
+            return np.array(self.encode(text), np.int32)
+        ids: NDArray[np.int32] = self._model.encode_as_numpy(text.encode())
+        return np.concatenate((np.array(self._first, np.int32), ids)) if ids.size and self._first else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids. The model's own normalisation (of blanks, for example) is not undone."""

@@ -1,0 +1,87 @@
+"""Makes the indexes of a large dataset ahead, so that the first start of a run does not wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.config.data import DataOrder
+from megatron.data.index_cache import cache_for
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.orders import make_order
+from megatron.data.split import SPLIT_NAMES, split_documents
+
+
+def build_index(
+    prefix: str,
+    *,
+    split: str | None,
+    seed: int,
+    seq_length: int,
+    epochs: int = 1,
+    order: DataOrder = "epoch",
+    num_samples: Sequence[int | None] = (None, None, None),
+    data_cache_path: str | None = None,
+) -> list[str]:
+    """Make what training with these settings would make at its start.
+
+    Args:
+        prefix: An indexed dataset.
+        split: Shares as in --split; None gives all documents to training, as --train-data-path does.
+        seed: Of the run (--seed).
+        seq_length: Of the run.
+        epochs: How many, from the first on; the megatron order has all in one index.
+        order: As --data-order.
+        num_samples: Samples that training, validation and test are asked for, on which the megatron order depends.
+        data_cache_path: As in training; by default the folder `cache` beside the dataset.
+
+    Returns:
+        a line for each split: what was made, what was there, or why nothing is needed.
+
+    Raises:
+        ValueError: a damaged dataset, or a cache that cannot be written.
+    """
+    dataset = IndexedDataset(prefix)
+    everything = range(dataset.num_documents)
+    ranges = (everything,) if split is None else split_documents(split, dataset.num_documents)
+    return [
+        _build_split(dataset, documents, number, seed, seq_length, epochs, order, num_samples[number], data_cache_path)
+        for number, documents in enumerate(ranges)
+    ]
+
+
+def _build_split(
+    dataset: IndexedDataset,
+    documents: range,
+    split: int,
+    seed: int,
+    seq_length: int,
+    epochs: int,
+    order: DataOrder,
+    num_samples: int | None,
+    data_cache_path: str | None,
+) -> str:
+    name = f"{SPLIT_NAMES[split]}: {dataset.prefix}"
+    cache = cache_for(dataset.prefix, data_cache_path)
+    try:
+        samples = make_order(
+            order,
+            dataset,
+            documents,
+            split=split,
+            seed=seed,
+            seq_length=seq_length,
+            num_samples=num_samples,
+            earlier=(),
+            cache=cache,
+        )
+    except DatasetError as error:
+        return f"{name}: no index, since {str(error).splitlines()[0]}"
+    for number in range(epochs if order == "epoch" else 1):
+        samples.index(number)
+    if cache.fault:
+        raise ValueError(cache.fault)
+    if not cache.made and not cache.found:
+        return f"{name}: no index is kept: it is so small that every start computes it in a blink"
+    size = sum(file.stat().st_size for file in cache.made) / 1e6
+    made = f"made {len(cache.made)} files ({size:,.0f} MB)" if cache.made else "nothing to do"
+    return f"{name}: {made}, {len(cache.found)} files were there, in {cache.folder}"

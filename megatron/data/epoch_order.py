@@ -1,0 +1,113 @@
+"""`--data-order epoch`: each epoch is shuffled apart, so a longer run only appends to what a shorter one reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from numpy.typing import NDArray
+
+from megatron.data.epoch_index import Layout, Windows, lay_out
+from megatron.data.index_cache import IndexCache
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.order import DOCUMENTS, permutation
+from megatron.data.sample_order import PassIndex, Place
+from megatron.data.stretches import EpochCutter, Resumption, Stretch, merged, resume
+
+
+class EpochOrder:
+    """An order in which each epoch stands alone, and epochs go on for ever.
+
+    In each epoch the documents are permuted by a key of (seed, split, epoch), cut into windows that overlap by one token (so that
+    every token but the first is predicted once), and the windows are permuted by the same key. The last tokens, too few for a
+    window, are left out: other ones in each epoch.
+
+    Args:
+        dataset: Tokens.
+        documents: Range of documents that belong to the split; together at least one window.
+        split: 0 training, 1 validation, 2 test.
+        seed: Seed of the order.
+        seq_length: Tokens that the model reads at once.
+        earlier: What was read before at other sequence lengths.
+        cache: Where large indexes are kept.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        documents: range,
+        *,
+        split: int,
+        seed: int,
+        seq_length: int,
+        earlier: Sequence[Stretch],
+        cache: IndexCache,
+    ) -> None:
+        self._dataset = dataset
+        self._documents = documents
+        self._split = split
+        self._seed = seed
+        self._seq_length = seq_length
+        self._cache = cache
+        self._num_tokens = dataset.num_tokens(documents)
+        self._cutter = EpochCutter(self._num_tokens, seed, split)
+        stretches = merged(earlier)
+        # At the same sequence length this is no new stretch, but goes on with the last one.
+        self._offset = stretches.pop().num_samples if stretches and stretches[-1].seq_length == seq_length else 0
+        self._start = resume(stretches, self._cutter)
+        self._num_resumed = self._cutter.num_windows(self._start, seq_length) if self._start.levels else 0
+        self.samples_per_epoch = self._cutter.samples_per_epoch(seq_length)
+
+    def place(self, number: int) -> Place:
+        """Place of a sample; a pass is an epoch."""
+        number, first_whole = number + self._offset, self._start.epoch
+        if self._start.levels:
+            if number < self._num_resumed:
+                return Place(first_whole, number, self._num_resumed - number)
+            number, first_whole = number - self._num_resumed, first_whole + 1
+        epochs, position = divmod(number, self.samples_per_epoch)
+        return Place(first_whole + epochs, position, self.samples_per_epoch - position)
+
+    def index(self, pass_number: int) -> PassIndex:
+        """The order of an epoch."""
+        at = self._start if pass_number == self._start.epoch else Resumption(pass_number, (), 0)
+        levels = [(level.stretch, level.seq_length, level.num_read) for level in at.levels]
+        cut_by = (self._seq_length, at.stretch if levels else 0, *levels)
+
+        def key() -> tuple[object, ...]:
+            return (self._dataset.digest, self._documents.start, self._documents.stop, self._split, self._seed, pass_number)
+
+        laid = self._cache.get("documents", ("sequences", "starts"), key, len(self._documents), lambda: self._lay_out(pass_number))
+        windows = self._cache.get(
+            "windows", ("begins", "firsts", "order"), lambda: (*key(), *cut_by), self.samples_per_epoch, lambda: self._cut(at)
+        )
+        return PassIndex(Layout(*laid), Windows(self._seq_length, *windows))
+
+    def describe(self, num_samples: int) -> list[str]:
+        """Samples an epoch, tokens left out, and the epochs that so many samples take."""
+        tail = self._num_tokens - 1 - self.samples_per_epoch * self._seq_length
+        epoch = (
+            f"{self.samples_per_epoch:,} samples of {self._seq_length} tokens an epoch "
+            f"({tail:,} tokens left out of each epoch: less than a sample)"
+        )
+        if not self._start.levels:
+            return [epoch, f"{num_samples:,} samples are {num_samples / self.samples_per_epoch:.2f} epochs"]
+        read = " and ".join(f"{level.num_read:,} samples of {level.seq_length} tokens" for level in self._start.levels)
+        dropped = self._cutter.left(self._start).num_predicted - self._num_resumed * self._seq_length
+        more = max(0, num_samples + self._offset - self._num_resumed) / self.samples_per_epoch
+        return [
+            epoch,
+            f"of epoch {self._start.epoch:,}, {read} are read; {self._num_resumed:,} samples of {self._seq_length} tokens are left "
+            f"of it, and {dropped:,} tokens in stretches too short for a sample are dropped",
+            f"{num_samples:,} samples are those and {more:.2f} epochs",
+        ]
+
+    def _lay_out(self, epoch: int) -> tuple[NDArray, ...]:
+        documents = permutation(len(self._documents), (DOCUMENTS, self._seed, self._split, epoch))
+        if self._documents.start:
+            documents = documents + documents.dtype.type(self._documents.start)
+        laid = lay_out(self._dataset, documents)
+        return laid.sequences, laid.starts
+
+    def _cut(self, at: Resumption) -> tuple[NDArray, ...]:
+        windows = self._cutter.windows(at, self._seq_length)
+        return windows.begins, windows.firsts, windows.order

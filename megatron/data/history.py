@@ -1,0 +1,141 @@
+"""What a run has read: a list of phases, in each of which the settings of the data stayed the same.
+
+A run may change its blend, weights, sequence length or batch size when it is resumed. What was consumed stays consumed: each
+dataset goes on after the samples that it gave in earlier phases. The list is saved with every checkpoint, and with the number of
+consumed samples it is the whole state of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+from megatron.config.data import DataOrder
+from megatron.data.blend import Blend
+from megatron.data.stretches import Stretch, merged
+
+Blending = Literal["none", "sizes", "weights"]
+"""Whether one prefix is read, several by their sizes, or some by their weights. Only Megatron's order makes a difference."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A dataset of a training blend."""
+
+    prefix: str
+    digest: str
+    """Of the .idx file: the dataset is the same wherever its files lie."""
+    first_document: int
+    num_documents: int
+    weight: float
+    """Only the ratios within a phase count."""
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What makes it the same documents."""
+        return self.digest, self.first_document, self.num_documents
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of the run in which the data settings stayed the same."""
+
+    first_iteration: int
+    """Iterations before it."""
+    first_sample: int
+    """Samples consumed before it."""
+    order: DataOrder
+    seed: int
+    seq_length: int
+    global_batch_size: int
+    rampup_batch_size: tuple[int, int, int] | None
+    parts: tuple[Part, ...]
+    """Empty for made-up data."""
+    blending: Blending = "none"
+    num_samples: int | None = None
+    """Length of the run, where the order depends on it (megatron)."""
+
+    def settings(self) -> dict[str, Any]:
+        """What must stay the same for the phase to go on, by name."""
+        fields = {name: value for name, value in vars(self).items() if name not in ("first_iteration", "first_sample")}
+        total = sum(part.weight for part in self.parts)
+        return fields | {"parts": tuple((part.key, part.weight / total) for part in self.parts)}
+
+    def reading(self) -> dict[str, Any]:
+        """The settings that decide which samples follow each other, whatever the batches."""
+        return {name: value for name, value in self.settings().items() if name not in ("global_batch_size", "rampup_batch_size")}
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> Phase:
+        """From a checkpoint."""
+        ramp = saved["rampup_batch_size"]
+        parts = tuple(Part(**part) for part in saved["parts"])
+        return cls(**{**saved, "rampup_batch_size": tuple(ramp) if ramp else None, "parts": parts})
+
+
+def go_on(before: Sequence[Phase], now: Phase) -> list[Phase]:
+    """The phases of a run that goes on with the settings of `now`.
+
+    Args:
+        before: Phases up to the checkpoint.
+        now: The settings of this process, with the counts of the checkpoint.
+    """
+    kept = [phase for phase in before if phase.first_sample < now.first_sample]
+    if not kept:
+        return [replace(now, first_iteration=0, first_sample=0)]  # nothing is read yet, or an older checkpoint does not say what
+    if kept[-1].settings() == now.settings():
+        return [*kept[:-1], replace(kept[-1], parts=now.parts)]  # the files may have moved
+    return [*kept, now]
+
+
+def readings(phases: Sequence[Phase]) -> list[Phase]:
+    """Phases joined where the samples just follow each other: other batches do not begin a blend anew."""
+    found: list[Phase] = []
+    for phase in phases:
+        if not found or found[-1].reading() != phase.reading():
+            found.append(phase)
+    return found
+
+
+def samples_of_parts(phase: Phase, num_samples: int) -> list[int]:
+    """How many of the first samples of a phase each of its datasets gives (in the order of epochs)."""
+    return [int(count) for count in Blend([part.weight for part in phase.parts]).counts(num_samples)] if phase.parts else []
+
+
+def read_before(phases: Sequence[Phase], part: Part) -> list[Stretch]:
+    """What a dataset of the last phase gave in earlier phases that read it in the same order, in time."""
+    last = phases[-1]
+    found: list[Stretch] = []
+    for phase, following in pairwise(readings(phases)):
+        if (phase.order, phase.seed) != (last.order, last.seed):
+            continue
+        for each, count in zip(phase.parts, samples_of_parts(phase, following.first_sample - phase.first_sample), strict=True):
+            if each.key == part.key and count:
+                found.append(Stretch(phase.seq_length, count))
+    return found
+
+
+def describe_phases(phases: Sequence[Phase]) -> list[str]:
+    """Lines of the start-up log on a run whose data settings were changed; none where they were not."""
+    joined = readings(phases)
+    if len(joined) < 2:
+        return []
+    now = joined[-1]
+    lines = [
+        f"the data settings changed at sample {now.first_sample:,} (iteration {now.first_iteration:,}); what was consumed stays so:"
+    ]
+    if now.order == "megatron":
+        return [
+            *lines[:1],
+            "  not in this order (--data-order megatron): it was computed anew, and samples may come again or never",
+        ]
+    for part in now.parts:
+        given = [f"{each.num_samples:,} samples of {each.seq_length} tokens" for each in merged(read_before(phases, part))]
+        lines.append(f"  {part.prefix}: goes on after {' and '.join(given)}" if given else f"  {part.prefix}: begins")
+    return lines

@@ -1,0 +1,286 @@
+"""A whole job: find the inputs, cut them into shards, have them made, join the parts."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron.data import merge
+from megatron.data.preprocess import storage
+from megatron.data.preprocess.errors import BadShardError, told_where_no_room
+from megatron.data.preprocess.inputs import Source, find_sources
+from megatron.data.preprocess.job import Job, settings, tokenizer_of
+from megatron.data.preprocess.on_ray import run_on_ray
+from megatron.data.preprocess.parts import Parts, ShardReport
+from megatron.data.preprocess.processes import Listen, ShardError, run_here, run_in_processes
+from megatron.data.preprocess.progress import Meter, Summary
+from megatron.data.preprocess.records import place
+from megatron.data.preprocess.shards import Shard, cut, default_shard_size
+from megatron.data.preprocess.work import Counts
+
+_SHOWN_BAD_LINES = 1000
+_ON_DISK = "Make room there and go on with --resume: finished shards are kept."
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Who makes the shards; it has no influence on the result."""
+
+    kind: Literal["processes", "ray"] = "processes"
+    num_workers: int | None = None
+    """Processes (None: 1, which works in this process), or tasks at the same time (None: what the cluster has)."""
+    ray_address: str | None = None
+
+    def run(self, job: Job, shards: Sequence[Shard], folder: str, listen: Listen) -> None:
+        """Make all shards."""
+        if self.kind == "ray":
+            run_on_ray(job, shards, folder, listen, self.num_workers, self.ray_address)
+        elif (self.num_workers or 1) == 1:
+            run_here(job, shards, folder, listen)
+        else:
+            run_in_processes(job, shards, folder, listen, self.num_workers or 1)
+
+
+def preprocess(
+    inputs: Sequence[str],
+    output_prefix: str,
+    job: Job,
+    *,
+    engine: Engine = Engine(),
+    shard_size: int | None = None,
+    start: Literal["new", "resume", "restart"] = "new",
+    note: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Summary:
+    """Write ``<output_prefix>_<key>_document.bin`` and ``.idx`` for each key; the same bytes for every engine and shard size.
+
+    Work under way lies in the folder ``<output_prefix>.parts``, and stays there if the job is ended by whatever means. The memory
+    of a worker is bounded by its longest record (of parquet, its largest row group).
+
+    Args:
+        inputs: files, folders, patterns and URLs, read in this order.
+        output_prefix: a path, whose folder must exist, or a URL.
+        job: keys and tokenizer.
+        engine: who does the work.
+        shard_size: in bytes of the input; None: that of the job that is resumed, or about a thousandth of the input.
+        start: what to do with the folder of an earlier job: refuse it (new), go on with it or remove it.
+        note: given lines for the log.
+        progress: given a line every few seconds.
+
+    Raises:
+        ValueError: an input that is missing, damaged or bad, a tokenizer that cannot be built, an earlier job that was not
+            mentioned or is another one, a full disk, or no document at all.
+    """
+    if output_prefix.endswith("/"):
+        raise ValueError(f"--output-prefix {output_prefix} is a folder.\n  Add the beginning of the names of the files in it.")
+    output_prefix = storage.normal(output_prefix)
+    if not storage.is_url(output_prefix) and not Path(output_prefix).parent.is_dir():
+        raise ValueError(
+            f"--output-prefix {output_prefix}: the folder {Path(output_prefix).parent} does not exist.\n  Make it first."
+        )
+    sources, notes = find_sources(inputs)
+    for line in notes:
+        note(line)
+    parts = Parts(f"{output_prefix}.parts", len(job.keys))
+    if start == "restart" and parts.settings() is not None:
+        with parts.lock():
+            parts.remove()
+    shards = _prepare(parts, job, sources, shard_size, start, note)
+    with parts.lock(), told_where_no_room(parts.folder, _ON_DISK):
+        parts.remove_unfinished()
+        try:
+            summary, reports = _make(parts, job, shards, engine, output_prefix, note, progress)
+            _join(parts, shards, reports, job, summary, note)
+            _write_bad_lines(parts, shards, reports, output_prefix, summary)
+        except BaseException:
+            parts.remove_unfinished()
+            if parts.is_bare():
+                parts.remove()  # nothing that would be worth --resume
+            raise
+        parts.remove()
+    return summary
+
+
+def _prepare(
+    parts: Parts, job: Job, sources: Sequence[Source], shard_size: int | None, start: str, note: Callable[[str], None]
+) -> list[Shard]:
+    """The shards, once the folder is there and belongs to this job."""
+    earlier = parts.settings()
+    if earlier is not None and start == "new":
+        raise ValueError(
+            f"{parts.folder} is there: the work of a job that did not end.\n"
+            "  Go on with it by --resume, or remove it and start anew by --restart."
+        )
+    tokenizer_of.cache_clear()  # its files may have changed since another job of this process
+    wanted = settings(job)
+    if earlier == {} and not parts.is_bare():
+        raise ValueError(f"--resume: {parts.folder} does not say what job it belongs to.\n  Remove it and start anew by --restart.")
+    if earlier:
+        changed = [
+            f"{name} was {earlier.get(name)!r}, now {wanted.get(name)!r}"
+            for name in {**earlier, **wanted}
+            if name != "shard size" and earlier.get(name) != wanted.get(name)
+        ]
+        if shard_size is not None and shard_size != earlier.get("shard size"):
+            changed.append(f"shard size was {earlier.get('shard size'):,}, now {shard_size:,}")
+        if changed:
+            raise ValueError(
+                f"--resume: {parts.folder} belongs to a job with other settings: {'; '.join(changed)}.\n"
+                "  Give the same settings, or remove the folder and start anew by --restart."
+            )
+        shard_size = int(str(earlier["shard size"]))
+    size = shard_size or default_shard_size(sources)
+    shards = cut(sources, size, job.keys)
+    note(f"{len(sources):,} files, {sum(source.size for source in sources) / 1e6:,.1f} MB, {len(shards):,} shards")
+    whole = [source for source in sources if source.kind in ("jsonl.gz", "jsonl.zst") and source.size > size]
+    if whole:
+        note(
+            f"{len(whole):,} packed files, such as {whole[0].path}, cannot be divided: each keeps one worker busy to its end "
+            "(several smaller files, or plain jsonl, use all workers)"
+        )
+    parts.make({**wanted, "shard size": size})
+    return shards
+
+
+def _make(
+    parts: Parts,
+    job: Job,
+    shards: Sequence[Shard],
+    engine: Engine,
+    output_prefix: str,
+    note: Callable[[str], None],
+    progress: Callable[[str], None],
+) -> tuple[Summary, dict[int, ShardReport]]:
+    """Have all shards made. Returns the reports without their bad records, which may be many."""
+    summary = Summary(tuple(f"{output_prefix}_{key}_document" for key in job.keys))
+    reports: dict[int, ShardReport] = {}
+    meter = Meter(shards, progress)
+
+    def listen(number: int, found: Counts | ShardReport) -> None:
+        meter.listen(number, found)
+        if isinstance(found, ShardReport):
+            found.bad = []
+            reports[number] = found
+
+    try:
+        engine.run(job, shards, parts.folder, listen)
+    except ShardError as failed:
+        if not isinstance(failed.error, BadShardError):
+            raise failed.error from failed
+        error = failed.error
+        piece = shards[failed.shard].pieces[error.piece]
+        where = place(piece.path, piece.kind, _records_before(shards, reports, failed.shard, error.piece) + error.record)
+        raise ValueError(
+            f"{where}: {error.reason}\n  Mend it, or leave such records out with --on-error skip. No dataset is written; "
+            "finished shards are kept for --resume (those of files that change are made again)."
+        ) from failed
+    summary.num_kept = sum(not report.new for report in reports.values())
+    if summary.num_kept:
+        note(f"{summary.num_kept:,} of {len(shards):,} shards were finished by an earlier run")
+    for report in reports.values():
+        summary.num_bytes += report.num_bytes
+        summary.num_documents += sum(report.num_documents)
+        summary.num_tokens += report.num_tokens
+        summary.num_empty += report.num_empty
+        summary.num_bad_lines += report.num_bad
+    return summary, reports
+
+
+def _join(
+    parts: Parts, shards: Sequence[Shard], reports: dict[int, ShardReport], job: Job, summary: Summary, note: Callable[[str], None]
+) -> None:
+    """Put the parts together; a dataset behind a URL is joined here first and then uploaded, the index last."""
+    for key, prefix in enumerate(summary.prefixes):
+        if not sum(report.num_documents[key] for report in reports.values()):
+            told = f"no document with a token for {prefix} (key {job.keys[key]!r}). No dataset is written."
+            if summary.num_bad_lines:
+                first = next(_bad_lines(parts, shards, reports))
+                told += f"\n  {summary.num_bad_lines:,} bad records were left out, the first: {first}"
+            raise ValueError(told)
+    note(f"joining {len(shards):,} parts into {' and '.join(summary.prefixes)}")
+    for key, prefix in enumerate(summary.prefixes):
+        names = [parts.prefix(shard.name, key) for number, shard in enumerate(shards) if reports[number].num_documents[key]]
+        if not storage.is_url(prefix):
+            merge.join(names, prefix, parts.folder)  # so that what a killed run leaves is removed
+            continue
+        with tempfile.TemporaryDirectory(prefix="preprocess-") as folder, told_where_no_room(folder, _ON_DISK):
+            local = [f"{folder}/{os.path.basename(name)}" for name in names]
+            for name, path in zip(names, local, strict=True):
+                for suffix in (".bin", ".idx"):
+                    storage.download(name + suffix, path + suffix)
+            merge.join(local, f"{folder}/joined")
+            storage.remove(f"{prefix}.idx")
+            for suffix in (".bin", ".idx"):
+                storage.upload(f"{folder}/joined{suffix}", prefix + suffix)
+
+
+# ---- bad lines, named by their number in the file
+
+
+def _write_bad_lines(
+    parts: Parts, shards: Sequence[Shard], reports: dict[int, ShardReport], output_prefix: str, summary: Summary
+) -> None:
+    """All that were kept go to a file beside the datasets, the first ones into the summary; the file of an earlier job goes."""
+    path = f"{output_prefix}_bad_lines.txt"
+    if not summary.num_bad_lines:
+        storage.remove(path)
+        return
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="preprocess-")) if storage.is_url(path) else None
+        local = f"{folder}/bad_lines.txt" if folder else f"{path}.partial-{os.getpid()}"
+        with open(local, "w", encoding="utf-8") as file:
+            for line in _bad_lines(parts, shards, reports):
+                file.write(line + "\n")
+                if len(summary.bad_lines) < _SHOWN_BAD_LINES:
+                    summary.bad_lines.append(line)
+        if folder:
+            storage.upload(local, path)
+        else:
+            os.replace(local, path)
+    summary.bad_lines_file = path
+
+
+def _bad_lines(parts: Parts, shards: Sequence[Shard], reports: dict[int, ShardReport]) -> Iterator[str]:
+    before: dict[str, int] = {}  # records of a file in earlier pieces
+    for number, shard in enumerate(shards):
+        report = parts.report(shard.name) if reports[number].num_bad else None
+        for index, piece in enumerate(shard.pieces):
+            first = before.get(piece.path, 0) if piece.records_before is None else piece.records_before
+            for bad_piece, record, reason in report.bad if report else ():
+                if bad_piece == index:
+                    yield f"{place(piece.path, piece.kind, first + record)}: {reason}"
+            before[piece.path] = first + reports[number].num_records[index]
+        if report and report.num_bad > len(report.bad):
+            yield f"{shard.pieces[-1].path}: {report.num_bad - len(report.bad):,} more up to here"
+
+
+def _records_before(shards: Sequence[Shard], reports: dict[int, ShardReport], shard: int, piece: int) -> int:
+    """Records of a file before one of its pieces: counted by finished shards, or now."""
+    wanted = shards[shard].pieces[piece]
+    if wanted.records_before is not None:
+        return wanted.records_before
+    total = 0
+    for number in range(shard - 1, -1, -1):
+        (earlier,) = shards[number].pieces  # a file that is cut shares no shard
+        if earlier.path != wanted.path:
+            break
+        total += reports[number].num_records[0] if number in reports else _count_lines(earlier.path, earlier.begin, earlier.end)
+        if earlier.records_before == 0:
+            break
+    return total
+
+
+def _count_lines(path: str, begin: int, end: int) -> int:
+    """Lines that begin in a range of bytes."""
+    count, position = int(begin == 0), max(begin - 1, 0)
+    with storage.open_binary(path) as file:
+        file.seek(position)
+        while block := file.read(min(storage.BUFFER_BYTES, end - 1 - position)):
+            count += block.count(b"\n")
+            position += len(block)
+    return count

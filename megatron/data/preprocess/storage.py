@@ -1,0 +1,142 @@
+"""Files by local path, or by URL through fsspec (s3://, gs://, hf://, memory:// and so on; file:// is a local path)."""
+
+from __future__ import annotations
+
+import glob as local_glob
+import io
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from megatron.data.indexed_writer import unfinished
+
+BUFFER_BYTES = 1 << 20
+_VERSION_FIELDS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
+
+
+def is_url(path: str) -> bool:
+    """Whether fsspec is asked for it."""
+    return "://" in path
+
+
+def normal(path: str) -> str:
+    """The same path from any folder; a URL as it is, but a local one as a path."""
+    path = path.removeprefix("file://") if path.startswith("file:///") else path
+    return path if is_url(path) else os.path.abspath(path)
+
+
+def filesystem(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it.
+
+    Raises:
+        ValueError: fsspec, or what it needs for this kind of URL, is not installed.
+    """
+    try:
+        import fsspec
+    except ImportError as error:
+        raise ValueError(
+            f"{url}: URLs are read through fsspec, which is not installed: pip install 'megatron-3d[fsspec]'"
+        ) from error
+    try:
+        return cast("tuple[Any, str]", fsspec.core.url_to_fs(url))
+    except (ImportError, ValueError) as error:  # names the package that is missing, or the protocols that are known
+        raise ValueError(f"{url}: {error}") from error
+
+
+def stat(path: str) -> tuple[int, str] | None:
+    """Size in bytes, and a text that changes with the content (time of change, or entity tag); None if there is no such file."""
+    if not is_url(path):
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return (found.st_size, str(found.st_mtime_ns)) if os.path.isfile(path) else None
+    files, name = filesystem(path)
+    try:
+        info = files.info(name)
+    except FileNotFoundError:
+        return None
+    if info["type"] != "file":
+        return None
+    return int(info["size"]), next((str(info[field]) for field in _VERSION_FIELDS if info.get(field) is not None), "")
+
+
+def is_folder(path: str) -> bool:
+    """Whether it is a folder, or a prefix of an object store under which there is something."""
+    if not is_url(path):
+        return os.path.isdir(path)
+    files, name = filesystem(path)
+    return bool(files.isdir(name))
+
+
+def find(folder: str) -> Iterator[str]:
+    """Every file in a folder and below it, but none whose name, or whose folder's, begins with a dot."""
+    if is_url(folder):
+        files, name = filesystem(folder)
+        for found in files.find(name):
+            if not any(part.startswith(".") for part in found[len(name) :].split("/")):
+                yield files.unstrip_protocol(found)
+        return
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
+
+
+def glob(pattern: str) -> list[str]:
+    """Files and folders that a pattern matches."""
+    if is_url(pattern):
+        files, name = filesystem(pattern)
+        return [files.unstrip_protocol(found) for found in files.glob(name)]
+    return local_glob.glob(pattern, recursive=True)
+
+
+def open_binary(path: str) -> BinaryIO:
+    """A file to read and seek in, buffered."""
+    if not is_url(path):
+        return open(path, "rb", buffering=BUFFER_BYTES)
+    files, name = filesystem(path)
+    return cast(BinaryIO, io.BufferedReader(files.open(name, "rb"), BUFFER_BYTES))
+
+
+def write_text(path: str, text: str, sync: bool = True) -> None:
+    """Write a small file: whole, or not at all; without `sync` a loss of power may leave it empty."""
+    if is_url(path):
+        files, name = filesystem(path)
+        files.pipe_file(name, text.encode())
+        return
+    partial = Path(unfinished(path))
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def upload(local: str, path: str) -> None:
+    """Copy a local file to a URL."""
+    files, name = filesystem(path)
+    files.put_file(local, name)
+
+
+def download(path: str, local: str) -> None:
+    """Copy a URL to a local file."""
+    files, name = filesystem(path)
+    files.get_file(name, local)
+
+
+def remove(path: str) -> None:
+    """Remove a file or a folder with all in it, if it exists."""
+    if is_url(path):
+        files, name = filesystem(path)
+        if files.exists(name):
+            files.rm(name, recursive=True)
+    elif os.path.isdir(path):
+        shutil.rmtree(path)
+    else:
+        Path(path).unlink(missing_ok=True)

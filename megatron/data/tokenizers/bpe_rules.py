@@ -1,0 +1,166 @@
+"""What the files of a byte-level BPE tokenizer mean, in the plainest form.
+
+A text is split into pieces by a pattern, and the bytes of a piece are joined apart from those of the others. Which neighbours are
+joined first is said in one of two ways: by a list of merges (pairs of tokens; GPT-2, Hugging Face), or by the rank of the token
+that they make (the files of tiktoken).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+# Splits a text into pieces (Radford et al. 2019): contractions, words with the blank before them, numbers, other signs, and blanks
+# but for the last one before a word.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+Pair = tuple[bytes, bytes]
+
+
+class NotExactError(ValueError):
+    """tiktoken cannot do exactly what the files say; the message says why, without the name of a file."""
+
+
+@dataclass(frozen=True)
+class MergeRules:
+    """While there is one, make the earliest merge (Sennrich et al. 2016)."""
+
+    ranks: Mapping[Pair, int]
+    """Place of each merge in the order of merging."""
+    whole: frozenset[bytes] = frozenset()
+    """Tokens that a piece becomes at once where it is the same, before any merge (``ignore_merges`` in tokenizer.json)."""
+
+    def split(self, piece: bytes) -> list[bytes]:
+        """Tokens of a piece."""
+        return [piece] if piece in self.whole else merge(piece, self.ranks)[0]
+
+    def priorities(self) -> dict[bytes, int]:
+        """A rank for each token, such that an encoder that joins the neighbours of lowest rank does the same as the merges.
+
+        Raises:
+            NotExactError: there are no such ranks.
+        """
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        made = (left + right for left, right in self.ranks)
+        ranks |= {token: 256 + rank for token, rank in last_merges(made, self.ranks).items()}
+        first = 256 + len(self.ranks)
+        for rank, token in enumerate(sorted(self.whole - ranks.keys()), start=first):
+            # By itself such a token ends as several. If they are three or more, no two neighbours ever spell it, so that its rank
+            # does nothing but to the piece as a whole.
+            if len(merge(token, self.ranks)[0]) == 2:
+                raise NotExactError(f"the token {token!r} stands for whole pieces only, but tiktoken would join its two parts")
+            ranks[token] = rank
+        return ranks
+
+
+@dataclass(frozen=True)
+class RankRules:
+    """While there are any, join the neighbours that make the token of lowest rank; a piece that is a token stays whole."""
+
+    ranks: dict[bytes, int]
+
+    def split(self, piece: bytes) -> list[bytes]:
+        """Tokens of a piece."""
+        if piece in self.ranks:
+            return [piece]
+        none = max(self.ranks.values()) + 1
+        return _join(piece, lambda pair: self.ranks.get(pair[0] + pair[1], none), none)[0]
+
+    def priorities(self) -> dict[bytes, int]:
+        """The ranks."""
+        return self.ranks
+
+
+@dataclass(frozen=True)
+class ByteVocabulary:
+    """A byte-level BPE vocabulary, whatever files it came from."""
+
+    source: str
+    """The flag and the file, for messages."""
+    pattern: str
+    """Splits a text into pieces; what it does not match between two pieces is a piece too."""
+    rules: MergeRules | RankRules
+    ids: dict[bytes, int]
+    """Id of each token that the rules make."""
+    num_ids: int
+    """Every id, special ones included, is below it."""
+    eod: int
+    bos: int | None = None
+    pad: int | None = None
+    added: dict[str, int] = field(default_factory=dict)
+    """Tokens that are found in a text before it is split, such as ``<think>``; never special ones."""
+    normalise: bool = False
+    """Whether texts are brought to Unicode's form NFC first."""
+
+    def __post_init__(self) -> None:
+        if self.eod in (*self.ids.values(), *self.added.values()):
+            raise ValueError(
+                f"{self.source}: ordinary text would give the id {self.eod}, which ends a document.\n"
+                "  Give the end of a document a token of its own, which no merge makes."
+            )
+
+    def encode_plainly(self, text: str) -> list[int]:
+        """Ids of a text without added tokens, by the rules themselves (slow; the measure of faster ways)."""
+        return [self.ids[token] for piece in pieces(self.pattern, text) for token in self.rules.split(piece.encode())]
+
+
+def byte_characters() -> dict[str, int]:
+    """The character that stands for each byte: itself if it is visible in Latin-1, otherwise one from U+0100 on."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
+
+
+def token_bytes(token: str, to_byte: Mapping[str, int]) -> bytes | None:
+    """Bytes of a token that is written with one character a byte; None if a character stands for no byte."""
+    values = [to_byte.get(character, -1) for character in token]
+    return None if -1 in values else bytes(values)
+
+
+def pieces(pattern: str, text: str) -> Iterator[str]:
+    """What the pattern matches, and what lies between."""
+    import regex
+
+    end = 0
+    for match in regex.finditer(pattern, text):
+        if match.start() > end:
+            yield text[end : match.start()]
+        if match.end() > match.start():
+            yield match[0]
+        end = match.end()
+    if end < len(text):
+        yield text[end:]
+
+
+def merge(piece: bytes, ranks: Mapping[Pair, int]) -> tuple[list[bytes], int]:
+    """Plain BPE of one piece.
+
+    Returns:
+        The tokens, and the rank of the last merge that was made (-1 if none).
+    """
+    none = len(ranks)
+    return _join(piece, lambda pair: ranks.get(pair, none), none)
+
+
+def _join(piece: bytes, rank_of: Callable[[Pair], int], none: int) -> tuple[list[bytes], int]:
+    """Join the neighbours of lowest rank (the first ones of several), over and over, until that is `none`."""
+    tokens, last = [piece[at : at + 1] for at in range(len(piece))], -1
+    while len(tokens) > 1:
+        rank, at = min((rank_of(pair), at) for at, pair in enumerate(itertools.pairwise(tokens)))
+        if rank == none:
+            break
+        tokens[at : at + 2] = [tokens[at] + tokens[at + 1]]
+        last = rank
+    return tokens, last
+
+
+def last_merges(tokens: Iterable[bytes], ranks: Mapping[Pair, int]) -> dict[bytes, int]:
+    """Rank of the merge that completes each token; a token that the merges never make is left out.
+
+    A text in which such a token seems to stand is merged otherwise: the same bytes inside a longer text go through the same merges
+    as alone, until one of them crosses the edge. So these tokens and their ranks are all that an encoder needs that joins any two
+    neighbours whose bytes make a token (as tiktoken does) to give exactly the result of the merges.
+    """
+    completed = ((token, *merge(token, ranks)) for token in dict.fromkeys(tokens) if len(token) > 1)
+    return {token: rank for token, parts, rank in completed if parts == [token]}

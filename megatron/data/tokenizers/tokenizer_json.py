@@ -1,0 +1,171 @@
+"""Hugging Face's tokenizer.json, as far as tiktoken can follow it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.data.tokenizers.bpe_rules import (
+    GPT2_PATTERN,
+    ByteVocabulary,
+    MergeRules,
+    NotExactError,
+    Pair,
+    byte_characters,
+    token_bytes,
+)
+from megatron.data.tokenizers.json_file import check_ids, read_json
+from megatron.data.tokenizers.special_tokens import SpecialIds
+
+
+@dataclass(frozen=True)
+class TokenizerJson:
+    """The file and the ids in it."""
+
+    path: Path
+    document: dict[str, Any]
+    ids: dict[str, int]
+    """Of all tokens, added ones included."""
+    added: tuple[dict[str, Any], ...]
+    """Added tokens: id, content, special and how they are matched."""
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The model's part of the file."""
+        model: dict[str, Any] = self.document["model"]
+        return model
+
+    @property
+    def is_bpe(self) -> bool:
+        """Old files do not name the type."""
+        return self.model.get("type", "BPE" if "merges" in self.model else None) == "BPE"
+
+
+def read_tokenizer_json(path: Path) -> TokenizerJson:
+    """Read the file.
+
+    Raises:
+        ValueError: it is broken or something else.
+    """
+    what = "a Hugging Face tokenizer.json"
+    source = f"--tokenizer-model {path}"
+    document = read_json(path, source, what)
+    model = document.get("model") if isinstance(document, dict) else None
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(vocabulary, dict | list):
+        raise ValueError(f"{source} is not {what}: it has no model with a vocabulary.")
+    if isinstance(vocabulary, list):  # of a unigram model: pairs of token and score
+        if not all(isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) for entry in vocabulary):
+            raise ValueError(f"{source}, model.vocab must be pairs of a token and its score.")
+        vocabulary = {entry[0]: id for id, entry in enumerate(vocabulary)}
+    vocabulary = check_ids(f"{source}, model.vocab", vocabulary)
+    if model.get("type") == "BPE" and not isinstance(model.get("merges"), list):
+        raise ValueError(f"{source} is of a BPE model but has no merges.\n  The file is not whole: copy it again.")
+    added = document.get("added_tokens") or []
+    if not all(isinstance(token, dict) and isinstance(token.get("content"), str) for token in added):
+        raise ValueError(f"{source}: each of added_tokens must be an object with an id and a content.")
+    ids = check_ids(f"{source}, added_tokens", vocabulary | {token["content"]: token.get("id") for token in added})
+    return TokenizerJson(path, document, ids, tuple(added))
+
+
+def spells_all_bytes(file: TokenizerJson) -> bool:
+    """Whether texts are split to bytes and each has a token."""
+    return _kinds(file.document.get("pre_tokenizer"))[-1] == "ByteLevel" and byte_characters().keys() <= file.model["vocab"].keys()
+
+
+def byte_vocabulary(file: TokenizerJson, special: SpecialIds) -> ByteVocabulary:
+    """The byte-level BPE vocabulary in the file, in the style of GPT-2, Llama 3 or Qwen.
+
+    Raises:
+        ValueError: the parts of the file do not belong together.
+        NotExactError: the file asks for something else than what `ByteVocabulary` can say.
+    """
+    model, source = file.model, f"--tokenizer-model {file.path}"
+    if not file.is_bpe:
+        raise NotExactError(f"its model is of type {model.get('type')}, not byte-level BPE")
+    pattern = _pattern(file.document.get("pre_tokenizer"))
+    for setting in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(setting):
+            raise NotExactError(f"its model has {setting} = {model[setting]!r}")
+    normalise = _normalises(file.document.get("normalizer"))
+    special_ids = {special.eod} | {token["id"] for token in file.added if token.get("special")}
+
+    to_byte = byte_characters()
+    ordinary = {token: id for token, id in model["vocab"].items() if id not in special_ids}
+    tokens = {token: raw for token in ordinary if (raw := token_bytes(token, to_byte))}
+    ids = {raw: ordinary[token] for token, raw in tokens.items()}
+    if not all(bytes([byte]) in ids for byte in range(256)):
+        raise NotExactError("its vocabulary lacks some of the 256 bytes")
+    ranks: dict[Pair, int] = {}
+    for number, merge in enumerate(model["merges"]):
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        pair = tuple(tokens.get(part, b"") for part in parts)
+        if len(pair) != 2 or "".join(parts) not in model["vocab"]:
+            raise ValueError(
+                f"{source}: merge {number} ({merge!r}) must be two tokens and together make a third, all in the vocabulary.\n"
+                "  The file is damaged: copy it again."
+            )
+        if not all(pair) or pair[0] + pair[1] not in ids:
+            raise NotExactError(f"its merge {merge!r} is of special tokens")
+        ranks.setdefault(pair, len(ranks))
+    return ByteVocabulary(
+        source=source,
+        pattern=pattern,
+        rules=MergeRules(ranks, frozenset(ids) if model.get("ignore_merges") else frozenset()),
+        ids=ids,
+        num_ids=max(file.ids.values()) + 1,
+        eod=special.eod,
+        bos=special.bos,
+        pad=special.pad,
+        added=_found_in_texts(file, special_ids, normalise),
+        normalise=normalise,
+    )
+
+
+def _parts(pre_tokenizer: Any) -> list[Any]:
+    """The steps of a sequence, or the only one."""
+    return list((pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer])
+
+
+def _kinds(pre_tokenizer: Any) -> list[str | None]:
+    return [part.get("type") if isinstance(part, dict) else None for part in _parts(pre_tokenizer)]
+
+
+def _pattern(pre_tokenizer: Any) -> str:
+    """How the file splits a text into pieces."""
+    parts, kinds = _parts(pre_tokenizer), _kinds(pre_tokenizer)
+    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
+        raise NotExactError(f"its pre-tokenizer is {' and '.join(map(str, kinds))}, not ByteLevel or Split and ByteLevel")
+    if parts[-1].get("add_prefix_space", True):
+        raise NotExactError("its pre-tokenizer puts a blank before each text")
+    if len(parts) == 1:
+        if not parts[0].get("use_regex", True):
+            raise NotExactError("its pre-tokenizer does not split texts")
+        return GPT2_PATTERN
+    split = parts[0]
+    pattern = split.get("pattern", {}).get("Regex")
+    if parts[1].get("use_regex", True) or pattern is None or split.get("behavior") != "Isolated" or split.get("invert"):
+        raise NotExactError("its pre-tokenizer splits otherwise than once, by a regular expression, and keeping all parts")
+    return str(pattern)
+
+
+def _normalises(normalizer: Any) -> bool:
+    """Whether texts are brought to NFC."""
+    parts = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
+    for part in parts:
+        if part.get("type") != "NFC":
+            raise NotExactError(f"it normalises texts by {part.get('type')}")
+    return bool(parts)
+
+
+def _found_in_texts(file: TokenizerJson, special_ids: set[int], normalise: bool) -> dict[str, int]:
+    """Added tokens that are not special, so that they are found in a text."""
+    found = {}
+    for token in file.added:
+        if token["id"] in special_ids:
+            continue
+        if any(token.get(way) for way in ("single_word", "lstrip", "rstrip")) or (normalise and token.get("normalized")):
+            raise NotExactError(f"its added token {token['content']!r} is matched in a way of its own")
+        found[token["content"]] = token["id"]
+    return found

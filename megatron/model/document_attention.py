@@ -1,0 +1,165 @@
+"""Causal attention that stays within documents, for samples packed with several. No tensor of the sequence squared is made.
+
+Shapes: `s` sequence, `b` microbatch, `T = b * s`, `D` documents, `n` query heads, `g` key-value heads, `d` head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+_LARGEST_FLASH_HEAD = 256
+_CAUSAL = (-1, 0)
+"""Window of `varlen_attn`: every token before, none after."""
+
+
+class Documents:
+    """Where the documents of one microbatch lie; made once and shared by all layers.
+
+    Args:
+        bounds: token at which each document starts, with the samples laid end to end, and b x s: [D + 1]. On the host.
+        on_device: the same on the model's device, int32.
+        batch: b.
+    """
+
+    def __init__(self, bounds: NDArray[np.int32], on_device: torch.Tensor, batch: int) -> None:
+        self.bounds, self.on_device, self.batch = bounds, on_device, batch
+        self.longest = int(np.diff(bounds).max())
+
+    @functools.cached_property
+    def by_length(self) -> ByLength:
+        """The documents sorted by length."""
+        return ByLength.of(self.bounds, self.batch, self.on_device.device)
+
+
+class ByLength(NamedTuple):
+    """Tokens reordered so that documents of one length lie side by side: then one call serves all of them.
+
+    Documents of k different lengths have at least k (k + 1) / 2 tokens, so there are at most sqrt(2 T) calls however many documents
+    there are.
+    """
+
+    order: torch.Tensor
+    """Row of [s, b] at each place, [T]."""
+    places: torch.Tensor
+    """Place of each row of [s, b], [T]."""
+    groups: list[tuple[int, int]]
+    """Number of documents and their length, in this order."""
+
+    @classmethod
+    def of(cls, bounds: NDArray[np.int32], batch: int, device: torch.device) -> ByLength:
+        """Sort the documents of a microbatch."""
+        lengths = np.diff(bounds).astype(np.int64)
+        sorting = np.argsort(lengths, kind="stable")
+        starts, sizes = bounds[:-1][sorting].astype(np.int64), lengths[sorting]
+        ends = np.cumsum(sizes)
+        tokens = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)  # samples end to end
+        samples, positions = np.divmod(tokens, ends[-1] // batch)
+        order = positions * batch + samples
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        distinct, counts = np.unique(sizes, return_counts=True)
+        groups = list(zip(counts.tolist(), distinct.tolist(), strict=True))
+        return cls(_to_device(order, device), _to_device(places, device), groups)
+
+
+def attention_within_documents(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, dropout: float
+) -> torch.Tensor:
+    """softmax(q k^T / sqrt(d)) v, where a token sees itself and what comes before it in its document.
+
+    Args:
+        q: [s, b, n, d].
+        k, v: [s, b, g, d]; each serves n/g neighbouring query heads.
+
+    Returns:
+        [s, b, n * d].
+    """
+    if _flash_takes(q, dropout):
+        return varlen_attention(q, k, v, documents, *_varlen())
+    return grouped_attention(q, k, v, documents, dropout)
+
+
+def varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, attend: Callable[..., Any], takes_groups: bool
+) -> torch.Tensor:
+    """By one call of flash attention for sequences of different lengths.
+
+    Args:
+        attend: torch's `varlen_attn`.
+        takes_groups: it lets fewer key-value heads serve several query heads (`enable_gqa`).
+    """
+    length, batch, heads, _ = q.shape
+    grouped = heads != k.shape[2]
+    if grouped and not takes_groups:
+        k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
+    q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [T, heads, d], sample after sample
+    options = {"enable_gqa": True} if grouped and takes_groups else {}
+    bounds, longest = documents.on_device, documents.longest
+    out = attend(q, k, v, bounds, bounds, longest, longest, window_size=_CAUSAL, **options)
+    return out.reshape(batch, length, -1).transpose(0, 1).contiguous()
+
+
+def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, dropout: float) -> torch.Tensor:
+    """By one call of `scaled_dot_product_attention` for all documents of one length."""
+    by_length, grouped = documents.by_length, q.shape[2] != k.shape[2]
+    ordered = [_Reorder.apply(x.flatten(0, 1), by_length.order, by_length.places) for x in (q, k, v)]
+    outs, start = [], 0
+    for count, length in by_length.groups:
+        rows = slice(start, start + count * length)
+        some_q, some_k, some_v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in ordered)
+        out = F.scaled_dot_product_attention(some_q, some_k, some_v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+        outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [count * length, n * d]
+        start = rows.stop
+    joined = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return _Reorder.apply(joined, by_length.places, by_length.order).unflatten(0, q.shape[:2])
+
+
+class _Reorder(torch.autograd.Function):
+    """Rows in another order. The backward is the inverse, with no sum over indices: the same bits each time, and fast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def _flash_takes(q: torch.Tensor, dropout: float) -> bool:
+    """What flash attention computes: 16 bits on CUDA without dropout, heads of a multiple of 8 channels."""
+    return (
+        q.is_cuda
+        and dropout == 0.0
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= _LARGEST_FLASH_HEAD
+        and _flash_runs_on(q.device)
+    )
+
+
+@functools.cache
+def _flash_runs_on(device: torch.device) -> bool:
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@functools.cache
+def _varlen() -> tuple[Callable[..., Any], bool]:
+    """torch's function, and whether it takes grouped queries (not in torch 2.11)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _to_device(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,0 +1,158 @@
+"""Which documents a step of a run reads, from what the run has saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.folder import checkpoints
+from megatron.checkpoint.load import find_checkpoint, read_config, read_state
+from megatron.config.config import Config
+from megatron.config.save import from_dict
+from megatron.config.training import TrainingConfig
+from megatron.data.batches import Piece, SampleSource
+from megatron.data.build import open_datasets
+from megatron.data.history import Phase
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.split_data import Component, SplitData
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.protocol import Tokenizer
+from megatron.training.batch_size import BatchSizePlan
+from megatron.training.progress import Progress
+
+
+@dataclass
+class RunLineage:
+    """The order in which a run reads its training data.
+
+    Args:
+        config: its settings at the last start.
+        phases: its data settings since the beginning; the last ones hold for what it has not read yet.
+        origin: the file that says so.
+    """
+
+    config: Config
+    phases: list[Phase]
+    tokenizer: Tokenizer
+    origin: Path
+
+    @classmethod
+    def of(cls, folder: Path, ckpt_step: int | None = None) -> RunLineage:
+        """From a run's --save folder: its newest checkpoint, or that of a step, or before the first one run.json.
+
+        Raises:
+            ValueError: there is neither, or the data is not where it was.
+        """
+        if not checkpoints(folder) and ckpt_step is None:
+            record = _read_record(folder / "run.json")
+            config = from_dict(record["config"])
+            tokenizer = build_tokenizer(config.data)
+            return cls(config, [_first_phase(config, tokenizer)], tokenizer, folder / "run.json")
+        path = find_checkpoint(folder, ckpt_step)
+        assert path is not None, "there is a checkpoint"
+        config = from_dict(read_config(path)["config"])
+        phases = Progress.from_json(read_state(path)["progress"]).phases
+        tokenizer = build_tokenizer(config.data)
+        return cls(config, phases or [_first_phase(config, tokenizer)], tokenizer, path)
+
+    def step_samples(self, step: int) -> range:
+        """Numbers of the samples of a step, counted from 1 as in the log.
+
+        Raises:
+            ValueError: there is no such step.
+        """
+        if step < 1:
+            raise ValueError(f"--step {step}: steps are counted from 1.")
+        phase = next(phase for phase in reversed(self.phases) if phase.first_iteration < step)
+        plan = _plan(self.config.training, phase)
+        if (last := plan.total_iterations) < step and phase is self.phases[-1]:
+            raise ValueError(f"--step {step}: the run has {last:,} steps ({self.origin}).")
+        return range(plan.samples_after(step - 1), plan.samples_after(step))
+
+    def phase_of(self, sample: int) -> int:
+        """Index of the phase that reads a sample.
+
+        Raises:
+            ValueError: a negative number.
+        """
+        if sample < 0:
+            raise ValueError(f"--sample {sample}: samples are counted from 0.")
+        return max(at for at, phase in enumerate(self.phases) if phase.first_sample <= sample)
+
+    def source(self, phase: int) -> SampleSource:
+        """The samples of a phase, by their numbers in the run.
+
+        Raises:
+            DatasetError: a dataset is missing or is not the one that the run read.
+        """
+        now = self.phases[phase]
+        components = tuple(
+            _component(part.prefix, part.digest, part.first_document, part.num_documents, part.weight) for part in now.parts
+        )
+        data = SplitData(
+            split=0,
+            config=dataclasses.replace(self.config.data, data_order=now.order),
+            seed=now.seed,
+            seq_length=now.seq_length,
+            vocab_size=self.tokenizer.vocab_size,
+            eod=self.tokenizer.eod,
+            components=components,
+            blending=now.blending,
+        )
+        return data.source(now.num_samples or 1, self.phases[: phase + 1])
+
+    def samples(self, numbers: range) -> Iterator[tuple[int, list[Piece], list[int]]]:
+        """Number, pieces and token ids of each sample."""
+        sources: dict[int, SampleSource] = {}
+        for number in numbers:
+            phase = self.phase_of(number)
+            source = sources.get(phase) or sources.setdefault(phase, self.source(phase))
+            yield number, source.lineage(number), source.samples(number, 1)[0].tolist()
+
+
+def _component(prefix: str, digest: str, first: int, count: int, weight: float) -> Component:
+    dataset = IndexedDataset(prefix)
+    if dataset.digest != digest:
+        raise DatasetError(
+            f"{prefix}.idx is not the file that the run read: its digest is {dataset.digest}, not {digest}.\n"
+            "  Bring the run's dataset back to this place."
+        )
+    return Component(dataset, range(first, first + count), weight)
+
+
+def _plan(training: TrainingConfig, phase: Phase) -> BatchSizePlan:
+    # Only the sizes of batches count here, not how they are divided.
+    settings = dataclasses.replace(
+        training, micro_batch_size=1, global_batch_size=phase.global_batch_size, rampup_batch_size=phase.rampup_batch_size
+    )
+    return BatchSizePlan(settings, 1, iteration=phase.first_iteration, consumed_samples=phase.first_sample)
+
+
+def _first_phase(config: Config, tokenizer: Tokenizer) -> Phase:
+    """The phase of a run that has not saved any: it reads from the start."""
+    training = config.training
+    seq_length, order = config.model.seq_length, config.data.data_order
+    opened = open_datasets(
+        config.data, seed=training.seed, seq_length=seq_length, tokenizer=tokenizer, need_validation=False, need_test=False
+    )
+    size = training.global_batch_size
+    assert size is not None, "the record of a run holds it"
+    phase = Phase(
+        0, 0, order, training.seed, seq_length, size, training.rampup_batch_size, opened.train.parts(), opened.train.blending
+    )
+    return dataclasses.replace(phase, num_samples=_plan(training, phase).total_samples if order == "megatron" else None)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--run {path.parent} holds neither a checkpoint nor a run.json that can be read ({error}).\n"
+            "  Give the --save folder of a run."
+        ) from error
+    return found

@@ -1,0 +1,310 @@
+"""Bad input and full disks: told with file, place and remedy, and never a half-written dataset under its final name."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import re
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron.config.data import DataConfig
+from megatron.data import merge
+from megatron.data.preprocess import work
+from megatron.data.preprocess.job import Job
+from megatron.data.preprocess.run import Engine, preprocess
+from tests.cli import spawn_cli
+from tests.corpora import (
+    BYTES,
+    JOB,
+    SKIP,
+    TEXTS,
+    documents,
+    expected_of,
+    files_of,
+    json_lines,
+    write_lines,
+    write_parquet,
+    write_zst,
+    written,
+)
+
+BAD_LINES = {
+    b'{"text": "x"': "not JSON: .* at column",
+    b"[1]": "not a JSON object",
+    b'{"title": "x"}': r"no key 'text' \(--json-keys\); the line has: 'title'",
+    b'{"text": 5}': "not a string but 5",
+    b'{"text": null}': "not a string but null",
+    b'{"text": "\xff"}': "not UTF-8: byte 0xff at column 11",
+    b'{"text": "\\ud800"}': "surrogate",
+    b"[" * 100_000: "recursion",
+    b'{"text": ' + b"9" * 5000 + b"}": "digit",
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_a_bad_line_is_named_and_no_dataset_is_written(tmp_path: Path, bad: bytes) -> None:
+    good = json.dumps({"text": "fine"}).encode()
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join([good, b"", bad, good]))
+    where = rf"{re.escape(str(tmp_path))}/in\.jsonl:3: .*{BAD_LINES[bad]}(.|\n)*--on-error skip(.|\n)*--resume"
+    with pytest.raises(ValueError, match=where):
+        preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB)
+    assert not written(tmp_path), "no shard was finished, so nothing is kept either"
+    summary = preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), SKIP)
+    assert documents(tmp_path / "out_text_document") == [[*b"fine", 256]] * 2
+    assert (summary.num_bad_lines, summary.num_empty) == (1, 1)
+    assert summary.bad_lines[0].startswith(f"{tmp_path / 'in.jsonl'}:3: ")
+    assert (tmp_path / "out_bad_lines.txt").read_text().splitlines() == summary.bad_lines
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_lines_are_counted_through_shards_and_files(tmp_path: Path, workers: int) -> None:
+    lines = [b'{"text": "%d"}' % n for n in range(30)]
+    for at in (4, 17, 29):
+        lines[at] = b"{}"
+    sources = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    for source in sources:
+        Path(source).write_bytes(b"\n".join(lines))
+    (tmp_path / "out_bad_lines.txt").write_text("of an earlier job")
+    summary = preprocess(sources, str(tmp_path / "out"), SKIP, engine=Engine(num_workers=workers), shard_size=50)
+    assert [line.partition(": ")[0] for line in summary.bad_lines] == [f"{s}:{n}" for s in sources for n in (5, 18, 30)]
+    assert summary.num_bad_lines == 6 and summary.num_documents == 54
+    assert summary.bad_lines_file == str(tmp_path / "out_bad_lines.txt")
+    for source in sources:
+        Path(source).write_bytes(b"\n".join(lines).replace(b"{}", b'{"text": ""}'))
+    assert preprocess(sources, str(tmp_path / "out"), SKIP).bad_lines_file is None
+    assert not (tmp_path / "out_bad_lines.txt").exists()
+
+
+def test_the_line_where_it_stops_is_counted_over_shards_that_are_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards are begun from the last to the first."""
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": "x"}\n' * 20 + b"\n\n[]\n")
+
+    def backwards(self: Engine, job: Job, shards: list[object], folder: str, listen: object) -> None:
+        for number in (len(shards) // 2, len(shards) - 1):
+            try:
+                listen(number, work.run_shard(job, shards[number], folder))  # type: ignore[arg-type, operator]
+            except ValueError as error:
+                raise ShardError(number, error) from error
+
+    from megatron.data.preprocess.processes import ShardError
+
+    monkeypatch.setattr(Engine, "run", backwards)
+    with pytest.raises(ValueError, match=r"in\.jsonl:23: not a JSON object"):
+        preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, shard_size=30)
+
+
+def test_a_job_of_bad_lines_alone_shows_one(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"content": "x"}\n' * 3)
+    with pytest.raises(ValueError, match=r"no document .*\n  3 bad records were left out, the first: .*in\.jsonl:1: no key 'text'"):
+        preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), SKIP)
+
+
+def test_many_bad_lines_are_counted_and_the_first_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "_KEPT_BAD_RECORDS", 3)
+    (tmp_path / "in.jsonl").write_text('{}\n{}\n{"text": "x"}\n{}\n{}\n{}\n')
+    summary = preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), SKIP)
+    assert summary.num_bad_lines == 5
+    assert [line.split(":")[1] for line in summary.bad_lines] == ["1", "2", "4", " 2 more up to here"]
+
+
+def test_a_line_bad_for_one_key_gives_no_document_for_any(tmp_path: Path) -> None:
+    lines = [{"a": "x", "b": "y"}, {"a": "z"}, {"a": "u", "b": ""}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    job = Job(BYTES, ("a", "b"), False, skip_bad_lines=True)
+    summary = preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), job)
+    assert documents(tmp_path / "out_a_document") == [[*b"x"], [*b"u"]]
+    assert documents(tmp_path / "out_b_document") == [[*b"y"]]
+    assert (summary.num_documents, summary.num_empty, summary.num_bad_lines) == (3, 1, 1)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_document_that_the_index_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    monkeypatch.setattr(work, "MAX_DOCUMENT_TOKENS", 10)
+    source = write_lines(tmp_path / "in.jsonl", ["123456789", "1234567890"])
+    with pytest.raises(ValueError, match=r"in\.jsonl:2: key 'text' has 11 tokens; a document has at most 10 .*: divide it"):
+        preprocess([source], str(tmp_path / "out"), JOB, engine=Engine(num_workers=workers), shard_size=40)
+    summary = preprocess([source], str(tmp_path / "out"), SKIP, shard_size=40, start="resume")
+    assert (summary.num_documents, summary.num_bad_lines) == (1, 1)
+
+
+def test_bad_rows_and_bad_text_files(tmp_path: Path) -> None:
+    source = write_parquet(tmp_path / "in.parquet", ["a", "b", None, "c"], rows=2)
+    with pytest.raises(ValueError, match=r"in\.parquet: row 2: the value of key 'text' is not a string but null"):
+        preprocess([source], str(tmp_path / "out"), JOB)
+    assert preprocess([source], str(tmp_path / "out"), SKIP, shard_size=1).bad_lines[0].startswith(f"{source}: row 2: ")
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo \xe4")
+    with pytest.raises(ValueError, match=r"a\.txt: not UTF-8: byte 0xe4 in line 2"):
+        preprocess([str(tmp_path / "a.txt")], str(tmp_path / "new"), JOB)
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_the_tool_fails_with_file_and_line(tmp_path: Path, workers: str) -> None:
+    source = write_lines(tmp_path / "in.jsonl")
+    with Path(source).open("ab") as file:
+        file.write(b'{"text": oops}\n')
+    argv = ["tools/preprocess_data.py", "--input", source, "--output-prefix", str(tmp_path / "out"), "--workers", workers]
+    argv += ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--shard-size", "1K"]
+    done = spawn_cli(argv, None)
+    assert done.returncode == 1
+    assert f"error: {source}:41: not JSON" in done.stderr
+    assert "--on-error skip" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert written(tmp_path) <= {"out.parts"}
+    done = spawn_cli([*argv, "--resume", "--on-error", "skip"], None)
+    assert done.returncode == 0, done.stderr
+    assert f"left out: {source}:41: not JSON" in done.stderr
+    assert f"1 records were left out: {tmp_path / 'out_bad_lines.txt'}" in done.stderr
+    assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"inputs": ["/none.jsonl"]}, "--input /none.jsonl: there is no such file or folder"),
+        ({"inputs": ["/none/*.jsonl"]}, "--input /none/\\*.jsonl: no file of a known kind is there.\n  Known: .jsonl"),
+        ({"inputs": ["{folder}/model.bin"]}, "a file of this name is of no known kind.\n  Known: .jsonl"),
+        ({"inputs": ["{folder}/in.jsonl", "{folder}/*.jsonl"]}, "names .*in.jsonl twice, the second time by .*jsonl"),
+        ({"inputs": ["nope://a/b.jsonl"]}, "nope://a/b.jsonl: .*nope"),
+        ({"inputs": ["{folder}/empty.jsonl"]}, "no document with a token"),
+        ({"inputs": ["{folder}/notes.txt"], "job": Job(BYTES, ("title",), True)}, "plain text, whose only key is 'text'"),
+        ({"inputs": ["{folder}/no.parquet"]}, "no.parquet is no parquet file, or a damaged one"),
+        ({"output_prefix": "/none/out"}, "the folder /none does not exist"),
+        ({"output_prefix": "/tmp/"}, "/tmp/ is a folder"),
+        ({"job": Job(DataConfig(tokenizer_type="NullTokenizer"), ("text",), False)}, "needs --vocab-size"),
+        ({"job": Job(DataConfig(tokenizer_type="NullTokenizer", vocab_size=9), ("text",), False)}, "in.jsonl:1: 'ab' is not an id"),
+        ({"job": Job(BYTES, ("empty",), True)}, "no document with a token for .*out_empty_document"),
+    ],
+)
+def test_what_cannot_work_is_refused_and_leaves_nothing(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    if "nope" in message:
+        pytest.importorskip("fsspec")
+    if "parquet" in message:
+        pytest.importorskip("pyarrow")
+    (tmp_path / "in.jsonl").write_text('{"text": "ab", "empty": ""}\n')
+    (tmp_path / "empty.jsonl").touch()
+    for name in ("model.bin", "notes.txt", "no.parquet"):
+        (tmp_path / name).write_text("anything")
+    before = {path.name for path in tmp_path.iterdir()}
+    settings = {"inputs": [str(tmp_path / "in.jsonl")], "output_prefix": str(tmp_path / "out"), "job": JOB, **change}
+    settings["inputs"] = [word.format(folder=tmp_path) for word in settings["inputs"]]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=message):
+        preprocess(**settings)  # type: ignore[arg-type]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left <= {*before, "out.parts"}
+    assert "out.parts" not in left or "no document" in message, "kept, for its shards are finished"
+
+
+@pytest.mark.parametrize("held", [{"other": ["x"]}, {"text": [1]}])
+def test_columns_are_looked_at_before_the_work_begins(tmp_path: Path, held: dict[str, list[object]]) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(held), tmp_path / "in.parquet")
+    with pytest.raises(ValueError, match=r"in\.parquet: (no column 'text'.*it has: 'other'|the column 'text'.* holds int64)"):
+        preprocess([str(tmp_path / "in.parquet")], str(tmp_path / "out"), SKIP)
+
+
+@pytest.mark.parametrize("cut", [1, 20, 300])
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_packed_file_that_is_cut_off_is_never_taken_for_whole(tmp_path: Path, suffix: str, cut: int) -> None:
+    """Also where bad lines are skipped: nobody knows how many are missing."""
+    lines = json_lines(TEXTS)
+    path = tmp_path / f"in.jsonl.{suffix}"
+    path.write_bytes(gzip.compress(lines) if suffix == "gz" else Path(write_zst(path, TEXTS)).read_bytes())
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(ValueError, match=rf"in\.jsonl\.{suffix} is truncated or damaged after line \d+: .*\n.*copy it again"):
+        preprocess([str(path)], str(tmp_path / "out"), SKIP)
+    assert not written(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_packed_file_that_is_none(tmp_path: Path, suffix: str) -> None:
+    if suffix == "zst":
+        pytest.importorskip("zstandard")
+    write_lines(tmp_path / f"in.jsonl.{suffix}")
+    with pytest.raises(ValueError, match=r"is truncated or damaged after line 0: "):
+        preprocess([str(tmp_path / f"in.jsonl.{suffix}")], str(tmp_path / "out"), JOB)
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_lines(tmp_path / "in.jsonl")
+    write = work._Work._write
+
+    def and_touch(self: work._Work) -> None:
+        os.utime(source, ns=(5, 5))
+        write(self)
+
+    monkeypatch.setattr(work, "_TOKENS_AT_ONCE", 100)
+    monkeypatch.setattr(work._Work, "_write", and_touch)
+    with pytest.raises(ValueError, match=r"in\.jsonl was changed while it was read"):
+        preprocess([source], str(tmp_path / "out"), JOB)
+
+
+# ---- no room
+
+
+@pytest.mark.parametrize("place", ["part", "report", "join"])
+def test_a_full_disk_is_told_and_the_job_goes_on_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl")
+    calls = 0
+
+    def full(*args: object, **kwargs: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3 or place == "join":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*args, **kwargs)  # type: ignore[no-any-return, operator]
+
+    owner, name = {
+        "part": (work.IndexedDatasetWriter, "finalise"),
+        "report": (work.Parts, "finish"),
+        "join": (merge, "copy"),
+    }[place]
+    original = getattr(owner, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        with pytest.raises(ValueError, match=r"out\.parts: the disk is full .*\n.*[Mm]ake room.* --resume"):
+            preprocess([source], str(tmp_path / "out"), JOB, shard_size=500)
+    assert written(tmp_path) == {"out.parts"}
+    assert not list(tmp_path.rglob("*.partial-*"))
+    summary = preprocess([source], str(tmp_path / "out"), JOB, start="resume")
+    assert summary.num_kept == (2 if place != "join" else 8)
+    assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
+
+
+def test_a_write_that_fails_in_a_worker_leaves_no_half_file(tmp_path: Path) -> None:
+    """By a limit on the size of files that the system keeps, in processes of their own."""
+    source = write_lines(tmp_path / "in.jsonl", TEXTS * 40)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    try:
+        with pytest.raises(ValueError, match=r"out\.parts: the file is larger than the system lets it be"):
+            preprocess([source], str(tmp_path / "out"), JOB, engine=Engine(num_workers=2))
+        assert not written(tmp_path)
+        with pytest.raises(ValueError, match=r"out\.parts: the file is larger than the system lets it be"):
+            preprocess([source], str(tmp_path / "out"), JOB, engine=Engine(num_workers=2), shard_size=20_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert written(tmp_path) == {"out.parts"}
+    assert not list(tmp_path.rglob("*.partial-*"))
+    summary = preprocess([source], str(tmp_path / "out"), JOB, start="resume")
+    assert summary.num_kept == 8, "only joining them failed"
+    assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS * 40)
+
+
+def test_too_little_room_is_seen_before_the_parts_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_lines(tmp_path / "in.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(merge.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 5000})())
+        with pytest.raises(ValueError, match=r"the disk has 0.0 GB free, but .*out_text_document takes"):
+            preprocess([source], str(tmp_path / "out"), JOB)
+    assert written(tmp_path) == {"out.parts"}
+    assert preprocess([source], str(tmp_path / "out"), JOB, start="resume").num_kept == 1

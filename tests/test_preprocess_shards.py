@@ -1,0 +1,175 @@
+"""Shards: what decides them, that they hold every record once, and that nobody can tell from the bytes who made them."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data.preprocess import inputs, run, storage
+from megatron.data.preprocess.inputs import Source, find_sources
+from megatron.data.preprocess.job import Job
+from megatron.data.preprocess.records import records
+from megatron.data.preprocess.run import Engine, preprocess
+from megatron.data.preprocess.shards import LARGEST, SMALLEST, Shard, cut, default_shard_size
+from tests.corpora import BYTES, FORMS, JOB, TEXTS, expected_of, files_of, write_lines, write_parquet
+
+
+def read(shards: list[Shard]) -> list[object]:
+    """All records of all shards."""
+    pieces = [piece for shard in shards for piece in shard.pieces]
+    return [record for piece in pieces for record in records(piece, ("text",), lambda at: None)]
+
+
+@given(content=st.lists(st.sampled_from([b"a", b"\n", b"bcd", b"\r\n", b"\x0b"]), max_size=30), size=st.integers(1, 12))
+def test_every_line_is_in_one_shard_at_any_size(tmp_path_factory: pytest.TempPathFactory, content: list[bytes], size: int) -> None:
+    path = tmp_path_factory.mktemp("lines") / "in.jsonl"
+    path.write_bytes(b"".join(content))
+    sources, _ = find_sources([str(path)])
+    shards = cut(sources, size, ("text",))
+    assert read(shards) == [line + b"\n" for line in path.read_bytes().split(b"\n")[:-1]] + [
+        line for line in path.read_bytes().split(b"\n")[-1:] if line
+    ]
+    assert sum(shard.num_bytes for shard in shards) == path.stat().st_size
+    assert max((shard.num_bytes for shard in shards), default=0) <= size
+    for piece in (piece for shard in shards for piece in shard.pieces):
+        owned = len(list(records(piece, ("text",), lambda at: None)))
+        if piece.begin or owned:  # an empty file has no line, though one would begin there
+            assert run._count_lines(piece.path, piece.begin, piece.end) == owned
+
+
+def test_a_line_longer_than_the_buffer_is_skipped_by_the_shards_in_its_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "BUFFER_BYTES", 16)
+    (tmp_path / "in.jsonl").write_bytes(b"x" * 100 + b"\n" + b"y\n")
+    shards = cut(find_sources([str(tmp_path / "in.jsonl")])[0], 10, ("text",))
+    assert [read([shard]) for shard in shards] == [[b"x" * 100 + b"\n"], *[[]] * 9, [b"y\n"]]
+
+
+def test_row_groups_are_put_together_up_to_the_size(tmp_path: Path) -> None:
+    source = write_parquet(tmp_path / "in.parquet", TEXTS, rows=4)
+    (found,) = find_sources([source])[0]
+    one_by_one = cut([found], 1, ("text",))
+    assert [(piece.begin, piece.end, piece.records_before) for shard in one_by_one for piece in shard.pieces] == [
+        (n, n + 1, 4 * n) for n in range(10)
+    ]
+    size = one_by_one[0].num_bytes + one_by_one[1].num_bytes
+    pairs = cut([found], size, ("text",))
+    assert read(pairs) == [(text,) for text in TEXTS]
+    assert 5 <= len(pairs) < 10 and all(shard.num_bytes <= size for shard in pairs)
+    assert pairs[1].pieces[0].records_before == 8
+    (whole,) = cut([found], 10**6, ("text",))
+    assert whole.num_bytes == sum(shard.num_bytes for shard in one_by_one)
+
+
+def test_small_files_share_a_shard_and_large_ones_do_not() -> None:
+    sizes = [3, 4, 4, 25, 5, 5, 1]
+    sources = [Source(f"/{n}.jsonl", "jsonl", size, "") for n, size in enumerate(sizes)]
+    shards = cut(sources, 10, ("text",))
+    assert [[(piece.path[1], piece.begin, piece.end) for piece in shard.pieces] for shard in shards] == [
+        [("0", 0, 3), ("1", 0, 4)],
+        [("2", 0, 4)],
+        [("3", 0, 10)],
+        [("3", 10, 20)],
+        [("3", 20, 25)],
+        [("4", 0, 5), ("5", 0, 5)],
+        [("6", 0, 1)],
+    ]
+
+
+def test_the_size_of_shards_follows_the_input() -> None:
+    def size(gigabytes: float) -> int:
+        return default_shard_size([Source("/a.jsonl", "jsonl", int(gigabytes * 2**30), "")])
+
+    assert [size(g) for g in (0.001, 10, 10_000)] == [SMALLEST, 10 * 2**20, LARGEST]
+
+
+def test_a_shard_is_named_by_its_inputs(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl")
+
+    def names(size: int) -> list[str]:
+        return [shard.name for shard in cut(find_sources([source])[0], size, ("text",))]
+
+    first = names(1000)
+    assert first == names(1000)
+    assert len(set(first)) == len(first)
+    assert not {*first} & {*names(999)}
+    os.utime(source, ns=(1, 1))
+    assert not {*first} & {*names(1000)}
+
+
+# ---- which files
+
+
+def test_folders_and_patterns_are_sorted_and_words_are_not(tmp_path: Path) -> None:
+    names = ["b/2.jsonl", "b/10.jsonl", "b/sub/1.txt", "a.jsonl", "c.parquet", ".hidden.jsonl", "b/.cache/x.jsonl", "b/table.csv"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+
+    def found(*words: str) -> list[str]:
+        return [
+            str(Path(source.path).relative_to(tmp_path)) for source in find_sources([str(tmp_path / word) for word in words])[0]
+        ]
+
+    assert found("c.parquet", "b", "a.jsonl") == ["c.parquet", "b/10.jsonl", "b/2.jsonl", "b/sub/1.txt", "a.jsonl"]
+    assert found("b/*") == ["b/10.jsonl", "b/2.jsonl", "b/sub/1.txt"]
+    assert found("**/*.jsonl") == ["a.jsonl", "b/10.jsonl", "b/2.jsonl"]
+    assert find_sources([str(tmp_path / "b")])[1] == ["left out 1 files that end with .csv: no known kind"]
+
+
+def test_paths_are_the_same_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_lines(tmp_path / "in.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert [find_sources([word])[0][0].path for word in ("in.jsonl", f"file://{source}")] == [source, source]
+
+
+def test_kinds_by_name() -> None:
+    kinds = {
+        "a.jsonl": "jsonl",
+        "A.JSON": "jsonl",
+        "a.ndjson.gz": "jsonl.gz",
+        "s3://b/a.json.zst": "jsonl.zst",
+        "a.md": "text",
+        "a.txt.gz": None,
+        "jsonl": None,
+    }
+    assert {name: inputs.kind_of(name) for name in kinds} == kinds
+
+
+# ---- the same bytes
+
+
+def test_workers_and_shard_sizes_do_not_show(tmp_path: Path) -> None:
+    """Several files of every form, in one job."""
+    texts = [text * random.Random(number).randint(0, 3) for number, text in enumerate(TEXTS * 2)]
+    sources = [write(tmp_path / form, texts[7 * n :]) for n, (form, write) in enumerate(FORMS.items())]
+    expected = expected_of([text for n in range(len(FORMS)) for text in texts[7 * n :]])
+    for workers, size in [(1, None), (2, 1000), (3, 300), (3, 5000)]:
+        prefix = tmp_path / f"out{workers}{size}"
+        summary = preprocess(sources, str(prefix), JOB, engine=Engine(num_workers=workers), shard_size=size)
+        assert files_of(f"{prefix}_text_document") == expected
+        assert not Path(f"{prefix}.parts").exists()
+        assert summary.num_documents + summary.num_empty == sum(len(texts) - 7 * n for n in range(len(FORMS)))
+
+
+def test_files_behind_urls(tmp_path: Path) -> None:
+    """In and out of an object store; the folder for parts is there too."""
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    for number in range(2):
+        memory.pipe_file(f"/corpus/{number}.jsonl", Path(write_lines(tmp_path / "in.jsonl", TEXTS[number::2])).read_bytes())
+    summary = preprocess(["memory://corpus/*.jsonl"], "memory://made/out", JOB, shard_size=700)
+    found = tuple(memory.cat_file(f"/made/out_text_document{suffix}") for suffix in (".bin", ".idx"))
+    assert found == expected_of([*TEXTS[0::2], *TEXTS[1::2]])
+    assert [name for name in memory.find("/made") if "_text_document." not in name] == []
+    assert summary.num_documents == 40
+    preprocess(["memory://corpus"], f"file://{tmp_path}/out", Job(BYTES, ("title",), True))
+    assert len(files_of(tmp_path / "out_title_document")[0]) == 2 * sum(len(str(n)) + 1 for n in range(20)) * 2
+    memory.rm("/corpus", recursive=True)
+    memory.rm("/made", recursive=True)

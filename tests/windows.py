@@ -1,0 +1,32 @@
+"""Samples that are given one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.batches import Piece
+
+
+class Windows:
+    """Sample n is row n of an array, [N, s + 1]."""
+
+    def __init__(self, rows: NDArray[np.int64] | list[list[int]]) -> None:
+        self.rows = np.asarray(rows, dtype=np.int64)
+        self.seq_length = self.rows.shape[1] - 1
+        self.opened: list[int] = []
+        """Samples in the order in which they were read."""
+
+    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+        """`count` rows from the first on."""
+        self.opened += range(first, first + count)
+        assert first + count <= len(self.rows), "there are no such samples"
+        return self.rows[first : first + count].copy()
+
+    def lineage(self, number: int) -> list[Piece]:
+        """One document a row."""
+        return [Piece("windows", number, 0, self.seq_length + 1)]
+
+    def describe(self, num_samples: int) -> list[str]:
+        """How many there are."""
+        return [f"{len(self.rows)} windows, of which {num_samples} are read"]

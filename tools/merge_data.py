@@ -1,0 +1,79 @@
+"""Join indexed datasets into one: their documents in the order given, without rewriting a token.
+
+python tools/merge_data.py --input data/part_00000 data/part_00001 --output-prefix data/all
+python tools/merge_data.py --input 'data/part_*' --output-prefix data/all
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    flags.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PREFIX",
+        help="datasets (paths without .bin and .idx), folders or patterns; the datasets of a folder or pattern sorted by name",
+    )
+    flags.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
+    return flags
+
+
+def prefixes(words: list[str]) -> list[str]:
+    """The datasets that --input names.
+
+    Raises:
+        ValueError: a folder or pattern without a dataset, or a dataset named twice.
+    """
+    found: list[str] = []
+    for word in words:
+        pattern = f"{glob.escape(word)}/*.idx" if Path(word).is_dir() else f"{word}.idx"
+        if Path(f"{word}.idx").is_file() or not (Path(word).is_dir() or glob.has_magic(word)):
+            found.append(word)  # what is missing is told when it is opened
+        elif matched := sorted(path.removesuffix(".idx") for path in glob.glob(pattern, recursive=True)):
+            found += matched
+        else:
+            raise ValueError(f"--input {word}: there is no dataset (PREFIX.bin and PREFIX.idx).")
+    paths = [Path(prefix).resolve() for prefix in found]
+    for number, path in enumerate(paths):
+        if path in paths[:number]:
+            raise ValueError(f"--input names {found[number]} twice.\n  Leave one of them out.")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; returns the exit code: 0, or 1 if nothing was written."""
+    given = parser().parse_args(arguments)
+    from megatron.data.merge import join  # numpy only after --help
+    from megatron.data.preprocess.errors import told_where_no_room
+
+    try:
+        inputs, output = prefixes(given.input), Path(given.output_prefix)
+        if not output.parent.is_dir():
+            raise ValueError(f"--output-prefix {output}: the folder {output.parent} does not exist.\n  Make it first.")
+        if output.resolve() in [Path(prefix).resolve() for prefix in inputs]:
+            raise ValueError(f"--output-prefix {output} is one of the inputs.\n  Give another name.")
+        with told_where_no_room(str(output.parent), "Make room there, or write to another disk. Nothing is written."):
+            joined = join(inputs, str(output))
+    except (ValueError, OSError) as error:
+        print(f"merge_data.py: error: {error}", file=sys.stderr)
+        return 1
+    print(
+        f"wrote {output}.bin and {output}.idx: {joined.num_documents:,} documents in {joined.num_sequences:,} sequences, "
+        f"{joined.num_tokens:,} tokens from {len(inputs):,} datasets",
+        file=sys.stderr,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
