@@ -146,7 +146,7 @@ def test_executor_gives_a_cost_for_each_operation_from_any_folder(tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["parallel", "--pairs", "3"], "--pairs acts in single, executor, optimizer, offload, not in parallel"),
+        (["parallel", "--pairs", "3"], "--pairs acts in single, executor, optimizer, offload, data, packing, not in parallel"),
         (["bubble", "--accumulate", "2"], "--accumulate acts in overlap, not in bubble"),
         (["bubble", "--stages", "0"], "--stages: must be at least 1, not 0"),
         (["executor", "--start-sizes", "8"], "must be stages x microbatches, as in 8x64, not '8'"),

@@ -487,7 +487,7 @@ CASES: list[Case] = [
     ("--exit-on-missing-checkpoint", 1, {"--exit-on-missing-checkpoint"}, ["only with --load"], []),
     ("--override-opt-param-scheduler", 1, {"--override-opt-param-scheduler"}, ["only with --load"], []),
     ("--use-checkpoint-opt-param-scheduler", 1, {"--use-checkpoint-opt-param-scheduler"}, ["only with --load"], []),
-    ("--tokenizer-model m", 1, {"--tokenizer-model"}, ["only with --tokenizer-type HuggingFaceTokenizer or TikTokenizer or SentencePieceTokenizer or"], []),
+    ("--tokenizer-model m", 1, {"--tokenizer-model"}, ["HuggingFaceTokenizer or TikTokenizer or SentencePieceTokenizer or"], []),
     ("--vocab-file v", 1, {"--vocab-file"}, ["only with --tokenizer-type GPT2BPETokenizer"], []),
     ("--merge-file v", 1, {"--merge-file"}, ["only with --tokenizer-type GPT2BPETokenizer"], []),
     ("--tokenizer-type ByteTokenizer", 1, {"--vocab-size"}, ["only with --tokenizer-type TikTokenizer or NullTokenizer"], []),

@@ -6,11 +6,13 @@
     python tools/bench.py optimizer       the optimizer's step against torch's fused AdamW, in processes that update at once
     python tools/bench.py offload         the optimizer's step with all its state in host memory against the update alone
     python tools/bench.py executor        what the pipeline executor costs for each operation, and at start
+    python tools/bench.py data            preprocessing against the bare tokenizer, indexes of a large dataset, samples, loader
+    python tools/bench.py packing         attention within documents against attention over the whole sample
     python tools/bench.py single          one process, float32 and bfloat16, against a plain PyTorch loop of the same shape
     python tools/bench.py parallel        8 processes at TP=2, PP=2, DP=2 against one, with the share of communication
     python tools/bench.py single --shape 350m --device cuda
 
-The exit status is 1 if a bound is missed that bubble, overlap, optimizer, offload or executor asks for.
+The exit status is 1 if a bound is missed; single and parallel ask for none.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from megatron.pipeline_parallel.simulate import Costs
 from tools.benchmarks.shapes import SHAPES, Shape
 
 # Those that fork are first: where there is CUDA, autograd starts threads at its first backward, which do not survive that.
-PARTS = ("bubble", "overlap", "optimizer", "offload", "executor", "single", "parallel")
+PARTS = ("bubble", "overlap", "optimizer", "offload", "executor", "data", "packing", "single", "parallel")
 # Under optim_grads_params torch's fully_shard communicates, and on gloo it waits for each reduction.
 STRATEGIES: tuple[ShardingStrategy, ...] = ("no_shard", "optim", "optim_grads")
 
@@ -44,14 +46,14 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
     add("--shape", ("single", "parallel"), choices=SHAPES, default="small", help="model and batch (small)")
     add(
         "--device",
-        ("single", "offload"),
+        ("single", "offload", "packing"),
         default="cpu",
         help="where to train; offload is timed on a GPU too, if there is one (cpu)",
     )
     add("--dtypes", ("single",), nargs="+", default=["float32", "bfloat16"], help="what to train in (float32 bfloat16)")
     add(
         "--pairs",
-        ("single", "executor", "optimizer", "offload"),
+        ("single", "executor", "optimizer", "offload", "data", "packing"),
         type=count,
         default=7,
         help="turns of the two that are compared (7)",
@@ -107,6 +109,9 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
         default=25_000_000,
         help="about how many each of them updates (25000000)",
     )
+    add("--megabytes", ("data",), type=count, default=60, help="text to preprocess (60)")
+    add("--stream-gb", ("data",), type=gigabytes, default=0.5, help="JSON lines over which memory is watched, in GB (0.5)")
+    add("--documents", ("data",), type=count, default=20_000_000, help="in the synthetic index, of 1000 tokens each (20000000)")
     return flags, acts
 
 
@@ -123,6 +128,14 @@ def milliseconds(text: str) -> float:
     number = float(text)
     if not 0.0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a time from 0 on, not {text}")
+    return number
+
+
+def gigabytes(text: str) -> float:
+    """A size above 0."""
+    number = float(text)
+    if not 0.0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a size above 0, not {text}")
     return number
 
 
@@ -181,6 +194,23 @@ def run(part: str, args: argparse.Namespace) -> bool:
         from tools.benchmarks import executor
 
         return executor.run(args.pairs, args.start_sizes)
+    if part == "data":
+        from tools.benchmarks import data_index, loader, preprocessing
+
+        settings_of_text = preprocessing.Settings(megabytes=args.megabytes, pairs=args.pairs, stream_gb=args.stream_gb)
+        return all(
+            [
+                preprocessing.run(settings_of_text),
+                data_index.run_index(args.documents, 1000 * args.documents),
+                data_index.run_samples(),
+                data_index.run_blends(),
+                loader.run(),
+            ]
+        )
+    if part == "packing":
+        from tools.benchmarks import packing
+
+        return packing.run(turns=args.pairs, device=args.device)
     if part == "single":
         import torch
 

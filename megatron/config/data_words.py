@@ -32,11 +32,11 @@ def parse_data_words(words: Sequence[str], flag: str = "--data-path") -> list[We
     form = f"{flag} takes PREFIX, or PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... (a prefix that is a number: ./{{}})"
     if not words:
         raise ValueError(f"{flag} has no value.\n  {form.format('7')}")
-    if not any(map(_is_number, words)):
+    if not any(map(is_number, words)):
         return [WeightedPrefix(None, word) for word in words]
     for at, word in enumerate(words):
         expected = "a prefix" if at % 2 else "a weight"
-        if _is_number(word) == bool(at % 2):
+        if is_number(word) == bool(at % 2):
             raise ValueError(
                 f"{flag} {' '.join(words)}: word {at + 1}, {word!r}, stands where {expected} belongs.\n  {form.format(word)}"
             )
@@ -113,7 +113,8 @@ def has_own_splits(data: DataConfig) -> bool:
     return any(getattr(data, field) for field in (*SPLIT_FIELDS, "per_split_data_args_path"))
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Whether a word is a number, infinities and nan included."""
     try:
         float(text)
     except ValueError:

@@ -56,7 +56,7 @@ class Windows:
 
     seq_length: int
     begins: NDArray[np.int64]
-    """Token at which each interval begins; intervals shorter than a window are left out."""
+    """Token at which each interval begins."""
     firsts: NDArray[np.int64]
     """Number of the first window of each interval, and the number of all windows."""
     order: NDArray[np.integer]
@@ -89,5 +89,4 @@ def cut(intervals: Intervals, seq_length: int, key: Key) -> Windows:
 def cut_points(intervals: Intervals, seq_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """`begins` and `firsts` of the windows of these intervals."""
     counts = (intervals.ends - intervals.begins - 1) // seq_length
-    used = counts > 0
-    return intervals.begins[used], np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[used])])
+    return intervals.begins, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

@@ -111,6 +111,8 @@ def describe(
             lines += describe_pipeline(schedule) + describe_deferred(schedule, model, config, topology.tp)
         advice = split_advice(config.model, config.parallel, model.vocab_size)
         lines += [advice] if advice else []
+    if config.data.reset_attention_mask:
+        lines.append("TFLOP/s and MFU count attention over whole samples: too much under --reset-attention-mask")
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
     return lines
 

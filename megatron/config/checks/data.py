@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron.config.checks.finding import Finding, Rule, change, switch_on, without
 from megatron.config.config import Config
-from megatron.config.data_words import SPLIT_FIELDS, parse_data_words, path_flags
+from megatron.config.data_words import SPLIT_FIELDS, is_number, parse_data_words, path_flags
 
 TOKENIZER_NEEDS: dict[str, tuple[str, ...]] = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
@@ -139,18 +139,10 @@ def _flag(field: str) -> str:
 def _shares(text: str) -> list[float] | None:
     """Numbers of a split, or None where it is not one."""
     parts = [part.strip() for part in text.split(",")]
-    if len(parts) > 3 or not all(map(_is_number, parts)):
+    if len(parts) > 3 or not all(map(is_number, parts)):
         return None
     shares = [float(part) for part in parts]
     return shares if all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0 else None
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 RULES: tuple[Rule, ...] = (one_source, own_splits_are_whole, blends_can_be_read, split_has_shares, tokenizer_has_parts)
