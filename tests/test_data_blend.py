@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron.data.batches import Piece
-from megatron.data.blend import Blend
+from megatron.data.blend import Blend, _Node
 from megatron.data.blended_dataset import BlendedDataset
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.greedy_blend import GreedyBlend
@@ -20,7 +21,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 
 weights = st.lists(
-    st.sampled_from([0.0, 1.0, 1.0, 2.0, 50.0]) | st.floats(0.01, 1.0) | st.floats(-9, 0).map(lambda power: 10.0**power),
+    st.sampled_from([0.0, 1.0, 1.0, 2.0, 50.0, 1e-25]) | st.floats(0.01, 1.0) | st.floats(-9, 0).map(lambda power: 10.0**power),
     min_size=1,
     max_size=30,
 ).filter(any)
@@ -56,8 +57,16 @@ def test_no_dataset_is_ever_two_samples_from_its_share(weights: list[float], sta
     for number in range(start, start + 50):
         counts = blend.counts(number)
         assert sum(counts) == number
-        if number < 2**40:  # beyond, weights x number is not exact in floating point
-            assert all(abs(count - weight * number) < Blend.MAX_ERROR for count, weight in zip(counts, blend.weights, strict=True))
+        total = sum(map(Fraction, weights))
+        for count, weight in zip(counts, weights, strict=True):
+            if number < 2**40:  # beyond, the rounding of the shares begins to show
+                assert abs(count - Fraction(weight) / total * number) < Blend.MAX_ERROR
+
+
+@given(count=st.integers(0, 2**62 - 1), share=st.integers(1, 2**61))
+def test_the_formula_of_a_node_is_exact(count: int, share: int) -> None:
+    (found,) = _Node(0, 1, share).lefts(np.array([count])).tolist()
+    assert found == (2 * count * share + 2**62) // 2**63
 
 
 @given(weights=weights)
@@ -66,7 +75,7 @@ def test_the_weights_are_those_given_up_to_rounding(weights: list[float]) -> Non
     total = sum(weights)
     assert sum(blend.weights) == pytest.approx(1.0, abs=1e-12)
     for weight, share in zip(weights, blend.weights, strict=True):
-        assert share == pytest.approx(weight / total, abs=len(weights) * 2.0**-31)
+        assert share == pytest.approx(weight / total, abs=1e-12)
         assert (share > 0) == (weight > 0)
 
 
@@ -119,7 +128,7 @@ def test_the_blend_of_version_one_never_changes() -> None:
         1,
         2,
     ]
-    assert Blend([0.7, 0.1, 0.1, 0.1]).counts(10**12 + 7) == [700000000191, 99999999916, 99999999915, 99999999985]
+    assert Blend([0.7, 0.1, 0.1, 0.1]).counts(10**12 + 7) == [700000000005, 100000000001, 100000000000, 100000000001]
 
 
 @pytest.mark.parametrize("bad", [[], [0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [float("inf"), 1.0]])

@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -113,6 +114,7 @@ def test_processes_that_start_at_once_build_once_in_each_folder(tmp_path: Path, 
         def build() -> tuple[NDArray, ...]:
             with (tmp_path / f"{folder.name}.log").open("a") as log:
                 log.write("built\n")
+            time.sleep(0.3)  # the others come while it builds
             return arrays()
 
         barrier.wait(30)

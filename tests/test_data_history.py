@@ -175,8 +175,40 @@ def test_a_dataset_named_twice_is_refused(prefixes: list[str], tmp_path: Path) -
         train_data([prefixes[0], prefixes[0]], (1, 2), 4)
     for suffix in (".bin", ".idx"):
         (tmp_path / f"copy{suffix}").write_bytes(Path(prefixes[0] + suffix).read_bytes())
-    with pytest.raises(DatasetError, match=f"{tmp_path}/copy, which are the same"):
+    with pytest.raises(DatasetError, match=f"{tmp_path}/copy, the same dataset"):
         train_data([prefixes[0], str(tmp_path / "copy")], (1, 2), 4)
+
+
+def test_datasets_of_the_same_lengths_are_not_the_same(tmp_path: Path) -> None:
+    """Packed ahead, all documents have one length, and the .idx files are equal byte for byte."""
+    made = [str(tmp_path / name) for name in "ab"]
+    for at, prefix in enumerate(made):
+        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+            for _ in range(9):
+                writer.add_document(np.full(17, at))
+    assert Path(made[0] + ".idx").read_bytes() == Path(made[1] + ".idx").read_bytes()
+    parts = train_data(made, (1, 2), 4).parts()
+    assert parts[0].key != parts[1].key
+
+
+@pytest.mark.parametrize(
+    ("flags", "blending"),
+    [
+        ({"data_path": ["a"]}, "none"),
+        ({"data_path": ["1", "a"]}, "weights"),
+        ({"train_data_path": ["1", "a"]}, "none"),
+        ({"data_path": ["a", "b"]}, "sizes"),
+        ({"train_data_path": ["a", "b"]}, "sizes"),
+        ({"train_data_path": ["1", "a", "2", "b"]}, "weights"),
+    ],
+)
+def test_which_paths_are_blends(prefixes: list[str], flags: dict[str, list[str]], blending: str) -> None:
+    """In Megatron's order a blend asks for more samples than a dataset alone, and that is another order."""
+    places = {"a": prefixes[0], "b": prefixes[1]}
+    ((name, words),) = flags.items()
+    config = DataConfig(split="1", **{name: tuple(places.get(word, word) for word in words)})  # type: ignore[arg-type]
+    opened = open_datasets(config, seed=7, seq_length=4, tokenizer=NullTokenizer(2000), need_validation=False, need_test=False)
+    assert opened.train.blending == blending
 
 
 def test_weights_by_size_follow_the_samples_of_an_epoch(prefixes: list[str]) -> None:

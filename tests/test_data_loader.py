@@ -146,7 +146,7 @@ def test_threads_read_a_bounded_distance_ahead(batch: int, num_workers: int, ste
     """And not before the step given out has been used."""
     source = Numbers()
     steps = loader(source, global_batch_size_at=lambda _: batch, total_samples=5000, num_workers=num_workers)
-    next(steps)
+    assert [microbatch.first_sample for microbatch in next(steps)] == list(range(0, batch, 2))
     settled(source, steps_ahead * batch)
     steps.read_ahead()
     settled(source, (1 + steps_ahead) * batch)
@@ -226,28 +226,33 @@ def test_threads_end_when_the_loader_is_closed_or_dropped(end: Callable[[StepLoa
     _no_threads_left()
 
 
-@pytest.mark.parametrize("hang", ["pass", "time.sleep(1000)"])
-def test_a_loader_left_open_does_not_keep_the_interpreter(hang: str) -> None:
-    """Not even one that reads from where no answer comes."""
+@pytest.mark.parametrize("hang, left", [("pass", False), ("time.sleep(1000)", True)])
+def test_a_loader_left_open_does_not_keep_the_interpreter(hang: str, left: bool) -> None:
+    """Its threads end first, but nobody waits for ever for those that read from where no answer comes."""
     script = """
-import time
+import atexit, threading, time
 import numpy as np
+atexit.register(lambda: print(any(thread.name.startswith("loader") for thread in threading.enumerate())))
 from megatron.data.batches import DocumentRules
 from megatron.data.loader import StepLoader
+
+reached = threading.Event()
 
 class Source:
     seq_length = 3
     def samples(self, first, count):
         if first >= 8:
+            reached.set()
             HANG
         return np.zeros((count, 4), dtype=np.int64)
 
 loader = StepLoader(Source(), DocumentRules(1), lambda batch: batch.tokens.shape, micro_batch_size=4, data_rank=0,
                     data_size=1, global_batch_size_at=lambda _: 8, consumed_samples=0, total_samples=10**6, num_workers=3)
 print(next(loader))
+reached.wait()
 """
     done = spawn_cli(["-c", script.replace("HANG", hang)], None, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "[(4, 3), (4, 3)]\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"[(4, 3), (4, 3)]\n{left}\n"), done.stderr
 
 
 def test_a_batch_that_does_not_divide_names_the_flags() -> None:

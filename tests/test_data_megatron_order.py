@@ -80,6 +80,8 @@ def test_the_last_epoch_is_apart_below_80_percent_of_its_samples(num_samples: in
     """An epoch of 87 tokens has 14 samples of 6; 11 of them are 80 % rounded down, and 14 come from the first epoch."""
     plan = MegatronPlan(87, 6, num_samples)
     assert (plan.num_epochs, plan.last_is_apart) == (epochs, apart)
+    large = [MegatronPlan(6_000_001, 6, count).last_is_apart for count in (1_799_999, 1_800_000)]
+    assert large == [True, False]
 
 
 def test_the_order_never_changes(tmp_path: Path) -> None:
@@ -164,6 +166,15 @@ def test_a_dataset_of_weight_0_is_never_chosen() -> None:
     assert datasets.tolist() == plain
     assert blend.counts(400) == [0, 100, 0, 300]
     assert blend.weights == [0.0, 0.25, 0.0, 0.75]
+
+
+def test_the_last_bit_of_a_weight_decides_ties() -> None:
+    """Dividing these weights by their sum once or twice makes other choices: the second division is part of the order."""
+    weights = [8.0, 7.0, 21.0, 19.0, 2.0]
+    blend = GreedyBlend(weights, 300)
+    once = reference.normalised(weights)
+    assert greedy_choices.greedy_choices(once, 300).tolist() != blend.place(np.arange(300))[0].tolist()
+    check_blend(blend, reference.choices(weights, 300), 0)
 
 
 def test_the_choices_never_change() -> None:

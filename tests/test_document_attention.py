@@ -161,6 +161,13 @@ def test_one_call_serves_all_documents_of_one_length(monkeypatch: pytest.MonkeyP
     assert lengths == sorted(set(lengths)) and len(lengths) <= math.sqrt(2 * 2 * 465)
 
 
+def test_more_documents_than_one_call_takes_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_attention, "_MOST_AT_ONCE", 3)
+    assert documents_of([[0] * 8, [1, 0] * 4]).by_length.groups == [(3, 1), (3, 1), (2, 1), (3, 2), (1, 2)]
+    for rows in CASES.values():
+        check(core_attention, rows, 2, 1)
+
+
 def test_dropout_is_a_function_of_the_seed_and_stays_within_documents() -> None:
     inputs, documents = heads(S, 2, 4, 2, seed=1), documents_of(CASES["several in a row"])
 

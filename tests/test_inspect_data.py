@@ -154,13 +154,15 @@ def windows(inputs: ModelInputs) -> list[list[int]]:
 def test_a_step_is_traced_to_its_documents_across_changes_of_the_run(
     corpora: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three starts: other weights and batch size, then another sequence length, with a ramp-up. What the training loop got of each
-    step, written down as it comes, is what the tool names afterwards."""
+    """Three starts: other weights and no ramp-up, then another sequence length and layout. What the training loop got of each step,
+    written down as it comes, is what the tool names afterwards."""
     a, b = corpora
     seen = tmp_path / "seen.jsonl"
     save = tmp_path / "run"
 
     def before(rank: int) -> None:
+        if rank:
+            return
         plain = batches.BatchMaker.training
 
         def training(self: batches.BatchMaker, source, **settings):  # type: ignore[no-untyped-def]
@@ -179,7 +181,9 @@ def test_a_step_is_traced_to_its_documents_across_changes_of_the_run(
     ]
     for number, settings in enumerate(starts):
         load = {"load": save, "override_opt_param_scheduler": True} if number else {}
-        out = run(arguments(**{**common, "position_embedding_type": "rope", **settings, **load}), before=before)
+        layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2} if number == 2 else {}
+        words = arguments(**{**common, "position_embedding_type": "rope", **settings, **load, **layout})
+        out = run(words, 4 if layout else 1, before=before)
     assert "the data settings changed at sample" in out
     assert re.search(rf"{a}: goes on after [\d,]+ samples of 16 tokens", out)
 
@@ -221,4 +225,4 @@ def test_other_data_than_the_run_read_is_refused(corpora: list[str], tmp_path: P
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         writer.add_document(np.arange(500))
     assert inspect("--run", tmp_path / "run", "--step", "1") == 1
-    assert "is not the file that the run read" in capsys.readouterr().err
+    assert "is not the dataset that the run read" in capsys.readouterr().err

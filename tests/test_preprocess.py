@@ -194,6 +194,7 @@ def test_preprocessing_loads_neither_torch_nor_what_it_does_not_need(tmp_path: P
         (["--tokenizer-typ", "ByteTokenizer"], "--tokenizer-typ"),
         (["--vocab-size", "9"], "--vocab-size has no effect with --tokenizer-type ByteTokenizer"),
         (["--shard-size", "9X"], "must be a number of bytes such as 67108864 or 64M, not '9X'"),
+        (["--shard-size", "100"], "must be at least 1K, not 100"),
         (["--resume", "--restart"], "not allowed with argument --resume"),
         (["--ray-address", "auto"], "--ray-address has no effect without --engine ray"),
         (["--seq-length", "9"], "--seq-length has no effect without --build-index"),

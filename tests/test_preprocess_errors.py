@@ -9,16 +9,21 @@ import os
 import re
 import resource
 import signal
+import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig
 from megatron.data import merge
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.preprocess import work
 from megatron.data.preprocess.job import Job
 from megatron.data.preprocess.run import Engine, preprocess
-from tests.cli import spawn_cli
+from tests.cli import ROOT, spawn_cli
 from tests.corpora import (
     BYTES,
     JOB,
@@ -97,6 +102,14 @@ def test_the_line_where_it_stops_is_counted_over_shards_that_are_not_done(tmp_pa
     monkeypatch.setattr(Engine, "run", backwards)
     with pytest.raises(ValueError, match=r"in\.jsonl:23: not a JSON object"):
         preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, shard_size=30)
+
+
+def test_names_that_are_no_text_can_be_told(tmp_path: Path) -> None:
+    source = os.fsdecode(os.fsencode(tmp_path) + b"/in\xff.jsonl")
+    Path(source).write_bytes(json_lines(["x"]) + b'{"\\ud800": 1}\n')
+    summary = preprocess([source], str(tmp_path / "out"), SKIP)
+    assert summary.num_bad_lines == 1
+    assert (tmp_path / "out_bad_lines.txt").read_text().startswith(f"{tmp_path}/in\\udcff.jsonl:2: no key 'text'")
 
 
 def test_a_job_of_bad_lines_alone_shows_one(tmp_path: Path) -> None:
@@ -300,6 +313,16 @@ def test_a_write_that_fails_in_a_worker_leaves_no_half_file(tmp_path: Path) -> N
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS * 40)
 
 
+def test_a_writer_leaves_nothing_though_its_buffers_do_not_fit(tmp_path: Path) -> None:
+    """Closing a file writes what is still in memory."""
+    with pytest.raises(OSError, match="No space left"), IndexedDatasetWriter(str(tmp_path / "d"), np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+        writer._tokens.close()
+        writer._tokens = open("/dev/full", "wb")  # noqa: SIM115 - closed by the writer
+        writer.add_document([4, 5])
+    assert not list(tmp_path.iterdir())
+
+
 def test_too_little_room_is_seen_before_the_parts_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_lines(tmp_path / "in.jsonl")
     with monkeypatch.context() as patch:
@@ -308,3 +331,29 @@ def test_too_little_room_is_seen_before_the_parts_are_joined(tmp_path: Path, mon
             preprocess([source], str(tmp_path / "out"), JOB)
     assert written(tmp_path) == {"out.parts"}
     assert preprocess([source], str(tmp_path / "out"), JOB, start="resume").num_kept == 1
+
+
+# ---- what is not installed
+
+
+@pytest.mark.parametrize(
+    ("library", "source", "settings"),
+    [
+        ("zstandard", "in.jsonl.zst", {}),
+        ("pyarrow", "in.parquet", {}),
+        ("fsspec", "s3://bucket/in.jsonl", {}),
+        ("ray", "in.jsonl", {"engine": Engine("ray")}),
+    ],
+)
+def test_a_library_that_is_missing_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, source: str, settings: dict[str, Any]
+) -> None:
+    for module in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, module, None)
+    path = source if "://" in source else write_lines(tmp_path / source)
+    with pytest.raises(ValueError, match=re.escape(f"not installed: pip install 'megatron-3d[{library}]'")) as caught:
+        preprocess([path], str(tmp_path / "out"), JOB, **settings)
+    assert path in str(caught.value) or "--engine ray" in str(caught.value)
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        assert library in tomllib.load(file)["project"]["optional-dependencies"]
+    assert not written(tmp_path)

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.preprocess import run
+from megatron.config.data import DataConfig
+from megatron.data.preprocess import on_ray, run
 from megatron.data.preprocess.job import Job
 from megatron.data.preprocess.on_ray import run_on_ray, run_shard_remotely
 from megatron.data.preprocess.parts import ShardReport
 from megatron.data.preprocess.processes import Listen
 from megatron.data.preprocess.run import Engine, preprocess
 from megatron.data.preprocess.shards import Shard
-from tests.corpora import JOB, SKIP, TEXTS, expected_of, files_of, write_lines, written
+from tests.bpe_trainer import encode_plainly, train_bpe, write_bpe
+from tests.cli import spawn_cli
+from tests.corpora import JOB, SKIP, TEXTS, documents, expected_of, files_of, write_lines, written
 
 ray = pytest.importorskip("ray")
 RAY = Engine("ray")
@@ -24,9 +27,18 @@ RAY = Engine("ray")
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """A cluster of two workers, which the jobs of this file share."""
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    on_ray._connect(ray, 2, None)
     yield
     ray.shutdown()
+
+
+def test_the_tool_finds_a_cluster_by_its_address(tmp_path: Path) -> None:
+    argv = ["tools/preprocess_data.py", "--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out")]
+    argv += ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--shard-size", "1K", "--engine", "ray"]
+    done = spawn_cli([*argv, "--ray-address", ray.get_runtime_context().gcs_address], None)
+    assert done.returncode == 0, done.stderr
+    assert "onnecting to existing Ray cluster" in done.stderr
+    assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
 
 
 def lost_at_first(job: Job, shard: Shard, folder: str) -> ShardReport | ValueError:
@@ -70,6 +82,29 @@ def test_bad_lines_are_told_as_by_processes_and_not_tried_again(tmp_path: Path) 
     summary = preprocess([source], str(tmp_path / "out"), SKIP, engine=RAY, start="resume")
     assert [line.split(": ")[0] for line in summary.bad_lines] == [f"{source}:41"]
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
+
+
+def elsewhere(job: Job, shard: Shard, folder: str) -> ShardReport | ValueError:
+    """A node that does not see the folder."""
+    return run_shard_remotely(job, shard, f"/elsewhere{folder}")
+
+
+def test_a_folder_that_is_not_shared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_another_node(job: Job, shards: list[Shard], folder: str, listen: Listen, num_workers: int, address: None) -> None:
+        run_on_ray(job, shards, folder, listen, num_workers, address, elsewhere)
+
+    monkeypatch.setattr(run, "run_on_ray", on_another_node)
+    with pytest.raises(ValueError, match=r"out\.parts is not there on the node .*\n.*must be shared by all nodes, or be a URL"):
+        preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, engine=RAY)
+
+
+def test_paths_of_a_tokenizer_hold_on_other_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bpe = train_bpe(TEXTS[0], 30)
+    write_bpe(bpe, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config = DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="vocab.json", merge_file="merges.txt")
+    preprocess([write_lines(tmp_path / "in.jsonl")], "out", Job(config, ("text",), False), engine=RAY)
+    assert documents(tmp_path / "out_text_document") == [encode_plainly(text, bpe) for text in TEXTS]
 
 
 def test_a_task_that_always_fails_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

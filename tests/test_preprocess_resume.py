@@ -27,7 +27,7 @@ from megatron.data.preprocess.shards import Shard
 from megatron.data.preprocess.work import Counts
 from tests.bpe_trainer import train_bpe, write_bpe
 from tests.cli import ROOT
-from tests.corpora import BYTES, JOB, SKIP, TEXTS, expected_of, files_of, write_lines, write_zst, written
+from tests.corpora import BYTES, JOB, SKIP, TEXTS, documents, expected_of, files_of, write_lines, write_zst, written
 
 OTHERS = ["other", "texts"]
 
@@ -73,11 +73,11 @@ def test_killed_at_every_change_of_a_name(tmp_path: Path) -> None:
 
     for number in range(1, 100):
         dataset = tmp_path / "out_text_document"
-        dataset.with_suffix(".idx").unlink(missing_ok=True)
-        dataset.with_suffix(".bin").unlink(missing_ok=True)
+        for suffix, content in zip((".bin", ".idx"), expected_of(OTHERS), strict=True):
+            dataset.with_suffix(suffix).write_bytes(content)
         code = run_and_exit(source, prefix, end_at(number))
         if dataset.with_suffix(".idx").exists():
-            assert files_of(dataset) == expected_of(TEXTS), "never a half-written dataset"
+            assert files_of(dataset) in (expected_of(OTHERS), expected_of(TEXTS)), "the old one or the new one, never a mixture"
         if not code:
             break
         assert code == 9
@@ -219,6 +219,14 @@ def test_other_settings_are_refused_with_the_difference(tmp_path: Path, monkeypa
     (tmp_path / "other.json").write_text(json.dumps(ids))
     other = dataclasses.replace(config, vocab_file=str(tmp_path / "other.json"))
     assert "vocab file was " in refusal(Job(other, ("text",), True))
+    original = vocab.read_text()
+    vocab.write_text(json.dumps(ids))
+    preprocess(sources, str(tmp_path / "swapped"), Job(config, ("text",), True))
+    vocab.write_text(original)
+    preprocess(sources, str(tmp_path / "own"), Job(config, ("text",), True))
+    swap = {0: 1, 1: 0}
+    swapped = [[swap.get(id, id) for id in document] for document in documents(tmp_path / "swapped_text_document")]
+    assert documents(tmp_path / "own_text_document") == swapped, "the tokenizer is that of the files as they are now"
     vocab.rename(tmp_path / "moved.json")
     moved = dataclasses.replace(config, vocab_file=str(tmp_path / "moved.json"))
     assert preprocess(sources, str(tmp_path / "out"), Job(moved, ("text",), True), start="resume").num_kept == 3

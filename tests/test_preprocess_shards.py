@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import NoReturn, get_args
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,8 @@ from megatron.data.preprocess.job import Job
 from megatron.data.preprocess.records import records
 from megatron.data.preprocess.run import Engine, preprocess
 from megatron.data.preprocess.shards import LARGEST, SMALLEST, Shard, cut, default_shard_size
-from tests.corpora import BYTES, FORMS, JOB, TEXTS, expected_of, files_of, write_lines, write_parquet
+from tests.corpora import BYTES, FORMS, JOB, SKIP, TEXTS, expected_of, files_of, write_lines, write_parquet
+from tools.preprocess_data import parser
 
 
 def read(shards: list[Shard]) -> list[object]:
@@ -123,10 +125,55 @@ def test_folders_and_patterns_are_sorted_and_words_are_not(tmp_path: Path) -> No
     assert find_sources([str(tmp_path / "b")])[1] == ["left out 1 files that end with .csv: no known kind"]
 
 
+def test_what_the_tool_wrote_itself_is_no_input(tmp_path: Path) -> None:
+    """The output lies in the folder of the input, and a job is under way."""
+    write_lines(tmp_path / "in.jsonl", [*TEXTS, "bad"])
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write("{}\n")
+    preprocess([str(tmp_path)], str(tmp_path / "out"), SKIP)
+    first = files_of(tmp_path / "out_text_document")
+    for folder in ("out.parts", "other.parts"):
+        (tmp_path / folder).mkdir()
+        for name in ("job.json", "0123.json"):
+            (tmp_path / folder / name).write_text("{}")
+    (tmp_path / "more.parts").mkdir()
+    write_lines(tmp_path / "more.parts" / "in.jsonl", ["more"])
+    preprocess([str(tmp_path)], str(tmp_path / "out"), SKIP, start="restart")
+    assert files_of(tmp_path / "out_text_document") == expected_of([*TEXTS, "bad", "more"]) != first
+
+
+def test_links_are_followed_and_nothing_is_read_twice(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    write_lines(tmp_path / "a" / "in.jsonl")
+    (tmp_path / "b" / "to_a").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "back").symlink_to(tmp_path / "b")
+    (tmp_path / "a" / "self").symlink_to(tmp_path / "a")
+    assert [source.path for source in find_sources([str(tmp_path / "b")])[0]] == [str(tmp_path / "b" / "to_a" / "in.jsonl")]
+    assert [source.path for source in find_sources([str(tmp_path)])[0]] == [str(tmp_path / "a" / "in.jsonl")]
+    (tmp_path / "b" / "link.jsonl").symlink_to(tmp_path / "a" / "in.jsonl")
+    with pytest.raises(ValueError, match=r"names .*/a/back/link\.jsonl twice, the second time by .* as .*/a/in\.jsonl"):
+        find_sources([str(tmp_path)])
+
+
 def test_paths_are_the_same_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_lines(tmp_path / "in.jsonl")
     monkeypatch.chdir(tmp_path)
     assert [find_sources([word])[0][0].path for word in ("in.jsonl", f"file://{source}")] == [source, source]
+
+
+def test_a_kind_that_names_do_not_say(tmp_path: Path) -> None:
+    write_lines(tmp_path / "part-00000")
+    for word in (tmp_path / "part-00000", tmp_path, tmp_path / "part*"):
+        preprocess([str(word)], str(tmp_path.parent / "out"), JOB, input_format="jsonl")
+        assert files_of(tmp_path.parent / "out_text_document") == expected_of(TEXTS)
+        with pytest.raises(ValueError, match=r"no known kind|no file of a known kind(.|\n)*--input-format"):
+            preprocess([str(word)], str(tmp_path.parent / "out"), JOB)
+
+
+def test_the_tool_knows_all_kinds() -> None:
+    (choices,) = [action.choices for action in parser()._actions if action.dest == "input_format"]
+    assert set(choices or ()) == set(get_args(inputs.Kind)) == {*inputs.SUFFIXES.values()}
 
 
 def test_kinds_by_name() -> None:
@@ -158,13 +205,24 @@ def test_workers_and_shard_sizes_do_not_show(tmp_path: Path) -> None:
         assert summary.num_documents + summary.num_empty == sum(len(texts) - 7 * n for n in range(len(FORMS)))
 
 
-def test_files_behind_urls(tmp_path: Path) -> None:
-    """In and out of an object store; the folder for parts is there too."""
+def refuse(*args: object) -> NoReturn:
+    """In place of joining."""
+    raise ValueError("not today")
+
+
+def test_files_behind_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In and out of an object store; the folder for parts is there too, and is taken up again."""
     fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
     for number in range(2):
         memory.pipe_file(f"/corpus/{number}.jsonl", Path(write_lines(tmp_path / "in.jsonl", TEXTS[number::2])).read_bytes())
-    summary = preprocess(["memory://corpus/*.jsonl"], "memory://made/out", JOB, shard_size=700)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="not today"):
+        patch.setattr(run, "_join", refuse)
+        preprocess(["memory://corpus/*.jsonl"], "memory://made/out", JOB, shard_size=700)
+    part = sorted(memory.glob("/made/out.parts/*.bin"))[0]
+    memory.pipe_file(part, memory.cat_file(part)[:-2])
+    summary = preprocess(["memory://corpus/*.jsonl"], "memory://made/out", JOB, start="resume")
+    assert summary.num_kept == 5, "all but the one that was cut off"
     found = tuple(memory.cat_file(f"/made/out_text_document{suffix}") for suffix in (".bin", ".idx"))
     assert found == expected_of([*TEXTS[0::2], *TEXTS[1::2]])
     assert [name for name in memory.find("/made") if "_text_document." not in name] == []

@@ -17,10 +17,9 @@ from megatron.config.data import DataConfig
 from megatron.data.tokenizers import tiktoken_model
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.tiktoken_model import PATTERNS, KnownFile
-from tests.bpe_trainer import train_bpe
-from tests.vocabularies import LLAMA3_PATTERN, TEXT, any_text, rank_lines, rank_list, ranked_tokens
+from tests.vocabularies import BPE, LLAMA3_PATTERN, TEXT, any_text, rank_lines, rank_list, ranked_tokens
 
-TOKENS = ranked_tokens(train_bpe(TEXT, 90))
+TOKENS = ranked_tokens(BPE)
 SPECIAL = 10
 
 

@@ -62,6 +62,7 @@ def test_a_vocabulary_of_each_kind(corpus: Path, tmp_path: Path, capsys: pytest.
         text = TEXT + " \x00 <pad><x>\t\r\n <|endoftext|></s> \U0001f600  "
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
+        assert tokenizer.encode("\nreturn")[1:] == tokenizer.encode("return")  # nothing is put in front
         assert len(tokenizer.encode(SOURCES[0])) < 0.6 * len(SOURCES[0].encode())
         special = {tokenizer.eod, tokenizer.bos, tokenizer.pad}
         assert not special & {*ids}

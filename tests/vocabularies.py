@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
-from tests.bpe_trainer import Bpe, visible
+from tests.bpe_trainer import Bpe, train_bpe, visible
 from tools.train_tokenizer import main as train_tokenizer
 
 TEXT = """The cat sat on the mat; the cats' hats weren't that fat. aaaa aaa aa abababab
@@ -17,6 +17,7 @@ TEXT = """The cat sat on the mat; the cats' hats weren't that fat. aaaa aaa aa a
 The hatter's cat that sat there isn't the mother's, she'll say they've 1234 or 12 of them.
 """
 
+BPE = train_bpe(TEXT, 90)
 SOURCES = [path.read_text(encoding="utf-8") for path in sorted(Path(json.__file__).parent.glob("*.py"))]
 """Longer texts."""
 

@@ -120,10 +120,12 @@ def _show_dataset(given: argparse.Namespace, config: DataConfig) -> int:
 
 
 def _sizes(dataset: IndexedDataset) -> str:
+    from megatron.data.fingerprint import fingerprint
+
     tokens = dataset.num_tokens(range(dataset.num_documents))
     return (
         f"{dataset.prefix}: {dataset.num_documents:,} documents in {len(dataset.lengths):,} sequences, {tokens:,} tokens of "
-        f"{dataset.dtype.name}, digest {dataset.digest}"
+        f"{dataset.dtype.name}, fingerprint {fingerprint(dataset)}"
     )
 
 

@@ -35,7 +35,17 @@ if TYPE_CHECKING:
     from megatron.data.preprocess.progress import Screen, Summary
 
 _SHOWN_BAD_LINES = 20
-_PREPROCESSING = ("output_prefix", "tokenizer_type", "json_keys", "append_eod", "workers", "on_error", "shard_size", "resume")
+_PREPROCESSING = (
+    "input_format",
+    "output_prefix",
+    "tokenizer_type",
+    "json_keys",
+    "append_eod",
+    "workers",
+    "on_error",
+    "shard_size",
+    "resume",
+)
 _INDEXING = ("seq_length", "seed", "split", "epochs", "train_samples", "valid_samples", "test_samples", "data_cache_path")
 
 
@@ -48,6 +58,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="files, folders, patterns or URLs, read in this order; those of a folder or pattern sorted. By the end of the name: "
         ".jsonl .ndjson .json (JSON lines, also with .gz or .zst), .parquet, .txt .text .md .rst (a file is a document)",
+    )
+    flags.add_argument(
+        "--input-format",
+        choices=("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "text"),
+        help="what all files of --input are (what their names say)",
     )
     flags.add_argument("--output-prefix", metavar="PREFIX", help="writes PREFIX_<key>_document.bin and .idx; a path or a URL")
     flags.add_argument(
@@ -159,6 +174,7 @@ def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -
         given.input,
         given.output_prefix,
         Job(config, tuple(given.json_keys), given.append_eod, skip_bad_lines=given.on_error == "skip"),
+        input_format=given.input_format,
         engine=Engine(given.engine, given.workers, given.ray_address),
         shard_size=given.shard_size,
         start="resume" if given.resume else "restart" if given.restart else "new",
@@ -215,9 +231,12 @@ def _count(text: str) -> int:
 def _size(text: str) -> int:
     """Bytes, also as 64M."""
     found = re.fullmatch(r"(\d+)([KMG]?)", text)
-    if not found or not int(found[1]):
+    if not found:
         raise argparse.ArgumentTypeError(f"must be a number of bytes such as 67108864 or 64M, not {text!r}")
-    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
+    size = int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
+    if size < 1024:
+        raise argparse.ArgumentTypeError(f"must be at least 1K, not {text}")
+    return size
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-_BITS = 31
-_ONE = 1 << _BITS
+_HALF_BITS = 31
+_LOW = (1 << _HALF_BITS) - 1
+_ONE = 1 << 2 * _HALF_BITS
 
 
 class Placement(Protocol):
@@ -31,12 +32,13 @@ class Placement(Protocol):
 class Blend:
     """A binary tree that splits the samples in two, again and again, until each part is one dataset.
 
-    A node with the left share a = A / 2**31 sends its sample i to the left if floor((i + 1) a + 1/2) > floor(i a + 1/2). So
+    A node with the left share a = A / 2**62 sends its sample i to the left if floor((i + 1) a + 1/2) > floor(i a + 1/2). So
     floor(n a + 1/2) of its first n samples go left: never further than half a sample from n a. The tree joins the two smallest
     weights first (as a Huffman code does), so the weights of the nodes above a dataset grow at least like Fibonacci numbers. The
     half sample of a node reaches a dataset scaled by its share of the node, which makes at most half the sum of the reciprocal
     Fibonacci numbers: a dataset is never further than 3.36 / 2 = 1.68 samples from its share of the first n, for any n and any
-    number of datasets. That holds exactly for `weights`, in which the shares of nodes are rounded to multiples of 2**-31.
+    number of datasets. That holds exactly for the weights that the shares make; rounding to floating point moves those by some
+    2**-53, which is far less than a sample for any run.
 
     Args:
         weights: Not negative, finite, not all 0; a dataset of weight 0 is never read. Only their ratios count.
@@ -91,11 +93,14 @@ class _Node:
     """A dataset is a number."""
     right: _Node | int
     share: int
-    """Of the left part, in 2**-31."""
+    """Of the left part, in 2**-62; at most a half."""
 
     def lefts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Samples that go left among the first ones: floor(count * share + 1/2), without overflow."""
-        return (counts >> _BITS) * self.share + (((counts & (_ONE - 1)) * self.share + (_ONE >> 1)) >> _BITS)
+        """Samples that go left among the first ones: floor(count * share / 2**62 + 1/2), by halves that do not overflow."""
+        count_high, count_low = counts >> _HALF_BITS, counts & _LOW
+        high, low = self.share >> _HALF_BITS, self.share & _LOW
+        middle = count_high * low + count_low * high + (count_low * low >> _HALF_BITS) + (1 << _HALF_BITS - 1)
+        return count_high * high + (middle >> _HALF_BITS)
 
 
 def check_weights(weights: Sequence[float]) -> None:
@@ -122,7 +127,7 @@ def _join(weights: Sequence[float]) -> _Node | int:
     for number in range(len(weights), len(weights) + len(waiting) - 1):
         (left_weight, _, left), (right_weight, _, right) = heapq.heappop(waiting), heapq.heappop(waiting)
         together = left_weight + right_weight
-        share = min(max(round(left_weight / together * _ONE), 1), _ONE - 1)  # no weight above 0 is rounded to 0
+        share = max(round(left_weight / together * _ONE), 1)  # at most a half; no weight above 0 is rounded to 0
         heapq.heappush(waiting, (together, number, _Node(left, right, share)))
     return waiting[0][2]
 

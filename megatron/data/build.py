@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron.config.data import DataConfig
 from megatron.config.data_words import WeightedPrefix, split_words
+from megatron.data.fingerprint import fingerprint
 from megatron.data.history import Blending
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.split import SPLIT_NAMES, split_documents
@@ -23,6 +24,10 @@ class Datasets:
     train: SplitData
     valid: SplitData | None
     test: SplitData | None
+
+    def all(self) -> list[SplitData]:
+        """Those that are needed."""
+        return [data for data in (self.train, self.valid, self.test) if data is not None]
 
 
 def open_datasets(
@@ -46,7 +51,8 @@ def open_datasets(
                     f"the {SPLIT_NAMES[split]} split has no data: no entry in {config.per_split_data_args_path}.\n"
                     "  Add it there, or do without evaluation (--eval-iters 0)."
                 )
-            blending = "weights" if given[0].weight is not None else "sizes" if len(given) > 1 else "none"
+            if len(given) > 1 or (given[0].weight is not None and not own_splits):  # Megatron's distinction
+                blending = "sizes" if given[0].weight is None else "weights"
             components = _components(given, split, opened, None if own_splits else config.split, config, seq_length)
         data = SplitData(split, config, seed, seq_length, tokenizer.vocab_size, tokenizer.eod, tuple(components), blending)
         data.source(num_samples=1)  # an empty split is found now
@@ -87,8 +93,10 @@ def _refuse_repeats(datasets: list[IndexedDataset], config: DataConfig) -> None:
         return  # exactly what it does there
     first: dict[str, str] = {}
     for dataset in datasets if len(datasets) > 1 else []:
-        if (before := first.setdefault(dataset.digest, dataset.prefix)) != dataset.prefix or datasets.count(dataset) > 1:
+        found = fingerprint(dataset)
+        if found in first:
             raise DatasetError(
-                f"a blend has {before} and {dataset.prefix}, which are the same dataset: each of its samples would be read twice.\n"
+                f"a blend has {first[found]} and {dataset.prefix}, the same dataset: each of its samples would be read twice.\n"
                 "  Name it once, with the sum of the weights."
             )
+        first[found] = dataset.prefix

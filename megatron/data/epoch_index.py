@@ -64,7 +64,7 @@ class Windows:
 
     def starts(self, windows: NDArray[np.integer]) -> NDArray[np.int64]:
         """Token at which windows start."""
-        at = np.searchsorted(self.firsts, windows, side="right") - 1
+        at = self.firsts.searchsorted(windows, side="right") - 1
         return self.begins[at] + (windows - self.firsts[at]) * self.seq_length
 
     def left(self, num_read: int) -> Intervals:

@@ -25,8 +25,8 @@ class Part:
     """A dataset of a training blend."""
 
     prefix: str
-    digest: str
-    """Of the .idx file: the dataset is the same wherever its files lie."""
+    fingerprint: str
+    """Of its content: the dataset is the same wherever its files lie."""
     first_document: int
     num_documents: int
     weight: float
@@ -35,7 +35,7 @@ class Part:
     @property
     def key(self) -> tuple[str, int, int]:
         """What makes it the same documents."""
-        return self.digest, self.first_document, self.num_documents
+        return self.fingerprint, self.first_document, self.num_documents
 
 
 @dataclass(frozen=True)

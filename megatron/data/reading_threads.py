@@ -32,8 +32,8 @@ class ReadingThreads:
         self._threads = [
             threading.Thread(target=_work, args=(self._tasks,), name=f"{name}_{number}", daemon=True) for number in range(count)
         ]
-        self._stop = weakref.finalize(self, _stop, self._tasks, count)
-        self._stop.atexit = False  # `_end_all` does it, and waits
+        self._dropped = weakref.finalize(self, _stop, self._tasks, count)
+        self._dropped.atexit = False  # `_end_all` does it, and waits
         _open_pools.add(self)
 
     def submit(self, function: Callable[..., _T], *args: Any) -> Future[_T]:
@@ -47,7 +47,8 @@ class ReadingThreads:
 
     def close(self) -> None:
         """End the threads after what they are doing now; what they have not begun is cancelled. Does not wait."""
-        self._stop()
+        if self._dropped.detach():
+            _stop(self._tasks, len(self._threads))
 
     def wait(self, timeout: float) -> None:
         """Wait until the threads have ended, at most so many seconds."""

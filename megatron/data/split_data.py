@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from megatron.config.data import DataConfig
 from megatron.data.batches import Piece, SampleSource
 from megatron.data.blended_dataset import BlendedDataset
+from megatron.data.fingerprint import fingerprint
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.greedy_blend import GreedyBlend, requested_samples
 from megatron.data.history import Blending, Part, Phase, read_before, readings
@@ -35,7 +36,7 @@ class Component:
     def part(self) -> Part:
         """As it is written down in the history of a run."""
         first, count = self.documents.start, len(self.documents)
-        return Part(self.dataset.prefix, self.dataset.digest, first, count, self.weight)
+        return Part(self.dataset.prefix, fingerprint(self.dataset), first, count, self.weight)
 
 
 @dataclass(frozen=True)

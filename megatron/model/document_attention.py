@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 _LARGEST_FLASH_HEAD = 256
+_MOST_AT_ONCE = 65535
+"""Sequences in one call: as many as a CUDA grid has room for in its second dimension."""
 _CAUSAL = (-1, 0)
 """Window of `varlen_attn`: every token before, none after."""
 
@@ -43,7 +45,7 @@ class ByLength(NamedTuple):
     """Tokens reordered so that documents of one length lie side by side: then one call serves all of them.
 
     Documents of k different lengths have at least k (k + 1) / 2 tokens, so there are at most sqrt(2 T) calls however many documents
-    there are.
+    there are (but for one more for every 65,535 documents of a length).
     """
 
     order: torch.Tensor
@@ -66,7 +68,11 @@ class ByLength(NamedTuple):
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
         distinct, counts = np.unique(sizes, return_counts=True)
-        groups = list(zip(counts.tolist(), distinct.tolist(), strict=True))
+        groups = [
+            (min(_MOST_AT_ONCE, count - done), length)
+            for count, length in zip(counts.tolist(), distinct.tolist(), strict=True)
+            for done in range(0, count, _MOST_AT_ONCE)
+        ]
         return cls(_to_device(order, device), _to_device(places, device), groups)
 
 
@@ -82,7 +88,7 @@ def attention_within_documents(
     Returns:
         [s, b, n * d].
     """
-    if _flash_takes(q, dropout):
+    if _flash_takes(q, dropout) and len(documents.bounds) - 1 <= _MOST_AT_ONCE:
         return varlen_attention(q, k, v, documents, *_varlen())
     return grouped_attention(q, k, v, documents, dropout)
 

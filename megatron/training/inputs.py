@@ -10,6 +10,7 @@ from megatron.config.config import Config
 from megatron.config.data_words import has_own_splits, split_words
 from megatron.data.batches import DocumentRules, SampleSource
 from megatron.data.build import Datasets, open_datasets
+from megatron.data.document_ends import missing_ends
 from megatron.data.history import Phase, describe_phases, go_on
 from megatron.data.split import parse_split
 from megatron.data.tokenizers.build import build_tokenizer
@@ -94,7 +95,13 @@ class RunData:
         lines += self.sources.train.describe(plan.total_samples)
         for source in (self.sources.valid, self.sources.test):
             lines += source.describe(self._evaluation_samples(plan)) if source else []
-        return lines
+        return lines + self._warnings()
+
+    def _warnings(self) -> list[str]:
+        assert self.datasets is not None
+        components = [each for data in self.datasets.all() for each in data.components]
+        told = (missing_ends(each.dataset, each.documents, self.maker.rules) for each in components)
+        return list(dict.fromkeys(f"WARNING: {text}" for text in told if text is not None))
 
     def _phase(self, datasets: Datasets, progress: Progress, plan: BatchSizePlan) -> Phase:
         training, data = self.config.training, self.config.data

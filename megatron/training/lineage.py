@@ -16,6 +16,7 @@ from megatron.config.save import from_dict
 from megatron.config.training import TrainingConfig
 from megatron.data.batches import Piece, SampleSource
 from megatron.data.build import open_datasets
+from megatron.data.fingerprint import fingerprint
 from megatron.data.history import Phase
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.split_data import Component, SplitData
@@ -91,7 +92,7 @@ class RunLineage:
         """
         now = self.phases[phase]
         components = tuple(
-            _component(part.prefix, part.digest, part.first_document, part.num_documents, part.weight) for part in now.parts
+            _component(part.prefix, part.fingerprint, part.first_document, part.num_documents, part.weight) for part in now.parts
         )
         data = SplitData(
             split=0,
@@ -114,11 +115,11 @@ class RunLineage:
             yield number, source.lineage(number), source.samples(number, 1)[0].tolist()
 
 
-def _component(prefix: str, digest: str, first: int, count: int, weight: float) -> Component:
+def _component(prefix: str, expected: str, first: int, count: int, weight: float) -> Component:
     dataset = IndexedDataset(prefix)
-    if dataset.digest != digest:
+    if (found := fingerprint(dataset)) != expected:
         raise DatasetError(
-            f"{prefix}.idx is not the file that the run read: its digest is {dataset.digest}, not {digest}.\n"
+            f"{prefix} is not the dataset that the run read: its fingerprint is {found}, not {expected}.\n"
             "  Bring the run's dataset back to this place."
         )
     return Component(dataset, range(first, first + count), weight)

@@ -22,7 +22,7 @@ from megatron.config.data import DataOrder
 from megatron.data.blend import Blend
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.greedy_choices import greedy_choices
-from megatron.data.index_cache import cache_for
+from megatron.data.index_cache import MIN_ENTRIES, cache_for
 from megatron.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 
@@ -101,7 +101,7 @@ def run_index(documents: int = 20_000_000, tokens: int = 20_000_000_000) -> bool
                     f"  {order:10}{what:16}{times}, opened after {found['opened']:.2f} s; peak {found['peak_mb']:.0f} MB",
                     flush=True,
                 )
-                if found["cached"] != (what != "built"):
+                if found["cached"] != (what != "built" and documents >= MIN_ENTRIES):
                     missed.append(f"{order}: the index was not {what}")
                 if found["ready"] > most_s:
                     missed.append(f"{order}: {what} in {found['ready']:.2f} s; at most {most_s:.0f} s is asked for")

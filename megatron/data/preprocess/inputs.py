@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ SUFFIXES: dict[str, Kind] = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
 }
 """What a file is, by the end of its name: JSON lines, parquet, or plain text, of which each file is a document."""
+
+_KNOWN = f"Known: {', '.join(SUFFIXES)}. For files of other names say what they are by --input-format."
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,15 @@ def kind_of(path: str) -> Kind | None:
     return next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), None)
 
 
-def find_sources(inputs: Sequence[str]) -> tuple[list[Source], list[str]]:
+def find_sources(inputs: Sequence[str], kind: Kind | None = None, own: Sequence[str] = ()) -> tuple[list[Source], list[str]]:
     """The files of --input: words in the order given, the files of a folder or a pattern sorted by path.
 
     A file named itself must be of a known kind; in folders and patterns others are left out.
+
+    Args:
+        inputs: paths, patterns and URLs.
+        kind: what all files are, whatever their names; None: what their names say.
+        own: files that this tool writes, which are left out where a folder holds them.
 
     Returns:
         The files, and lines for the log about what was left out.
@@ -53,19 +61,25 @@ def find_sources(inputs: Sequence[str]) -> tuple[list[Source], list[str]]:
     Raises:
         ValueError: a word names nothing, or nothing that can be read; a file is named twice.
     """
-    sources: dict[str, Source] = {}
+    sources: dict[str, Source] = {}  # by path, with links followed
     others: Counter[str] = Counter()
     for word in inputs:
         before = len(sources)
         for path in _expand(word):
-            if (kind := kind_of(path)) is None:
+            if (found_kind := kind or kind_of(path)) is None:
+                if path == storage.normal(word):
+                    raise ValueError(f"--input {word}: a file of this name is of no known kind.\n  {_KNOWN}")
                 others[_suffix(path)] += 1
-            elif (found := storage.stat(path)) is not None:
-                if path in sources:
-                    raise ValueError(f"--input names {path} twice, the second time by {word}.\n  Leave one of them out.")
-                sources[path] = Source(path, kind, *found)
+            elif path not in own and (found := storage.stat(path)) is not None:
+                real = path if storage.is_url(path) else os.path.realpath(path)
+                if real in sources:
+                    raise ValueError(
+                        f"--input names {sources[real].path} twice, the second time by {word}"
+                        f"{'' if sources[real].path == path else f' as {path}'}.\n  Leave one of them out."
+                    )
+                sources[real] = Source(path, found_kind, *found)
         if len(sources) == before:
-            raise ValueError(f"--input {word}: no file of a known kind is there.\n  Known: {', '.join(SUFFIXES)}.")
+            raise ValueError(f"--input {word}: no file of a known kind is there.\n  {_KNOWN}")
     notes = [f"left out {number:,} files that end with {suffix}: no known kind" for suffix, number in sorted(others.items())]
     empty = [source.path for source in sources.values() if not source.size]
     if empty:
@@ -76,8 +90,6 @@ def find_sources(inputs: Sequence[str]) -> tuple[list[Source], list[str]]:
 def _expand(word: str) -> Iterator[str]:
     path = storage.normal(word)
     if storage.stat(path) is not None:
-        if kind_of(path) is None:
-            raise ValueError(f"--input {word}: a file of this name is of no known kind.\n  Known: {', '.join(SUFFIXES)}.")
         yield path
     elif storage.is_folder(path):
         yield from sorted(storage.find(path))

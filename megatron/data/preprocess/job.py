@@ -18,7 +18,8 @@ from megatron.data.tokenizers.protocol import Tokenizer
 FORMAT = 1
 """Of part files and reports; those of another format are not taken up again."""
 
-_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+FILE_SETTINGS = ("tokenizer_model", "vocab_file", "merge_file")
+"""Settings of tokenizers that name a file or a folder."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,23 @@ class Job:
     """Leave out records that cannot be used, instead of stopping at the first."""
 
 
-@functools.lru_cache(maxsize=1)
 def tokenizer_of(job: Job) -> tuple[Tokenizer, type[np.integer]]:
     """The tokenizer and the type in which its ids are written; made once in a process, and inherited by forked ones."""
-    tokenizer = build_tokenizer(job.tokenizer)
+    return _make(job.tokenizer, file_digests(job.tokenizer))
+
+
+@functools.lru_cache(maxsize=1)
+def _make(config: DataConfig, digests: tuple[tuple[str, str], ...]) -> tuple[Tokenizer, type[np.integer]]:
+    tokenizer = build_tokenizer(config)
     tokenizer.encode_array("")  # some encoders are made at their first use
     return tokenizer, token_dtype(tokenizer.vocab_size)
+
+
+@functools.lru_cache(maxsize=1)
+def file_digests(config: DataConfig) -> tuple[tuple[str, str], ...]:
+    """Name and content of each setting that is a file of the tokenizer; looked at again after `file_digests.cache_clear()`."""
+    given = ((name, getattr(config, name)) for name in FILE_SETTINGS)
+    return tuple((name, digest(path)) for name, path in given if path is not None and Path(path).exists())
 
 
 def settings(job: Job) -> dict[str, object]:
@@ -48,13 +60,13 @@ def settings(job: Job) -> dict[str, object]:
     """
     tokenizer, dtype = tokenizer_of(job)
     kind = job.tokenizer.tokenizer_type or ""
-    given = {name: getattr(job.tokenizer, name) for name in tokenizer_settings(kind)}
+    contents = dict(file_digests(job.tokenizer))
     return {
         "format": FORMAT,
         "json keys": list(job.keys),
         "append eod": job.append_eod,
         "tokenizer type": kind,
-        **{name.replace("_", " "): digest(value) if name in _FILES and value else value for name, value in given.items()},
+        **{name.replace("_", " "): contents.get(name, getattr(job.tokenizer, name)) for name in tokenizer_settings(kind)},
         "number of token ids": tokenizer.vocab_size,
         "eod id": tokenizer.eod,
         "token type": np.dtype(dtype).name,

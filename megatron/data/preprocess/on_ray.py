@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.data.preprocess.job import Job
-from megatron.data.preprocess.parts import ShardReport
+from megatron.data.preprocess.job import FILE_SETTINGS, Job
+from megatron.data.preprocess.parts import Parts, ShardReport
 from megatron.data.preprocess.processes import Listen, ShardError
 from megatron.data.preprocess.shards import Shard
 from megatron.data.preprocess.work import run_shard
@@ -20,6 +23,11 @@ _AT_ONCE = 1000
 
 def run_shard_remotely(job: Job, shard: Shard, folder: str) -> ShardReport | ValueError:
     """`run_shard` for a task: what another try would not mend is returned, not raised, so that it is not tried again."""
+    if Parts(folder, len(job.keys)).settings() is None:
+        return ValueError(
+            f"{folder} is not there on the node {platform.node()}.\n"
+            "  The folder of --output-prefix must be shared by all nodes, or be a URL."
+        )
     try:
         return run_shard(job, shard, folder)
     except ValueError as error:
@@ -63,7 +71,7 @@ def run_on_ray(
     under_way: dict[Any, int] = {}
     waiting = iter(enumerate(shards))
     try:
-        shared_job = ray.put(job)
+        shared_job = ray.put(_from_any_folder(job))
         while True:
             while len(under_way) < (num_workers or _AT_ONCE) and (following := next(waiting, None)) is not None:
                 number, shard = following
@@ -79,6 +87,13 @@ def run_on_ray(
             ray.cancel(unfinished, force=True)
         if not connected:
             ray.shutdown()
+
+
+def _from_any_folder(job: Job) -> Job:
+    """The same job with absolute paths: tasks run in other folders."""
+    names = [name for name in FILE_SETTINGS if getattr(job.tokenizer, name) is not None]
+    paths = {name: os.path.abspath(getattr(job.tokenizer, name)) for name in names}
+    return dataclasses.replace(job, tokenizer=dataclasses.replace(job.tokenizer, **paths))
 
 
 def _connect(ray: Any, num_workers: int | None, address: str | None) -> None:

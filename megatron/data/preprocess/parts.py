@@ -20,7 +20,6 @@ from pathlib import Path
 from megatron.data.preprocess import storage
 from megatron.data.preprocess.job import digest
 
-_SETTINGS = "job.json"
 _SUFFIXES = (".bin", ".idx")
 
 
@@ -63,7 +62,7 @@ class Parts:
 
     def settings(self) -> dict[str, object] | None:
         """What the job that made the folder was; None if there is no such folder, empty if it does not say."""
-        path = f"{self.folder}/{_SETTINGS}"
+        path = f"{self.folder}/{storage.JOB_FILE}"
         if storage.stat(path) is None:
             return {} if storage.is_folder(self.folder) else None
         with storage.open_binary(path) as file:
@@ -77,7 +76,7 @@ class Parts:
         """Make the folder, if it is not there, and note the settings."""
         if not storage.is_url(self.folder):
             os.makedirs(self.folder, exist_ok=True)
-        storage.write_text(f"{self.folder}/{_SETTINGS}", json.dumps(settings, indent=1))
+        storage.write_text(f"{self.folder}/{storage.JOB_FILE}", json.dumps(settings, indent=1))
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[str]:
@@ -134,7 +133,7 @@ class Parts:
 
     def is_bare(self) -> bool:
         """Whether no shard has been finished."""
-        return all(path.endswith((f"/{_SETTINGS}", "/lock")) or ".partial-" in path for path in storage.find(self.folder))
+        return all(path.endswith((f"/{storage.JOB_FILE}", "/lock")) or ".partial-" in path for path in storage.find(self.folder))
 
     def remove(self) -> None:
         """Remove the folder. It loses its name first: a folder that is half removed is never taken for a job under way."""

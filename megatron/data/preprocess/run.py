@@ -13,8 +13,8 @@ from typing import Literal
 from megatron.data import merge
 from megatron.data.preprocess import storage
 from megatron.data.preprocess.errors import BadShardError, told_where_no_room
-from megatron.data.preprocess.inputs import Source, find_sources
-from megatron.data.preprocess.job import Job, settings, tokenizer_of
+from megatron.data.preprocess.inputs import Kind, Source, find_sources
+from megatron.data.preprocess.job import Job, file_digests, settings
 from megatron.data.preprocess.on_ray import run_on_ray
 from megatron.data.preprocess.parts import Parts, ShardReport
 from megatron.data.preprocess.processes import Listen, ShardError, run_here, run_in_processes
@@ -51,6 +51,7 @@ def preprocess(
     output_prefix: str,
     job: Job,
     *,
+    input_format: Kind | None = None,
     engine: Engine = Engine(),
     shard_size: int | None = None,
     start: Literal["new", "resume", "restart"] = "new",
@@ -66,6 +67,7 @@ def preprocess(
         inputs: files, folders, patterns and URLs, read in this order.
         output_prefix: a path, whose folder must exist, or a URL.
         job: keys and tokenizer.
+        input_format: what all files are; None: what their names say.
         engine: who does the work.
         shard_size: in bytes of the input; None: that of the job that is resumed, or about a thousandth of the input.
         start: what to do with the folder of an earlier job: refuse it (new), go on with it or remove it.
@@ -83,7 +85,8 @@ def preprocess(
         raise ValueError(
             f"--output-prefix {output_prefix}: the folder {Path(output_prefix).parent} does not exist.\n  Make it first."
         )
-    sources, notes = find_sources(inputs)
+    bad_lines_file = f"{output_prefix}_bad_lines.txt"
+    sources, notes = find_sources(inputs, input_format, own=[bad_lines_file])
     for line in notes:
         note(line)
     parts = Parts(f"{output_prefix}.parts", len(job.keys))
@@ -96,7 +99,7 @@ def preprocess(
         try:
             summary, reports = _make(parts, job, shards, engine, output_prefix, note, progress)
             _join(parts, shards, reports, job, summary, note)
-            _write_bad_lines(parts, shards, reports, output_prefix, summary)
+            _write_bad_lines(parts, shards, reports, bad_lines_file, summary)
         except BaseException:
             parts.remove_unfinished()
             if parts.is_bare():
@@ -111,12 +114,14 @@ def _prepare(
 ) -> list[Shard]:
     """The shards, once the folder is there and belongs to this job."""
     earlier = parts.settings()
+    if earlier is None and start == "resume":
+        note(f"{parts.folder} is not there: nothing to go on with, so this is a new job")
     if earlier is not None and start == "new":
         raise ValueError(
             f"{parts.folder} is there: the work of a job that did not end.\n"
             "  Go on with it by --resume, or remove it and start anew by --restart."
         )
-    tokenizer_of.cache_clear()  # its files may have changed since another job of this process
+    file_digests.cache_clear()  # they may have changed since another job of this process
     wanted = settings(job)
     if earlier == {} and not parts.is_bare():
         raise ValueError(f"--resume: {parts.folder} does not say what job it belongs to.\n  Remove it and start anew by --restart.")
@@ -222,18 +227,15 @@ def _join(
 # ---- bad lines, named by their number in the file
 
 
-def _write_bad_lines(
-    parts: Parts, shards: Sequence[Shard], reports: dict[int, ShardReport], output_prefix: str, summary: Summary
-) -> None:
+def _write_bad_lines(parts: Parts, shards: Sequence[Shard], reports: dict[int, ShardReport], path: str, summary: Summary) -> None:
     """All that were kept go to a file beside the datasets, the first ones into the summary; the file of an earlier job goes."""
-    path = f"{output_prefix}_bad_lines.txt"
     if not summary.num_bad_lines:
         storage.remove(path)
         return
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="preprocess-")) if storage.is_url(path) else None
         local = f"{folder}/bad_lines.txt" if folder else f"{path}.partial-{os.getpid()}"
-        with open(local, "w", encoding="utf-8") as file:
+        with open(local, "w", encoding="utf-8", errors="backslashreplace") as file:
             for line in _bad_lines(parts, shards, reports):
                 file.write(line + "\n")
                 if len(summary.bad_lines) < _SHOWN_BAD_LINES:

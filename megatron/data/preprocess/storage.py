@@ -13,6 +13,9 @@ from typing import Any, BinaryIO, cast
 from megatron.data.indexed_writer import unfinished
 
 BUFFER_BYTES = 1 << 20
+JOB_FILE = "job.json"
+"""By it the folder PREFIX.parts of a job is known."""
+
 _VERSION_FIELDS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
 
 
@@ -72,15 +75,26 @@ def is_folder(path: str) -> bool:
 
 
 def find(folder: str) -> Iterator[str]:
-    """Every file in a folder and below it, but none whose name, or whose folder's, begins with a dot."""
+    """Every file in a folder and below it; each folder once, however many links lead there.
+
+    Left out are names that begin with a dot, and folders in which a job of preprocessing is under way.
+    """
     if is_url(folder):
         files, name = filesystem(folder)
-        for found in files.find(name):
-            if not any(part.startswith(".") for part in found[len(name) :].split("/")):
-                yield files.unstrip_protocol(found)
+        found, own = sorted(files.find(name)), f"{name.rstrip('/')}/{JOB_FILE}"
+        jobs = tuple(path.removesuffix(JOB_FILE) for path in found if path.endswith(f".parts/{JOB_FILE}") and path != own)
+        for path in found:
+            if not path.startswith(jobs or ("\0",)) and not any(part.startswith(".") for part in path[len(name) :].split("/")):
+                yield files.unstrip_protocol(path)
         return
+    seen: set[str] = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        real = os.path.realpath(parent)
+        if real in seen or (parent.endswith(".parts") and JOB_FILE in names and parent != folder):
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
 
 

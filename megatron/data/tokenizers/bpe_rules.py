@@ -146,12 +146,13 @@ def merge(piece: bytes, ranks: Mapping[Pair, int]) -> tuple[list[bytes], int]:
 def _join(piece: bytes, rank_of: Callable[[Pair], int], none: int) -> tuple[list[bytes], int]:
     """Join the neighbours of lowest rank (the first ones of several), over and over, until that is `none`."""
     tokens, last = [piece[at : at + 1] for at in range(len(piece))], -1
-    while len(tokens) > 1:
-        rank, at = min((rank_of(pair), at) for at, pair in enumerate(itertools.pairwise(tokens)))
-        if rank == none:
-            break
+    ranks = [rank_of(pair) for pair in itertools.pairwise(tokens)]
+    while ranks and (rank := min(ranks)) != none:
+        last, at = rank, ranks.index(rank)
         tokens[at : at + 2] = [tokens[at] + tokens[at + 1]]
-        last = rank
+        del ranks[at]
+        for pair in range(max(at - 1, 0), min(at + 1, len(ranks))):
+            ranks[pair] = rank_of((tokens[pair], tokens[pair + 1]))
     return tokens, last
 
 

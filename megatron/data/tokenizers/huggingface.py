@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.tokenizers.bpe_rules import ByteVocabulary, NotExactError
+from megatron.data.tokenizers.bpe_rules import NotExactError
 from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
 from megatron.data.tokenizers.special_tokens import find_special_ids
 from megatron.data.tokenizers.tiktoken_encoder import TiktokenEncoder
@@ -38,15 +39,13 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = read_tokenizer_json(path)
-        self._special = find_special_ids(self._file.path, self._file.ids)
-        self.vocab_size = max(self._file.ids.values()) + 1
+        self._path = path
+        file = read_tokenizer_json(path)
+        self._special = find_special_ids(path, file.ids)
+        self.vocab_size = max(file.ids.values()) + 1
         self.eod, self.bos, self.pad = self._special.eod, self._special.bos, self._special.pad
-        self._vocabulary: ByteVocabulary | NotExactError
-        try:
-            self._vocabulary = byte_vocabulary(self._file, self._special)
-        except NotExactError as error:
-            self._vocabulary = error
+        with suppress(NotExactError):
+            byte_vocabulary(file, self._special)  # to say at once what is wrong; a training run needs no more, and keeps none of it
 
     @cached_property
     def backend(self) -> ByteBPETokenizer | LibraryTokenizer:
@@ -55,13 +54,13 @@ class HuggingFaceTokenizer:
         Raises:
             ValueError: the `tokenizers` library is needed and not there.
         """
+        file = read_tokenizer_json(self._path)
         try:
-            if isinstance(self._vocabulary, NotExactError):
-                raise self._vocabulary
-            return ByteBPETokenizer(self._vocabulary, TiktokenEncoder(self._vocabulary))
+            vocabulary = byte_vocabulary(file, self._special)
+            return ByteBPETokenizer(vocabulary, TiktokenEncoder(vocabulary))
         except NotExactError as error:
-            tokenizer = LibraryTokenizer(self._file, self._special, str(error))
-            _log.warning("--tokenizer-model %s is run by the tokenizers library, slower than tiktoken: %s", self._file.path, error)
+            tokenizer = LibraryTokenizer(file, self._special, str(error))
+            _log.warning("--tokenizer-model %s is run by the tokenizers library, slower than tiktoken: %s", self._path, error)
             return tokenizer
 
     def encode(self, text: str) -> list[int]:

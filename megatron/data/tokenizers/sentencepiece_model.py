@@ -30,7 +30,11 @@ class SentencePieceTokenizer:
         try:
             self._model = SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
-            raise ValueError(f"--tokenizer-model {path} is not a sentencepiece model: {error}") from error
+            raise ValueError(
+                f"--tokenizer-model {path} is not a sentencepiece model: {error}\n"
+                "  It is not whole, or of another kind: tokenizer.json is read with --tokenizer-type HuggingFaceTokenizer, "
+                "tiktoken's files (Llama 3) with TikTokenizer."
+            ) from error
         self.vocab_size: int = self._model.vocab_size()
         self.eod: int = self._model.eos_id()
         bos, pad = self._model.bos_id(), self._model.pad_id()

@@ -56,8 +56,7 @@ def _train_sentencepiece(model_type: str, texts: Sequence[str], vocab_size: int,
             model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
-            byte_fallback=True,  # what no piece covers is spelled in bytes
-            user_defined_symbols=["\n"],
+            byte_fallback=True,  # what no piece covers is spelled in bytes, as line ends are
             control_symbols=list(special_tokens),
             # Blanks matter, of source code above all, so nothing is normalised, joined or put in front.
             normalization_rule_name="identity",
