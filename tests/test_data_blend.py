@@ -177,10 +177,10 @@ def test_samples_come_from_their_datasets_in_the_order_of_each(weights: list[flo
 def test_the_report_has_shares_counts_and_what_is_never_read() -> None:
     lines = BlendedDataset([Numbered(name) for name in range(3)], [3.0, 0.0, 1.0]).describe(40)
     assert lines == [
-        "dataset 0: 75.0000% of the blend, 30 of 40 samples",
+        "dataset 0; 75.0000% of the blend: 30 of 40 samples",
         "dataset 0: 30 samples",
-        "dataset 1: weight 0, never read",
-        "dataset 2: 25.0000% of the blend, 10 of 40 samples",
+        "dataset 1; weight 0, never read",
+        "dataset 2; 25.0000% of the blend: 10 of 40 samples",
         "dataset 2: 10 samples",
     ]
     with pytest.raises(ValueError, match="2 datasets have 3 weights"):

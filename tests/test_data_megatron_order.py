@@ -112,9 +112,8 @@ def test_a_sample_beyond_the_order_and_another_sequence_length_are_refused(tmp_p
 def test_the_report_says_how_many_epochs_are_shuffled(tmp_path: Path) -> None:
     write(tmp_path / "d", LENGTHS)
     report = "\n".join(megatron(tmp_path / "d", range(10), 6, 20, 1).describe(20))
-    assert "87 tokens" in report
-    assert "14 samples of 6 tokens an epoch; 28 samples of 2 epochs are shuffled, the last of them apart (5 tokens" in report
-    assert "20 samples are 1.43 epochs" in report
+    assert "10 of 10 documents, 87 tokens; epochs 0.00 to 1.43 of 14 samples; --data-order megatron shuffles 2 epochs" in report
+    assert "2 epochs, the last of them apart: 28 samples (5 tokens left out: less than a sample)" in report
 
 
 weights = st.lists(st.integers(1, 100).map(float) | st.floats(1e-3, 1.0), min_size=1, max_size=12)
@@ -139,6 +138,8 @@ def check_blend(blend: GreedyBlend, expected: list[tuple[int, int]], first: int)
     for start in (0, first):
         datasets, indices = blend.place(np.arange(start, num_samples))
         assert list(zip(datasets.tolist(), indices.tolist(), strict=True)) == expected[start:]
+    with pytest.raises(ValueError, match=f"no sample {num_samples}: .* {num_samples} samples"):
+        blend.place(np.arange(first, num_samples + 1))
     taken = [dataset for dataset, _ in expected[:first]]
     assert blend.counts(first) == [taken.count(dataset) for dataset in range(len(blend.weights))]
 
@@ -169,12 +170,12 @@ def test_a_dataset_of_weight_0_is_never_chosen() -> None:
 
 
 def test_the_last_bit_of_a_weight_decides_ties() -> None:
-    """Dividing these weights by their sum once or twice makes other choices: the second division is part of the order."""
+    """Dividing these weights by their sum once or twice makes other choices: twice if they were given, once for sizes."""
     weights = [8.0, 7.0, 21.0, 19.0, 2.0]
-    blend = GreedyBlend(weights, 300)
-    once = reference.normalised(weights)
-    assert greedy_choices.greedy_choices(once, 300).tolist() != blend.place(np.arange(300))[0].tolist()
-    check_blend(blend, reference.choices(weights, 300), 0)
+    given, by_size = reference.choices(weights, 300), reference.choices(weights, 300, by_size=True)
+    assert given != by_size
+    check_blend(GreedyBlend(weights, 300), given, 0)
+    check_blend(GreedyBlend(weights, 300, by_size=True), by_size, 0)
 
 
 def test_the_choices_never_change() -> None:

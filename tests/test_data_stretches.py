@@ -112,14 +112,21 @@ def test_stretches_of_one_length_are_one_stretch(
 def test_the_report_says_what_is_read_what_is_left_and_what_is_dropped(tmp_path: Path) -> None:
     dataset = write(tmp_path / "d", [101])
     run = [(10, 4), (7, 0)]
-    lines = samples(dataset, run, 1).describe(16)
     kept = Intervals(np.array([0]), np.array([101]))
     left = cut(kept, 10, (2, SEED, SPLIT, 0)).left(4)
     fits = int(((left.ends - left.begins - 1) // 7).sum())
-    assert "14 samples of 7 tokens an epoch (2 tokens left out" in lines[1]
-    assert f"of epoch 0, 4 samples of 10 tokens are read; {fits} samples of 7 tokens are left of it" in lines[2]
-    assert f"{60 - 7 * fits} tokens in stretches too short" in lines[2]
-    assert f"16 samples are those and {(16 - fits) / 14:.2f} epochs" in lines[3]
+    first, second = samples(dataset, run, 1).describe(fits + 7)
+    assert "101 tokens; epochs 0.40 to 1.50 of 14 samples (2 tokens of each left out" in first
+    assert f"of epoch 0, 4 samples of 10 tokens were read; {fits} samples of 7 tokens are left of it" in second
+    assert f"{60 - 7 * fits} tokens ({(60 - 7 * fits) / 101:.2%}) in stretches too short" in second
+    (within, _) = samples(dataset, run, 1).describe(2)
+    assert f"epochs 0.40 to {(40 + 14) / 101:.2f} of" in within
+
+
+def test_the_report_goes_on_where_samples_of_the_same_length_were_read(tmp_path: Path) -> None:
+    dataset = write(tmp_path / "d", [101])
+    (line,) = samples(dataset, [(10, 14), (10, 0)], 1).describe(3)
+    assert "epochs 1.40 to 1.70 of 10 samples" in line
 
 
 def test_the_windows_of_version_one_never_change(tmp_path: Path) -> None:

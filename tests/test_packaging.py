@@ -21,8 +21,8 @@ def test_requirements_file_repeats_the_project() -> None:
 
 
 def test_requirements_name_what_is_imported() -> None:
-    distributions = {"yaml": "PyYAML"}
-    optional = {"apex", "matplotlib", "wandb"}  # looked for at run time
+    distributions = {"yaml": "PyYAML", "tiktoken_ext": "tiktoken"}
+    optional = {"apex", *PROJECT["optional-dependencies"]} - {"dev"}  # looked for at run time
     texts = [path.read_text() for path in [*SOURCES, ROOT / "pretrain_gpt.py", *(ROOT / "tools").rglob("*.py")]]
     found = {match for text in texts for match in re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE)}
     import sys

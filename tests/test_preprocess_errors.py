@@ -12,7 +12,7 @@ import signal
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -41,6 +41,7 @@ from tests.corpora import (
 
 BAD_LINES = {
     b'{"text": "x"': "not JSON: .* at column",
+    b'{"text": "x': "not JSON: Unterminated string starting at column 10$",
     b"[1]": "not a JSON object",
     b'{"title": "x"}': r"no key 'text' \(--json-keys\); the line has: 'title'",
     b'{"text": 5}': "not a string but 5",
@@ -56,7 +57,7 @@ BAD_LINES = {
 def test_a_bad_line_is_named_and_no_dataset_is_written(tmp_path: Path, bad: bytes) -> None:
     good = json.dumps({"text": "fine"}).encode()
     (tmp_path / "in.jsonl").write_bytes(b"\n".join([good, b"", bad, good]))
-    where = rf"{re.escape(str(tmp_path))}/in\.jsonl:3: .*{BAD_LINES[bad]}(.|\n)*--on-error skip(.|\n)*--resume"
+    where = rf"(?m){re.escape(str(tmp_path))}/in\.jsonl:3: .*{BAD_LINES[bad]}(.|\n)*--on-error skip(.|\n)*--resume"
     with pytest.raises(ValueError, match=where):
         preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB)
     assert not written(tmp_path), "no shard was finished, so nothing is kept either"
@@ -172,7 +173,7 @@ def test_the_tool_fails_with_file_and_line(tmp_path: Path, workers: str) -> None
     done = spawn_cli([*argv, "--resume", "--on-error", "skip"], None)
     assert done.returncode == 0, done.stderr
     assert f"left out: {source}:41: not JSON" in done.stderr
-    assert f"1 records were left out: {tmp_path / 'out_bad_lines.txt'}" in done.stderr
+    assert f"all records left out: {tmp_path / 'out_bad_lines.txt'}" in done.stderr
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
 
 
@@ -191,6 +192,7 @@ def test_the_tool_fails_with_file_and_line(tmp_path: Path, workers: str) -> None
         ({"output_prefix": "/tmp/"}, "/tmp/ is a folder"),
         ({"job": Job(DataConfig(tokenizer_type="NullTokenizer"), ("text",), False)}, "needs --vocab-size"),
         ({"job": Job(DataConfig(tokenizer_type="NullTokenizer", vocab_size=9), ("text",), False)}, "in.jsonl:1: 'ab' is not an id"),
+        ({"job": Job(BYTES, ("a/b",), True)}, "--json-keys a/b: .* cannot hold '/'"),
         ({"job": Job(BYTES, ("empty",), True)}, "no document with a token for .*out_empty_document"),
     ],
 )
@@ -208,17 +210,70 @@ def test_what_cannot_work_is_refused_and_leaves_nothing(tmp_path: Path, change: 
     settings["inputs"] = [word.format(folder=tmp_path) for word in settings["inputs"]]  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=message):
         preprocess(**settings)  # type: ignore[arg-type]
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left <= {*before, "out.parts"}
-    assert "out.parts" not in left or "no document" in message, "kept, for its shards are finished"
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("held", [{"other": ["x"]}, {"text": [1]}])
-def test_columns_are_looked_at_before_the_work_begins(tmp_path: Path, held: dict[str, list[object]]) -> None:
+@pytest.mark.parametrize(
+    ("names", "values", "told"),
+    [
+        (["other"], [["x"]], "no column 'text'.*it has: 'other'"),
+        (["text", "text"], [["x"], ["y"]], "more than one column 'text'"),
+        (["text"], [[1]], "the column 'text'.* holds int64, not strings"),
+        (["text"], [[["x"]]], "the column 'text'.* holds list<.*>, not strings"),
+    ],
+)
+def test_columns_are_looked_at_before_the_work_begins(tmp_path: Path, names: list[str], values: list[object], told: str) -> None:
     pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(held), tmp_path / "in.parquet")
-    with pytest.raises(ValueError, match=r"in\.parquet: (no column 'text'.*it has: 'other'|the column 'text'.* holds int64)"):
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(values, names=names), tmp_path / "in.parquet")
+    with pytest.raises(ValueError, match=rf"in\.parquet: {told}"):
         preprocess([str(tmp_path / "in.parquet")], str(tmp_path / "out"), SKIP)
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
+def test_a_string_of_a_column_that_is_not_utf8(tmp_path: Path, kind: str) -> None:
+    """pyarrow does not look; the other rows are good."""
+    pyarrow = pytest.importorskip("pyarrow")
+    column = pyarrow.array([b"one", b"\xff", None, b"two"])
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 4, column.buffers(), column.null_count)
+    if kind == "dictionary":
+        column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1, None, 2]), column.take(pyarrow.array([0, 1, 3])))
+    elif kind == "large_string":
+        column = column.cast(pyarrow.large_binary()).view(pyarrow.large_string())
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"text": column}), tmp_path / "in.parquet")
+    summary = preprocess([str(tmp_path / "in.parquet")], str(tmp_path / "out"), SKIP)
+    assert documents(tmp_path / "out_text_document") == [[*b"one", 256], [*b"two", 256]]
+    assert [line.rpartition("/")[2] for line in summary.bad_lines] == [
+        "in.parquet: row 1: key 'text' is not UTF-8: b'\\xff'",
+        "in.parquet: row 2: the value of key 'text' is not a string but null",
+    ]
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_damage_in_a_row_group(tmp_path: Path, checked: bool) -> None:
+    """Of a page's head; and of a text in it, where the file has checksums of its pages."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "in.parquet"
+    table = pyarrow.table({"text": [f"{n} {text}" for n in range(9) for text in TEXTS]})
+    parquet.write_table(table, path, row_group_size=180, write_page_checksum=checked, compression="none", use_dictionary=False)
+    page = parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    content = bytearray(path.read_bytes())
+    at = page + (500 if checked else 0)
+    content[at : at + 20] = b"\x41" * 20 if checked else b"\xff" * 20
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"in\.parquet: row group 1 is damaged: .*\n.*copy the file again"):
+        preprocess([str(path)], str(tmp_path / "out"), SKIP)
+
+
+def test_too_little_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*args: object) -> NoReturn:
+        raise MemoryError
+
+    source = write_lines(tmp_path / "in.jsonl")
+    monkeypatch.setattr(work._Work, "_encode", too_large)
+    for workers in (1, 2):
+        with pytest.raises(ValueError, match=r"in\.jsonl: not enough memory for a record of it"):
+            preprocess([source], str(tmp_path / "out"), SKIP, engine=Engine(num_workers=workers))
 
 
 @pytest.mark.parametrize("cut", [1, 20, 300])
@@ -229,7 +284,9 @@ def test_a_packed_file_that_is_cut_off_is_never_taken_for_whole(tmp_path: Path, 
     path = tmp_path / f"in.jsonl.{suffix}"
     path.write_bytes(gzip.compress(lines) if suffix == "gz" else Path(write_zst(path, TEXTS)).read_bytes())
     path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(ValueError, match=rf"in\.jsonl\.{suffix} is truncated or damaged after line \d+: .*\n.*copy it again"):
+    with pytest.raises(
+        ValueError, match=rf"in\.jsonl\.{suffix} is truncated or damaged, after line \d+ or later: .*\n.*copy it again"
+    ):
         preprocess([str(path)], str(tmp_path / "out"), SKIP)
     assert not written(tmp_path)
 
@@ -239,7 +296,7 @@ def test_a_packed_file_that_is_none(tmp_path: Path, suffix: str) -> None:
     if suffix == "zst":
         pytest.importorskip("zstandard")
     write_lines(tmp_path / f"in.jsonl.{suffix}")
-    with pytest.raises(ValueError, match=r"is truncated or damaged after line 0: "):
+    with pytest.raises(ValueError, match=r"is truncated or damaged, after line 0 or later: "):
         preprocess([str(tmp_path / f"in.jsonl.{suffix}")], str(tmp_path / "out"), JOB)
 
 

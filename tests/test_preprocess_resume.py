@@ -110,7 +110,7 @@ def test_killed_at_random_and_resumed(tmp_path: Path) -> None:
     assert 0 < kept[1] < kept[2] < kept[3]
     done = subprocess.run(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"{kept[-1] - 1} of " in done.stderr, "all but job.json are reports of shards"
+    assert f"shards finished by an earlier run: {kept[-1] - 1} of " in done.stderr, "all but job.json are reports of shards"
     assert files_of(tmp_path / "out_text_document") == expected_of([*texts, *texts])
 
 
@@ -142,6 +142,22 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: Sequence[s
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Engine, "run", run)
         preprocess(sources, str(tmp_path / "out"), job, shard_size=600)
+
+
+def test_what_was_half_written_goes_before_the_work_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a disk that was full stays full."""
+    sources = [write_lines(tmp_path / "in.jsonl")]
+    stopped(tmp_path, monkeypatch, sources)
+    half = tmp_path / "out.parts" / "ab_0.bin.partial-host-1"
+    half.touch()
+    run = Engine.run
+
+    def and_look(self: Engine, *args: Any) -> None:
+        assert not half.exists()
+        run(self, *args)
+
+    monkeypatch.setattr(Engine, "run", and_look)
+    preprocess(sources, str(tmp_path / "out"), JOB, start="resume")
 
 
 def made_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -214,8 +230,8 @@ def test_other_settings_are_refused_with_the_difference(tmp_path: Path, monkeypa
     assert "tokenizer type was 'GPT2BPETokenizer', now 'ByteTokenizer'" in refusal(JOB)
     assert "shard size was 600, now 601" in refusal(Job(config, ("text",), True), 601)
     ids = json.loads(vocab.read_text())
-    tokens = list(ids)
-    ids[tokens[0]], ids[tokens[1]] = ids[tokens[1]], ids[tokens[0]]
+    swap = {ids["1"]: ids["2"], ids["2"]: ids["1"]}
+    ids = {token: swap.get(id, id) for token, id in ids.items()}
     (tmp_path / "other.json").write_text(json.dumps(ids))
     other = dataclasses.replace(config, vocab_file=str(tmp_path / "other.json"))
     assert "vocab file was " in refusal(Job(other, ("text",), True))
@@ -224,9 +240,10 @@ def test_other_settings_are_refused_with_the_difference(tmp_path: Path, monkeypa
     preprocess(sources, str(tmp_path / "swapped"), Job(config, ("text",), True))
     vocab.write_text(original)
     preprocess(sources, str(tmp_path / "own"), Job(config, ("text",), True))
-    swap = {0: 1, 1: 0}
     swapped = [[swap.get(id, id) for id in document] for document in documents(tmp_path / "swapped_text_document")]
-    assert documents(tmp_path / "own_text_document") == swapped, "the tokenizer is that of the files as they are now"
+    assert documents(tmp_path / "own_text_document") == swapped != documents(tmp_path / "swapped_text_document"), (
+        "the tokenizer is that of the files as they are now"
+    )
     vocab.rename(tmp_path / "moved.json")
     moved = dataclasses.replace(config, vocab_file=str(tmp_path / "moved.json"))
     assert preprocess(sources, str(tmp_path / "out"), Job(moved, ("text",), True), start="resume").num_kept == 3

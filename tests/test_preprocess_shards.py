@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 from pathlib import Path
@@ -50,7 +51,18 @@ def test_a_line_longer_than_the_buffer_is_skipped_by_the_shards_in_its_middle(
     monkeypatch.setattr(storage, "BUFFER_BYTES", 16)
     (tmp_path / "in.jsonl").write_bytes(b"x" * 100 + b"\n" + b"y\n")
     shards = cut(find_sources([str(tmp_path / "in.jsonl")])[0], 10, ("text",))
+    taken = []
+    readline = io.BufferedReader.readline
+
+    class Counting(io.BufferedReader):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            line = readline(self, size)
+            taken.append(len(line))
+            return line
+
+    monkeypatch.setattr(storage, "open_binary", lambda path: Counting(open(path, "rb", buffering=0)))  # noqa: SIM115
     assert [read([shard]) for shard in shards] == [[b"x" * 100 + b"\n"], *[[]] * 9, [b"y\n"]]
+    assert sum(taken) < 103 + 11 * 17, "no shard reads to the end of the line only to find that it has none"
 
 
 def test_row_groups_are_put_together_up_to_the_size(tmp_path: Path) -> None:
@@ -103,6 +115,10 @@ def test_a_shard_is_named_by_its_inputs(tmp_path: Path) -> None:
     assert not {*first} & {*names(999)}
     os.utime(source, ns=(1, 1))
     assert not {*first} & {*names(1000)}
+    other = write_lines(tmp_path / "z.jsonl", TEXTS[:1])
+    (together,) = cut(find_sources([source, other])[0], 10**6, ("text",))
+    os.utime(other, ns=(1, 1))
+    assert together.name != cut(find_sources([source, other])[0], 10**6, ("text",))[0].name
 
 
 # ---- which files
@@ -122,7 +138,7 @@ def test_folders_and_patterns_are_sorted_and_words_are_not(tmp_path: Path) -> No
     assert found("c.parquet", "b", "a.jsonl") == ["c.parquet", "b/10.jsonl", "b/2.jsonl", "b/sub/1.txt", "a.jsonl"]
     assert found("b/*") == ["b/10.jsonl", "b/2.jsonl", "b/sub/1.txt"]
     assert found("**/*.jsonl") == ["a.jsonl", "b/10.jsonl", "b/2.jsonl"]
-    assert find_sources([str(tmp_path / "b")])[1] == ["left out 1 files that end with .csv: no known kind"]
+    assert find_sources([str(tmp_path / "b")])[1] == ["left out for no known kind: 1 ending with .csv"]
 
 
 def test_what_the_tool_wrote_itself_is_no_input(tmp_path: Path) -> None:
@@ -132,14 +148,16 @@ def test_what_the_tool_wrote_itself_is_no_input(tmp_path: Path) -> None:
         file.write("{}\n")
     preprocess([str(tmp_path)], str(tmp_path / "out"), SKIP)
     first = files_of(tmp_path / "out_text_document")
-    for folder in ("out.parts", "other.parts"):
+    for folder in ("out.parts", "other.parts", "out.parts.removed-1"):
         (tmp_path / folder).mkdir()
         for name in ("job.json", "0123.json"):
             (tmp_path / folder / name).write_text("{}")
     (tmp_path / "more.parts").mkdir()
     write_lines(tmp_path / "more.parts" / "in.jsonl", ["more"])
-    preprocess([str(tmp_path)], str(tmp_path / "out"), SKIP, start="restart")
-    assert files_of(tmp_path / "out_text_document") == expected_of([*TEXTS, "bad", "more"]) != first
+    for word in (tmp_path, tmp_path / "*", tmp_path / "**" / "*[lnt]"):
+        (tmp_path / "out.parts").mkdir(exist_ok=True)
+        preprocess([str(word)], str(tmp_path / "out"), SKIP, start="restart")
+        assert files_of(tmp_path / "out_text_document") == expected_of([*TEXTS, "bad", "more"]) != first
 
 
 def test_links_are_followed_and_nothing_is_read_twice(tmp_path: Path) -> None:

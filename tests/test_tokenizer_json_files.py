@@ -67,6 +67,8 @@ def damaged(document: dict[str, Any], how: str) -> str:
         del model["merges"]
     elif how == "foreign merge":
         model["merges"][3] = "q zz"
+    elif how == "a number":
+        model["merges"][3] = 7
     elif how == "three parts":
         model["merges"][3] = ["a", "b", "c"]
     elif how == "same id":
@@ -75,6 +77,8 @@ def damaged(document: dict[str, Any], how: str) -> str:
         document["added_tokens"][1]["id"] = 97
     elif how == "no vocabulary":
         del model["vocab"]
+    elif how == "huge id":
+        model["vocab"]["a"] = 2**40
     elif how == "no id":
         del document["added_tokens"][0]["id"]
     text = json.dumps(document)
@@ -89,9 +93,11 @@ def damaged(document: dict[str, Any], how: str) -> str:
         ("no vocabulary", "no model with a vocabulary"),
         ("no merges", "has no merges.\n.*copy it again"),
         ("foreign merge", "merge 3 .*'q zz'.* must be two tokens"),
+        ("a number", "merge 3 .7. must be two tokens"),
         ("three parts", "merge 3 .* must be two tokens"),
         ("same id", r"gives the same id, \d+, to several tokens: '[ab]' and '[ab]'"),
         ("added twice", "added_tokens gives the same id, 97,"),
+        ("huge id", r"model.vocab must .* \(below 2\*\*31\)"),
         ("no id", "added_tokens must be a JSON object that gives each token its id"),
     ],
 )
@@ -101,6 +107,24 @@ def test_a_damaged_file_is_named(tmp_path: Path, how: str, message: str) -> None
     with pytest.raises(ValueError, match=message) as error:
         HuggingFaceTokenizer(path)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
+@pytest.mark.parametrize("value", ["x", {"normalizers": ["x"], "pretokenizers": ["x"]}])
+def test_a_part_of_no_known_form_is_left_to_the_library_and_refused_by_it(tmp_path: Path, part: str, value: Any) -> None:
+    pytest.importorskip("tokenizers")
+    path = write_json(tmp_path, {**tokenizer_json(BPE, "gpt2"), part: value})
+    with pytest.raises(ValueError, match="tokenizers library can read"):
+        HuggingFaceTokenizer(path).encode("a")
+
+
+def test_an_end_of_document_that_merges_use_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    document = {**tokenizer_json(BPE, "gpt2"), "normalizer": {"type": "NFKC"}}  # for the library
+    path = write_json(tmp_path, document)
+    write_json(tmp_path, {"eos_token": "e"}, "tokenizer_config.json")
+    with pytest.raises(ValueError, match="must be a token that no merge uses"):
+        HuggingFaceTokenizer(path).encode("a")
 
 
 def test_the_flag_takes_the_file_or_its_folder(tmp_path: Path) -> None:

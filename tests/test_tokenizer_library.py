@@ -49,10 +49,11 @@ def test_other_files_are_run_by_the_library(tmp_path: Path, caplog: pytest.LogCa
     assert str(path) in messages[0]
 
 
-def test_a_pattern_that_tiktoken_refuses_is_left_to_the_library(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pattern", [r"\G\p{L}+|\s+|\h", r"(\p{L})\1+|[\s\S]", r"(?<sign>[^\p{L}])\k<sign>*|\p{L}+"])
+def test_a_pattern_that_tiktoken_cannot_follow_is_left_to_the_library(tmp_path: Path, pattern: str) -> None:
     pytest.importorskip("tokenizers")
     document = tokenizer_json(BPE, "qwen2")
-    document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\G\p{L}+|\s+|\h"
+    document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
     tokenizer = HuggingFaceTokenizer(write_json(tmp_path, document))
     assert isinstance(tokenizer.backend, LibraryTokenizer)
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
@@ -118,3 +119,10 @@ def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert tokenizer.vocab_size == 12  # a training run needs no more
     with pytest.raises(ValueError, match=f"{path}.*Unigram.*\n.*pip install .*tokenizers"):
         tokenizer.encode("a")
+
+
+def test_a_file_that_the_library_refuses_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path = write_json(tmp_path, {**tokenizer_json(BPE, "gpt2"), "pre_tokenizer": {"type": "Unheard of"}})
+    with pytest.raises(ValueError, match=f"{path} is not a tokenizer.json that the tokenizers library can read"):
+        HuggingFaceTokenizer(path).encode("a")

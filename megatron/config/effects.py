@@ -59,6 +59,11 @@ def notes(config: Config, world_size: int) -> list[str]:
             "there is no learned position table",
         ),
         ("split", data.mock_data and is_changed(config, "split"), "--mock-data makes up tokens for each split"),
+        (
+            "reset_position_ids",
+            data.reset_position_ids and model.position_embedding_type == "none",
+            "--position-embedding-type none uses no positions",
+        ),
         ("split", has_own_splits(data) and is_changed(config, "split"), "each split has datasets of its own"),
         (
             "timing_log_option",

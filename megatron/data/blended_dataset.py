@@ -55,8 +55,6 @@ class BlendedDataset:
         lines = []
         for source, weight, count in zip(self._sources, self._blend.weights, self._blend.counts(num_samples), strict=True):
             first, *more = source.describe(count)
-            if weight:
-                lines += [f"{first}: {weight:.4%} of the blend, {count:,} of {num_samples:,} samples", *more]
-            else:
-                lines.append(f"{first}: weight 0, never read")
+            share = f"{weight:.4%} of the blend: {count:,} of {num_samples:,} samples" if weight else "weight 0, never read"
+            lines += [f"{first}; {share}", *(more if weight else [])]
         return lines

@@ -83,23 +83,29 @@ class EpochOrder:
         return PassIndex(Layout(*laid), Windows(self._seq_length, *windows))
 
     def describe(self, num_samples: int) -> list[str]:
-        """Samples an epoch, tokens left out, and the epochs that so many samples take."""
+        """Which epochs so many samples take, and what is left out; a second line where an epoch was read at other lengths."""
         tail = self._num_tokens - 1 - self.samples_per_epoch * self._seq_length
-        epoch = (
-            f"{self.samples_per_epoch:,} samples of {self._seq_length} tokens an epoch "
-            f"({tail:,} tokens left out of each epoch: less than a sample)"
-        )
-        if not self._start.levels:
-            return [epoch, f"{num_samples:,} samples are {num_samples / self.samples_per_epoch:.2f} epochs"]
-        read = " and ".join(f"{level.num_read:,} samples of {level.seq_length} tokens" for level in self._start.levels)
-        dropped = self._cutter.left(self._start).num_predicted - self._num_resumed * self._seq_length
-        more = max(0, num_samples + self._offset - self._num_resumed) / self.samples_per_epoch
-        return [
-            epoch,
-            f"of epoch {self._start.epoch:,}, {read} are read; {self._num_resumed:,} samples of {self._seq_length} tokens are left "
-            f"of it, and {dropped:,} tokens in stretches too short for a sample are dropped",
-            f"{num_samples:,} samples are those and {more:.2f} epochs",
+        lines = [
+            f"epochs {self._epochs_at(0):.2f} to {self._epochs_at(num_samples):.2f} of {self.samples_per_epoch:,} samples "
+            f"({tail:,} tokens of each left out: less than a sample)"
         ]
+        if self._start.levels:
+            read = " and ".join(f"{level.num_read:,} samples of {level.seq_length} tokens" for level in self._start.levels)
+            left = self._num_resumed * self._seq_length
+            dropped = self._cutter.left(self._start).num_predicted - left
+            lines.append(
+                f"of epoch {self._start.epoch:,}, {read} were read; {self._num_resumed:,} samples of {self._seq_length} tokens are "
+                f"left of it, and {dropped:,} tokens ({dropped / self._num_tokens:.2%}) in stretches too short for one are dropped"
+            )
+        return lines
+
+    def _epochs_at(self, number: int) -> float:
+        """Epochs before a sample: whole ones, and the share of its own that was read."""
+        place = self.place(number)
+        if self._start.levels and place.pass_number == self._start.epoch:
+            read = sum(level.num_read * level.seq_length for level in self._start.levels) + place.position * self._seq_length
+            return place.pass_number + read / self._num_tokens
+        return place.pass_number + place.position / self.samples_per_epoch
 
     def _lay_out(self, epoch: int) -> tuple[NDArray, ...]:
         documents = permutation(len(self._documents), (DOCUMENTS, self._seed, self._split, epoch))

@@ -107,4 +107,5 @@ class GPTDataset:
         """What a user wants to know of the split, for a run that takes so many samples of it."""
         name = f"{SPLIT_NAMES[self.split]}: {self.dataset.prefix}"
         size = f"{len(self.documents):,} of {self.dataset.num_documents:,} documents, {self.num_tokens:,} tokens"
-        return [f"{name}: {line}" for line in (size, *self._order.describe(num_samples))]
+        first, *more = self._order.describe(num_samples)
+        return [f"{name}: {size}; {first}", *(f"{name}: {line}" for line in more)]

@@ -35,14 +35,19 @@ class GreedyBlend:
         weights: As given to the run: they are divided by their sum here.
         num_samples: Of the blend.
         cache: Where the choices are kept (nowhere by default).
+        by_size: The weights are samples of an epoch, since none were given to the run.
     """
 
-    def __init__(self, weights: Sequence[float], num_samples: int, cache: IndexCache | None = None) -> None:
+    def __init__(
+        self, weights: Sequence[float], num_samples: int, cache: IndexCache | None = None, *, by_size: bool = False
+    ) -> None:
         check_weights(weights)
         self._num_samples = num_samples
-        # Megatron-LM divides by the sum twice, which may change the last bit. It knows no weight of 0: such a dataset is left out.
+        # Megatron-LM knows no weight of 0: such a dataset is left out.
         used = [dataset for dataset, weight in enumerate(weights) if weight > 0]
-        shares = _normalised(_normalised([weights[dataset] for dataset in used]))
+        shares = _normalised([weights[dataset] for dataset in used])
+        if not by_size:
+            shares = _normalised(shares)  # there given weights are divided by their sum twice, which may change the last bit
         self.weights = [0.0] * len(weights)
         for dataset, share in zip(used, shares, strict=True):
             self.weights[dataset] = share
@@ -56,7 +61,16 @@ class GreedyBlend:
         self._before = self._counts_before_blocks()
 
     def place(self, numbers: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """Dataset of each of these samples, and which of its samples it is."""
+        """Dataset of each of these samples, and which of its samples it is.
+
+        Raises:
+            ValueError: the blend ends before one of them.
+        """
+        if len(numbers) and int(np.max(numbers)) >= self._num_samples:
+            raise ValueError(
+                f"the blend has no sample {int(np.max(numbers)):,}: --data-order megatron was asked for {self._num_samples:,} "
+                "samples.\n  A longer run needs another order from its start on; --data-order epoch has no end."
+            )
         datasets = self._choices[numbers]
         indices = np.empty(len(numbers), dtype=np.int64)
         for block in np.unique(np.asarray(numbers) // _BLOCK).tolist():

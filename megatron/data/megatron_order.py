@@ -133,14 +133,13 @@ class MegatronOrder:
         return PassIndex(Layout(sequences, starts), Windows(plan.seq_length, np.zeros(1, np.int64), firsts, shuffle))
 
     def describe(self, num_samples: int) -> list[str]:
-        """Samples an epoch, tokens left out, and the epochs that so many samples take."""
+        """Which epochs so many samples take, and what is left out."""
         plan = self._plan
         tail = plan.num_epochs * plan.num_tokens - 1 - self._num_samples * plan.seq_length
         apart = ", the last of them apart" if plan.last_is_apart else ""
         return [
-            f"{self.samples_per_epoch:,} samples of {plan.seq_length} tokens an epoch; {self._num_samples:,} samples of "
-            f"{plan.num_epochs:,} epochs are shuffled{apart} ({tail:,} tokens left out: less than a sample; --data-order megatron)",
-            f"{num_samples:,} samples are {num_samples / self.samples_per_epoch:.2f} epochs",
+            f"epochs 0.00 to {num_samples / self.samples_per_epoch:.2f} of {self.samples_per_epoch:,} samples; --data-order megatron "
+            f"shuffles {plan.num_epochs:,} epochs{apart}: {self._num_samples:,} samples ({tail:,} tokens left out: less than a sample)"
         ]
 
     def _build(self) -> tuple[NDArray, ...]:

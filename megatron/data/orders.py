@@ -13,6 +13,8 @@ from megatron.data.sample_order import SampleOrder
 from megatron.data.split import SPLIT_NAMES
 from megatron.data.stretches import Stretch
 
+_OWN_PATHS = ("--train-data-path", "--valid-data-path", "--test-data-path")
+
 
 def make_order(
     order: DataOrder,
@@ -52,5 +54,5 @@ def _check_size(dataset: IndexedDataset, documents: range, split: int, seq_lengt
         f"the {SPLIT_NAMES[split]} split of {dataset.prefix} has {len(documents):,} of {dataset.num_documents:,} documents and "
         f"{num_tokens:,} tokens; one sample takes {seq_length + 1:,} (--seq-length {seq_length} + 1).\n"
         "  Give it a larger share with --split, take a dataset with more documents or a shorter --seq-length"
-        + (", or do without evaluation (--eval-iters 0)." if split else ".")
+        + (f", give this split data of its own ({_OWN_PATHS[split]}), or do without evaluation (--eval-iters 0)." if split else ".")
     )

@@ -43,4 +43,4 @@ class SampleOrder(Protocol):
         """The order of a pass; takes seconds for a large dataset that is not in the cache."""
 
     def describe(self, num_samples: int) -> list[str]:
-        """Samples an epoch, tokens left out, and the epochs that so many samples take."""
+        """Which epochs so many samples take, and what is left out: a line, and a second one where there is more to say."""

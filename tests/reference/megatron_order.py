@@ -50,9 +50,11 @@ def requested(weights: list[float], num_samples: int) -> list[int]:
     return [math.ceil(math.ceil(num_samples * weight) * 1.005) for weight in normalised(weights)]
 
 
-def choices(weights: list[float], num_samples: int) -> list[tuple[int, int]]:
+def choices(weights: list[float], num_samples: int, *, by_size: bool = False) -> list[tuple[int, int]]:
     """Dataset of each sample of a blend, and which of its samples it is."""
-    shares = normalised(normalised(weights))
+    shares = normalised(weights)
+    if not by_size:  # weights that a user gives are normalised when the datasets are built, and again when they are blended
+        shares = normalised(shares)
     taken = [0] * len(shares)
     found = []
     for number in range(num_samples):

@@ -29,6 +29,10 @@ class DamagedFileError(ValueError):
     """A file that cannot be read to its end; it stops the job, since nobody knows how much is missing."""
 
 
+class NoDocumentError(ValueError):
+    """The whole input gives a dataset without a document; there is nothing to go on with."""
+
+
 _NO_ROOM = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota of this user is used up",

@@ -80,10 +80,10 @@ def find_sources(inputs: Sequence[str], kind: Kind | None = None, own: Sequence[
                 sources[real] = Source(path, found_kind, *found)
         if len(sources) == before:
             raise ValueError(f"--input {word}: no file of a known kind is there.\n  {_KNOWN}")
-    notes = [f"left out {number:,} files that end with {suffix}: no known kind" for suffix, number in sorted(others.items())]
+    notes = [f"left out for no known kind: {number:,} ending with {suffix}" for suffix, number in sorted(others.items())]
     empty = [source.path for source in sources.values() if not source.size]
     if empty:
-        notes.append(f"{len(empty):,} files are empty, for example {empty[0]}")
+        notes.append(f"empty files: {len(empty):,}, for example {empty[0]}")
     return list(sources.values()), notes
 
 

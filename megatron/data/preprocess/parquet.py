@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.data.preprocess import storage
+from megatron.data.preprocess.errors import DamagedFileError
 
 _ROWS_AT_ONCE = 256
 _BUFFER_BYTES = 1 << 20
@@ -22,21 +23,59 @@ def row_groups(path: str, keys: Sequence[str]) -> list[tuple[int, int]]:
         opened = open_parquet(path, file)
         schema, metadata = opened.schema_arrow, opened.metadata
         for key in keys:
-            if key not in schema.names:
-                raise ValueError(f"{path}: no column {key!r} (--json-keys); it has: {', '.join(map(repr, schema.names[:8]))}")
-            held = str(schema.field(key).type)
-            if "string" not in held:
-                raise ValueError(f"{path}: the column {key!r} (--json-keys) holds {held}, not strings")
+            if schema.names.count(key) != 1:
+                number = "no column" if key not in schema.names else "more than one column"
+                names = ", ".join(map(repr, schema.names[:8]))
+                raise ValueError(f"{path}: {number} {key!r} (--json-keys); it has: {names}")
+            if not _holds_strings(schema.field(key).type):
+                raise ValueError(f"{path}: the column {key!r} (--json-keys) holds {schema.field(key).type}, not strings")
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         return [(sum(group.column(n).total_compressed_size for n in range(group.num_columns)), group.num_rows) for group in groups]
 
 
 def rows(path: str, file: Any, keys: Sequence[str], group: int) -> Iterator[tuple[object, ...]]:
-    """The values of these columns, row by row; memory holds the row group at most."""
+    """The values of these columns, row by row; memory holds the row group at most.
+
+    A string that is not UTF-8 comes as bytes.
+
+    Raises:
+        DamagedFileError: the row group cannot be read.
+    """
+    import pyarrow
+
     opened = open_parquet(path, file)
-    for batch in opened.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[*keys], use_threads=False):
-        columns = [batch.column(key).to_pylist() for key in keys]
-        yield from zip(*columns, strict=True)
+    try:
+        for batch in opened.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[*keys], use_threads=False):
+            yield from zip(*(_values(batch.column(key)) for key in keys), strict=True)
+    except (pyarrow.lib.ArrowException, OSError) as error:
+        raise DamagedFileError(
+            f"{path}: row group {group} is damaged: {' '.join(str(error).split())}\n  Make or copy the file again."
+        ) from error
+
+
+def _values(column: Any) -> list[object]:
+    import pyarrow
+
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:  # of one value; the others are good
+        if pyarrow.types.is_dictionary(column.type):
+            column = column.dictionary.cast(pyarrow.large_binary()).take(column.indices)
+        return [_text(value) for value in column.cast(pyarrow.large_binary()).to_pylist()]
+
+
+def _text(value: bytes | None) -> str | bytes | None:
+    try:
+        return value.decode() if value is not None else None
+    except UnicodeDecodeError:
+        return value
+
+
+def _holds_strings(column: Any) -> bool:
+    from pyarrow import types
+
+    held = column.value_type if types.is_dictionary(column) else column
+    return bool(types.is_string(held) or types.is_large_string(held) or str(held) == "string_view")
 
 
 def import_parquet(path: str) -> Any:
@@ -55,6 +94,6 @@ def open_parquet(path: str, file: Any) -> Any:
     import pyarrow
 
     try:
-        return import_parquet(path).ParquetFile(file, pre_buffer=False, buffer_size=_BUFFER_BYTES)
+        return import_parquet(path).ParquetFile(file, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
     except pyarrow.lib.ArrowException as error:
         raise ValueError(f"{path} is no parquet file, or a damaged one ({error}).\n  Make or copy it again.") from error

@@ -50,9 +50,11 @@ def _lines(file: BinaryIO, piece: Piece, at: Callable[[int], None]) -> Records:
     if position:
         file.seek(position - 1)
         position -= 1
-        while (rest := file.readline(storage.BUFFER_BYTES)) and not rest.endswith(b"\n"):
+        # Not beyond the range: a line may be longer than many of them.
+        while position < piece.end and (rest := file.readline(storage.BUFFER_BYTES)):
             position += len(rest)
-        position += len(rest)
+            if rest.endswith(b"\n"):
+                break
     while position < piece.end and (line := file.readline()):
         position += len(line)
         yield line
@@ -69,7 +71,7 @@ def _unpacked_lines(file: BinaryIO, piece: Piece, at: Callable[[int], None]) -> 
                 at(file.tell())
     except (EOFError, gzip.BadGzipFile, zlib.error, DamagedFileError) as error:
         raise DamagedFileError(
-            f"{piece.path} is truncated or damaged after line {number:,}: {error}.\n  Make or copy it again."
+            f"{piece.path} is truncated or damaged, after line {number:,} or later: {error}.\n  Make or copy it again."
         ) from error
 
 
@@ -87,11 +89,11 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[str] | None:
         return None
     try:
         # Without a mark at the start this is faster than utf-8-sig.
-        found = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())
+        found = json.loads(line.rstrip(b"\r\n").removeprefix(b"\xef\xbb\xbf").decode())
     except UnicodeDecodeError as error:
         raise BadRecordError(f"not UTF-8: byte {error.object[error.start]:#04x} at column {error.start + 1}") from error
     except json.JSONDecodeError as error:
-        raise BadRecordError(f"not JSON: {error.msg} at column {error.colno}") from error
+        raise BadRecordError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
     if not isinstance(found, dict):
         raise BadRecordError(f'not a JSON object like {{"{keys[0]}": "..."}}')
     for key in keys:
@@ -107,6 +109,8 @@ def parse_values(values: Sequence[object], keys: Sequence[str]) -> list[str]:
         BadRecordError: one is no string, or none that has a UTF-8 form.
     """
     for key, value in zip(keys, values, strict=True):
+        if isinstance(value, bytes):
+            raise BadRecordError(f"key {key!r} is not UTF-8: {value[:40]!r}")
         if not isinstance(value, str):
             raise BadRecordError(f"the value of key {key!r} is not a string but {json.dumps(value, default=str)[:40]}")
         if not value.isascii():

@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron.data import merge
 from megatron.data.preprocess import storage
-from megatron.data.preprocess.errors import BadShardError, told_where_no_room
+from megatron.data.preprocess.errors import BadShardError, NoDocumentError, told_where_no_room
 from megatron.data.preprocess.inputs import Kind, Source, find_sources
 from megatron.data.preprocess.job import Job, file_digests, settings
 from megatron.data.preprocess.on_ray import run_on_ray
@@ -80,6 +80,8 @@ def preprocess(
     """
     if output_prefix.endswith("/"):
         raise ValueError(f"--output-prefix {output_prefix} is a folder.\n  Add the beginning of the names of the files in it.")
+    if any("/" in key for key in job.keys):
+        raise ValueError(f"--json-keys {' '.join(job.keys)}: a key becomes a part of a file's name, and cannot hold '/'.")
     output_prefix = storage.normal(output_prefix)
     if not storage.is_url(output_prefix) and not Path(output_prefix).parent.is_dir():
         raise ValueError(
@@ -100,9 +102,9 @@ def preprocess(
             summary, reports = _make(parts, job, shards, engine, output_prefix, note, progress)
             _join(parts, shards, reports, job, summary, note)
             _write_bad_lines(parts, shards, reports, bad_lines_file, summary)
-        except BaseException:
+        except BaseException as error:
             parts.remove_unfinished()
-            if parts.is_bare():
+            if isinstance(error, NoDocumentError) or parts.is_bare():
                 parts.remove()  # nothing that would be worth --resume
             raise
         parts.remove()
@@ -141,12 +143,12 @@ def _prepare(
         shard_size = int(str(earlier["shard size"]))
     size = shard_size or default_shard_size(sources)
     shards = cut(sources, size, job.keys)
-    note(f"{len(sources):,} files, {sum(source.size for source in sources) / 1e6:,.1f} MB, {len(shards):,} shards")
+    note(f"files: {len(sources):,}, {sum(source.size for source in sources) / 1e6:,.1f} MB; shards: {len(shards):,}")
     whole = [source for source in sources if source.kind in ("jsonl.gz", "jsonl.zst") and source.size > size]
     if whole:
         note(
-            f"{len(whole):,} packed files, such as {whole[0].path}, cannot be divided: each keeps one worker busy to its end "
-            "(several smaller files, or plain jsonl, use all workers)"
+            f"packed files that cannot be divided: {len(whole):,}, for example {whole[0].path}; each keeps one worker busy to its end "
+            "(smaller files, or plain jsonl, use all workers)"
         )
     parts.make({**wanted, "shard size": size})
     return shards
@@ -186,7 +188,7 @@ def _make(
         ) from failed
     summary.num_kept = sum(not report.new for report in reports.values())
     if summary.num_kept:
-        note(f"{summary.num_kept:,} of {len(shards):,} shards were finished by an earlier run")
+        note(f"shards finished by an earlier run: {summary.num_kept:,} of {len(shards):,}")
     for report in reports.values():
         summary.num_bytes += report.num_bytes
         summary.num_documents += sum(report.num_documents)
@@ -206,8 +208,8 @@ def _join(
             if summary.num_bad_lines:
                 first = next(_bad_lines(parts, shards, reports))
                 told += f"\n  {summary.num_bad_lines:,} bad records were left out, the first: {first}"
-            raise ValueError(told)
-    note(f"joining {len(shards):,} parts into {' and '.join(summary.prefixes)}")
+            raise NoDocumentError(told)
+    note(f"joining the parts into {' and '.join(summary.prefixes)}")
     for key, prefix in enumerate(summary.prefixes):
         names = [parts.prefix(shard.name, key) for number, shard in enumerate(shards) if reports[number].num_documents[key]]
         if not storage.is_url(prefix):
@@ -252,7 +254,7 @@ def _bad_lines(parts: Parts, shards: Sequence[Shard], reports: dict[int, ShardRe
     for number, shard in enumerate(shards):
         report = parts.report(shard.name) if reports[number].num_bad else None
         for index, piece in enumerate(shard.pieces):
-            first = before.get(piece.path, 0) if piece.records_before is None else piece.records_before
+            first = before.get(piece.path, 0)
             for bad_piece, record, reason in report.bad if report else ():
                 if bad_piece == index:
                     yield f"{place(piece.path, piece.kind, first + record)}: {reason}"

@@ -76,6 +76,7 @@ def cut(sources: Iterable[Source], shard_size: int, keys: Sequence[str]) -> list
     """
     shards: list[Shard] = []
     together: list[Piece] = []
+    size = 0
     for source in sources:
         if source.kind == "text" and tuple(keys) != ("text",):
             raise ValueError(
@@ -83,13 +84,14 @@ def cut(sources: Iterable[Source], shard_size: int, keys: Sequence[str]) -> list
                 "  Preprocess such files apart."
             )
         pieces = list(_pieces(source, shard_size, keys))
-        if together and (source.size > shard_size or sum(piece.num_bytes for piece in together) + source.size > shard_size):
+        if together and size + source.size > shard_size:
             shards.append(Shard(tuple(together)))
-            together = []
+            together, size = [], 0
         if source.size > shard_size:
             shards += [Shard((piece,)) for piece in pieces]
         else:
             together += pieces
+            size += source.size
     return [*shards, Shard(tuple(together))] if together else shards
 
 

@@ -90,7 +90,7 @@ def find(folder: str) -> Iterator[str]:
     seen: set[str] = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(parent)
-        if real in seen or (parent.endswith(".parts") and JOB_FILE in names and parent != folder):
+        if real in seen or (parent != folder and _is_of_a_job(parent)):
             folders.clear()
             continue
         seen.add(real)
@@ -99,11 +99,21 @@ def find(folder: str) -> Iterator[str]:
 
 
 def glob(pattern: str) -> list[str]:
-    """Files and folders that a pattern matches."""
+    """Files and folders that a pattern matches, but none of a job of preprocessing that is under way."""
     if is_url(pattern):
         files, name = filesystem(pattern)
-        return [files.unstrip_protocol(found) for found in files.glob(name)]
-    return local_glob.glob(pattern, recursive=True)
+        return [files.unstrip_protocol(path) for path in files.glob(name) if ".parts/" not in path]
+    found = local_glob.glob(pattern, recursive=True)
+    jobs = {parent for parent in {os.path.dirname(path) for path in found} if _is_of_a_job(parent)}
+    return [path for path in found if os.path.dirname(path) not in jobs and not _is_of_a_job(path)]
+
+
+def _is_of_a_job(folder: str) -> bool:
+    """Whether it is PREFIX.parts of a job under way, or what is left of one."""
+    name, _, removed = folder.rpartition(".removed-")
+    return (bool(removed) and name.endswith(".parts")) or (
+        folder.endswith(".parts") and os.path.isfile(os.path.join(folder, JOB_FILE))
+    )
 
 
 def open_binary(path: str) -> BinaryIO:

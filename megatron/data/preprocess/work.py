@@ -62,7 +62,13 @@ def run_shard(job: Job, shard: Shard, folder: str, listen: Callable[[Counts], No
             prefixes = (f"{workspace}/{shard.name}_{key}" for key in range(len(job.keys)))
             work = _Work(job, [stack.enter_context(IndexedDatasetWriter(prefix, dtype, sync=False)) for prefix in prefixes], listen)
             for number, piece in enumerate(shard.pieces):
-                work.add(number, piece)
+                try:
+                    work.add(number, piece)
+                except MemoryError as error:
+                    raise ValueError(
+                        f"{piece.path}: not enough memory for a record of it.\n"
+                        "  Divide its longest documents, or go on with --resume and fewer --workers: finished shards are kept."
+                    ) from error
             report = work.report()
         parts.finish(shard.name, workspace, report)
     return report

@@ -7,6 +7,7 @@ from typing import Any, BinaryIO
 
 from megatron.data.preprocess.errors import DamagedFileError
 
+_LARGEST_WINDOW = 1 << 31  # zstd --long=31; a window is held in memory, and is 8 MB at most without --long and --ultra
 _COMPRESSED_AT_ONCE = 1 << 14  # text that is packed a hundredfold then takes 1.6 MB
 
 
@@ -56,7 +57,7 @@ class ZstdReader(io.RawIOBase):
 
     def _unpack(self, packed: bytes) -> None:
         if self._frame is None:
-            self._frame = self._library.ZstdDecompressor().decompressobj()
+            self._frame = self._library.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
         try:
             self._unpacked = memoryview(self._frame.decompress(packed))
         except self._library.ZstdError as error:

@@ -19,7 +19,7 @@ def read_json(path: Path, source: str, what: str) -> Any:
         ValueError: not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(
             f"{source} is not JSON: {error}\n  It should be {what}; perhaps it was cut short: copy it again."
@@ -32,8 +32,8 @@ def check_ids(source: str, vocabulary: object) -> dict[str, int]:
     Raises:
         ValueError: it is something else.
     """
-    if not isinstance(vocabulary, dict) or not all(type(id) is int and id >= 0 for id in vocabulary.values()):
-        raise ValueError(f"{source} must be a JSON object that gives each token its id, like GPT-2's vocab.json.")
+    if not isinstance(vocabulary, dict) or not all(type(id) is int and 0 <= id < 2**31 for id in vocabulary.values()):
+        raise ValueError(f"{source} must be a JSON object that gives each token its id (below 2**31), like GPT-2's vocab.json.")
     if len(set(vocabulary.values())) != len(vocabulary):
         taken: dict[int, str] = {}
         for token, id in vocabulary.items():

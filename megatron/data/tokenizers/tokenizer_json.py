@@ -69,6 +69,13 @@ def read_tokenizer_json(path: Path) -> TokenizerJson:
     return TokenizerJson(path, document, ids, tuple(added))
 
 
+def merge_parts(merge: Any) -> list[str]:
+    """The tokens of a merge, which old files write as one string."""
+    if isinstance(merge, str):
+        return merge.split(" ")
+    return [str(part) for part in merge] if isinstance(merge, list) else []
+
+
 def spells_all_bytes(file: TokenizerJson) -> bool:
     """Whether texts are split to bytes and each has a token."""
     return _kinds(file.document.get("pre_tokenizer"))[-1] == "ByteLevel" and byte_characters().keys() <= file.model["vocab"].keys()
@@ -99,7 +106,7 @@ def byte_vocabulary(file: TokenizerJson, special: SpecialIds) -> ByteVocabulary:
         raise NotExactError("its vocabulary lacks some of the 256 bytes")
     ranks: dict[Pair, int] = {}
     for number, merge in enumerate(model["merges"]):
-        parts = merge.split(" ") if isinstance(merge, str) else merge
+        parts = merge_parts(merge)
         pair = tuple(tokens.get(part, b"") for part in parts)
         if len(pair) != 2 or "".join(parts) not in model["vocab"]:
             raise ValueError(
@@ -125,7 +132,8 @@ def byte_vocabulary(file: TokenizerJson, special: SpecialIds) -> ByteVocabulary:
 
 def _parts(pre_tokenizer: Any) -> list[Any]:
     """The steps of a sequence, or the only one."""
-    return list((pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer])
+    several = pre_tokenizer.get("pretokenizers") if isinstance(pre_tokenizer, dict) else None
+    return list(several) if isinstance(several, list) and several else [pre_tokenizer]
 
 
 def _kinds(pre_tokenizer: Any) -> list[str | None]:
@@ -144,7 +152,8 @@ def _pattern(pre_tokenizer: Any) -> str:
             raise NotExactError("its pre-tokenizer does not split texts")
         return GPT2_PATTERN
     split = parts[0]
-    pattern = split.get("pattern", {}).get("Regex")
+    pattern = split.get("pattern")
+    pattern = pattern.get("Regex") if isinstance(pattern, dict) else None
     if parts[1].get("use_regex", True) or pattern is None or split.get("behavior") != "Isolated" or split.get("invert"):
         raise NotExactError("its pre-tokenizer splits otherwise than once, by a regular expression, and keeping all parts")
     return str(pattern)
@@ -152,10 +161,14 @@ def _pattern(pre_tokenizer: Any) -> str:
 
 def _normalises(normalizer: Any) -> bool:
     """Whether texts are brought to NFC."""
-    parts = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
+    if not normalizer:
+        return False
+    several = normalizer.get("normalizers") if isinstance(normalizer, dict) else None
+    parts = several if isinstance(several, list) else [normalizer]
     for part in parts:
-        if part.get("type") != "NFC":
-            raise NotExactError(f"it normalises texts by {part.get('type')}")
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind != "NFC":
+            raise NotExactError(f"it normalises texts by {kind}")
     return bool(parts)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.tokenizers.special_tokens import SpecialIds
-from megatron.data.tokenizers.tokenizer_json import TokenizerJson, spells_all_bytes
+from megatron.data.tokenizers.tokenizer_json import TokenizerJson, merge_parts, spells_all_bytes
 
 
 class LibraryTokenizer:
@@ -89,14 +89,12 @@ def _without_end(file: TokenizerJson, eod: int, source: str) -> dict[str, Any]:
         return document
     if file.is_bpe and spells_all_bytes(file):
         model["unk_token"] = None  # nothing is unknown
-    if model.get("unk_token") == name or any("".join(_parts(merge)) == name for merge in model.get("merges", ())):
+    if model.get("unk_token") == name or any(
+        name in (*parts, "".join(parts)) for parts in map(merge_parts, model.get("merges", ()))
+    ):
         raise ValueError(
-            f"{source}: ordinary text would give {name!r}, which ends a document.\n"
+            f"{source}: ordinary text would give {name!r}, which is to end a document: it must be a token that no merge uses.\n"
             "  Name another token as eos_token in tokenizer_config.json beside it."
         )
     model["vocab"] = {hidden if token == name else token: id for token, id in model["vocab"].items()}
     return document
-
-
-def _parts(merge: str | list[str]) -> list[str]:
-    return merge.split(" ") if isinstance(merge, str) else merge
