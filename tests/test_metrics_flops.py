@@ -115,6 +115,16 @@ def test_flops_equal_the_products_of_a_plain_model(config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_attention_within_documents_is_counted_as_such(config: ModelConfig) -> None:
+    """Two sequences, of which one is two documents of a half each: its attention is half as much."""
+    size = config.kv_channels or config.hidden_size // config.num_attention_heads
+    causal = 3 * 2 * (2 * config.seq_length**2 * size) // 2 * config.num_attention_heads * config.num_layers
+    whole = flops_per_step(config, VOCABULARY, 2)
+    assert flops_per_step(config, VOCABULARY, 2, 2.0) == whole
+    assert flops_per_step(config, VOCABULARY, 2, 1.0 + 2 * 0.5**2) == whole - causal / 2
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 def test_parameters_equal_those_of_a_plain_model(config: ModelConfig) -> None:
     with torch.device("meta"):
         model = PlainModel(config)

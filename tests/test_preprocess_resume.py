@@ -131,6 +131,33 @@ def test_a_signal_stops_it_in_order(tmp_path: Path, number: signal.Signals, code
     assert written(tmp_path) == {"out.parts"}
 
 
+def test_a_signal_that_python_drops_comes_again(tmp_path: Path) -> None:
+    """In a destructor exceptions are printed and forgotten."""
+    code = (
+        "import os, signal, sys\n"
+        "from megatron.data.preprocess import work\n"
+        "from tools import preprocess_data\n"
+        "preprocess_data._SECONDS_TO_STOP = 0.2\n"
+        "class Deaf:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        for _ in range(100): pass\n"
+        "def add(self, number, piece):\n"
+        "    Deaf()\n"
+        "    while True: pass\n"
+        "work._Work.add = add\n"
+        "sys.exit(preprocess_data.main(sys.argv[1:]))\n"
+    )
+    argv = ["--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv, "ByteTokenizer"], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert "Exception ignored in" in done.stderr, "it was dropped"
+    assert done.returncode == 143
+    assert "preprocess_data.py: stopped by SIGTERM. No dataset is written" in done.stderr
+    assert not written(tmp_path)
+
+
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: Sequence[str], job: Job = JOB, shards: int = 3) -> None:
     """A job at PREFIX out that was ended after some shards."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from megatron.data.mock import MockDataset
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.schedules.registry import placement
 from megatron.training.batches import reads_samples
+from megatron.training.step import StepResult, TrainStep
 from tests.lone_rank import lone_rank
 from tests.runs import arguments, losses, run
 
@@ -86,3 +88,39 @@ def test_waiting_for_data_is_a_line_of_the_timers() -> None:
     waits = [float(ms) for ms in re.findall(r"batch-generator \.+: \(([\d.]+),", said)]
     assert len(waits) == 2 and min(waits) >= 100, "two microbatches a step, each read in 50 ms"
     assert "batch-generator" not in run(arguments(train_iters=1))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(1, {}), (2, {}), (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True})],
+    ids=["one", "dp2", "tp2-pp2"],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_throughput_counts_the_attention_of_documents(
+    world_size: int, layout: dict[str, Any], packed: bool, tmp_path: Path
+) -> None:
+    """The work of a step is that of its documents, at every layout."""
+
+    def before(rank: int) -> None:
+        plain = TrainStep.run
+
+        def noting(self: TrainStep, *args: Any, **settings: Any) -> StepResult:
+            result = plain(self, *args, **settings)
+            (tmp_path / str(rank)).write_text(json.dumps(result.attended_sequences))
+            return result
+
+        TrainStep.run = noting  # type: ignore[method-assign]
+
+    flags = {"reset_attention_mask": True} if packed else {}
+    run(arguments(train_iters=1, **layout, **flags), world_size, before=before)
+    source = MockDataset(split=0, seed=1234, seq_length=16, vocab_size=61, eod=60)
+    expected = 0.0
+    for tokens in source.samples(0, 8)[:, :-1].tolist():
+        lengths, start = [], 0
+        for at, token in enumerate(tokens, start=1):
+            if token == 60 or at == 16:
+                lengths.append(at - start)
+                start = at
+        expected += sum(length**2 for length in lengths) / 16**2
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(world_size)]
+    assert found == pytest.approx([expected] * world_size, rel=1e-12) if packed else found == [None] * world_size

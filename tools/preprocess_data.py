@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from megatron.data.preprocess.progress import Screen, Summary
 
 _SHOWN_BAD_LINES = 20
+_SECONDS_TO_STOP = 5.0
 _PREPROCESSING = (
     "input_format",
     "output_prefix",
@@ -109,27 +110,31 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; returns the exit code: 0, 1 for an error, 128 and the signal's number if it was ended."""
+    """Run the tool; returns the exit code: 0, 1 for an error, 128 and the number of the signal that ended it."""
     flags = parser()
     given = flags.parse_args(arguments)
     _check(flags, given)
     config = tokenizer_config(given, flags)
-    from megatron.data.preprocess.progress import Screen  # numpy and tokenizers only after --help
-
-    screen = Screen(sys.stderr)
-    signal.signal(signal.SIGTERM, _stop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     try:
-        prefixes = tuple(given.build_index or ())
-        if given.input:
-            prefixes = _preprocess(given, config, screen).prefixes
-        if given.build_index is not None:
-            _build_index(given, prefixes, screen)
-    except (ValueError, OSError) as error:
-        screen.note(f"preprocess_data.py: error: {error}")
-        return 1
-    except (KeyboardInterrupt, _Terminated) as stopped:
-        screen.note("preprocess_data.py: stopped. No dataset is written; finished shards are kept: go on with --resume.")
-        return 128 + (signal.SIGTERM if isinstance(stopped, _Terminated) else signal.SIGINT)
+        from megatron.data.preprocess.progress import Screen  # numpy and tokenizers only after --help
+
+        screen = Screen(sys.stderr)
+        try:
+            prefixes = tuple(given.build_index or ())
+            if given.input:
+                prefixes = _preprocess(given, config, screen).prefixes
+            if given.build_index is not None:
+                _build_index(given, prefixes, screen)
+        except (ValueError, OSError) as error:
+            screen.note(f"preprocess_data.py: error: {error}")
+            return 1
+    except _Stopped as stopped:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        kept = "No dataset is written; finished shards are kept: go on with --resume. " if given.input else ""
+        print(f"\npreprocess_data.py: stopped by {stopped.number.name}. {kept}".rstrip(), file=sys.stderr)
+        return 128 + stopped.number
     return 0
 
 
@@ -212,13 +217,19 @@ def _build_index(given: argparse.Namespace, prefixes: Sequence[str], screen: Scr
             screen.note(line)
 
 
-class _Terminated(BaseException):
-    """SIGTERM: everything is left in order, as after Ctrl-C."""
+class _Stopped(BaseException):
+    """A signal: everything is left in order."""
+
+    number = signal.SIGTERM
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # not again while things are put in order
-    raise _Terminated
+    """Raise, and again after a while: Python drops an exception that comes up in a destructor or in a hook."""
+    if number != signal.SIGALRM:
+        _Stopped.number = signal.Signals(number)
+    signal.signal(signal.SIGALRM, _stop)
+    signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_STOP)
+    raise _Stopped
 
 
 def _count(text: str) -> int:

@@ -17,9 +17,14 @@ def layer_flops(model: ModelConfig) -> int:
     h, d, f = model.hidden_size, model.head_size, model.ffn_size
     n, k = model.num_attention_heads, model.num_key_value_heads
     projections = 2 * h * (n + 2 * k) * d + 2 * n * d * h
-    scores_and_values = 2 * (2 * n * d * model.seq_length) // 2  # two products over the sequence; causal: half of each
     mlp = 2 * h * f * (3 if model.swiglu else 2)
-    return projections + scores_and_values + mlp
+    return projections + attention_flops(model) + mlp
+
+
+def attention_flops(model: ModelConfig) -> int:
+    """Forward FLOPs of the scores and values of one layer for one token, averaged over a sequence that is one document."""
+    # Two products over the sequence; causal: half of each.
+    return 2 * (2 * model.num_attention_heads * model.head_size * model.seq_length) // 2
 
 
 def output_flops(model: ModelConfig, vocab_size: int) -> int:

@@ -137,10 +137,11 @@ class MegatronOrder:
         plan = self._plan
         tail = plan.num_epochs * plan.num_tokens - 1 - self._num_samples * plan.seq_length
         apart = ", the last of them apart" if plan.last_is_apart else ""
-        return [
-            f"epochs 0.00 to {num_samples / self.samples_per_epoch:.2f} of {self.samples_per_epoch:,} samples; --data-order megatron "
-            f"shuffles {plan.num_epochs:,} epochs{apart}: {self._num_samples:,} samples ({tail:,} tokens left out: less than a sample)"
-        ]
+        epochs = f"epochs 0.00 to {num_samples / self.samples_per_epoch:.2f} of {self.samples_per_epoch:,} samples"
+        shuffled = (
+            f"{plan.num_epochs:,} epochs{apart}: {self._num_samples:,} samples ({tail:,} tokens left out: less than a sample)"
+        )
+        return [f"{epochs}; --data-order megatron shuffles {shuffled}"]
 
     def _build(self) -> tuple[NDArray, ...]:
         plan, stream = self._plan, np.random.RandomState(self._seed)

@@ -8,7 +8,7 @@ Shapes: `h` hidden size, `d` head size, `n` query heads, `k` key-value heads, `f
 from __future__ import annotations
 
 from megatron.config.model import ModelConfig
-from megatron.config.model_flops import layer_flops, output_flops
+from megatron.config.model_flops import attention_flops, layer_flops, output_flops
 
 
 def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
@@ -23,9 +23,17 @@ def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
     return 3 * (model.num_layers * layer_flops(model) + output_flops(model, vocab_size))
 
 
-def flops_per_step(model: ModelConfig, vocab_size: int, num_sequences: int) -> int:
-    """Forward and backward FLOPs of `num_sequences` sequences (over all devices when that is the global batch size)."""
-    return flops_per_token(model, vocab_size) * model.seq_length * num_sequences
+def flops_per_step(model: ModelConfig, vocab_size: int, num_sequences: int, attended_sequences: float | None = None) -> float:
+    """Forward and backward FLOPs of `num_sequences` sequences (over all devices when that is the global batch size).
+
+    Args:
+        attended_sequences: where attention stays within documents, as many whole sequences take as much of it: the sum over all
+            documents of (length / sequence length) squared. By default each sequence is one document.
+    """
+    whole = flops_per_token(model, vocab_size) * model.seq_length * num_sequences
+    if attended_sequences is None:
+        return whole
+    return whole - 3 * model.num_layers * attention_flops(model) * model.seq_length * (num_sequences - attended_sequences)
 
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:

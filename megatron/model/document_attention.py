@@ -33,7 +33,10 @@ class Documents:
 
     def __init__(self, bounds: NDArray[np.int32], on_device: torch.Tensor, batch: int) -> None:
         self.bounds, self.on_device, self.batch = bounds, on_device, batch
-        self.longest = int(np.diff(bounds).max())
+        lengths = np.diff(bounds).astype(np.float64)
+        self.longest = int(lengths.max())
+        self.attended_sequences = float(lengths @ lengths) / (int(bounds[-1]) // batch) ** 2
+        """As many samples of one document each take as much attention."""
 
     @functools.cached_property
     def by_length(self) -> ByLength:

@@ -27,7 +27,7 @@ class Reporter:
         speaks: whether this rank prints and writes; the others only take part in gathering times.
         gather: a value of every rank, in the order of ranks.
         total_iterations: of the whole run.
-        flops_of: model FLOPs of a step over a number of sequences.
+        flops_of: model FLOPs of steps over a number of sequences, whose attention is as that of a number of whole ones.
         tokens_per_sample: the sequence length.
         num_devices: over which throughput is divided.
         peak: FLOP/s of one device, if known.
@@ -43,7 +43,7 @@ class Reporter:
         gather: Gather,
         timers: Timers,
         total_iterations: int,
-        flops_of: Callable[[int], int],
+        flops_of: Callable[[int, float], float],
         tokens_per_sample: int,
         num_devices: int,
         peak: float | None,
@@ -58,6 +58,7 @@ class Reporter:
         self._first = True
         self._started = self._last_step = 0.0
         self._steps = self._samples = self._skipped = self._nans = 0
+        self._attended = 0.0
         self._losses: list[float] = []
         self._start_interval()
 
@@ -72,6 +73,7 @@ class Reporter:
         """
         self._steps += 1
         self._samples += batch
+        self._attended += _attended(result, batch)
         if result is None or result.skipped:
             self._skipped += 1
         if result is not None:
@@ -120,13 +122,14 @@ class Reporter:
     def _start_interval(self) -> None:
         self._started = self._last_step = time.perf_counter()
         self._steps = self._samples = self._skipped = self._nans = 0
+        self._attended = 0.0
         self._losses = []
 
     def _line(
         self, progress: Progress, result: StepResult | None, learning_rate: float, batch: int, extras: dict[str, float]
     ) -> None:
         seconds = time.perf_counter() - self._started
-        tflops = self._flops_of(self._samples) / seconds / self._num_devices / 1e12
+        tflops = self._flops_of(self._samples, self._attended) / seconds / self._num_devices / 1e12
         loss = math.fsum(self._losses) / len(self._losses) if self._losses else None
         updated = result is not None and not result.skipped
         self.say(
@@ -177,7 +180,7 @@ class Reporter:
             "global_batch_size": batch,
             "loss_scale": result.loss_scale,
             "elapsed_ms": 1000 * seconds,
-            "tflops_per_device": self._flops_of(batch) / seconds / self._num_devices / 1e12,
+            "tflops_per_device": self._flops_of(batch, _attended(result, batch)) / seconds / self._num_devices / 1e12,
         }
         if not result.skipped:
             values |= {"lm_loss": result.loss, "grad_norm": result.grad_norm}
@@ -204,3 +207,8 @@ class Reporter:
             for sink in self._curves:
                 longest = {f"{name}-time": max(ranks) / 1000 for name, ranks in times.items()}
                 sink.scalars(progress.iteration, progress.consumed_samples, longest)
+
+
+def _attended(result: StepResult | None, batch: int) -> float:
+    """Whole sequences that take as much attention as the step."""
+    return batch if result is None or result.attended_sequences is None else result.attended_sequences

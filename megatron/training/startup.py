@@ -111,8 +111,6 @@ def describe(
             lines += describe_pipeline(schedule) + describe_deferred(schedule, model, config, topology.tp)
         advice = split_advice(config.model, config.parallel, model.vocab_size)
         lines += [advice] if advice else []
-    if config.data.reset_attention_mask:
-        lines.append("TFLOP/s and MFU count attention over whole samples: too much under --reset-attention-mask")
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
     return lines
 
@@ -194,7 +192,7 @@ def make_reporter(
             gather=lambda value: gather_objects(value, context.world),
             timers=timers,
             total_iterations=plan.total_iterations,
-            flops_of=lambda samples: flops_per_step(config.model, model.vocab_size, samples),
+            flops_of=lambda samples, attended: flops_per_step(config.model, model.vocab_size, samples, attended),
             tokens_per_sample=config.model.seq_length,
             num_devices=context.topology.world_size,
             peak=device_peak(context, model.dtype),

@@ -41,6 +41,8 @@ class StepResult:
     """No update was made, because the gradient overflowed."""
     loss_scale: float
     """The scale that this step used."""
+    attended_sequences: float | None = None
+    """Where attention stays within documents: as many samples of one document each take as much of it."""
     exit_votes: tuple[bool, bool] = (False, False)
     """Whether any rank was asked to exit by a signal, and whether any rank's time is up."""
 
@@ -113,7 +115,7 @@ class TrainStep:
         """
         loss_sum, count = self.gradients(batch)
         with self._timers("grad-norm", level=1):
-            sums = self._sums(loss_sum, count, exit_votes)
+            sums = self._sums(loss_sum, count, exit_votes, self._attended(batch))
         if not sums[1]:
             raise_uncounted(iteration)
         scale = self.scaler.scale
@@ -129,19 +131,34 @@ class TrainStep:
                 if not self._overlap_gather:
                     self.finish_publishing()
         self.scaler.update(overflow)
-        return StepResult(loss, norm, sums[3] if self._count_zeros else None, overflow, scale, (sums[4] > 0, sums[5] > 0))
+        return StepResult(
+            loss,
+            norm,
+            num_zeros=sums[3] if self._count_zeros else None,
+            skipped=overflow,
+            loss_scale=scale,
+            attended_sequences=sums[6] if batch[0].documents is not None else None,
+            exit_votes=(sums[4] > 0, sums[5] > 0),
+        )
 
-    def _sums(self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool]) -> list[float]:
-        """Loss, mask, squares, zeros and votes summed over the world: the step's only reduction of scalars and only host
-        synchronisation. A NaN or infinity in any gradient that counts makes the squares so everywhere."""
+    def _sums(self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool], attended: float) -> list[float]:
+        """Loss, mask, squares, zeros, votes and attended sequences summed over the world: the step's only reduction of scalars and
+        only host synchronisation. A NaN or infinity in any gradient that counts makes the squares so everywhere."""
         device = self.context.device
         self.counted_squares = square_sums(self._counted_grads, device)
         squares = self.counted_squares.sum()
         zeros = torch.zeros_like(squares)
         if self._count_zeros:  # the gradient of padding is always zero, and how much padding there is depends on the layout
             zeros = count_zeros(self._counted_grads, device) - self._num_padding
-        votes = [torch.full_like(squares, float(vote)) for vote in exit_votes]  # filled on the device: nothing to wait for
-        return all_reduce(torch.stack([loss_sum, count, squares, zeros, *votes]), self.context.world).tolist()
+        numbers = [
+            torch.full_like(squares, number) for number in (*exit_votes, attended)
+        ]  # filled on the device: nothing to wait for
+        return all_reduce(torch.stack([loss_sum, count, squares, zeros, *numbers]), self.context.world).tolist()
+
+    def _attended(self, batch: Sequence[ModelInputs]) -> float:
+        """This rank's share of the attended sequences of a step: those of its data rank on one rank of each, else 0."""
+        counts = self.model.computes_loss and self._counts_loss
+        return sum(inputs.documents.attended_sequences for inputs in batch if inputs.documents is not None) if counts else 0.0
 
     def gradients(self, batch: Sequence[ModelInputs]) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill the shards' gradients with (loss scale) x the gradient of the mean loss, summed over all ranks.

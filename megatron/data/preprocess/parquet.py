@@ -59,8 +59,6 @@ def _values(column: Any) -> list[object]:
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:  # of one value; the others are good
-        if pyarrow.types.is_dictionary(column.type):
-            column = column.dictionary.cast(pyarrow.large_binary()).take(column.indices)
         return [_text(value) for value in column.cast(pyarrow.large_binary()).to_pylist()]
 
 

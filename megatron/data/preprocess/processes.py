@@ -22,6 +22,8 @@ Listen = Callable[[int, Counts | ShardReport], None]
 """Told the number of a shard, and how far it is or what it became."""
 
 _PR_SET_PDEATHSIG = 1
+_TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
+"""Signals that all processes of a job may get; the parent ends its workers."""
 
 
 class ShardError(ValueError):
@@ -65,7 +67,12 @@ def run_in_processes(job: Job, shards: Sequence[Shard], folder: str, listen: Lis
         for _ in range(min(num_workers, len(shards))):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(job, shards, folder, theirs, [*workers, ours], os.getpid()), daemon=True)
-            process.start()
+            # A signal in the midst of this would be lost in a hook, or end a worker in disorder.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_PARENT)
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_PARENT)
             theirs.close()
             workers[ours] = process
         at_work = [worker for worker in workers if _give_next(worker, waiting)]
@@ -122,8 +129,9 @@ def _work(
 ) -> None:
     """A worker: makes the shards whose numbers it is sent."""
     die_with(parent)
-    for number in (signal.SIGINT, signal.SIGTERM):  # often sent to all processes of a job; the parent ends its workers
+    for number in _TO_THE_PARENT:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_PARENT)
     for other in others:
         other.close()  # so that the parent's end is closed when the parent has ended
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

@@ -147,8 +147,8 @@ def _prepare(
     whole = [source for source in sources if source.kind in ("jsonl.gz", "jsonl.zst") and source.size > size]
     if whole:
         note(
-            f"packed files that cannot be divided: {len(whole):,}, for example {whole[0].path}; each keeps one worker busy to its end "
-            "(smaller files, or plain jsonl, use all workers)"
+            f"packed files that cannot be divided: {len(whole):,}, for example {whole[0].path}; "
+            "each keeps one worker busy to its end (smaller files, or plain jsonl, use all workers)"
         )
     parts.make({**wanted, "shard size": size})
     return shards
