@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron.config.data import DataConfig
 from megatron.data.blend import Blend
 from megatron.data.build import open_datasets
+from megatron.data.greedy_blend import GreedyBlend
 from megatron.data.history import Part, Phase, describe_phases, go_on, read_before, readings
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.indexed_writer import IndexedDatasetWriter
@@ -234,5 +235,20 @@ def test_megatrons_blend_by_sizes_has_one_epoch(prefixes: list[str]) -> None:
     total = int(sum(component.weight for component in data.components))
     labels = data.source(total).samples(0, total)[:, 1:].ravel().tolist()
     assert len(set(labels)) == len(labels)
-    with pytest.raises(DatasetError, match="one epoch of each"):
+    with pytest.raises(DatasetError, match="training reads .* one epoch of each"):
         data.source(total + 1)
+    # Evaluations take the first samples again and again.
+    assert np.array_equal(
+        data.source(10 * total, num_read=total - 1).samples(0, total - 1), data.source(total).samples(0, total - 1)
+    )
+
+
+def test_megatrons_blend_by_sizes_divides_the_sizes_once(prefixes: list[str]) -> None:
+    config = DataConfig(train_data_path=tuple(prefixes), data_order="megatron")
+    data = open_datasets(config, seed=7, seq_length=4, tokenizer=NullTokenizer(2000), need_validation=False, need_test=False).train
+    sizes = [829.0, 520.0]  # of which dividing twice gives other choices
+    data = replace(data, components=tuple(replace(each, weight=size) for each, size in zip(data.components, sizes, strict=True)))
+    blend = GreedyBlend(sizes, 100, by_size=True)
+    source = data.source(100)
+    assert [source.lineage(number)[0].prefix for number in range(100)] == [prefixes[at] for at in blend.place(np.arange(100))[0]]
+    assert blend.weights == [size / sum(sizes) for size in sizes]

@@ -35,17 +35,16 @@ def write(prefix: Path, documents: list[list[int]]) -> IndexedDataset:
 @given(
     documents=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=9),
     seq_length=st.integers(1, 9),
-    order=st.sampled_from(["epoch", "megatron"]),
     at_once=st.integers(1, 40),
 )
 def test_lineage_names_the_documents_and_tokens_that_are_read(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], seq_length: int, order: str, at_once: int
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], seq_length: int, at_once: int
 ) -> None:
     """Documents of several sequences, and of none, stay together; whatever part is read at once."""
     assume(sum(map(sum, documents)) > seq_length)
     dataset = write(tmp_path_factory.mktemp("d") / "d", documents)
     everything = range(len(documents))
-    source = GPTDataset(dataset, everything, split=0, seed=4, seq_length=seq_length, vocab_size=65536, order=order)  # type: ignore[arg-type]
+    source = GPTDataset(dataset, everything, split=0, seed=4, seq_length=seq_length, vocab_size=65536)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(window_reader, "_TOKENS_AT_ONCE", at_once)
         windows = source.samples(0, source.samples_per_epoch)
@@ -59,6 +58,14 @@ def test_lineage_names_the_documents_and_tokens_that_are_read(
         assert told == window
         assert all(piece.prefix == dataset.prefix and piece.num_tokens for piece in pieces)
         assert len(pieces) == len({piece.document for piece in pieces})
+
+
+def test_megatrons_order_refuses_documents_of_several_sequences(tmp_path: Path) -> None:
+    """There it is the sequences that are split and shuffled."""
+    dataset = write(tmp_path / "d", [[5, 4], [3]])
+    with pytest.raises(DatasetError, match="3 sequences in 2 documents") as error:
+        GPTDataset(dataset, range(2), split=0, seed=4, seq_length=3, vocab_size=65536, order="megatron")
+    assert "--data-order epoch" in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16])

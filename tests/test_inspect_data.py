@@ -198,6 +198,9 @@ def test_a_step_is_traced_to_its_documents_across_changes_of_the_run(
 
     assert inspect("--run", save, "--step", 8) == 1
     assert "has 7 steps" in capsys.readouterr().err
+    for sample in (-1, sum(map(len, steps))):
+        assert inspect("--run", save, "--sample", sample) == 1
+        assert f"the run reads samples 0 to {sum(map(len, steps)) - 1}" in capsys.readouterr().err
     assert inspect("--run", save, "--sample", "3") == 0
     assert "sample 3\n" in capsys.readouterr().out
 

@@ -24,7 +24,8 @@ from megatron.data.preprocess.shards import Piece, Shard
 from megatron.data.preprocess.work import Counts
 from tests.bpe_trainer import encode_plainly, train_bpe, write_bpe
 from tests.cli import ROOT, spawn_cli
-from tests.corpora import BYTES, FORMS, JOB, TEXTS, documents, expected_of, files_of, write_lines, written
+from tests.corpora import BYTES, FORMS, JOB, TEXTS, documents, expected_of, files_of, json_lines, write_lines, written
+from tools.preprocess_data import main
 
 TOOL = "tools/preprocess_data.py"
 
@@ -94,6 +95,17 @@ def test_every_form_of_a_text_gives_the_same_bytes(tmp_path: Path, form: str) ->
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
     size = sum(path.stat().st_size for path in [Path(source), *Path(source).rglob("*")] if path.is_file())
     assert summary.num_bytes == size or form == "in.parquet", "all but the footer of parquet"
+
+
+def test_a_zstd_file_of_a_long_window(tmp_path: Path) -> None:
+    """As `zstd --long=28` writes; the library refuses it unless told."""
+    zstandard = pytest.importorskip("zstandard")
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=28)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    with (tmp_path / "in.jsonl.zst").open("wb") as file, compressor.stream_writer(file) as packed:
+        packed.write(json_lines(TEXTS))
+    preprocess([str(tmp_path / "in.jsonl.zst")], str(tmp_path / "out"), JOB)
+    assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
 
 
 def test_several_keys_of_lines_and_columns(tmp_path: Path) -> None:
@@ -189,7 +201,8 @@ def test_preprocessing_loads_neither_torch_nor_what_it_does_not_need(tmp_path: P
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--workers", "0"], "must be at least 1"),
+        (["--workers", "0"], "must be a whole number from 1 on, not '0'"),
+        (["--workers", "x"], "must be a whole number from 1 on, not 'x'"),
         (["--json-keys", "a", "a"], "--json-keys names a key twice"),
         (["--tokenizer-typ", "ByteTokenizer"], "--tokenizer-typ"),
         (["--vocab-size", "9"], "--vocab-size has no effect with --tokenizer-type ByteTokenizer"),
@@ -206,11 +219,10 @@ def test_preprocessing_loads_neither_torch_nor_what_it_does_not_need(tmp_path: P
         ),
     ],
 )
-def test_wrong_flags_exit_with_2(argv: list[str], told: str) -> None:
-    base = [TOOL, "--input", "x", "--output-prefix", "y", "--tokenizer-type", "ByteTokenizer"]
-    done = spawn_cli([*base, *argv], None)
-    assert done.returncode == 2
-    assert told in done.stderr
+def test_wrong_flags_exit_with_2(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="^2$"):
+        main(["--input", "x", "--output-prefix", "y", "--tokenizer-type", "ByteTokenizer", *argv])
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -222,10 +234,10 @@ def test_wrong_flags_exit_with_2(argv: list[str], told: str) -> None:
         (["--build-index", "p", "--seq-length", "9", "--append-eod"], "--append-eod has no effect without --input"),
     ],
 )
-def test_missing_flags_exit_with_2(argv: list[str], told: str) -> None:
-    done = spawn_cli([TOOL, *argv], None)
-    assert done.returncode == 2
-    assert told in done.stderr
+def test_missing_flags_exit_with_2(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="^2$"):
+        main(argv)
+    assert told in capsys.readouterr().err
 
 
 def test_an_index_is_built_for_a_dataset_that_exists(tmp_path: Path) -> None:

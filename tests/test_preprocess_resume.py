@@ -27,7 +27,7 @@ from megatron.data.preprocess.shards import Shard
 from megatron.data.preprocess.work import Counts
 from tests.bpe_trainer import train_bpe, write_bpe
 from tests.cli import ROOT
-from tests.corpora import BYTES, JOB, SKIP, TEXTS, documents, expected_of, files_of, write_lines, write_zst, written
+from tests.corpora import BYTES, JOB, SKIP, TEXTS, documents, expected_of, files_of, write_gz, write_lines, written
 
 OTHERS = ["other", "texts"]
 
@@ -92,7 +92,7 @@ def test_killed_at_random_and_resumed(tmp_path: Path) -> None:
     """The tool with two workers; they end with it."""
     texts = [f"{number} {text}" for number in range(300) for text in TEXTS]
     argv = [sys.executable, "tools/preprocess_data.py", "--input", write_lines(tmp_path / "a.jsonl", texts)]
-    argv += [write_zst(tmp_path / "b.jsonl.zst", texts), "--output-prefix", str(tmp_path / "out"), "--append-eod"]
+    argv += [write_gz(tmp_path / "b.jsonl.gz", texts), "--output-prefix", str(tmp_path / "out"), "--append-eod"]
     argv += ["--tokenizer-type", "ByteTokenizer", "--shard-size", "16K", "--workers", "2", "--resume"]
     times, kept = random.Random(5), [0]
     for _ in range(3):

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.preprocess import inputs, run, storage
+from megatron.data.preprocess.bad_lines import count_lines
 from megatron.data.preprocess.inputs import Source, find_sources
 from megatron.data.preprocess.job import Job
 from megatron.data.preprocess.records import records
@@ -42,7 +43,7 @@ def test_every_line_is_in_one_shard_at_any_size(tmp_path_factory: pytest.TempPat
     for piece in (piece for shard in shards for piece in shard.pieces):
         owned = len(list(records(piece, ("text",), lambda at: None)))
         if piece.begin or owned:  # an empty file has no line, though one would begin there
-            assert run._count_lines(piece.path, piece.begin, piece.end) == owned
+            assert count_lines(piece.path, piece.begin, piece.end) == owned
 
 
 def test_a_line_longer_than_the_buffer_is_skipped_by_the_shards_in_its_middle(
@@ -156,7 +157,7 @@ def test_what_the_tool_wrote_itself_is_no_input(tmp_path: Path) -> None:
     write_lines(tmp_path / "more.parts" / "in.jsonl", ["more"])
     for word in (tmp_path, tmp_path / "*", tmp_path / "**" / "*[lnt]"):
         (tmp_path / "out.parts").mkdir(exist_ok=True)
-        preprocess([str(word)], str(tmp_path / "out"), SKIP, start="restart")
+        assert preprocess([str(word)], str(tmp_path / "out"), SKIP, start="restart").num_bad_lines == 1
         assert files_of(tmp_path / "out_text_document") == expected_of([*TEXTS, "bad", "more"]) != first
 
 

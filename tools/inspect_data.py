@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
+
 from megatron.data.tokenizers.arguments import add_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:

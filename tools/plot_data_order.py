@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
+
 from megatron.config.data import DataOrder
 
 if TYPE_CHECKING:

@@ -233,10 +233,9 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {text!r}")
+    return int(text)
 
 
 def _size(text: str) -> int:

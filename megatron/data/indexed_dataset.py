@@ -124,7 +124,8 @@ class IndexedDataset:
                 f"{path}: the document index must rise from 0 to the number of sequences, {num_sequences:,}.\n"
                 "  It is damaged: make or copy it again."
             )
-        self._one_sequence_each = single
+        self.one_sequence_each = single
+        """Whether each document is one sequence, as almost everywhere."""
         size, width = len(self.data), self.dtype.itemsize
         for block in blocks(num_sequences):
             lengths, offsets = self.lengths[block].astype(np.int64), self.offsets[block]
@@ -158,7 +159,7 @@ class IndexedDataset:
     def sequences(self, documents: NDArray[np.integer]) -> NDArray[np.integer]:
         """Numbers of all sequences of these documents, in their order."""
         dtype = index_dtype(len(self.lengths))
-        if self._one_sequence_each:
+        if self.one_sequence_each:
             return documents.astype(dtype, copy=False)
         parts = [np.empty(0, dtype)]
         for block in blocks(len(documents)):
@@ -182,7 +183,7 @@ class IndexedDataset:
 
     def document_of(self, sequence: int) -> int:
         """Document that a sequence belongs to."""
-        if self._one_sequence_each:
+        if self.one_sequence_each:
             return sequence
         return bisect.bisect_right(self.document_index, sequence) - 1
 

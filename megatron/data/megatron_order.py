@@ -66,7 +66,7 @@ class MegatronOrder:
 
     Both go on with the same random stream. The last epoch has shuffles of its own if less than 80 % of its samples are asked for.
     Megatron-LM splits and shuffles sequences, here it is documents: the same where each document is one sequence, as its tools
-    write them for GPT.
+    write them for GPT. Other datasets are refused.
 
     Args:
         dataset: Tokens.
@@ -76,6 +76,9 @@ class MegatronOrder:
         seq_length: Tokens that the model reads at once.
         num_samples: Samples asked for; None for those of one epoch.
         cache: Where large indexes are kept.
+
+    Raises:
+        DatasetError: a document is not one sequence.
     """
 
     def __init__(
@@ -89,6 +92,12 @@ class MegatronOrder:
         num_samples: int | None,
         cache: IndexCache,
     ) -> None:
+        if not dataset.one_sequence_each:
+            raise DatasetError(
+                f"{dataset.prefix} has documents of several sequences or of none ({len(dataset.lengths):,} sequences in "
+                f"{dataset.num_documents:,} documents): Megatron-LM would split and shuffle its sequences, not its documents.\n"
+                "  Train with --data-order epoch, or make the dataset again with tools/preprocess_data.py: one sequence a document."
+            )
         self._dataset = dataset
         self._documents = documents
         self._split = split

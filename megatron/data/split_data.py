@@ -19,6 +19,7 @@ from megatron.data.history import Blending, Part, Phase, read_before, readings
 from megatron.data.index_cache import cache_for
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.mock import MockDataset
+from megatron.data.split import SPLIT_NAMES
 from megatron.data.stretches import Stretch
 
 _log = logging.getLogger(__name__)
@@ -57,12 +58,13 @@ class SplitData:
         """The datasets, as the history of a run names them."""
         return tuple(component.part() for component in self.components)
 
-    def source(self, num_samples: int, phases: Sequence[Phase] = ()) -> SampleSource:
+    def source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_read: int | None = None) -> SampleSource:
         """The samples.
 
         Args:
             num_samples: length of the run; with --data-order megatron it decides the order.
             phases: the run's history, whose last phase reads these samples; empty where they are read from the start.
+            num_read: samples that are read, if that is fewer.
 
         Raises:
             DatasetError: the split of a dataset holds less than one sample.
@@ -72,7 +74,7 @@ class SplitData:
                 split=self.split, seed=self.seed, seq_length=self.seq_length, vocab_size=self.vocab_size, eod=self.eod
             )
         if self.config.data_order == "megatron":
-            return self._in_megatron_order(num_samples)
+            return self._in_megatron_order(num_samples, num_samples if num_read is None else num_read)
         before = [read_before(phases, part) if phases else [] for part in self.parts()]
         sources = [self._dataset(each, earlier=earlier) for each, earlier in zip(self.components, before, strict=True)]
         first_sample = readings(phases)[-1].first_sample if phases else 0
@@ -81,21 +83,23 @@ class SplitData:
         blend = BlendedDataset(sources, [each.weight for each in self.components])
         return LaterSamples(blend, first_sample) if first_sample else blend
 
-    def _in_megatron_order(self, num_samples: int) -> SampleSource:
+    def _in_megatron_order(self, num_samples: int, num_read: int) -> SampleSource:
         if self.blending == "none":
             return self._dataset(self.components[0], num_samples=num_samples)
         weights = [each.weight for each in self.components]
-        counts: Sequence[int | None] = requested_samples(weights, num_samples)
-        if self.blending == "sizes":
-            if num_samples > sum(weights):
+        by_size = self.blending == "sizes"
+        if by_size:
+            num_samples = min(num_samples, int(sum(weights)))  # an epoch of each
+            if num_read > num_samples:
                 raise DatasetError(
-                    f"the run takes {num_samples:,} samples, but in Megatron's order a blend by sizes has one epoch of each: "
-                    f"{int(sum(weights)):,}.\n  Give weights (--data-path WEIGHT PREFIX ...), a shorter run, or --data-order epoch."
+                    f"{SPLIT_NAMES[self.split]} reads {num_read:,} samples, but in Megatron's order a blend by sizes has one epoch "
+                    f"of each dataset: {num_samples:,}.\n"
+                    "  Give weights (--data-path WEIGHT PREFIX ...), read less, or use --data-order epoch."
                 )
-            counts = [None] * len(weights)  # an epoch
+        counts: Sequence[int | None] = [None] * len(weights) if by_size else requested_samples(weights, num_samples)
         sources = [self._dataset(each, num_samples=count) for each, count in zip(self.components, counts, strict=True)]
         cache = cache_for(self.components[0].dataset.prefix, self.config.data_cache_path, note=_log.info)
-        return BlendedDataset(sources, weights, blend=GreedyBlend(weights, num_samples, cache))
+        return BlendedDataset(sources, weights, blend=GreedyBlend(weights, num_samples, cache, by_size=by_size))
 
     def _dataset(self, component: Component, *, num_samples: int | None = None, earlier: Sequence[Stretch] = ()) -> GPTDataset:
         return GPTDataset(

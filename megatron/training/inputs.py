@@ -63,7 +63,7 @@ class RunData:
             valid, test, evaluation = self.datasets.valid, self.datasets.test, self._evaluation_samples(plan)
             return Sources(
                 self.datasets.train.source(plan.total_samples, progress.phases),
-                valid.source(evaluation * self._num_evaluations(plan)) if valid else None,
+                valid.source(evaluation * self._num_evaluations(plan), num_read=evaluation) if valid else None,
                 test.source(evaluation) if test else None,
             )
 

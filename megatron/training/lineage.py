@@ -74,14 +74,19 @@ class RunLineage:
             raise ValueError(f"--step {step}: the run has {last:,} steps ({self.origin}).")
         return range(plan.samples_after(step - 1), plan.samples_after(step))
 
+    def total_samples(self) -> int:
+        """Samples of the whole run, if it goes on with its last settings."""
+        plan = _plan(self.config.training, self.phases[-1])
+        return plan.samples_after(plan.total_iterations)
+
     def phase_of(self, sample: int) -> int:
         """Index of the phase that reads a sample.
 
         Raises:
-            ValueError: a negative number.
+            ValueError: the run reads no such sample.
         """
-        if sample < 0:
-            raise ValueError(f"--sample {sample}: samples are counted from 0.")
+        if not 0 <= sample < self.total_samples():
+            raise ValueError(f"--sample {sample}: the run reads samples 0 to {self.total_samples() - 1:,} ({self.origin}).")
         return max(at for at, phase in enumerate(self.phases) if phase.first_sample <= sample)
 
     def source(self, phase: int) -> SampleSource:

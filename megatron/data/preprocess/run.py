@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from megatron.data import merge
 from megatron.data.preprocess import storage
+from megatron.data.preprocess.bad_lines import bad_lines, records_before, write_bad_lines
 from megatron.data.preprocess.errors import BadShardError, NoDocumentError, told_where_no_room
 from megatron.data.preprocess.inputs import Kind, Source, find_sources
 from megatron.data.preprocess.job import Job, file_digests, settings
@@ -23,7 +23,6 @@ from megatron.data.preprocess.records import place
 from megatron.data.preprocess.shards import Shard, cut, default_shard_size
 from megatron.data.preprocess.work import Counts
 
-_SHOWN_BAD_LINES = 1000
 _ON_DISK = "Make room there and go on with --resume: finished shards are kept."
 
 
@@ -101,7 +100,7 @@ def preprocess(
         try:
             summary, reports = _make(parts, job, shards, engine, output_prefix, note, progress)
             _join(parts, shards, reports, job, summary, note)
-            _write_bad_lines(parts, shards, reports, bad_lines_file, summary)
+            write_bad_lines(parts, shards, reports, bad_lines_file, summary)
         except BaseException as error:
             parts.remove_unfinished()
             if isinstance(error, NoDocumentError) or parts.is_bare():
@@ -181,7 +180,7 @@ def _make(
             raise failed.error from failed
         error = failed.error
         piece = shards[failed.shard].pieces[error.piece]
-        where = place(piece.path, piece.kind, _records_before(shards, reports, failed.shard, error.piece) + error.record)
+        where = place(piece.path, piece.kind, records_before(shards, reports, failed.shard, error.piece) + error.record)
         raise ValueError(
             f"{where}: {error.reason}\n  Mend it, or leave such records out with --on-error skip. No dataset is written; "
             "finished shards are kept for --resume (those of files that change are made again)."
@@ -206,7 +205,7 @@ def _join(
         if not sum(report.num_documents[key] for report in reports.values()):
             told = f"no document with a token for {prefix} (key {job.keys[key]!r}). No dataset is written."
             if summary.num_bad_lines:
-                first = next(_bad_lines(parts, shards, reports))
+                first = next(bad_lines(parts, shards, reports))
                 told += f"\n  {summary.num_bad_lines:,} bad records were left out, the first: {first}"
             raise NoDocumentError(told)
     note(f"joining the parts into {' and '.join(summary.prefixes)}")
@@ -224,67 +223,3 @@ def _join(
             storage.remove(f"{prefix}.idx")
             for suffix in (".bin", ".idx"):
                 storage.upload(f"{folder}/joined{suffix}", prefix + suffix)
-
-
-# ---- bad lines, named by their number in the file
-
-
-def _write_bad_lines(parts: Parts, shards: Sequence[Shard], reports: dict[int, ShardReport], path: str, summary: Summary) -> None:
-    """All that were kept go to a file beside the datasets, the first ones into the summary; the file of an earlier job goes."""
-    if not summary.num_bad_lines:
-        storage.remove(path)
-        return
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="preprocess-")) if storage.is_url(path) else None
-        local = f"{folder}/bad_lines.txt" if folder else f"{path}.partial-{os.getpid()}"
-        with open(local, "w", encoding="utf-8", errors="backslashreplace") as file:
-            for line in _bad_lines(parts, shards, reports):
-                file.write(line + "\n")
-                if len(summary.bad_lines) < _SHOWN_BAD_LINES:
-                    summary.bad_lines.append(line)
-        if folder:
-            storage.upload(local, path)
-        else:
-            os.replace(local, path)
-    summary.bad_lines_file = path
-
-
-def _bad_lines(parts: Parts, shards: Sequence[Shard], reports: dict[int, ShardReport]) -> Iterator[str]:
-    before: dict[str, int] = {}  # records of a file in earlier pieces
-    for number, shard in enumerate(shards):
-        report = parts.report(shard.name) if reports[number].num_bad else None
-        for index, piece in enumerate(shard.pieces):
-            first = before.get(piece.path, 0)
-            for bad_piece, record, reason in report.bad if report else ():
-                if bad_piece == index:
-                    yield f"{place(piece.path, piece.kind, first + record)}: {reason}"
-            before[piece.path] = first + reports[number].num_records[index]
-        if report and report.num_bad > len(report.bad):
-            yield f"{shard.pieces[-1].path}: {report.num_bad - len(report.bad):,} more up to here"
-
-
-def _records_before(shards: Sequence[Shard], reports: dict[int, ShardReport], shard: int, piece: int) -> int:
-    """Records of a file before one of its pieces: counted by finished shards, or now."""
-    wanted = shards[shard].pieces[piece]
-    if wanted.records_before is not None:
-        return wanted.records_before
-    total = 0
-    for number in range(shard - 1, -1, -1):
-        (earlier,) = shards[number].pieces  # a file that is cut shares no shard
-        if earlier.path != wanted.path:
-            break
-        total += reports[number].num_records[0] if number in reports else _count_lines(earlier.path, earlier.begin, earlier.end)
-        if earlier.records_before == 0:
-            break
-    return total
-
-
-def _count_lines(path: str, begin: int, end: int) -> int:
-    """Lines that begin in a range of bytes."""
-    count, position = int(begin == 0), max(begin - 1, 0)
-    with storage.open_binary(path) as file:
-        file.seek(position)
-        while block := file.read(min(storage.BUFFER_BYTES, end - 1 - position)):
-            count += block.count(b"\n")
-            position += len(block)
-    return count
