@@ -105,6 +105,21 @@ def test_a_change_is_told() -> None:
         assert part in lines
 
 
+def test_what_may_come_again_is_told() -> None:
+    """Other documents or another order are no continuation."""
+    first = phase(0, {A: 1.0})
+    remade, other_split = replace(A, fingerprint="another"), replace(A, first_document=5)
+    for now, expected in (
+        (phase(40, {A: 1.0}, seed=2), "A: begins anew: it was read under another --seed"),
+        (phase(40, {other_split: 1.0}), "A: begins anew"),
+        (phase(40, {remade: 1.0}), "A: begins: it is not the dataset that was read"),
+        (phase(40, {A: 1.0}, order="megatron"), "what was read may come again"),
+    ):
+        assert expected in "\n".join(describe_phases([first, now]))
+    back = [phase(0, {A: 1.0}, order="megatron"), phase(40, {A: 1.0})]
+    assert "A: begins anew" in "\n".join(describe_phases(back))
+
+
 @dataclass(frozen=True)
 class Change:
     """Settings of a phase of a run."""

@@ -127,15 +127,20 @@ def describe_phases(phases: Sequence[Phase]) -> list[str]:
     if len(joined) < 2:
         return []
     now = joined[-1]
-    lines = [
-        f"the data settings changed at sample {now.first_sample:,} (iteration {now.first_iteration:,}); what was consumed stays so:"
-    ]
+    lines = [f"the data settings changed at sample {now.first_sample:,} (iteration {now.first_iteration:,}):"]
     if now.order == "megatron":
-        return [
-            *lines[:1],
-            "  not in this order (--data-order megatron): it was computed anew, and samples may come again or never",
-        ]
-    for part in now.parts:
-        given = [f"{each.num_samples:,} samples of {each.seq_length} tokens" for each in merged(read_before(phases, part))]
-        lines.append(f"  {part.prefix}: goes on after {' and '.join(given)}" if given else f"  {part.prefix}: begins")
-    return lines
+        return [*lines, "  --data-order megatron computes the order of the whole run anew: what was read may come again"]
+    return lines + [f"  {part.prefix}: {_going_on(joined, part)}" for part in now.parts]
+
+
+def _going_on(phases: Sequence[Phase], part: Part) -> str:
+    """Where a dataset of the last phase goes on."""
+    if before := merged(read_before(phases, part)):
+        given = [f"{each.num_samples:,} samples of {each.seq_length} tokens" for each in before]
+        return f"goes on after {' and '.join(given)}"
+    earlier = [each for phase in phases[:-1] for each in phase.parts]
+    if any(each.fingerprint == part.fingerprint for each in earlier):
+        return "begins anew: it was read under another --seed, --split or --data-order, and what was read may come again"
+    if any(each.prefix == part.prefix for each in earlier):
+        return "begins: it is not the dataset that was read from this place before"
+    return "begins"
