@@ -115,12 +115,14 @@ def test_the_report_says_what_is_read_what_is_left_and_what_is_dropped(tmp_path:
     kept = Intervals(np.array([0]), np.array([101]))
     left = cut(kept, 10, (2, SEED, SPLIT, 0)).left(4)
     fits = int(((left.ends - left.begins - 1) // 7).sum())
-    first, second = samples(dataset, run, 1).describe(fits + 7)
+    first, second, third = samples(dataset, run, 1).describe(fits + 7)
     assert "101 tokens; epochs 0.40 to 1.50 of 14 samples (2 tokens of each left out" in first
     assert f"of epoch 0, 4 samples of 10 tokens were read; {fits} samples of 7 tokens are left of it" in second
     assert f"{60 - 7 * fits} tokens ({(60 - 7 * fits) / 101:.2%}) in stretches too short" in second
-    (within, _) = samples(dataset, run, 1).describe(2)
+    assert f"WARNING: that is {(60 - 7 * fits) / 60:.0%} of what was unread" in third
+    within, *_ = samples(dataset, run, 1).describe(2)
     assert f"epochs 0.40 to {(40 + 14) / 101:.2f} of" in within
+    assert len(samples(dataset, [(10, 4), (5, 0)], 1).describe(2)) == 2, "a half as long loses nothing: no warning"
 
 
 def test_the_report_goes_on_where_samples_of_the_same_length_were_read(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from megatron.data.order import DOCUMENTS, permutation
 from megatron.data.sample_order import PassIndex, Place
 from megatron.data.stretches import EpochCutter, Resumption, Stretch, merged, resume
 
+_MUCH = 0.05
+
 
 class EpochOrder:
     """An order in which each epoch stands alone, and epochs go on for ever.
@@ -97,6 +99,11 @@ class EpochOrder:
                 f"of epoch {self._start.epoch:,}, {read} were read; {self._num_resumed:,} samples of {self._seq_length} tokens are "
                 f"left of it, and {dropped:,} tokens ({dropped / self._num_tokens:.2%}) in stretches too short for one are dropped"
             )
+            if dropped > _MUCH * (dropped + left):
+                lines.append(
+                    f"WARNING: that is {dropped / (dropped + left):.0%} of what was unread. To read whole documents at once, at the "
+                    "price that what was read comes again, begin another order with --seed"
+                )
         return lines
 
     def _epochs_at(self, number: int) -> float:
