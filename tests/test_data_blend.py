@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron.data.batches import Piece
-from megatron.data.blend import Blend, _Node
-from megatron.data.blended_dataset import BlendedDataset
+from megatron.data.blends.blend import Blend, _Node
+from megatron.data.blends.blended_dataset import BlendedDataset
+from megatron.data.blends.greedy_blend import GreedyBlend
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.greedy_blend import GreedyBlend
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 

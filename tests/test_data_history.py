@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
-from megatron.data.blend import Blend
+from megatron.data.blends.blend import Blend
+from megatron.data.blends.greedy_blend import GreedyBlend
 from megatron.data.build import open_datasets
-from megatron.data.greedy_blend import GreedyBlend
 from megatron.data.history import Part, Phase, describe_phases, go_on, read_before, readings
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.orders.stretches import Stretch
 from megatron.data.split_data import SplitData
-from megatron.data.stretches import Stretch
 from megatron.data.tokenizers.simple import NullTokenizer
 
 A, B, C = (Part(name, f"digest of {name}", 0, 10, 0.0) for name in "ABC")

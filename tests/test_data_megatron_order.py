@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.data import greedy_blend, greedy_choices
+from megatron.data.blends import greedy_blend, greedy_choices
+from megatron.data.blends.greedy_blend import GreedyBlend, requested_samples
 from megatron.data.gpt_dataset import GPTDataset, Stretch
-from megatron.data.greedy_blend import GreedyBlend, requested_samples
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.megatron_order import MegatronPlan
+from megatron.data.orders.megatron_order import MegatronPlan
 from tests.reference import megatron_order as reference
 
 LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]

@@ -17,8 +17,8 @@ from megatron.data import window_reader
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.kept_passes import KeptPasses
-from megatron.data.sample_order import PassIndex
+from megatron.data.orders.kept_passes import KeptPasses
+from megatron.data.orders.sample_order import PassIndex
 from tests.test_data_indexed import index_bytes
 
 

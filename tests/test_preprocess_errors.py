@@ -113,6 +113,21 @@ def test_names_that_are_no_text_can_be_told(tmp_path: Path) -> None:
     assert (tmp_path / "out_bad_lines.txt").read_text().startswith(f"{tmp_path}/in\\udcff.jsonl:2: no key 'text'")
 
 
+def test_a_reason_of_two_lines_is_one_in_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = work._Work._encode
+
+    def refuse(self: work._Work, texts: list[str]) -> None:
+        if texts[0] == "bad":
+            raise ValueError("not this.\n  Another one.")
+        encode(self, texts)
+
+    monkeypatch.setattr(work._Work, "_encode", refuse)
+    source = write_lines(tmp_path / "in.jsonl", ["good", "bad", "bad"])
+    preprocess([source], str(tmp_path / "out"), SKIP)
+    told = [f"{source}:{number}: not this.   Another one." for number in (2, 3)]
+    assert (tmp_path / "out_bad_lines.txt").read_text().splitlines() == told
+
+
 def test_a_job_of_bad_lines_alone_shows_one(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"content": "x"}\n' * 3)
     with pytest.raises(ValueError, match=r"no document .*\n  3 bad records were left out, the first: .*in\.jsonl:1: no key 'text'"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config.data import DataOrder
-from megatron.data.index_cache import cache_for
+from megatron.data.cache.index_cache import cache_for
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.orders import make_order
+from megatron.data.orders.make import make_order
 from megatron.data.split import SPLIT_NAMES, split_documents
 
 

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from megatron.config.data import DataOrder
 from megatron.data.batches import Piece
-from megatron.data.index_cache import IndexCache
+from megatron.data.cache.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.kept_passes import KeptPasses
-from megatron.data.orders import make_order
+from megatron.data.orders.kept_passes import KeptPasses
+from megatron.data.orders.make import make_order
+from megatron.data.orders.stretches import Stretch
 from megatron.data.split import SPLIT_NAMES
-from megatron.data.stretches import Stretch
 from megatron.data.window_reader import WindowReader
 
 __all__ = ["GPTDataset", "Stretch"]

@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from megatron.config.data import DataOrder
-from megatron.data.blend import Blend
-from megatron.data.stretches import Stretch, merged
+from megatron.data.blends.blend import Blend
+from megatron.data.orders.stretches import Stretch, merged
 
 Blending = Literal["none", "sizes", "weights"]
 """Whether one prefix is read, several by their sizes, or some by their weights. Only Megatron's order makes a difference."""

@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
 from megatron.data.batches import Piece, SampleSource
-from megatron.data.blended_dataset import BlendedDataset
+from megatron.data.blends.blended_dataset import BlendedDataset
+from megatron.data.blends.greedy_blend import GreedyBlend, requested_samples
+from megatron.data.cache.index_cache import cache_for
 from megatron.data.fingerprint import fingerprint
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.greedy_blend import GreedyBlend, requested_samples
 from megatron.data.history import Blending, Part, Phase, read_before, readings
-from megatron.data.index_cache import cache_for
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.mock import MockDataset
+from megatron.data.orders.stretches import Stretch
 from megatron.data.split import SPLIT_NAMES
-from megatron.data.stretches import Stretch
 
 _log = logging.getLogger(__name__)
 

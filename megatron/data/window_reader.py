@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.batches import Piece
-from megatron.data.epoch_index import Layout
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.orders.epoch_index import Layout
 
 _TOKENS_AT_ONCE = 1 << 17  # stays in the cache of a core
 

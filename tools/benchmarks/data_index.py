@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config.data import DataOrder
-from megatron.data.blend import Blend
+from megatron.data.blends.blend import Blend
+from megatron.data.blends.greedy_choices import greedy_choices
+from megatron.data.cache.index_cache import MIN_ENTRIES, cache_for
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.greedy_choices import greedy_choices
-from megatron.data.index_cache import MIN_ENTRIES, cache_for
 from megatron.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 

@@ -12,11 +12,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.epoch_index import Layout, Windows, lay_out
-from megatron.data.index_cache import IndexCache
+from megatron.data.cache.index_cache import IndexCache
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.order import index_dtype
-from megatron.data.sample_order import PassIndex, Place
+from megatron.data.orders.epoch_index import Layout, Windows, lay_out
+from megatron.data.orders.sample_order import PassIndex, Place
 from megatron.data.split import SPLIT_NAMES
 
 _LEAST_SHARE = 0.80

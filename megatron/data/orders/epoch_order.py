@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from numpy.typing import NDArray
 
-from megatron.data.epoch_index import Layout, Windows, lay_out
-from megatron.data.index_cache import IndexCache
+from megatron.data.cache.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.order import DOCUMENTS, permutation
-from megatron.data.sample_order import PassIndex, Place
-from megatron.data.stretches import EpochCutter, Resumption, Stretch, merged, resume
+from megatron.data.orders.epoch_index import Layout, Windows, lay_out
+from megatron.data.orders.sample_order import PassIndex, Place
+from megatron.data.orders.stretches import EpochCutter, Resumption, Stretch, merged, resume
 
 _MUCH = 0.05
 
@@ -101,7 +101,7 @@ class EpochOrder:
             )
             if dropped > _MUCH * (dropped + left):
                 lines.append(
-                    f"WARNING: that is {dropped / (dropped + left):.0%} of what was unread. To read whole documents at once, at the "
+                    f"WARNING: that is {dropped / (dropped + left):.0%} of what was unread. To read whole documents, at the "
                     "price that what was read comes again, begin another order with --seed"
                 )
         return lines

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from megatron.data.sample_order import PassIndex
+from megatron.data.orders.sample_order import PassIndex
 
 _NUM_KEPT = 2  # reading ahead crosses the end of an epoch
 

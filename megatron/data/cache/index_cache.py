@@ -18,7 +18,7 @@ from pathlib import Path
 
 from numpy.typing import NDArray
 
-from megatron.data.index_file import DamagedFileError, read_array, write_array
+from megatron.data.cache.index_file import DamagedFileError, read_array, write_array
 
 VERSION = 1
 """Part of every key: raise it when the content of the arrays changes its meaning."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.data.epoch_index import Intervals, Windows, cut, cut_points, whole
 from megatron.data.order import LEFT_WINDOWS, WINDOWS, Key
+from megatron.data.orders.epoch_index import Intervals, Windows, cut, cut_points, whole
 
 
 @dataclass(frozen=True)

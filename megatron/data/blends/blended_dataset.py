@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.batches import Piece, SampleSource
-from megatron.data.blend import Blend, Placement
+from megatron.data.blends.blend import Blend, Placement
 
 
 class BlendedDataset:

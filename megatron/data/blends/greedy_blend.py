@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.blend import check_weights
-from megatron.data.greedy_choices import greedy_choices
-from megatron.data.index_cache import IndexCache
+from megatron.data.blends.blend import check_weights
+from megatron.data.blends.greedy_choices import greedy_choices
+from megatron.data.cache.index_cache import IndexCache
 
 _SURPLUS = 0.005
 _BLOCK = 1 << 12

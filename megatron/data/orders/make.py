@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config.data import DataOrder
-from megatron.data.epoch_order import EpochOrder
-from megatron.data.index_cache import IndexCache
+from megatron.data.cache.index_cache import IndexCache
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.megatron_order import MegatronOrder
-from megatron.data.sample_order import SampleOrder
+from megatron.data.orders.epoch_order import EpochOrder
+from megatron.data.orders.megatron_order import MegatronOrder
+from megatron.data.orders.sample_order import SampleOrder
+from megatron.data.orders.stretches import Stretch
 from megatron.data.split import SPLIT_NAMES
-from megatron.data.stretches import Stretch
 
 _OWN_PATHS = ("--train-data-path", "--valid-data-path", "--test-data-path")
 

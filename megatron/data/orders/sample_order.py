@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron.data.epoch_index import Layout, Windows
+from megatron.data.orders.epoch_index import Layout, Windows
 
 
 @dataclass(frozen=True)

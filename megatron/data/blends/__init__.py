@@ -1,0 +1,1 @@
+"""Which dataset each sample comes from."""

@@ -1,0 +1,1 @@
+"""Indexes of large datasets, kept in files."""
