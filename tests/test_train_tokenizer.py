@@ -11,13 +11,13 @@ from typing import get_args
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers import train as training
+from megatron.data.tokenizer_training import train as training
+from megatron.data.tokenizer_training.sample import take_sample
+from megatron.data.tokenizer_training.train import Kind
 from megatron.data.tokenizers.arguments import add_tokenizer_flags, tokenizer_config
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from megatron.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
-from megatron.data.tokenizers.train import Kind
-from megatron.data.tokenizers.training_text import take_sample
 from tests.vocabularies import SOURCES, TEXT
 from tools import train_tokenizer
 from tools.train_tokenizer import main, parser

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron.config.data import DataConfig
-    from megatron.data.tokenizers.training_text import Sample
+    from megatron.data.tokenizer_training.sample import Sample
 
 _KINDS = ("sentencepiece-bpe", "sentencepiece-unigram", "byte-bpe")
 
@@ -61,8 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
-    from megatron.data.tokenizers.train import output_files, train  # numpy and tokenizers only after --help
-    from megatron.data.tokenizers.training_text import take_sample
+    from megatron.data.tokenizer_training.sample import take_sample
+    from megatron.data.tokenizer_training.train import output_files, train  # numpy and tokenizers only after --help
 
     files = output_files(given.kind, given.output)
     there = [str(file) for file in files if file.exists()]

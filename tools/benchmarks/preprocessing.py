@@ -198,7 +198,7 @@ def run(settings: Settings) -> bool:
     Raises:
         ValueError: tokenizers is not installed, which trains the vocabulary.
     """
-    from megatron.data.tokenizers.train import train
+    from megatron.data.tokenizer_training.train import train
 
     documents = texts(settings.megabytes)
     with tempfile.TemporaryDirectory(prefix="bench-preprocessing-") as name:

@@ -1,0 +1,1 @@
+"""A vocabulary made from a sample of text."""
