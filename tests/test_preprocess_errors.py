@@ -20,7 +20,7 @@ import pytest
 from megatron.config.data import DataConfig
 from megatron.data import merge
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.preprocess import work
+from megatron.data.preprocess import room, work
 from megatron.data.preprocess.job import Job
 from megatron.data.preprocess.run import Engine, preprocess
 from tests.cli import ROOT, spawn_cli
@@ -397,10 +397,25 @@ def test_too_little_room_is_seen_before_the_parts_are_joined(tmp_path: Path, mon
     source = write_lines(tmp_path / "in.jsonl")
     with monkeypatch.context() as patch:
         patch.setattr(merge.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 5000})())
-        with pytest.raises(ValueError, match=r"the disk has 0.0 GB free, but .*out_text_document takes"):
+        with pytest.raises(ValueError, match=r"the disk has 0\.0 MB free, but .* takes 0\.0 MB\.\n.*--resume"):
             preprocess([source], str(tmp_path / "out"), JOB)
     assert written(tmp_path) == {"out.parts"}
     assert preprocess([source], str(tmp_path / "out"), JOB, start="resume").num_kept == 1
+
+
+def test_too_little_room_is_told_long_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_lines(tmp_path / "in.jsonl", TEXTS)
+    told: dict[int, list[str]] = {}
+    done = preprocess([source], str(tmp_path / "out"), JOB)
+    size = sum(map(len, files_of(tmp_path / "out_text_document")))
+    for free in (2 * size, size):
+        told[free] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(room.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": free})())  # noqa: B023
+            preprocess([source], str(tmp_path / "out"), JOB, shard_size=done.num_bytes // 3, note=told[free].append)
+    assert not [line for line in told[2 * size] if "WARNING" in line]
+    (warning,) = [line for line in told[size] if "WARNING" in line]
+    assert re.search(r"out\.parts: the disk has 0\.0 MB free, but about 0\.0 MB more are needed", warning)
 
 
 # ---- what is not installed

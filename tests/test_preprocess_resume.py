@@ -116,13 +116,14 @@ def test_killed_at_random_and_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_it_in_order(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """It goes to all processes, as that of a terminal or a cluster does."""
     texts = TEXTS * 100
     argv = [sys.executable, "tools/preprocess_data.py", "--input", write_lines(tmp_path / "in.jsonl", texts), "--output-prefix"]
     argv += [str(tmp_path / "out"), "--tokenizer-type", "ByteTokenizer", "--shard-size", "4K", "--workers", "2"]
-    process = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while process.poll() is None and len(list((tmp_path / "out.parts").glob("*.json"))) < 4:
         time.sleep(0.002)
-    process.send_signal(number)
+    os.killpg(process.pid, number)
     told = process.communicate()[1]
     assert process.returncode == code, told
     assert told.splitlines()[-1].endswith("finished shards are kept: go on with --resume.")

@@ -232,7 +232,7 @@ def refuse(*args: object) -> NoReturn:
 def test_files_behind_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In and out of an object store; the folder for parts is there too, and is taken up again."""
     fsspec = pytest.importorskip("fsspec")
-    memory = fsspec.filesystem("memory")
+    memory, upload = fsspec.filesystem("memory"), storage.upload
     for number in range(2):
         memory.pipe_file(f"/corpus/{number}.jsonl", Path(write_lines(tmp_path / "in.jsonl", TEXTS[number::2])).read_bytes())
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="not today"):
@@ -246,6 +246,10 @@ def test_files_behind_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert found == expected_of([*TEXTS[0::2], *TEXTS[1::2]])
     assert [name for name in memory.find("/made") if "_text_document." not in name] == []
     assert summary.num_documents == 40
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="not today"):
+        patch.setattr(storage, "upload", lambda local, path: refuse() if path.endswith("document.bin") else upload(local, path))
+        preprocess(["memory://corpus"], "memory://made/out", JOB)
+    assert not memory.exists("/made/out_text_document.idx"), "an index never lies beside the .bin of another dataset"
     preprocess(["memory://corpus"], f"file://{tmp_path}/out", Job(BYTES, ("title",), True))
     assert len(files_of(tmp_path / "out_title_document")[0]) == 2 * sum(len(str(n)) + 1 for n in range(20)) * 2
     memory.rm("/corpus", recursive=True)

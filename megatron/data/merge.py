@@ -33,7 +33,7 @@ class Joined:
     """Of .bin and .idx."""
 
 
-def join(prefixes: Sequence[str], output: str, folder: str | None = None) -> Joined:
+def join(prefixes: Sequence[str], output: str, folder: str | None = None, remedy: str = "Write to another disk.") -> Joined:
     """Write OUTPUT.bin and OUTPUT.idx, the documents of all datasets in this order; complete, or not at all.
 
     No token passes through this process's memory where the system copies files itself; the index goes through it in blocks. What is
@@ -43,6 +43,7 @@ def join(prefixes: Sequence[str], output: str, folder: str | None = None) -> Joi
         prefixes: datasets, without .bin and .idx; at least one.
         output: the joined dataset, which must not be one of them; its folder must exist.
         folder: where the files lie until they are complete, on the same disk; None: beside the output.
+        remedy: what else to do where there is no room.
 
     Raises:
         DatasetError: a dataset is damaged, or they differ in the type of their tokens.
@@ -52,8 +53,8 @@ def join(prefixes: Sequence[str], output: str, folder: str | None = None) -> Joi
     free = shutil.disk_usage(Path(output).parent).free
     if free < joined.num_bytes:
         raise ValueError(
-            f"{Path(output).absolute().parent}: the disk has {free / 1e9:,.1f} GB free, but {output} takes "
-            f"{joined.num_bytes / 1e9:,.1f} GB.\n  Make room there, or write to another disk."
+            f"{Path(output).absolute().parent}: the disk has {free / 1e6:,.1f} MB free, but {output} takes "
+            f"{joined.num_bytes / 1e6:,.1f} MB.\n  Make room there. {remedy}"
         )
     beside = Path(output) if folder is None else Path(folder, Path(output).name)
     partial = {suffix: Path(f"{beside}{unfinished(suffix)}") for suffix in (".bin", ".idx")}

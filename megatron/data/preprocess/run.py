@@ -20,10 +20,12 @@ from megatron.data.preprocess.parts import Parts, ShardReport
 from megatron.data.preprocess.processes import Listen, ShardError, run_here, run_in_processes
 from megatron.data.preprocess.progress import Meter, Summary
 from megatron.data.preprocess.records import place
+from megatron.data.preprocess.room import Room
 from megatron.data.preprocess.shards import Shard, cut, default_shard_size
 from megatron.data.preprocess.work import Counts
 
-_ON_DISK = "Make room there and go on with --resume: finished shards are kept."
+_RESUME = "Go on with --resume: finished shards are kept."
+_ON_DISK = f"Make room there. {_RESUME}"
 
 
 @dataclass(frozen=True)
@@ -166,10 +168,12 @@ def _make(
     summary = Summary(tuple(f"{output_prefix}_{key}_document" for key in job.keys))
     reports: dict[int, ShardReport] = {}
     meter = Meter(shards, progress)
+    room = Room(parts.folder, sum(shard.num_bytes for shard in shards), note)
 
     def listen(number: int, found: Counts | ShardReport) -> None:
         meter.listen(number, found)
         if isinstance(found, ShardReport):
+            room.listen(found)
             found.bad = []
             reports[number] = found
 
@@ -212,14 +216,14 @@ def _join(
     for key, prefix in enumerate(summary.prefixes):
         names = [parts.prefix(shard.name, key) for number, shard in enumerate(shards) if reports[number].num_documents[key]]
         if not storage.is_url(prefix):
-            merge.join(names, prefix, parts.folder)  # so that what a killed run leaves is removed
+            merge.join(names, prefix, parts.folder, _RESUME)  # there what a killed run leaves is removed
             continue
         with tempfile.TemporaryDirectory(prefix="preprocess-") as folder, told_where_no_room(folder, _ON_DISK):
             local = [f"{folder}/{os.path.basename(name)}" for name in names]
             for name, path in zip(names, local, strict=True):
                 for suffix in (".bin", ".idx"):
                     storage.download(name + suffix, path + suffix)
-            merge.join(local, f"{folder}/joined")
+            merge.join(local, f"{folder}/joined", remedy=_RESUME)
             storage.remove(f"{prefix}.idx")
             for suffix in (".bin", ".idx"):
                 storage.upload(f"{folder}/joined{suffix}", prefix + suffix)
