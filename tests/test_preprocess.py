@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import struct
 import subprocess
 import sys
@@ -250,3 +251,10 @@ def test_an_index_is_built_for_a_dataset_that_exists(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "error: dataset" in done.stderr and "does not exist" in done.stderr
     assert json.dumps(prefix)[1:-1] in done.stderr, "the nearest"
+
+
+def test_the_tool_leaves_the_handlers_of_signals_as_they_were(tmp_path: Path) -> None:
+    """It may be called by another program."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert main(["--input", "/none", "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "ByteTokenizer"]) == 1
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

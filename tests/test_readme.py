@@ -190,7 +190,7 @@ def test_flags_exist(name: str) -> None:
     launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
     scripts = {"short", "folder", "full", "ntasks-per-node"}
     sources = [path.read_text() for path in (ROOT / "tools").glob("*.py")]
-    tools = {flag for source in sources for flag in re.findall(r'add_argument\(\s*"--([\w-]+)"', source)}
+    tools = {flag for source in sources for flag in re.findall(r'\badd(?:_argument)?\(\s*"--([\w-]+)"', source)}
     known = {*flags(), *others, *launcher, *scripts, *tools}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
         assert flag in known or flag.removeprefix("no-") in flags(), f"{name} names --{flag}"

@@ -115,8 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = flags.parse_args(arguments)
     _check(flags, given)
     config = tokenizer_config(given, flags)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         from megatron.data.preprocess.progress import Screen  # numpy and tokenizers only after --help
 
@@ -135,6 +134,9 @@ def main(arguments: list[str] | None = None) -> int:
         kept = "No dataset is written; finished shards are kept: go on with --resume. " if given.input else ""
         print(f"\npreprocess_data.py: stopped by {stopped.number.name}. {kept}".rstrip(), file=sys.stderr)
         return 128 + stopped.number
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 0
 
 
