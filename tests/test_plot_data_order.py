@@ -48,7 +48,7 @@ def test_a_dataset_is_drawn_as_it_is_read(tmp_path: Path) -> None:
         for piece in samples.lineage(number):
             count = min(piece.num_tokens, left)
             left -= count
-            if count >= 0.07 * samples.num_tokens:
+            if count >= 0.07 * samples.selection.num_tokens:
                 expected.append(f"{piece.first_token} to {piece.first_token + count - 1}")
     assert labels[3:] == expected
 

@@ -137,7 +137,7 @@ def _draw_epoch(axes: Any, samples: GPTDataset, epoch: int) -> None:
         for piece in samples.lineage(epoch * count + place):
             length = min(piece.num_tokens, end - at)
             if length:
-                _box(axes, at, piece.document, piece.first_token, length, samples.num_tokens)
+                _box(axes, at, piece.document, piece.first_token, length, samples.selection.num_tokens)
             at += length
         axes.axvline(at, color="black", linewidth=1.6)
     _finish(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config.data import DataOrder
-from megatron.data.cache.index_cache import cache_for
+from megatron.data.cache.index_cache import IndexCache, cache_for
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.orders.make import make_order
+from megatron.data.orders.selection import Selection
 from megatron.data.split import SPLIT_NAMES, split_documents
 
 
@@ -43,45 +44,27 @@ def build_index(
     dataset = IndexedDataset(prefix)
     everything = range(dataset.num_documents)
     ranges = (everything,) if split is None else split_documents(split, dataset.num_documents)
-    return [
-        _build_split(dataset, documents, number, seed, seq_length, epochs, order, num_samples[number], data_cache_path)
-        for number, documents in enumerate(ranges)
-    ]
+    lines = []
+    for number, documents in enumerate(ranges):
+        selection = Selection(dataset, documents, number, seed, seq_length)
+        cache = cache_for(dataset.prefix, data_cache_path)
+        told = _build_split(selection, epochs if order == "epoch" else 1, order, num_samples[number], cache)
+        lines.append(f"{SPLIT_NAMES[number]}: {dataset.prefix}: {told}")
+    return lines
 
 
-def _build_split(
-    dataset: IndexedDataset,
-    documents: range,
-    split: int,
-    seed: int,
-    seq_length: int,
-    epochs: int,
-    order: DataOrder,
-    num_samples: int | None,
-    data_cache_path: str | None,
-) -> str:
-    name = f"{SPLIT_NAMES[split]}: {dataset.prefix}"
-    cache = cache_for(dataset.prefix, data_cache_path)
+def _build_split(selection: Selection, num_passes: int, order: DataOrder, num_samples: int | None, cache: IndexCache) -> str:
+    """Make the first passes; says what was made."""
     try:
-        samples = make_order(
-            order,
-            dataset,
-            documents,
-            split=split,
-            seed=seed,
-            seq_length=seq_length,
-            num_samples=num_samples,
-            earlier=(),
-            cache=cache,
-        )
+        samples = make_order(order, selection, num_samples=num_samples, earlier=(), cache=cache)
     except DatasetError as error:
-        return f"{name}: no index, since {str(error).splitlines()[0]}"
-    for number in range(epochs if order == "epoch" else 1):
+        return f"no index, since {str(error).splitlines()[0]}"
+    for number in range(num_passes):
         samples.index(number)
     if cache.fault:
         raise ValueError(cache.fault)
     if not cache.made and not cache.found:
-        return f"{name}: no index is kept: it is so small that every start computes it in a blink"
+        return "no index is kept: it is so small that every start computes it in a blink"
     size = sum(file.stat().st_size for file in cache.made) / 1e6
     made = f"made {len(cache.made)} files ({size:,.0f} MB)" if cache.made else "nothing to do"
-    return f"{name}: {made}, {len(cache.found)} files were there, in {cache.folder}"
+    return f"{made}, {len(cache.found)} files were there, in {cache.folder}"

@@ -13,6 +13,7 @@ from megatron.data.cache.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.orders.kept_passes import KeptPasses
 from megatron.data.orders.make import make_order
+from megatron.data.orders.selection import Selection
 from megatron.data.orders.stretches import Stretch
 from megatron.data.split import SPLIT_NAMES
 from megatron.data.window_reader import WindowReader
@@ -55,22 +56,9 @@ class GPTDataset:
         earlier: Sequence[Stretch] = (),
         cache: IndexCache | None = None,
     ) -> None:
-        self.dataset = dataset
-        self.documents = documents
-        self.split = split
+        self.selection = Selection(dataset, documents, split, seed, seq_length)
         self.seq_length = seq_length
-        self.num_tokens = dataset.num_tokens(documents)
-        self._order = make_order(
-            order,
-            dataset,
-            documents,
-            split=split,
-            seed=seed,
-            seq_length=seq_length,
-            num_samples=num_samples,
-            earlier=earlier,
-            cache=cache or IndexCache(None),
-        )
+        self._order = make_order(order, self.selection, num_samples=num_samples, earlier=earlier, cache=cache or IndexCache(None))
         self._passes = KeptPasses(self._order.index)
         self._reader = WindowReader(dataset, vocab_size)
 
@@ -105,7 +93,8 @@ class GPTDataset:
 
     def describe(self, num_samples: int) -> list[str]:
         """What a user wants to know of the split, for a run that takes so many samples of it."""
-        name = f"{SPLIT_NAMES[self.split]}: {self.dataset.prefix}"
-        size = f"{len(self.documents):,} of {self.dataset.num_documents:,} documents, {self.num_tokens:,} tokens"
+        chosen, dataset = self.selection, self.selection.dataset
+        name = f"{SPLIT_NAMES[chosen.split]}: {dataset.prefix}"
+        size = f"{len(chosen.documents):,} of {dataset.num_documents:,} documents, {chosen.num_tokens:,} tokens"
         first, *more = self._order.describe(num_samples)
         return [f"{name}: {size}; {first}", *(f"{name}: {line}" for line in more)]

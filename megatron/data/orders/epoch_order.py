@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from numpy.typing import NDArray
 
 from megatron.data.cache.index_cache import IndexCache
-from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.order import DOCUMENTS, permutation
 from megatron.data.orders.epoch_index import Layout, Windows, lay_out
 from megatron.data.orders.sample_order import PassIndex, Place
+from megatron.data.orders.selection import Selection
 from megatron.data.orders.stretches import EpochCutter, Resumption, Stretch, merged, resume
 
 _MUCH = 0.05
@@ -24,40 +24,27 @@ class EpochOrder:
     window, are left out: other ones in each epoch.
 
     Args:
-        dataset: Tokens.
-        documents: Range of documents that belong to the split; together at least one window.
-        split: 0 training, 1 validation, 2 test.
-        seed: Seed of the order.
-        seq_length: Tokens that the model reads at once.
+        selection: What is put into the order, of at least one window.
         earlier: What was read before at other sequence lengths.
         cache: Where large indexes are kept.
     """
 
     def __init__(
         self,
-        dataset: IndexedDataset,
-        documents: range,
+        selection: Selection,
         *,
-        split: int,
-        seed: int,
-        seq_length: int,
         earlier: Sequence[Stretch],
         cache: IndexCache,
     ) -> None:
-        self._dataset = dataset
-        self._documents = documents
-        self._split = split
-        self._seed = seed
-        self._seq_length = seq_length
+        self._of = selection
         self._cache = cache
-        self._num_tokens = dataset.num_tokens(documents)
-        self._cutter = EpochCutter(self._num_tokens, seed, split)
+        self._cutter = EpochCutter(selection.num_tokens, selection.seed, selection.split)
         stretches = merged(earlier)
         # At the same sequence length this is no new stretch, but goes on with the last one.
-        self._offset = stretches.pop().num_samples if stretches and stretches[-1].seq_length == seq_length else 0
+        self._offset = stretches.pop().num_samples if stretches and stretches[-1].seq_length == selection.seq_length else 0
         self._start = resume(stretches, self._cutter)
-        self._num_resumed = self._cutter.num_windows(self._start, seq_length) if self._start.levels else 0
-        self.samples_per_epoch = self._cutter.samples_per_epoch(seq_length)
+        self._num_resumed = self._cutter.num_windows(self._start, selection.seq_length) if self._start.levels else 0
+        self.samples_per_epoch = self._cutter.samples_per_epoch(selection.seq_length)
 
     def place(self, number: int) -> Place:
         """Place of a sample; a pass is an epoch."""
@@ -73,31 +60,35 @@ class EpochOrder:
         """The order of an epoch."""
         at = self._start if pass_number == self._start.epoch else Resumption(pass_number, (), 0)
         levels = [(level.stretch, level.seq_length, level.num_read) for level in at.levels]
-        cut_by = (self._seq_length, at.stretch if levels else 0, *levels)
+        cut_by = (self._of.seq_length, at.stretch if levels else 0, *levels)
 
         def key() -> tuple[object, ...]:
-            return (self._dataset.digest, self._documents.start, self._documents.stop, self._split, self._seed, pass_number)
+            chosen = self._of
+            return (chosen.dataset.digest, chosen.documents.start, chosen.documents.stop, chosen.split, chosen.seed, pass_number)
 
-        laid = self._cache.get("documents", ("sequences", "starts"), key, len(self._documents), lambda: self._lay_out(pass_number))
+        laid = self._cache.get(
+            "documents", ("sequences", "starts"), key, len(self._of.documents), lambda: self._lay_out(pass_number)
+        )
         windows = self._cache.get(
             "windows", ("begins", "firsts", "order"), lambda: (*key(), *cut_by), self.samples_per_epoch, lambda: self._cut(at)
         )
-        return PassIndex(Layout(*laid), Windows(self._seq_length, *windows))
+        return PassIndex(Layout(*laid), Windows(self._of.seq_length, *windows))
 
     def describe(self, num_samples: int) -> list[str]:
         """Which epochs so many samples take, and what is left out; a second line where an epoch was read at other lengths."""
-        tail = self._num_tokens - 1 - self.samples_per_epoch * self._seq_length
+        tail = self._of.num_tokens - 1 - self.samples_per_epoch * self._of.seq_length
         lines = [
             f"epochs {self._epochs_at(0):.2f} to {self._epochs_at(num_samples):.2f} of {self.samples_per_epoch:,} samples "
             f"({tail:,} tokens of each left out: less than a sample)"
         ]
         if self._start.levels:
             read = " and ".join(f"{level.num_read:,} samples of {level.seq_length} tokens" for level in self._start.levels)
-            left = self._num_resumed * self._seq_length
+            left = self._num_resumed * self._of.seq_length
             dropped = self._cutter.left(self._start).num_predicted - left
             lines.append(
-                f"of epoch {self._start.epoch:,}, {read} were read; {self._num_resumed:,} samples of {self._seq_length} tokens are "
-                f"left of it, and {dropped:,} tokens ({dropped / self._num_tokens:.2%}) in stretches too short for one are dropped"
+                f"of epoch {self._start.epoch:,}, {read} were read; {self._num_resumed:,} samples of {self._of.seq_length} tokens "
+                f"are left of it, and {dropped:,} tokens ({dropped / self._of.num_tokens:.2%}) in stretches too short for one are "
+                "dropped"
             )
             if dropped > _MUCH * (dropped + left):
                 lines.append(
@@ -110,17 +101,17 @@ class EpochOrder:
         """Epochs before a sample: whole ones, and the share of its own that was read."""
         place = self.place(number)
         if self._start.levels and place.pass_number == self._start.epoch:
-            read = sum(level.num_read * level.seq_length for level in self._start.levels) + place.position * self._seq_length
-            return place.pass_number + read / self._num_tokens
+            read = sum(level.num_read * level.seq_length for level in self._start.levels) + place.position * self._of.seq_length
+            return place.pass_number + read / self._of.num_tokens
         return place.pass_number + place.position / self.samples_per_epoch
 
     def _lay_out(self, epoch: int) -> tuple[NDArray, ...]:
-        documents = permutation(len(self._documents), (DOCUMENTS, self._seed, self._split, epoch))
-        if self._documents.start:
-            documents = documents + documents.dtype.type(self._documents.start)
-        laid = lay_out(self._dataset, documents)
+        documents = permutation(len(self._of.documents), (DOCUMENTS, self._of.seed, self._of.split, epoch))
+        if self._of.documents.start:
+            documents = documents + documents.dtype.type(self._of.documents.start)
+        laid = lay_out(self._of.dataset, documents)
         return laid.sequences, laid.starts
 
     def _cut(self, at: Resumption) -> tuple[NDArray, ...]:
-        windows = self._cutter.windows(at, self._seq_length)
+        windows = self._cutter.windows(at, self._of.seq_length)
         return windows.begins, windows.firsts, windows.order

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.cache.index_cache import IndexCache
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.indexed_dataset import DatasetError
 from megatron.data.order import index_dtype
 from megatron.data.orders.epoch_index import Layout, Windows, lay_out
 from megatron.data.orders.sample_order import PassIndex, Place
+from megatron.data.orders.selection import Selection
 from megatron.data.split import SPLIT_NAMES
 
 _LEAST_SHARE = 0.80
@@ -69,11 +70,7 @@ class MegatronOrder:
     write them for GPT. Other datasets are refused.
 
     Args:
-        dataset: Tokens.
-        documents: Range of documents that belong to the split.
-        split: 0 training, 1 validation, 2 test.
-        seed: Seed of the random stream; each split starts it anew.
-        seq_length: Tokens that the model reads at once.
+        selection: What is put into the order; each split starts its random stream, which the seed makes, anew.
         num_samples: Samples asked for; None for those of one epoch.
         cache: Where large indexes are kept.
 
@@ -83,27 +80,21 @@ class MegatronOrder:
 
     def __init__(
         self,
-        dataset: IndexedDataset,
-        documents: range,
+        selection: Selection,
         *,
-        split: int,
-        seed: int,
-        seq_length: int,
         num_samples: int | None,
         cache: IndexCache,
     ) -> None:
+        dataset = selection.dataset
         if not dataset.one_sequence_each:
             raise DatasetError(
                 f"{dataset.prefix} has documents of several sequences or of none ({len(dataset.lengths):,} sequences in "
                 f"{dataset.num_documents:,} documents): Megatron-LM would split and shuffle its sequences, not its documents.\n"
                 "  Train with --data-order epoch, or make the dataset again with tools/preprocess_data.py: one sequence a document."
             )
-        self._dataset = dataset
-        self._documents = documents
-        self._split = split
-        self._seed = seed
+        self._of = selection
         self._cache = cache
-        self._plan = MegatronPlan(dataset.num_tokens(documents), seq_length, num_samples)
+        self._plan = MegatronPlan(selection.num_tokens, selection.seq_length, num_samples)
         self.samples_per_epoch = self._plan.samples_of(1)
         self._num_samples = self._plan.samples_of(self._plan.num_epochs)
 
@@ -116,8 +107,8 @@ class MegatronOrder:
         if not 0 <= number < self._num_samples:
             asked = self._plan.num_samples or self.samples_per_epoch
             raise DatasetError(
-                f"the {SPLIT_NAMES[self._split]} split of {self._dataset.prefix} has no sample {number:,}: --data-order megatron "
-                f"was asked for {asked:,} samples, for which it made {self._num_samples:,}.\n"
+                f"the {SPLIT_NAMES[self._of.split]} split of {self._of.dataset.prefix} has no sample {number:,}: --data-order "
+                f"megatron was asked for {asked:,} samples, for which it made {self._num_samples:,}.\n"
                 "  A longer run needs another order from its start on; --data-order epoch has no end."
             )
         return Place(0, number, self._num_samples - number)
@@ -127,14 +118,14 @@ class MegatronOrder:
         plan = self._plan
 
         def key() -> tuple[object, ...]:
-            documents = (self._documents.start, self._documents.stop)
-            return (self._dataset.digest, *documents, self._seed, plan.seq_length, plan.num_epochs, plan.last_is_apart)
+            documents = (self._of.documents.start, self._of.documents.stop)
+            return (self._of.dataset.digest, *documents, self._of.seed, plan.seq_length, plan.num_epochs, plan.last_is_apart)
 
         arrays = self._cache.get(
             "megatron",
             ("sequences", "starts", "shuffle"),
             key,
-            max(len(self._documents) * plan.num_epochs, self._num_samples),
+            max(len(self._of.documents) * plan.num_epochs, self._num_samples),
             self._build,
         )
         sequences, starts, shuffle = arrays
@@ -153,10 +144,10 @@ class MegatronOrder:
         return [f"{epochs}; --data-order megatron shuffles {shuffled}"]
 
     def _build(self) -> tuple[NDArray, ...]:
-        plan, stream = self._plan, np.random.RandomState(self._seed)
+        plan, stream = self._plan, np.random.RandomState(self._of.seed)
         together, apart = plan.num_together, plan.num_epochs - plan.num_together
-        shuffled = [_shuffled(stream, self._documents, epochs) for epochs in (together, apart) if epochs]
-        layout = lay_out(self._dataset, np.concatenate(shuffled))
+        shuffled = [_shuffled(stream, self._of.documents, epochs) for epochs in (together, apart) if epochs]
+        layout = lay_out(self._of.dataset, np.concatenate(shuffled))
         bounds = [0, plan.samples_of(together), self._num_samples][: 3 if apart else 2]
         windows = [_shuffled(stream, range(start, stop), 1) for start, stop in pairwise(bounds)]
         return layout.sequences, layout.starts, np.concatenate(windows)
