@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from megatron.data.build_index import build_index
 from megatron.data.cache import index_cache
 from megatron.data.cache.index_cache import IndexCache, cache_for
-from megatron.data.gpt_dataset import GPTDataset, Stretch
+from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.orders.stretches import Stretch
 
 NAMES = ("order", "starts")
 LARGE = 1 << 30

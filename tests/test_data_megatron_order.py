@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from megatron.data.blends import greedy_blend, greedy_choices
 from megatron.data.blends.greedy_blend import GreedyBlend, requested_samples
-from megatron.data.gpt_dataset import GPTDataset, Stretch
+from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.orders.megatron_order import MegatronPlan
+from megatron.data.orders.stretches import Stretch
 from tests.reference import megatron_order as reference
 
 LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]

@@ -18,8 +18,6 @@ from megatron.data.orders.stretches import Stretch
 from megatron.data.split import SPLIT_NAMES
 from megatron.data.window_reader import WindowReader
 
-__all__ = ["GPTDataset", "Stretch"]
-
 
 class GPTDataset:
     """Samples of one split, by number. Safe to use from several threads.

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from megatron.config.checks.data import tokenizer_settings
+from megatron.config.checks.data import TOKENIZER_FILES, tokenizer_settings
 from megatron.config.data import DataConfig
 from megatron.data.indexed_dataset import token_dtype
 from megatron.data.tokenizers.build import build_tokenizer
@@ -17,9 +17,6 @@ from megatron.data.tokenizers.protocol import Tokenizer
 
 FORMAT = 1
 """Of part files and reports; those of another format are not taken up again."""
-
-FILE_SETTINGS = ("tokenizer_model", "vocab_file", "merge_file")
-"""Settings of tokenizers that name a file or a folder."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ def _make(config: DataConfig, digests: tuple[tuple[str, str], ...]) -> tuple[Tok
 @functools.lru_cache(maxsize=1)
 def file_digests(config: DataConfig) -> tuple[tuple[str, str], ...]:
     """Name and content of each setting that is a file of the tokenizer; looked at again after `file_digests.cache_clear()`."""
-    given = ((name, getattr(config, name)) for name in FILE_SETTINGS)
+    given = ((name, getattr(config, name)) for name in TOKENIZER_FILES)
     return tuple((name, digest(path)) for name, path in given if path is not None and Path(path).exists())
 
 

@@ -8,7 +8,8 @@ import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.data.preprocess.job import FILE_SETTINGS, Job
+from megatron.config.checks.data import TOKENIZER_FILES
+from megatron.data.preprocess.job import Job
 from megatron.data.preprocess.parts import Parts, ShardReport
 from megatron.data.preprocess.processes import Listen, ShardError
 from megatron.data.preprocess.shards import Shard
@@ -91,7 +92,7 @@ def run_on_ray(
 
 def _from_any_folder(job: Job) -> Job:
     """The same job with absolute paths: tasks run in other folders."""
-    names = [name for name in FILE_SETTINGS if getattr(job.tokenizer, name) is not None]
+    names = [name for name in TOKENIZER_FILES if getattr(job.tokenizer, name) is not None]
     paths = {name: os.path.abspath(getattr(job.tokenizer, name)) for name in names}
     return dataclasses.replace(job, tokenizer=dataclasses.replace(job.tokenizer, **paths))
 
