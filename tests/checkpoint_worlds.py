@@ -12,10 +12,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.load_plan import BoxLoadPlanner
-from megatron.checkpoint.reader import BoxReader
-from megatron.checkpoint.save_plan import TENSORS, BoxSavePlanner
-from megatron.checkpoint.writer import BoxWriter
+from megatron.checkpoint.loading.plan import BoxLoadPlanner
+from megatron.checkpoint.loading.reader import BoxReader
+from megatron.checkpoint.saving.plan import TENSORS, BoxSavePlanner
+from megatron.checkpoint.saving.writer import BoxWriter
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.params import ParamRecord, Split
 

@@ -31,9 +31,9 @@ import megatron.training.inputs
 import megatron.training.loop
 import megatron.training.startup  # noqa: F401
 import pretrain_gpt
+from megatron.checkpoint.format.manifest import read_manifest
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.load import load_tensors, read_state
-from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.loading.load import load_tensors, read_state
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.training.step import TrainStep

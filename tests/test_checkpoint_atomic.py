@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import folder as folder_module
-from megatron.checkpoint import writer as writer_module
-from megatron.checkpoint.check import check_writable
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.load import find_checkpoint, load_tensors, read_state
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.format import folder as folder_module
+from megatron.checkpoint.loading.load import find_checkpoint, load_tensors, read_state
+from megatron.checkpoint.saving import writer as writer_module
+from megatron.checkpoint.saving.check import check_writable
+from megatron.checkpoint.saving.save import save_checkpoint
 from tests.checkpoint_worlds import whole
 from tests.distributed import run_ranks
 

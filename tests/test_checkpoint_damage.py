@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.load import find_checkpoint, load_tensors, read_config, read_state
-from megatron.checkpoint.safetensors_file import Entry, MappedFile
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.format.safetensors_file import Entry, MappedFile
+from megatron.checkpoint.loading.load import find_checkpoint, load_tensors, read_config, read_state
+from megatron.checkpoint.saving.save import save_checkpoint
 from tests.checkpoint_worlds import Layout, Shapes, hold, random_values, save_world, whole
 from tests.distributed import run_ranks
 

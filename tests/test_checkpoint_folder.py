@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.folder import LATEST, checkpoint_name, checkpoints, latest_iteration
-from megatron.checkpoint.load import find_checkpoint
-from megatron.checkpoint.retention import kept, retain
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.format.folder import LATEST, checkpoint_name, checkpoints, latest_iteration
+from megatron.checkpoint.loading.load import find_checkpoint
+from megatron.checkpoint.saving.retention import kept, retain
+from megatron.checkpoint.saving.save import save_checkpoint
 from tests.checkpoint_worlds import whole
 
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 
-from megatron.checkpoint.digest import content_digest
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.load import load_tensors, read_state
-from megatron.checkpoint.manifest import read_manifest
-from megatron.checkpoint.reader import BoxReader
-from megatron.checkpoint.safetensors_file import Entry, MappedFile, write_file
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.format.digest import content_digest
+from megatron.checkpoint.format.manifest import read_manifest
+from megatron.checkpoint.format.safetensors_file import Entry, MappedFile, write_file
+from megatron.checkpoint.loading.load import load_tensors, read_state
+from megatron.checkpoint.loading.reader import BoxReader
+from megatron.checkpoint.saving.save import save_checkpoint
 from tests.checkpoint_worlds import Layout, Shapes, hold, random_values, save_world, whole
 
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}

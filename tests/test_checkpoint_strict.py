@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.format.manifest import Manifest, StoredTensor, read_manifest
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.load import load_tensors
-from megatron.checkpoint.manifest import Manifest, StoredTensor, read_manifest
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.loading.load import load_tensors
+from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.parallel.boxes import Box, PlacedBox
 from tests.checkpoint_worlds import Layout, Shapes, hold, load_world, random_values, whole
 from tests.distributed import run_ranks

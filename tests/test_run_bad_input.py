@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.checkpoint.writer import BoxWriter
+from megatron.checkpoint.saving.writer import BoxWriter
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training.step import TrainStep
 from tests.byte_dataset import FLAGS, write_bytes

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.checkpoint.load import load_tensors, read_state
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.loading.load import load_tensors, read_state
+from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.training.checkpointing import global_tensors
 from megatron.training.step import TrainStep
 from tests.distributed import run_ranks

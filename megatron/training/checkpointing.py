@@ -12,12 +12,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.check import check_writable
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.load import find_checkpoint, load_tensors, read_config, read_state
-from megatron.checkpoint.retention import retain
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.loading.load import find_checkpoint, load_tensors, read_config, read_state
+from megatron.checkpoint.saving.check import check_writable
+from megatron.checkpoint.saving.retention import retain
+from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.config import Config
 from megatron.config.optimizer import OptimizerConfig

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.digest import checksum
 from megatron.checkpoint.errors import DamagedCheckpointError
+from megatron.checkpoint.format.digest import checksum
 
 DTYPE_CODES = {
     torch.float64: "F64",

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from megatron.checkpoint.digest import matches
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, ranks_named
+from megatron.checkpoint.format.digest import matches
+from megatron.checkpoint.format.manifest import Manifest, StoredBox, read_manifest
+from megatron.checkpoint.format.safetensors_file import Entry, MappedFile, bytes_of
 from megatron.checkpoint.global_tensor import slices
-from megatron.checkpoint.manifest import Manifest, StoredBox, read_manifest
-from megatron.checkpoint.safetensors_file import Entry, MappedFile, bytes_of
 
 
 class BoxReader(StorageReader):

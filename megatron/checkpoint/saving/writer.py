@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from megatron.checkpoint.digest import checksum
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.folder import (
+from megatron.checkpoint.format.digest import checksum
+from megatron.checkpoint.format.folder import (
     LATEST,
     checkpoint_name,
     replace_synced,
@@ -26,10 +26,10 @@ from megatron.checkpoint.folder import (
     sync_folder,
     write_synced,
 )
+from megatron.checkpoint.format.manifest import CONFIG, MANIFEST, STATE, Manifest, StoredBox, StoredFile, StoredTensor
+from megatron.checkpoint.format.safetensors_file import Entry, write_file
 from megatron.checkpoint.global_tensor import box_key
-from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, Manifest, StoredBox, StoredFile, StoredTensor
-from megatron.checkpoint.safetensors_file import Entry, write_file
-from megatron.checkpoint.save_plan import item_box
+from megatron.checkpoint.saving.plan import item_box
 from megatron.parallel.boxes import Box
 
 

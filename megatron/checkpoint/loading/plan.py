@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from megatron.checkpoint.errors import CheckpointError, listed
+from megatron.checkpoint.format.tiling import tiles
 from megatron.checkpoint.global_tensor import GlobalTensor, slices
-from megatron.checkpoint.save_plan import TENSORS, stored_boxes
-from megatron.checkpoint.tiling import tiles
+from megatron.checkpoint.saving.plan import TENSORS, stored_boxes
 from megatron.parallel.boxes import Box
 
 

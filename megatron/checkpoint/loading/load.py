@@ -12,14 +12,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.checkpoint.digest import matches
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed, raise_for_user
-from megatron.checkpoint.folder import LATEST, checkpoint_name, checkpoints, latest_iteration
+from megatron.checkpoint.format.digest import matches
+from megatron.checkpoint.format.folder import LATEST, checkpoint_name, checkpoints, latest_iteration
+from megatron.checkpoint.format.manifest import CONFIG, MANIFEST, STATE, read_manifest
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.load_plan import BoxLoadPlanner
-from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, read_manifest
-from megatron.checkpoint.reader import BoxReader
-from megatron.checkpoint.save_plan import TENSORS
+from megatron.checkpoint.loading.plan import BoxLoadPlanner
+from megatron.checkpoint.loading.reader import BoxReader
+from megatron.checkpoint.saving.plan import TENSORS
 from megatron.checkpoint.single import quiet_without_group
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from megatron.checkpoint.folder import checkpoints, latest_iteration, remove_leftovers, set_aside
+from megatron.checkpoint.format.folder import checkpoints, latest_iteration, remove_leftovers, set_aside
 
 
 def kept(iterations: list[int], latest: int | None, keep_last: int | None, save_retain_interval: int | None) -> set[int]:

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from megatron.checkpoint.errors import CheckpointError, listed
+from megatron.checkpoint.format.safetensors_file import DTYPE_CODES
+from megatron.checkpoint.format.tiling import tiles
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.safetensors_file import DTYPE_CODES
-from megatron.checkpoint.tiling import tiles
 from megatron.parallel.boxes import Box
 
 TENSORS = "tensors"

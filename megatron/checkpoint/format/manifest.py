@@ -25,9 +25,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.digest import content_digest
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.safetensors_file import DTYPE_CODES
+from megatron.checkpoint.format.digest import content_digest
+from megatron.checkpoint.format.safetensors_file import DTYPE_CODES
 from megatron.parallel.boxes import Box
 
 MANIFEST = "manifest.json"

@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint.errors import raise_for_user
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.save_plan import TENSORS, BoxSavePlanner
+from megatron.checkpoint.saving.plan import TENSORS, BoxSavePlanner
+from megatron.checkpoint.saving.writer import BoxWriter
 from megatron.checkpoint.single import quiet_without_group
-from megatron.checkpoint.writer import BoxWriter
 
 
 def save_checkpoint(

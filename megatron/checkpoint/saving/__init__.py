@@ -1,0 +1,1 @@
+"""From the tensors of a run to a complete checkpoint."""
