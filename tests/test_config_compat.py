@@ -41,7 +41,7 @@ data-path train-data-path valid-data-path test-data-path data-args-path per-spli
 num-workers tokenizer-type tokenizer-model vocab-file merge-file vocab-size tiktoken-pattern tiktoken-num-special-tokens
 tiktoken-special-tokens reset-position-ids reset-attention-mask eod-mask-loss
 
-save load save-interval save-retain-interval keep-last ckpt-step no-save-optim no-load-optim finetune use-checkpoint-args
+save load save-interval save-retain-interval async-save pretrained-checkpoint keep-last ckpt-step no-save-optim no-load-optim finetune use-checkpoint-args
 exit-on-missing-checkpoint
 
 log-interval eval-interval eval-iters log-throughput log-params-norm log-num-zeros-in-grad timing-log-level timing-log-option
@@ -55,7 +55,7 @@ microbatch-group-size-per-virtual-pipeline-stage delay-wgrad-compute
 num-distributed-optimizer-instances fsdp-double-buffer torch-fsdp2-no-reshard-after-forward
 recompute-activations recompute-granularity recompute-method recompute-num-layers recompute-modules
 cpu-offloading-num-layers no-pin-cpu-grads offload-optimizer-states suggested-communication-unit-size
-multiple-validation-sets full-validation async-save
+multiple-validation-sets full-validation
 fp8-format fp8-recipe fp8-margin moe-router-topk moe-layer-freq moe-grouped-gemm num-experts multi-latent-attention
 batch-size use-rotary-position-embeddings use-legacy-models init-method-xavier-uniform apply-layernorm-1p
 use-torch-fsdp2 tp-comm-overlap cuda-graph-scope rl-prompts-per-eval retro-num-neighbors log-straggler
@@ -68,6 +68,7 @@ no-load-rng no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion n
 no-gradient-accumulation-fusion no-persist-layer-norm no-async-tensor-model-parallel-allreduce cross-entropy-loss-fusion
 use-cpu-initialization calculate-per-token-loss overlap-p2p-communication-warmup-flush
 use-megatron-fsdp init-model-with-meta-device no-align-param-gather no-align-grad-reduce use-precision-aware-optimizer
+ckpt-assume-constant-structure use-persistent-ckpt-worker
 overlap-param-gather-with-optimizer-step overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload
 """)
 

@@ -133,6 +133,36 @@ def test_ckpt_step_chooses_the_checkpoint(tmp_path: Path) -> None:
     assert not load([*words, "--ckpt-step", "100"], 1).config.model.swiglu
 
 
+@pytest.mark.parametrize("newest", ["release", "300", None], ids=str)
+def test_a_latest_file_that_names_nothing_is_passed_over(newest: str | None, tmp_path: Path) -> None:
+    """As when the run itself looks for its checkpoint."""
+    _checkpoint(tmp_path, MODEL, step=100)
+    _checkpoint(tmp_path, f"{MODEL} --swiglu --ffn-hidden-size 96", step=200, newest=newest or "")
+    if newest is None:
+        (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    assert load([*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args"], 1).config.model.swiglu
+
+
+def test_the_model_comes_from_the_pretrained_checkpoint_until_the_run_has_its_own(tmp_path: Path) -> None:
+    base, run = tmp_path / "base", tmp_path / "run"
+    _checkpoint(base, f"{MODEL} --swiglu --ffn-hidden-size 96", step=0)
+    words = [*RUN.split(), "--load", str(run), "--use-checkpoint-args", "--pretrained-checkpoint"]
+    for folder in (base, base / "iter_0000000"):
+        assert load([*words, str(folder)], 1).config.model.swiglu
+    _checkpoint(run, MODEL)
+    assert not load([*words, str(base)], 1).config.model.swiglu
+
+
+def test_settings_come_through_a_url(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    _checkpoint(tmp_path, f"{MODEL} --swiglu --ffn-hidden-size 96", step=0)
+    words = [*RUN.split(), "--use-checkpoint-args", "--load"]
+    assert load([*words, tmp_path.as_uri()], 1).config.model.swiglu
+    for url, part in (("nothing-of-the-kind://bucket/run", "pip install"), (f"{tmp_path.as_uri()}/none", "There is no checkpoint")):
+        with pytest.raises(ConfigError, match=part):
+            load([*words, url], 1)
+
+
 def test_flags_that_agree_with_the_checkpoint_are_fine(tmp_path: Path) -> None:
     _checkpoint(tmp_path, MODEL)
     words = [*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args"]
@@ -157,9 +187,8 @@ def test_a_flag_that_contradicts_the_checkpoint_is_an_error(extra: str, name: st
         load([*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args", *extra.split()], 1)
     (violation,) = caught.value.violations
     assert violation.flags == (name, "--use-checkpoint-args")
-    assert f"{name} is given as {mine}, but the checkpoint of iteration 100 in {tmp_path} was trained with {theirs}." in str(
-        caught.value
-    )
+    wanted = f"{name} is given as {mine}, but the checkpoint {tmp_path}/iter_0000100 was trained with {theirs}."
+    assert wanted in str(caught.value)
 
 
 def test_all_contradictions_are_named_together(tmp_path: Path) -> None:
@@ -209,8 +238,8 @@ def test_a_checkpoint_from_before_a_setting_existed(tmp_path: Path) -> None:
     ("content", "newest", "part"),
     [
         (None, None, "There is no checkpoint in"),
-        (None, "release", "holds 'release', not the number of an iteration"),
-        (None, "100", "config.json cannot be read: No such file"),
+        (None, "release", "There is no checkpoint in"),
+        ("", "100", "config.json cannot be read: No such file"),
         ("{", "100", "is not valid JSON"),
         ("[]", "100", "no mapping named config"),
         ('{"config": 3}', "100", "no mapping named config"),
@@ -225,7 +254,8 @@ def test_a_checkpoint_without_readable_settings_is_one_clear_error(
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(newest)
     if content is not None:
         (tmp_path / "iter_0000100").mkdir()
-        (tmp_path / "iter_0000100" / "config.json").write_text(content)
+        if content:
+            (tmp_path / "iter_0000100" / "config.json").write_text(content)
     with pytest.raises(ConfigError) as caught:
         load([*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args"], 1)
     (violation,) = caught.value.violations

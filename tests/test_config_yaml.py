@@ -104,7 +104,7 @@ def test_overruling_a_file_is_no_news(file: Path) -> None:
         ("lr_decay_style: Cosine\n", ["--lr-decay-style cosine"]),
         ("tokenizer-type: SFTTokenizer\n", ["SFTTokenizer is not built yet"]),
         ("model:\n  recompute-granularity: full\n", ["line 2: --recompute-granularity full is refused"]),
-        ("async-save: true\n", ["--async-save is refused"]),
+        ("num-experts: 8\n", ["--num-experts 8 is refused"]),
         ("data_path: [--bf16]\n", ["takes any number of texts"]),
         ("lr: 1\nlr: 2\n", ["line 2: lr was already set in", "line 1"]),
         ("lr: 1\noptimizer: {lr: 2}\n", ["line 2: lr was already set"]),
@@ -148,7 +148,7 @@ def test_saying_no_to_what_is_refused_is_fine_and_what_has_no_effect_is_noted(fi
         "num-layers: 4\nhidden-size: 64\nnum-attention-heads: 8\nseq-length: 32\nmicro-batch-size: 2\nlr: 1e-3\ntrain-iters: 10\n"
         "mock-data: true\ntokenizer-type: NullTokenizer\nvocab-size: 100\n"
     )
-    file.write_text(base + "async-save: false\nuse-flash-attn: true\ntransformer_impl: local\n")
+    file.write_text(base + "multi-latent-attention: false\nuse-flash-attn: true\ntransformer_impl: local\n")
     first, second = load(["--config", str(file)], 1).notes
     assert first.startswith(f"{file} line 12: --use-flash-attn has no effect")
     assert second.startswith(f"{file} line 13: --transformer-impl local has no effect")

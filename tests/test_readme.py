@@ -208,7 +208,6 @@ def test_names_of_the_tour_are_in_their_files() -> None:
 def test_what_is_not_built_is_refused() -> None:
     refused = (
         "num-experts",
-        "async-save",
     )
     assert set(refused) <= set(REFUSED)
     assert {"recompute-*", "cpu-offloading*", "fp8*"} <= {pattern for pattern, _ in FAMILIES}

@@ -10,13 +10,17 @@ class CheckpointConfig:
     """Where and when to save, and what to load."""
 
     save: str | None = None
-    """Folder to save checkpoints in."""
+    """Folder to save checkpoints in, or a URL such as s3://bucket/run."""
     load: str | None = None
-    """Folder to resume from (its newest complete checkpoint)."""
+    """Folder or URL to resume from (its newest good checkpoint)."""
+    pretrained_checkpoint: str | None = None
+    """Weights to begin with, counting from iteration 0, as long as --load is left out or holds no checkpoint yet."""
     save_interval: int | None = None
     """Steps between saves; by default only at the end and at exits."""
     save_retain_interval: int | None = None
     """Keep every checkpoint whose iteration is a multiple of this, beside the newest."""
+    async_save: bool = False
+    """Write checkpoints in the background: training waits only for a copy into host memory."""
     keep_last: int | None = None
     """Keep only this many newest checkpoints (and those of --save-retain-interval)."""
     ckpt_step: int | None = None
@@ -28,6 +32,6 @@ class CheckpointConfig:
     finetune: bool = False
     """Load weights only and start counting from iteration 0."""
     use_checkpoint_args: bool = False
-    """Take the model's shape and the tokenizer from the checkpoint in --load."""
+    """Take the model's shape and the tokenizer from the checkpoint in --load, or of --pretrained-checkpoint."""
     exit_on_missing_checkpoint: bool = False
     """Stop when --load holds no checkpoint instead of starting afresh."""

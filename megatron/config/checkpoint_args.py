@@ -1,20 +1,23 @@
-"""``--use-checkpoint-args``: the model's shape and the tokenizer come from the checkpoint that is loaded."""
+"""``--use-checkpoint-args``: the model's shape and the tokenizer come from the checkpoint that the run begins with."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from megatron.config.checks.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
+from megatron.config.files import names_in, read_bytes
 from megatron.config.flags import flags
 from megatron.config.save import from_dict
 
-_FLAGS = ("--use-checkpoint-args", "--load", "--ckpt-step")
+_FLAGS = ("--use-checkpoint-args", "--load", "--pretrained-checkpoint", "--ckpt-step")
+_FILE, _LATEST = "config.json", "latest_checkpointed_iteration.txt"
 _DERIVED = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "max_position_embeddings": "num_positions"}
 """Model fields that may be None, with the property that says what they then are."""
 _TOKENIZER_FIELDS = ("tokenizer_type", *(field for field in TOKENIZER_SETTINGS if field not in TOKENIZER_FILES))
@@ -22,18 +25,18 @@ _TOKENIZER_FIELDS = ("tokenizer_type", *(field for field in TOKENIZER_SETTINGS i
 
 
 def take_from_checkpoint(config: Config, explicit: Collection[str]) -> tuple[Config, list[Violation]]:
-    """Replace the model and the tokenizer of `config` by those of the checkpoint in ``--load``.
+    """Replace the model and the tokenizer of `config` by those of the checkpoint that the run begins with.
 
     Args:
-        config: settings as given, with ``checkpoint.load``.
+        config: settings as given, with ``checkpoint.load`` or ``checkpoint.pretrained_checkpoint``.
         explicit: names of the fields that the user gave.
 
     Returns:
         The settings, and what stands against them: no readable checkpoint, or flags that contradict it.
     """
-    assert config.checkpoint.load is not None
     try:
-        step, saved = _saved_config(Path(config.checkpoint.load), config.checkpoint.ckpt_step)
+        folder = _chosen(config.checkpoint)
+        saved = _saved_config(folder)
     except ConfigError as error:
         taken = [f"--{flag.name}" for flag in flags().values() if _is_taken(flag.topic, flag.field)]
         # Naming the flags that would have come from it keeps rules about their defaults silent.
@@ -48,8 +51,7 @@ def take_from_checkpoint(config: Config, explicit: Collection[str]) -> tuple[Con
             problems.append(
                 Violation(
                     (f"--{flag.name}", "--use-checkpoint-args"),
-                    f"--{flag.name} is given as {mine}, but the checkpoint of iteration {step} in {config.checkpoint.load} "
-                    f"was trained with {theirs}.",
+                    f"--{flag.name} is given as {mine}, but the checkpoint {folder} was trained with {theirs}.",
                     f"--use-checkpoint-args takes it from the checkpoint: leave --{flag.name} out, or leave "
                     "--use-checkpoint-args out and describe the whole model.",
                 )
@@ -69,19 +71,48 @@ def _effective(saved: Config, topic: str, field: str) -> Any:
     return value
 
 
-def _saved_config(folder: Path, step: int | None) -> tuple[int, Config]:
-    """Iteration and settings of a checkpoint: the newest, or the one asked for.
+def _chosen(checkpoint: CheckpointConfig) -> str:
+    """Folder of the checkpoint that the run begins with: of --load, or where that holds none, of --pretrained-checkpoint.
 
     Raises:
-        ConfigError: there is none, or its settings cannot be read.
+        ConfigError: there is none.
     """
-    if step is None:
-        step = _newest(folder)
-    file = folder / f"iter_{step:07d}" / "config.json"
+    load, base = checkpoint.load, checkpoint.pretrained_checkpoint
+    if load is not None and checkpoint.ckpt_step is not None:
+        return f"{load.rstrip('/')}/iter_{checkpoint.ckpt_step:07d}"
+    for folder in (load, base):
+        if folder is not None and (found := _newest(folder)):
+            return found
+    if base is not None and _FILE in names_in(base):
+        return base
+    raise _unreadable(f"There is no checkpoint in {' or '.join(folder for folder in (load, base) if folder is not None)}.")
+
+
+def _newest(folder: str) -> str | None:
+    """The checkpoint that the latest file names, or else the one of the highest iteration; None if there is none."""
+    names = names_in(folder)
+    found = sorted((int(match[1]), name) for name in names if (match := re.fullmatch(r"iter_(\d{7,})", name)))
+    if not found:
+        return None
+    name = found[-1][1]
+    if _LATEST in names:
+        text = read_bytes(folder, _LATEST).decode(errors="replace").strip()
+        if text.isdecimal() and (named := f"iter_{int(text):07d}") in names:
+            name = named
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def _saved_config(folder: str) -> Config:
+    """Settings of a checkpoint.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    file = f"{folder}/{_FILE}"
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads(read_bytes(folder, _FILE))
     except OSError as error:
-        raise _unreadable(f"{file} cannot be read: {error.strerror}.") from error
+        raise _unreadable(f"{file} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
         raise _unreadable(f"{file} is not valid JSON: {error}.") from error
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
@@ -91,18 +122,7 @@ def _saved_config(folder: Path, step: int | None) -> tuple[int, Config]:
     if not all(isinstance(part, dict) for part in wanted.values()):
         raise _unreadable(f"{file} holds no settings of the model and the data.")
     wanted["data"] = {field: value for field, value in wanted["data"].items() if _is_taken("data", field)}
-    return step, from_dict(wanted)
-
-
-def _newest(folder: Path) -> int:
-    file = folder / "latest_checkpointed_iteration.txt"
-    try:
-        text = file.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise _unreadable(f"There is no checkpoint in {folder}: {file.name} cannot be read ({error.strerror}).") from error
-    if not text.isdecimal():
-        raise _unreadable(f"{file} holds {text!r}, not the number of an iteration; name one with --ckpt-step.")
-    return int(text)
+    return from_dict(wanted)
 
 
 def _unreadable(message: str) -> ConfigError:

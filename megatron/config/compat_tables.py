@@ -49,6 +49,8 @@ NO_EFFECT: dict[str, str] = {
     "log-validation-ppl-to-tensorboard": "the validation perplexity is always written",
     "ckpt-fully-parallel-save": "every rank always writes only its own part",
     "ckpt-fully-parallel-load": "every rank always reads only its own part",
+    "ckpt-assume-constant-structure": "who writes what is always planned once and kept",
+    "use-persistent-ckpt-worker": "with --async-save one process beside each rank writes for the whole run",
     "dist-ckpt-optim-fully-reshardable": "optimizer state always fits every layout",
     "auto-detect-ckpt-format": "there is one checkpoint format",
     "use-dist-ckpt": "there is one checkpoint format",
@@ -115,12 +117,14 @@ _EXPERTS = "Mixtures of experts are not built yet; every layer has one MLP (--ff
 _CONTEXT = "Splitting the sequence over ranks is not built yet; use --sequence-parallel, or more tensor ranks."
 _FP8 = "Formats of 8 bits and fewer are not built yet; use --bf16."
 _INIT = "Weights are drawn from a normal distribution (--init-method-std)."
-_ROTARY = "The rotary embedding knows --rotary-base, --rotary-percent and --use-rope-scaling with --rope-scaling-factor."
+_ROTARY = (
+    "The rotary embedding knows --rotary-base, --rotary-percent, --rotary-seq-len-interpolation-factor, and --use-rope-scaling with "
+    "--rope-scaling-factor."
+)
 _ACTIVATION = "The MLP's activation is GELU, --swiglu or --squared-relu."
 _NORM = "Norms stand before each sublayer and are LayerNorm or RMSNorm (--normalization)."
 _TOKENIZER = "The tokenizer is set by --tokenizer-type and --tokenizer-model, or --vocab-file and --merge-file, or --vocab-size."
 _LAUNCHER = "The launcher gives it in the environment (RANK, LOCAL_RANK, WORLD_SIZE)."
-_LATER_SAVE = "Saves in the background are not built yet; saves are made between two iterations (--save, --save-interval)."
 _BUCKETS = "Gradient buckets are set by --ddp-bucket-size and --overlap-grad-reduce."
 _WINDOW = "Attention is causal over the whole sequence; windows are not built yet."
 
@@ -137,10 +141,7 @@ REFUSED: dict[str, str] = {
     "offload-optimizer-states": _OFFLOAD,
     "multiple-validation-sets": _BLEND,
     "full-validation": "An evaluation reads --eval-iters batches.",
-    "async-save": _LATER_SAVE,
-    "use-persistent-ckpt-worker": _LATER_SAVE,
     "no-ckpt-fully-parallel-save": "Every rank always writes its own part of a checkpoint.",
-    "pretrained-checkpoint": "Give the folder as --load, with --finetune.",
     "use-mp-args-from-checkpoint-args": "Any layout loads any checkpoint: give the layout that you want.",
     "load-main-params-from-ckpt": "Main parameters belong to the optimizer state, which is loaded unless --no-load-optim is given.",
     "num-experts": _EXPERTS,
@@ -157,7 +158,6 @@ REFUSED: dict[str, str] = {
     "embedding-init-method-std": _INIT,
     "data-parallel-random-init": "All data ranks start from the same weights.",
     "rotary-interleaved": _ROTARY,
-    "rotary-seq-len-interpolation-factor": _ROTARY,
     "rotary-scaling-factor": _ROTARY,
     "rope-type": _ROTARY,
     "no-rope-freq": _ROTARY,

@@ -37,6 +37,8 @@ class ModelConfig:
     """Base of the rotary frequencies (theta)."""
     rotary_percent: float = 1.0
     """Share of each head that is rotated."""
+    rotary_seq_len_interpolation_factor: float = 1.0
+    """Divide rotary positions by this (linear scaling, Chen et al. 2023), to stretch a model to longer sequences."""
     use_rope_scaling: bool = False
     """Stretch low rotary frequencies as Llama 3.1 does (original context 8192, low and high factors 1 and 4)."""
     rope_scaling_factor: float = 8.0

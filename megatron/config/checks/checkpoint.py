@@ -41,4 +41,27 @@ def one_scheduler(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
-RULES: tuple[Rule, ...] = (retained_are_saved, one_scheduler)
+def one_beginning(config: Config, world_size: int) -> Iterator[Finding]:
+    """What a run does that finds no checkpoint of its own is said once."""
+    checkpoint = config.checkpoint
+    if checkpoint.pretrained_checkpoint is None:
+        return
+    begins = f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint}"
+    if checkpoint.finetune:
+        yield Finding(
+            ("pretrained_checkpoint", "finetune"),
+            f"{begins} and --finetune exclude each other.",
+            "--finetune takes weights from --load and counts from 0 at every start, --pretrained-checkpoint only as long as --load "
+            "holds no checkpoint, so that the run can go on.",
+            ((change(finetune=False), change(pretrained_checkpoint=None)),),
+        )
+    if checkpoint.exit_on_missing_checkpoint:
+        yield Finding(
+            ("pretrained_checkpoint", "exit_on_missing_checkpoint"),
+            f"{begins} and --exit-on-missing-checkpoint exclude each other.",
+            "One begins a run where --load holds no checkpoint, the other ends it.",
+            ((change(exit_on_missing_checkpoint=False), change(pretrained_checkpoint=None)),),
+        )
+
+
+RULES: tuple[Rule, ...] = (retained_are_saved, one_scheduler, one_beginning)

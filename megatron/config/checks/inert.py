@@ -50,7 +50,7 @@ CONDITIONS = (
         change(group_query_attention=True),
     ),
     Condition(
-        ("rotary_base", "rotary_percent", "use_rope_scaling"),
+        ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
         lambda config: config.model.position_embedding_type == "rope",
         "with --position-embedding-type rope",
         change(position_embedding_type="rope"),
@@ -146,17 +146,22 @@ CONDITIONS = (
     ),
     Condition(("wandb_exp_name",), lambda config: config.logging.wandb_project is not None, "with --wandb-project"),
     Condition(
-        ("save_interval", "save_retain_interval", "keep_last", "save_optim"),
+        ("save_interval", "save_retain_interval", "async_save", "keep_last", "save_optim"),
         lambda config: config.checkpoint.save is not None,
         "with --save",
     ),
     Condition(
         (
-            *("ckpt_step", "load_optim", "finetune", "use_checkpoint_args", "exit_on_missing_checkpoint"),
+            *("ckpt_step", "load_optim", "finetune", "exit_on_missing_checkpoint"),
             *("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
         ),
         lambda config: config.checkpoint.load is not None,
         "with --load",
+    ),
+    Condition(
+        ("use_checkpoint_args",),
+        lambda config: config.checkpoint.load is not None or config.checkpoint.pretrained_checkpoint is not None,
+        "with --load or --pretrained-checkpoint",
     ),
     Condition(
         ("data_order", "data_cache_path"),

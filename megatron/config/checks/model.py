@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Finding, Rule, change, divisors, multiples_near, positive, shown, try_values
+from megatron.config.checks.finding import (
+    Finding,
+    Rule,
+    change,
+    divisors,
+    is_changed,
+    multiples_near,
+    positive,
+    shown,
+    try_values,
+)
 from megatron.config.config import Config
 
 
@@ -85,6 +95,17 @@ def rotated_channels_pair_up(config: Config, world_size: int) -> Iterator[Findin
     )
 
 
+def one_rope_scaling(config: Config, world_size: int) -> Iterator[Finding]:
+    """Rotary frequencies are stretched in one way."""
+    if config.model.use_rope_scaling and is_changed(config, "rotary_seq_len_interpolation_factor"):
+        yield Finding(
+            ("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
+            f"--use-rope-scaling and {shown(config, 'rotary_seq_len_interpolation_factor')} exclude each other.",
+            "One stretches low rotary frequencies, the other all of them: a model is trained with one.",
+            ((change(rotary_seq_len_interpolation_factor=1.0), change(use_rope_scaling=False)),),
+        )
+
+
 def sequence_fits_positions(config: Config, world_size: int) -> Iterator[Finding]:
     """A learned table has a row for every position."""
     model = config.model
@@ -105,5 +126,6 @@ RULES: tuple[Rule, ...] = (
     query_groups_divide_heads,
     one_activation,
     rotated_channels_pair_up,
+    one_rope_scaling,
     sequence_fits_positions,
 )
