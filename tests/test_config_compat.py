@@ -41,8 +41,8 @@ data-path train-data-path valid-data-path test-data-path data-args-path per-spli
 num-workers tokenizer-type tokenizer-model vocab-file merge-file vocab-size tiktoken-pattern tiktoken-num-special-tokens
 tiktoken-special-tokens reset-position-ids reset-attention-mask eod-mask-loss
 
-save load save-interval save-retain-interval async-save pretrained-checkpoint keep-last ckpt-step no-save-optim no-load-optim finetune use-checkpoint-args
-exit-on-missing-checkpoint
+save load save-interval save-retain-interval async-save pretrained-checkpoint keep-last ckpt-step
+no-save-optim no-load-optim finetune use-checkpoint-args exit-on-missing-checkpoint
 
 log-interval eval-interval eval-iters log-throughput log-params-norm log-num-zeros-in-grad timing-log-level timing-log-option
 tensorboard-dir tensorboard-log-interval log-timers-to-tensorboard log-memory-to-tensorboard wandb-project wandb-exp-name

@@ -8,8 +8,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from megatron.config.checks.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checks.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.files import names_in, read_bytes

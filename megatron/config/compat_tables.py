@@ -118,8 +118,8 @@ _CONTEXT = "Splitting the sequence over ranks is not built yet; use --sequence-p
 _FP8 = "Formats of 8 bits and fewer are not built yet; use --bf16."
 _INIT = "Weights are drawn from a normal distribution (--init-method-std)."
 _ROTARY = (
-    "The rotary embedding knows --rotary-base, --rotary-percent, --rotary-seq-len-interpolation-factor, and --use-rope-scaling with "
-    "--rope-scaling-factor."
+    "The rotary embedding knows --rotary-base, --rotary-percent, --rotary-seq-len-interpolation-factor, and --use-rope-scaling "
+    "with --rope-scaling-factor."
 )
 _ACTIVATION = "The MLP's activation is GELU, --swiglu or --squared-relu."
 _NORM = "Norms stand before each sublayer and are LayerNorm or RMSNorm (--normalization)."

@@ -68,7 +68,8 @@ RANGES: dict[str, Range] = {
     ),
     **dict.fromkeys(
         (
-            *("rotary_base", "rotary_seq_len_interpolation_factor", "rope_scaling_factor", "norm_epsilon", "init_method_std", "exit_duration_in_mins", "lr"),
+            *("rotary_base", "rotary_seq_len_interpolation_factor", "rope_scaling_factor"),
+            *("norm_epsilon", "init_method_std", "exit_duration_in_mins", "lr"),
             *("adam_eps", "min_loss_scale"),
         ),
         _ABOVE_ZERO,
