@@ -30,9 +30,10 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     from megatron.pipeline_parallel.partition import table_of
     from megatron.training import startup
     from megatron.training.batch_size import BatchSizePlan
-    from megatron.training.checkpointing import Saver, resume
     from megatron.training.inputs import open_data
     from megatron.training.loop import Loop
+    from megatron.training.resume import resume
+    from megatron.training.saver import Saver
     from megatron.training.step import TrainStep
 
     config = loaded.config

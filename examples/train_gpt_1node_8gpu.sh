@@ -20,7 +20,7 @@ training=(--micro-batch-size 1 --global-batch-size 512 --train-iters 100000)
 optimizer=(--lr 1.2e-4 --min-lr 1.2e-5 --lr-decay-style cosine --lr-warmup-iters 2000
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0)
 tokens=(--data-path "$data" --tokenizer-type GPT2BPETokenizer --vocab-file "$vocab" --merge-file "$merges")
-keeping=(--save "$run/checkpoints" --load "$run/checkpoints" --save-interval 1000 --keep-last 3)
+keeping=(--save "$run/checkpoints" --load "$run/checkpoints" --save-interval 1000 --keep-last 3 --async-save)
 telling=(--log-interval 10 --log-throughput --eval-interval 1000 --eval-iters 10
     --tensorboard-dir "$run/tensorboard" --metrics-file "$run/metrics.jsonl")
 

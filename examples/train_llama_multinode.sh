@@ -33,7 +33,7 @@ training=(--micro-batch-size 1 --global-batch-size 1024 --train-iters 100000)
 optimizer=(--lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine --lr-warmup-iters 2000
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0)
 tokens=(--data-path "$data" --tokenizer-type Llama2Tokenizer --tokenizer-model "$tokenizer")
-keeping=(--save "$run/checkpoints" --load "$run/checkpoints" --save-interval 500 --keep-last 3)
+keeping=(--save "$run/checkpoints" --load "$run/checkpoints" --save-interval 500 --keep-last 3 --async-save)
 telling=(--log-interval 10 --log-throughput --eval-interval 1000 --eval-iters 10
     --tensorboard-dir "$run/tensorboard" --metrics-file "$run/metrics.jsonl")
 

@@ -11,11 +11,16 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron.checkpoint.format.folder import checkpoint_name
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.loading.plan import BoxLoadPlanner
+from megatron.checkpoint.loading.plan import TENSORS, BoxLoadPlanner
 from megatron.checkpoint.loading.reader import BoxReader
-from megatron.checkpoint.saving.plan import TENSORS, BoxSavePlanner
-from megatron.checkpoint.saving.writer import BoxWriter
+from megatron.checkpoint.saving.commit import commit, encoded
+from megatron.checkpoint.saving.part import part_of, write_part
+from megatron.checkpoint.saving.plan import share_out
+from megatron.checkpoint.saving.planner import described, reader_of
+from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.storage.opening import open_storage
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.params import ParamRecord, Split
 
@@ -103,26 +108,22 @@ def whole(name: str, tensor: torch.Tensor) -> GlobalTensor:
 def save_world(
     folder: Path, iteration: int, world: World, state: dict[str, Any] | None = None, max_file_bytes: int | None = None
 ) -> Path:
-    """Save what all ranks hold, in this process: the steps of torch.distributed.checkpoint.save, rank by rank."""
-    writers = [BoxWriter(folder, iteration, {}, state or {}, max_file_bytes) for _ in world]
-    planners = [BoxSavePlanner() for _ in world]
-    plans = []
-    for rank, tensors in enumerate(world):
-        planners[rank].set_up_planner({TENSORS: tensors}, None, rank == 0)
-        writers[rank].set_up_storage_writer(rank == 0)
-        plans.append(writers[rank].prepare_local_plan(planners[rank].create_local_plan()))
-    plans, metadata = planners[0].create_global_plan(plans)
-    plans = writers[0].prepare_global_plan(plans)
-    results = [
-        writers[rank].write_data(planners[rank].finish_plan(plans[rank]), planners[rank]).value() for rank in range(len(world))
+    """Save what all ranks hold, in this process: the steps of `save_checkpoint`, rank by rank."""
+    save = open_storage(folder)
+    draft = save.draft(checkpoint_name(iteration), "0")
+    plans = share_out([described(tensors) for tensors in world])
+    draft.make()
+    parts = [
+        write_part(draft, part_of(rank, plan, max_file_bytes), reader_of(tensors))
+        for rank, (plan, tensors) in enumerate(zip(plans, world, strict=True))
     ]
-    writers[0].finish(metadata, results)
-    return writers[0].final
+    commit(save, draft, iteration, parts, encoded({}, state or {}))
+    return folder / checkpoint_name(iteration)
 
 
 def load_world(path: Path, world: World, allow_unused: Callable[[str], bool] = lambda name: False) -> None:
     """Fill what all ranks hold, in this process: the steps of torch.distributed.checkpoint.load, rank by rank."""
-    readers, planners = [BoxReader(path) for _ in world], [BoxLoadPlanner(allow_unused) for _ in world]
+    readers, planners = [BoxReader(open_storage(path)) for _ in world], [BoxLoadPlanner(allow_unused) for _ in world]
     plans = []
     for rank, tensors in enumerate(world):
         metadata: Metadata = readers[rank].read_metadata()

@@ -31,9 +31,11 @@ import megatron.training.inputs
 import megatron.training.loop
 import megatron.training.startup  # noqa: F401
 import pretrain_gpt
+from megatron.checkpoint.dtypes import torch_dtype
 from megatron.checkpoint.format.manifest import read_manifest
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.loading.load import load_tensors, read_state
+from megatron.checkpoint.loading.find import read_state
+from megatron.checkpoint.loading.load import load_tensors
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.training.step import TrainStep
@@ -285,7 +287,7 @@ def saved_tensors(folder: Path, iteration: int, kind: str = "model") -> dict[str
     """Whole tensors of a checkpoint, whatever the layout it was saved at: weights, or moments such as exp_avg."""
     path = checkpoint(folder, iteration)
     stored = {name: tensor for name, tensor in read_manifest(path).tensors.items() if name.startswith(f"{kind}.")}
-    found = {name: torch.full(tensor.shape, torch.nan, dtype=tensor.dtype) for name, tensor in stored.items()}
+    found = {name: torch.full(tensor.shape, torch.nan, dtype=torch_dtype(tensor.dtype)) for name, tensor in stored.items()}
     whole = [
         GlobalTensor(name, tuple(tensor.shape), tensor, [PlacedBox(Box((0,) * tensor.dim(), tuple(tensor.shape)), 0)])
         for name, tensor in found.items()

@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.format import folder as folder_module
-from megatron.checkpoint.loading.load import find_checkpoint, load_tensors, read_state
-from megatron.checkpoint.saving import writer as writer_module
+from megatron.checkpoint.format.folder import LATEST
+from megatron.checkpoint.loading.find import find_checkpoint, read_state
+from megatron.checkpoint.loading.load import load_tensors
+from megatron.checkpoint.saving import save as save_module
 from megatron.checkpoint.saving.check import check_writable
 from megatron.checkpoint.saving.save import save_checkpoint
+from megatron.checkpoint.storage import local as local_module
+from megatron.checkpoint.storage.local import LocalStorage
+from megatron.checkpoint.storage.opening import open_storage
 from tests.checkpoint_worlds import whole
 from tests.distributed import run_ranks
 
@@ -50,24 +54,25 @@ def save_and_be_killed(folder: Path, iteration: int, where: object, name: str) -
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(os, "fsync"), (writer_module, "write_synced"), (writer_module, "sync_folder"), (Path, "rename")],
+    [(os, "fsync"), (save_module, "write_part"), (save_module, "commit"), (local_module, "sync_folder"), (Path, "rename")],
 )
 def test_killed_before_the_rename(tmp_path: Path, where: object, name: str) -> None:
     first = save(tmp_path, 1)
     save_and_be_killed(tmp_path, 2, where, name)
-    assert not (tmp_path / "iter_0000002").exists() and (tmp_path / ".iter_0000002.saving").is_dir()
+    (left,) = tmp_path.glob(".iter_0000002.*.saving")
+    assert not (tmp_path / "iter_0000002").exists()
     said: list[str] = []
     assert find_checkpoint(tmp_path, tell=said.append) == first and said == []
     assert loaded(first) == 1.0
-    (tmp_path / ".iter_0000002.saving" / "rank_00009.safetensors").write_text("of a larger world")
+    (left / "rank_00009.safetensors").write_text("of a larger world")
     second = save(tmp_path, 2, 2.0)  # what the killed save left does not disturb, and is gone
     assert loaded(second) == 2.0 and not (second / "rank_00009.safetensors").exists()
-    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000002", folder_module.LATEST}
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000002", LATEST}
 
 
 def test_killed_between_the_rename_and_the_latest_file(tmp_path: Path) -> None:
     first = save(tmp_path, 1)
-    save_and_be_killed(tmp_path, 2, writer_module, "replace_synced")
+    save_and_be_killed(tmp_path, 2, LocalStorage, "write")
     said: list[str] = []
     assert find_checkpoint(tmp_path, tell=said.append) == first
     assert "iter_0000002 is newer" in said[0]
@@ -79,29 +84,29 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 1, 1.0)
     path = save(tmp_path, 1, 2.0)
     assert loaded(path) == 2.0
-    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", folder_module.LATEST}
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", LATEST}
 
 
 def test_what_a_killed_removal_left_does_not_disturb(tmp_path: Path) -> None:
     save(tmp_path, 1, 1.0).rename(tmp_path / ".iter_0000001.removing")
     save(tmp_path, 1, 2.0)
     assert loaded(save(tmp_path, 1, 3.0)) == 3.0
-    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", folder_module.LATEST}
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", LATEST}
 
 
 def test_the_latest_file_is_replaced_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
-    seen: list[tuple[str, bool]] = []
-    real = writer_module.replace_synced
+    seen: list[tuple[str, str, bool]] = []
+    real = LocalStorage.write
 
-    def replace(path: Path, data: bytes) -> None:
-        seen.append((path.read_text().strip(), (tmp_path / "iter_0000002" / "manifest.json").exists()))
-        real(path, data)
+    def write(self: LocalStorage, name: str, data: bytes) -> None:
+        seen.append((name, (tmp_path / LATEST).read_text().strip(), (tmp_path / "iter_0000002" / "manifest.json").exists()))
+        real(self, name, data)
 
-    monkeypatch.setattr(writer_module, "replace_synced", replace)
+    monkeypatch.setattr(LocalStorage, "write", write)
     save(tmp_path, 2)
-    assert seen == [("1", True)]
-    assert (tmp_path / folder_module.LATEST).read_text().strip() == "2"
+    assert seen == [(LATEST, "1", True)]
+    assert (tmp_path / LATEST).read_text().strip() == "2"
 
 
 def on_a_full_disk() -> None:
@@ -124,16 +129,16 @@ def test_one_rank_that_cannot_write_is_everybody_s_error(tmp_path: Path, failing
     texts = run_ranks(2, save_more)
     assert texts[0] == texts[1]
     assert f"cannot save {tmp_path / 'iter_0000002'}" in texts[0] and f"rank {failing}: [Errno 27] File too large" in texts[0]
-    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", folder_module.LATEST}
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", LATEST}
     assert find_checkpoint(tmp_path) == first and loaded(first) == 1.0
 
 
 def test_failures_of_several_ranks_are_all_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def save_more(rank: int) -> str:
-        def fail(path: Path, *args: object) -> None:
+        def fail(*args: object) -> None:
             raise OSError(28 if rank == 0 else 5, "full" if rank == 0 else "broken")
 
-        monkeypatch.setattr(writer_module, "write_file", fail)
+        monkeypatch.setattr(save_module, "write_part", fail)
         with pytest.raises(CheckpointError) as error:
             save_checkpoint(tmp_path, 2, [whole(f"t{index}", torch.ones(10)) for index in range(3)], {}, {})
         return str(error.value)
@@ -147,7 +152,7 @@ def test_a_fault_of_the_program_keeps_its_trace(tmp_path: Path, monkeypatch: pyt
     def broken(*args: object) -> None:
         raise KeyError("oops")
 
-    monkeypatch.setattr(writer_module, "write_file", broken)
+    monkeypatch.setattr(save_module, "write_part", broken)
     with pytest.raises(RuntimeError, match=r"(?s)cannot save .*in broken.*KeyError: 'oops'"):
         save(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
@@ -161,12 +166,12 @@ def unwritable(tmp_path: Path) -> Path:
 
 def test_an_unwritable_folder_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"--save .*checkpoints: cannot write there \(Not a directory\)"):
-        check_writable(unwritable(tmp_path))
+        check_writable(open_storage(unwritable(tmp_path)))
 
 
 def test_a_writable_folder_is_made_and_left_empty(tmp_path: Path) -> None:
-    check_writable(tmp_path / "a" / "b")
-    check_writable(tmp_path / "a" / "b")
+    check_writable(open_storage(tmp_path / "a" / "b"))
+    check_writable(open_storage(tmp_path / "a" / "b"))
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 

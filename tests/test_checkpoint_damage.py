@@ -13,9 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.format.safetensors_file import Entry, MappedFile
-from megatron.checkpoint.loading.load import find_checkpoint, load_tensors, read_config, read_state
+from megatron.checkpoint.format.digest import checksum
+from megatron.checkpoint.format.manifest import Manifest, StoredBox, StoredFile, StoredTensor
+from megatron.checkpoint.loading.data_files import DataFiles, Part
+from megatron.checkpoint.loading.find import find_checkpoint, read_config, read_state
+from megatron.checkpoint.loading.load import load_tensors
 from megatron.checkpoint.saving.save import save_checkpoint
+from megatron.checkpoint.storage.local import LocalStorage
+from megatron.parallel.boxes import Box
 from tests.checkpoint_worlds import Layout, Shapes, hold, random_values, save_world, whole
 from tests.distributed import run_ranks
 
@@ -155,9 +160,11 @@ def test_altered_json_is_refused(tmp_path: Path, name: str, read: Callable[[Path
 def test_an_entry_that_is_not_what_the_manifest_says(tmp_path: Path, header: dict) -> None:
     text = json.dumps(header).encode()
     (tmp_path / "x").write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
-    mapped = MappedFile(tmp_path / "x", 8 + len(text) + 16)
-    with pytest.raises(DamagedCheckpointError, match=r"x(: entry a is| holds no readable entry a)"):
-        mapped.tensor(Entry("a", torch.float32, (4,)))
+    box = StoredBox(Box((0,), (4,)), "x", "a", checksum(bytes(16)))
+    manifest = Manifest({"a": StoredTensor((4,), "float32", (box,))}, {"x": StoredFile(8 + len(text) + 16)})
+    files, target = DataFiles(LocalStorage(tmp_path), manifest), torch.zeros(4)
+    with pytest.raises(DamagedCheckpointError, match=r"x(: entry a is| holds no readable entry a| cannot be read to its end)"):
+        files.read(box, "float32", [Part(Box((0,), (4,)), target)])
 
 
 def rewrite_manifest(path: Path, change: Callable[[dict], None]) -> None:

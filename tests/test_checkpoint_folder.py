@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.format.folder import LATEST, checkpoint_name, checkpoints, latest_iteration
-from megatron.checkpoint.loading.load import find_checkpoint
+from megatron.checkpoint.format.folder import LATEST, checkpoint_name, checkpoints, latest_in
+from megatron.checkpoint.loading.find import find_checkpoint
 from megatron.checkpoint.saving.retention import kept, retain
 from megatron.checkpoint.saving.save import save_checkpoint
+from megatron.checkpoint.storage.opening import open_storage
 from tests.checkpoint_worlds import whole
 
 
@@ -100,9 +101,9 @@ def test_what_stays(tmp_path: Path, keep_last: int | None, interval: int | None,
     for iteration in (2, 4, 6, 8, 10):
         (tmp_path / checkpoint_name(iteration)).mkdir()
         (tmp_path / checkpoint_name(iteration) / "data").write_text("x")
-    removed = retain(tmp_path, keep_last, interval)
+    removed = retain(open_storage(tmp_path), keep_last, interval)
     assert there(tmp_path) == stay
-    assert sorted(path.name for path in removed) == [checkpoint_name(i) for i in (2, 4, 6, 8, 10) if i not in stay]
+    assert sorted(removed) == [checkpoint_name(i) for i in (2, 4, 6, 8, 10) if i not in stay]
     assert len(list(tmp_path.iterdir())) == len(stay)
 
 
@@ -123,14 +124,19 @@ def test_the_newest_and_the_latest_always_stay(
 
 def test_the_latest_stays_after_going_back(tmp_path: Path) -> None:
     save(tmp_path, 10, 20, 30, 15)
-    retain(tmp_path, 1, None)
-    assert there(tmp_path) == [15, 30] and latest_iteration(tmp_path) == 15
+    retain(open_storage(tmp_path), 1, None)
+    assert there(tmp_path) == [15, 30] and latest_in(open_storage(tmp_path)) == 15
 
 
 def test_a_removal_that_was_killed_is_finished(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     (tmp_path / "iter_0000001").rename(tmp_path / ".iter_0000001.removing")
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000002"
-    assert retain(tmp_path, None, None) == []
-    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", LATEST}
-    assert retain(tmp_path / "none", 1, None) == []
+    save(tmp_path, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", "iter_0000003", LATEST}
+
+
+def test_nothing_to_remove(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    assert retain(open_storage(tmp_path), None, None) == [] == retain(open_storage(tmp_path / "none"), 1, None)
+    assert there(tmp_path) == [1]

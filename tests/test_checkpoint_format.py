@@ -16,10 +16,14 @@ import xxhash
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format.digest import content_digest
 from megatron.checkpoint.format.manifest import read_manifest
-from megatron.checkpoint.format.safetensors_file import Entry, MappedFile, write_file
-from megatron.checkpoint.loading.load import load_tensors, read_state
+from megatron.checkpoint.format.safetensors_file import Entry, Header, header_length
+from megatron.checkpoint.loading.find import read_state
+from megatron.checkpoint.loading.load import load_tensors
 from megatron.checkpoint.loading.reader import BoxReader
 from megatron.checkpoint.saving.save import save_checkpoint
+from megatron.checkpoint.saving.stream import write_checkpoint
+from megatron.checkpoint.source import TensorInfo
+from megatron.checkpoint.storage.opening import open_storage
 from tests.checkpoint_worlds import Layout, Shapes, hold, random_values, save_world, whole
 
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
@@ -108,29 +112,32 @@ def test_digest_does_not_depend_on_order() -> None:
 
 
 def test_every_dtype_is_aligned_and_read_back(tmp_path: Path) -> None:
-    tensors = [
-        torch.randn(3).to(torch.float16),
-        torch.randn(5, 1),
-        torch.randn(3).to(torch.bfloat16),
-        torch.tensor(4.0, dtype=torch.float64),
-        torch.arange(3),
-    ]
-    entries = [Entry(f"t{index}", tensor.dtype, tuple(tensor.shape)) for index, tensor in enumerate(tensors)]
-    path = tmp_path / "x.safetensors"
-    size, _ = write_file(path, entries, lambda index: tensors[index])
-    assert size == path.stat().st_size
-    library = safetensors.torch.load_file(path)
-    mapped = MappedFile(path, size)
-    for tensor, entry in zip(tensors, entries, strict=True):
-        read = mapped.tensor(entry)
-        assert torch.equal(read, tensor) and torch.equal(library[entry.key], tensor)
-        assert read.data_ptr() % tensor.element_size() == 0
+    tensors = {
+        "half": torch.randn(3).to(torch.float16),
+        "single": torch.randn(5, 1),
+        "brain": torch.randn(3).to(torch.bfloat16),
+        "double": torch.tensor(4.0, dtype=torch.float64),
+        "long": torch.arange(3),
+    }
+    path = save_checkpoint(tmp_path, 1, [whole(name, tensor) for name, tensor in tensors.items()], {}, {})
+    manifest = read_manifest(path)
+    assert {name: tensor.dtype for name, tensor in manifest.tensors.items()} == {
+        name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()
+    }
+    data = (path / "rank_00000.safetensors").read_bytes()
+    header = Header.parse(data[: 8 + header_length(data[:8])], "x")
+    library = safetensors.torch.load(data)
+    for name, tensor in tensors.items():
+        at = header.place(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+        assert at % tensor.element_size() == 0
+        read = torch.frombuffer(bytearray(data[at : at + tensor.nbytes]), dtype=tensor.dtype).view(tensor.shape)
+        assert torch.equal(read, tensor) and torch.equal(library[name], tensor)
 
 
 def test_a_part_that_is_not_contiguous_is_written_row_major(tmp_path: Path) -> None:
     value = torch.arange(12.0).view(3, 4).t()
-    write_file(tmp_path / "x", [Entry("a", torch.float32, (4, 3))], lambda index: value)
-    assert torch.equal(safetensors.torch.load_file(tmp_path / "x")["a"], value)
+    path = write_checkpoint(tmp_path, 1, {"a": TensorInfo((4, 3), torch.float32)}, lambda name, box: value, {}, {})
+    assert torch.equal(safetensors.torch.load_file(Path(path) / "rank_00000.safetensors")["a"], value)
 
 
 def test_state_keeps_every_digit(tmp_path: Path) -> None:
@@ -150,7 +157,7 @@ def test_stock_load_reads_plain_tensors_through_the_reader(tmp_path: Path) -> No
     target = {name: torch.zeros_like(value) for name, value in values.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(target, storage_reader=BoxReader(path), no_dist=True)
+        dcp.load(target, storage_reader=BoxReader(open_storage(path)), no_dist=True)
     for name, value in values.items():
         assert torch.equal(target[name], value), name
 
@@ -159,9 +166,9 @@ def test_boxes_that_are_not_whole_tensors_are_not_saved(tmp_path: Path) -> None:
     values = random_values(SHAPES)
     with pytest.raises(CheckpointError, match=r"do not make up whole tensors: model\.up, main\.up"):
         save_checkpoint(tmp_path, 1, hold(SHAPES, Layout(2), 0, values), {}, {})
-    with pytest.raises(CheckpointError, match=r"a is torch\.int32, a checkpoint holds"):
+    with pytest.raises(CheckpointError, match=r"a is int32, a checkpoint holds"):
         save_checkpoint(tmp_path, 1, [whole("a", torch.ones(2, dtype=torch.int32))], {}, {})
-    with pytest.raises(CheckpointError, match=r"a is \(3,\) torch\.float32 on rank 1, \(2,\) torch\.float32 before"):
+    with pytest.raises(CheckpointError, match=r"a is \(3,\) float32 on rank 1, \(2,\) float32 before"):
         save_world(tmp_path, 1, [[whole("a", torch.ones(2))], [whole("a", torch.ones(3))]])
     assert list(tmp_path.iterdir()) == []
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.format.manifest import read_manifest
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.loading.load import load_tensors, read_config, read_state
+from megatron.checkpoint.loading.find import read_config, read_state
+from megatron.checkpoint.loading.load import load_tensors
 from megatron.checkpoint.saving.save import save_checkpoint
 from tests.checkpoint_worlds import PADDING, Layout, Shapes, assert_holds, hold, load_world, random_values, save_world, whole
 from tests.distributed import run_ranks

@@ -21,7 +21,9 @@ from megatron.config.flags import flags
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.schedules.simple import one_f_one_b
 from tests.cli import ROOT, spawn_cli
+from tests.runs import arguments, run
 from tests.vocabularies import sentencepiece
+from tools import checkpoint, generate_text
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.name: path.read_text() for path in DOCUMENTS}
@@ -106,6 +108,20 @@ def preprocessing(command: str, folder: Path) -> None:
     assert Path(f"{prefix}_text_document.bin").stat().st_size > 0
 
 
+def on_a_checkpoint(command: str, folder: Path) -> None:
+    """Of a tiny model like Llama; an import takes what an export made."""
+    pytest.importorskip("transformers")
+    shape = "--position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 48 --disable-bias-linear"
+    write_corpus(ROOT / "megatron/config", folder / "corpus.jsonl")
+    sentencepiece(folder / "corpus.jsonl", folder / "tokenizer.model", 500)
+    tokenizer = {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": folder / "tokenizer.model", "vocab_size": None}
+    run([*arguments(**tokenizer, train_iters=1, save=folder / "checkpoints"), *shape.split()])
+    words = [str(folder / word) if word in ("checkpoints", "exported", "imported") else word for word in shlex.split(command)]
+    if "import" in words:
+        assert checkpoint.main(["export", str(folder / "checkpoints"), str(folder / "exported")]) == 0
+    assert (checkpoint if "checkpoint.py" in words[1] else generate_text).main(words[2:]) == 0
+
+
 def bench(command: str, folder: Path) -> None:
     told = spawn_cli(["tools/bench.py", "--help"], nproc=None).stdout
     for word in shlex.split(command)[2:]:
@@ -152,6 +168,7 @@ KINDS: list[tuple[str, Callable[[str, Path], None]]] = [
     (r"python pretrain_gpt\.py --help$", help_text),
     (r"python pretrain_gpt\.py --mock-data ", training_on_one_process),
     (r"python tools/preprocess_data\.py ", preprocessing),
+    (r"python tools/(checkpoint|generate_text)\.py ", on_a_checkpoint),
     (r"python tools/bench\.py", bench),
     (r"torchrun ", launch),
     (r"(\w+=\S+ )+(srun --ntasks-per-node 1 )?bash examples/train_\w+\.sh$|export HEAD=", launch_script),
@@ -189,7 +206,7 @@ def test_flags_exist(name: str) -> None:
     others = {"config", "print-config", "help", "no-", "flag"}
     launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
     scripts = {"short", "folder", "full", "ntasks-per-node"}
-    sources = [path.read_text() for path in (ROOT / "tools").glob("*.py")]
+    sources = [path.read_text() for path in (ROOT / "tools").rglob("*.py")]
     tools = {flag for source in sources for flag in re.findall(r'\badd(?:_argument)?\(\s*"--([\w-]+)"', source)}
     known = {*flags(), *others, *launcher, *scripts, *tools}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
@@ -206,9 +223,7 @@ def test_names_of_the_tour_are_in_their_files() -> None:
 
 
 def test_what_is_not_built_is_refused() -> None:
-    refused = (
-        "num-experts",
-    )
+    refused = ("num-experts",)
     assert set(refused) <= set(REFUSED)
     assert {"recompute-*", "cpu-offloading*", "fp8*"} <= {pattern for pattern, _ in FAMILIES}
     assert not set(flags()) & (set(REFUSED) | set(NO_EFFECT))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.checkpoint.saving.writer import BoxWriter
+from megatron.checkpoint.saving import save as save_module
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training.step import TrainStep
 from tests.byte_dataset import FLAGS, write_bytes
@@ -257,7 +257,7 @@ def test_a_rank_that_dies_while_saving(saved: Path, tmp_path: Path, victim: int)
     """The checkpoint of before stays what is resumed from; what the dead save left is in nobody's way."""
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     again = arguments(load=tmp_path, ckpt_step=1, save=tmp_path, train_iters=3, lr_decay_iters=2)
-    ended = launch([*again, "--save-interval", "3"], 2, before=_dies_in(BoxWriter, "write_data", victim))
+    ended = launch([*again, "--save-interval", "3"], 2, before=_dies_in(save_module, "write_part", victim))
     _assert_survivors_say_so(ended, victim)
     assert complete_checkpoints(tmp_path) == ["iter_0000001", "iter_0000002"]
     assert digest(tmp_path, 2) == digest(saved, 2)
@@ -274,7 +274,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 
     def before(rank: int) -> None:
         if rank == 1:
-            BoxWriter.write_data = full  # type: ignore[assignment, method-assign]
+            save_module.write_part = full
 
     ended = launch(arguments(**TP2, train_iters=3, save=tmp_path, save_interval=2), 2, before=before)
     assert [end.code for end in ended] == [1, 1], report(ended)

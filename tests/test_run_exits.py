@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.checkpointing import Saver
+from megatron.training.saver import Saver
 from tests.runs import arguments, complete_checkpoints, digest, launch, on_rank, report, run, timeless
 
 STEPS = 6

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.checkpoint.loading.load import load_tensors, read_state
+from megatron.checkpoint.loading.find import read_state
+from megatron.checkpoint.loading.load import load_tensors
 from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.training.checkpointing import global_tensors
 from megatron.training.step import TrainStep

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from torch.distributed.checkpoint.api import CheckpointException
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.api import CheckpointException  # the process that writes files does without torch
 
 MOST_LISTED = 10
 """Longer lists in messages are cut to this many entries, with the count of the rest."""

@@ -8,6 +8,9 @@ import torch
 
 from megatron.parallel.boxes import Box, PlacedBox
 
+WEIGHT = "model"
+"""Kind of the tensors that are weights: `model.<parameter name>`. Moments are named `exp_avg.<parameter name>`, for example."""
+
 
 @dataclass
 class GlobalTensor:
@@ -46,9 +49,6 @@ def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...
     return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
-def box_key(name: str, global_shape: tuple[int, ...], box: Box) -> str:
-    """Name of a box in a file: `name` for a whole tensor, else `name[0:128,64:128]`."""
-    if box.sizes == global_shape:
-        return name
-    ranges = ",".join(f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
-    return f"{name}[{ranges}]"
+def relative(inner: Box, outer: Box) -> Box:
+    """A box counted from the first corner of another one in which it lies."""
+    return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)

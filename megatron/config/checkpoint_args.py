@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Set
 from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
@@ -14,6 +14,7 @@ from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.files import names_in, read_bytes
 from megatron.config.flags import flags
+from megatron.config.model import FREE_AT_BEGINNING, FREE_FIELDS
 from megatron.config.save import from_dict
 
 _FLAGS = ("--use-checkpoint-args", "--load", "--pretrained-checkpoint", "--ckpt-step")
@@ -21,10 +22,10 @@ _FILE, _LATEST = "config.json", "latest_checkpointed_iteration.txt"
 _DERIVED = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "max_position_embeddings": "num_positions"}
 """Model fields that may be None, with the property that says what they then are."""
 _TOKENIZER_FIELDS = ("tokenizer_type", *(field for field in TOKENIZER_SETTINGS if field not in TOKENIZER_FILES))
-"""What decides the vocabulary, but for the files: they may lie elsewhere."""
+"""What decides the vocabulary, but for the files: they may lie elsewhere, and then they are given."""
 
 
-def take_from_checkpoint(config: Config, explicit: Collection[str]) -> tuple[Config, list[Violation]]:
+def take_from_checkpoint(config: Config, explicit: Set[str]) -> tuple[Config, list[Violation]]:
     """Replace the model and the tokenizer of `config` by those of the checkpoint that the run begins with.
 
     Args:
@@ -35,19 +36,23 @@ def take_from_checkpoint(config: Config, explicit: Collection[str]) -> tuple[Con
         The settings, and what stands against them: no readable checkpoint, or flags that contradict it.
     """
     try:
-        folder = _chosen(config.checkpoint)
+        folder, begins = _chosen(config.checkpoint)
         saved = _saved_config(folder)
     except ConfigError as error:
         taken = [f"--{flag.name}" for flag in flags().values() if _is_taken(flag.topic, flag.field)]
         # Naming the flags that would have come from it keeps rules about their defaults silent.
         return config, [dataclasses.replace(violation, flags=(*_FLAGS, *taken)) for violation in error.violations]
     problems = []
+    free = FREE_FIELDS | FREE_AT_BEGINNING if begins else FREE_FIELDS
+    kept = {}
     for flag in flags().values():
         if not _is_taken(flag.topic, flag.field) or flag.field not in explicit:
             continue
         mine = getattr(getattr(config, flag.topic), flag.field)
         theirs = _effective(saved, flag.topic, flag.field)
-        if mine != theirs:
+        if mine != theirs and flag.field in free:
+            kept[flag.field] = mine
+        elif mine != theirs:
             problems.append(
                 Violation(
                     (f"--{flag.name}", "--use-checkpoint-args"),
@@ -56,8 +61,12 @@ def take_from_checkpoint(config: Config, explicit: Collection[str]) -> tuple[Con
                     "--use-checkpoint-args out and describe the whole model.",
                 )
             )
-    data = dataclasses.replace(config.data, **{field: getattr(saved.data, field) for field in _TOKENIZER_FIELDS})
-    return dataclasses.replace(config, model=saved.model, data=data), problems
+    model = saved.model
+    if model.position_embedding_type == "learned_absolute":  # whose rows follow from the sequence length, which may change
+        model = dataclasses.replace(model, max_position_embeddings=model.num_positions)
+    fields = _TOKENIZER_FIELDS if explicit & set(TOKENIZER_FILES) else (*_TOKENIZER_FIELDS, *TOKENIZER_FILES)
+    data = dataclasses.replace(config.data, **{field: getattr(saved.data, field) for field in fields})
+    return dataclasses.replace(config, model=dataclasses.replace(model, **kept), data=data), problems
 
 
 def _is_taken(topic: str, field: str) -> bool:
@@ -71,20 +80,21 @@ def _effective(saved: Config, topic: str, field: str) -> Any:
     return value
 
 
-def _chosen(checkpoint: CheckpointConfig) -> str:
-    """Folder of the checkpoint that the run begins with: of --load, or where that holds none, of --pretrained-checkpoint.
+def _chosen(checkpoint: CheckpointConfig) -> tuple[str, bool]:
+    """Folder of the checkpoint that the run takes up: of --load, or where that holds none, of --pretrained-checkpoint; and whether it
+    only begins with its weights.
 
     Raises:
         ConfigError: there is none.
     """
     load, base = checkpoint.load, checkpoint.pretrained_checkpoint
     if load is not None and checkpoint.ckpt_step is not None:
-        return f"{load.rstrip('/')}/iter_{checkpoint.ckpt_step:07d}"
+        return f"{load.rstrip('/')}/iter_{checkpoint.ckpt_step:07d}", checkpoint.finetune
     for folder in (load, base):
         if folder is not None and (found := _newest(folder)):
-            return found
+            return found, checkpoint.finetune or folder == base
     if base is not None and _FILE in names_in(base):
-        return base
+        return base, True
     raise _unreadable(f"There is no checkpoint in {' or '.join(folder for folder in (load, base) if folder is not None)}.")
 
 
@@ -121,7 +131,8 @@ def _saved_config(folder: str) -> Config:
     wanted = {topic: record["config"].get(topic) for topic in ("model", "data")}
     if not all(isinstance(part, dict) for part in wanted.values()):
         raise _unreadable(f"{file} holds no settings of the model and the data.")
-    wanted["data"] = {field: value for field, value in wanted["data"].items() if _is_taken("data", field)}
+    fields = {*_TOKENIZER_FIELDS, *TOKENIZER_FILES}
+    wanted["data"] = {field: value for field, value in wanted["data"].items() if field in fields}
     return from_dict(wanted)
 
 

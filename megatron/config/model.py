@@ -9,6 +9,18 @@ PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 
 
+FREE_FIELDS = frozenset(
+    {
+        *("seq_length", "attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by", "fp32_residual_connection"),
+        "init_method_std",
+    }
+)
+"""Fields that may differ between a checkpoint and the run that goes on with it: they change no parameter, and not what the model
+computes with dropout off, but for rounding."""
+FREE_AT_BEGINNING = frozenset({"rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"})
+"""Fields that may also differ where a run begins with the weights of another, as when a model is taught longer sequences."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and parts of a GPT- or Llama-style decoder."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.model.document_attention import Documents, attention_within_documents
+from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.norms import Norm
 from megatron.model.rope import rotate
 from megatron.parallel.params import Init
@@ -67,7 +68,12 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, rotary: RotaryTable | None, key: DropoutKey | None, documents: Documents | None
+        self,
+        x: torch.Tensor,
+        rotary: RotaryTable | None,
+        key: DropoutKey | None,
+        documents: Documents | None,
+        cache: KeyValueCache | None,
     ) -> torch.Tensor:
         """[s, b, h] (or [s/n, b, h] under sequence parallelism) to the same."""
         qkv = self.qkv(x)
@@ -78,6 +84,10 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
+        if cache is not None:
+            cache.append(self.layer, k, v)
+            if not cache.empty:
+                return self.output(cache.attend(self.layer, q))
         probability = 0.0 if key is None else self.config.attention_dropout
         if probability > 0.0 and key is not None:
             seed_device(x.device, key.site(self.layer, "attention", self.tensor_rank))

@@ -9,6 +9,7 @@ from megatron.config.model import ModelConfig
 from megatron.model.attention import Attention, RotaryTable
 from megatron.model.document_attention import Documents
 from megatron.model.dropout import dropout
+from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.mlp import MLP
 from megatron.model.norms import Norm
 from megatron.parallel.random import DropoutKey
@@ -29,10 +30,15 @@ class Block(nn.Module):
         self.mlp = MLP(scope.child("mlp"), config)
 
     def forward(
-        self, x: torch.Tensor, rotary: RotaryTable | None, key: DropoutKey | None, documents: Documents | None = None
+        self,
+        x: torch.Tensor,
+        rotary: RotaryTable | None,
+        key: DropoutKey | None,
+        documents: Documents | None = None,
+        cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
         """[s, b, h] (or [s/n, b, h] under sequence parallelism) to the same."""
-        x = x + self._drop(self.attention(self.attention_norm(x), rotary, key, documents), key, "attention_output")
+        x = x + self._drop(self.attention(self.attention_norm(x), rotary, key, documents, cache), key, "attention_output")
         return x + self._drop(self.mlp(self.mlp_norm(x)), key, "mlp_output")
 
     def _drop(self, x: torch.Tensor, key: DropoutKey | None, site: str) -> torch.Tensor:

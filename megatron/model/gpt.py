@@ -15,7 +15,7 @@ from megatron.model.dropout import dropout
 from megatron.model.inputs import ModelInputs
 from megatron.model.norms import Norm
 from megatron.model.rope import rotary_table
-from megatron.parallel.collectives import own_part
+from megatron.parallel.collectives import all_gather, own_part
 from megatron.parallel.params import Init, Split
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.partition import Chunk
@@ -71,7 +71,7 @@ class OutputLayer(nn.Module):
 
     def __init__(self, scope: Scope, config: ModelConfig, vocab_size: int, padded_size: int, holders: tuple[int, ...]) -> None:
         super().__init__()
-        self.group = scope.tp
+        self.group, self.vocab_size = scope.tp, vocab_size
         columns = padded_size // self.group.size
         self.first = self.group.index * columns
         self.num_valid = max(0, min(columns, vocab_size - self.first))
@@ -86,8 +86,16 @@ class OutputLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """[s, b, h] (or [s/n, b, h]), labels and mask [s, b] to the sum of mask x loss."""
-        logits = parallel_linear(x, self.weight, None, self.group, input_mode="gather" if self.gather else "copy")
-        return vocab_parallel_cross_entropy(logits, labels, mask, self.group, first=self.first, num_valid=self.num_valid)
+        return vocab_parallel_cross_entropy(self._columns(x), labels, mask, self.group, first=self.first, num_valid=self.num_valid)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[s, b, h] (or [s/n, b, h]) to the logits of the whole vocabulary [s, b, v], without padding, on every tensor rank."""
+        columns = self._columns(x).permute(2, 0, 1)  # dimension 0 is what is gathered
+        return all_gather(columns, self.group)[: self.vocab_size].permute(1, 2, 0)
+
+    def _columns(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of the logits, padding included: [s, b, v/n]."""
+        return parallel_linear(x, self.weight, None, self.group, input_mode="gather" if self.gather else "copy")
 
 
 class GPTChunk(nn.Module):
@@ -123,17 +131,27 @@ class GPTChunk(nn.Module):
         Returns:
             hidden states, or on the last chunk the sum over tokens of mask x loss, a scalar in float32 or wider.
         """
+        x = self.hidden_states(inputs, hidden)
+        if self.final_norm is None or self.output is None:
+            return x
+        assert inputs.labels is not None and inputs.loss_mask is not None
+        return self.output(self.final_norm(x), inputs.labels, inputs.loss_mask)
+
+    def hidden_states(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """What `forward` gives where the chunk is not the last: hidden states behind its last layer."""
         x = hidden if self.embedding is None else self.embedding(inputs).to(self.residual_dtype)
         assert x is not None, "a chunk that is not the first needs hidden states"
         rotary = None
         if self.config.position_embedding_type == "rope" and len(self.layers) > 0:
             rotary = rotary_table(inputs.positions, self.config, self.residual_dtype)
         for layer in self.layers:
-            x = layer(x, rotary, inputs.dropout_key, inputs.documents)
-        if self.final_norm is None or self.output is None:
-            return x
-        assert inputs.labels is not None and inputs.loss_mask is not None
-        return self.output(self.final_norm(x), inputs.labels, inputs.loss_mask)
+            x = layer(x, rotary, inputs.dropout_key, inputs.documents, inputs.cache)
+        return x
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """On the last chunk, hidden states [s, b, h] (or [s/n, b, h]) to logits [s, b, v], without padding."""
+        assert self.final_norm is not None and self.output is not None
+        return self.output.logits(self.final_norm(x))
 
 
 def residual_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.model.document_attention import Documents
+from megatron.model.key_value_cache import KeyValueCache
 from megatron.parallel.random import DropoutKey
 
 
@@ -22,3 +23,5 @@ class ModelInputs:
     """None switches dropout off (evaluation)."""
     documents: Documents | None = None
     """Bounds that attention does not cross; None where a token attends to its whole sample."""
+    cache: KeyValueCache | None = None
+    """Keys and values of the tokens before these, when text is generated; None for whole samples."""

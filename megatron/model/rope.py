@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021), with Llama 3.1's stretching of low frequencies.
+"""Rotary position embedding (Su et al. 2021), with Llama 3.1's stretching of low frequencies, or of all by one factor.
 
 Pairs are halves, as in GPT-NeoX and Llama. Angles, sines and cosines are computed in at least float32, and so is the rotation.
 """
@@ -22,10 +22,13 @@ def rotated_channels(config: ModelConfig) -> int:
 
 
 def frequencies(config: ModelConfig, device: torch.device) -> torch.Tensor:
-    """Angle a position for each rotated pair: float64 [r/2]."""
+    """Angle a position for each rotated pair: float64 [r/2].
+
+    Positions divided by a factor (Chen et al. 2023, position interpolation) are frequencies divided by it.
+    """
     channels = rotated_channels(config)
     exponents = torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels
-    found = config.rotary_base**-exponents
+    found = config.rotary_base**-exponents / config.rotary_seq_len_interpolation_factor
     if not config.use_rope_scaling:
         return found
     wavelengths = 2 * math.pi / found

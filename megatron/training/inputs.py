@@ -13,7 +13,7 @@ from megatron.data.build import Datasets, open_datasets
 from megatron.data.document_ends import missing_ends
 from megatron.data.history import Phase, describe_phases, go_on
 from megatron.data.split import parse_split
-from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.build import build_tokenizer, embedding_rows
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.schedules.registry import placement
@@ -149,7 +149,7 @@ def open_data(config: Config, context: ParallelContext) -> RunData:
         rules = DocumentRules(tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
         tests = evaluates and not data.mock_data and _has_test_data(config)
         if not reads_samples(context, stage_of_chunk, rules):
-            return tokenizer.vocab_size, rules, tests, None
+            return embedding_rows(tokenizer, data), rules, tests, None
         datasets = open_datasets(
             data,
             seed=training.seed,
@@ -158,7 +158,7 @@ def open_data(config: Config, context: ParallelContext) -> RunData:
             need_validation=evaluates,
             need_test=tests,
         )
-        return tokenizer.vocab_size, rules, tests, datasets
+        return embedding_rows(tokenizer, data), rules, tests, datasets
 
     vocab_size, rules, tests, datasets = together(context, build)
     maker = BatchMaker(context, training.seed, config.model.seq_length, training.micro_batch_size, rules)

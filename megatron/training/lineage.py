@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.format.folder import checkpoints
-from megatron.checkpoint.loading.load import find_checkpoint, read_config, read_state
+from megatron.checkpoint.loading.find import find_checkpoint, read_config, read_state
 from megatron.config.config import Config
 from megatron.config.save import from_dict
 from megatron.config.training import TrainingConfig
@@ -39,7 +39,7 @@ class RunLineage:
     config: Config
     phases: list[Phase]
     tokenizer: Tokenizer
-    origin: Path
+    origin: Path | str
 
     @classmethod
     def of(cls, folder: Path, ckpt_step: int | None = None) -> RunLineage:

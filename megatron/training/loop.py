@@ -10,19 +10,25 @@ from dataclasses import dataclass
 from megatron.config.config import Config
 from megatron.metrics.timers import Timers
 from megatron.model.inputs import ModelInputs
+from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.optimizer.lr_schedule import learning_rate, weight_decay
 from megatron.parallel.context import ParallelContext
 from megatron.training.batch_size import BatchSizePlan
-from megatron.training.checkpointing import Saver, Schedule
+from megatron.training.checkpointing import Schedule
 from megatron.training.evaluate import evaluate
 from megatron.training.layer_norms import layer_norms, params_norm, places
+from megatron.training.nonfinite import NonFiniteError
 from megatron.training.pipeline_profile import PipelineProfiler
 from megatron.training.profiler import StepProfiler
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
+from megatron.training.saver import Saver
 from megatron.training.signals import ExitSignal
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.together import together
+
+_SHARED_FAILURES = (NonFiniteError, LossScaleError)
+"""Raised by a step on every rank at once."""
 
 Batches = Iterator[list[ModelInputs]]
 
@@ -52,9 +58,14 @@ class Loop:
             gc.disable()
         began_at = progress.iteration
         with ExitSignal() as signal:
-            stopped = self._train(progress, signal)
+            try:
+                stopped = self._train(progress, signal)
+            except _SHARED_FAILURES:  # on every rank alike, so the save that is under way can be finished
+                self.saver.finish(self.reporter.say)
+                raise
             if progress.iteration > began_at:  # a finished run that is started again leaves its checkpoint as it is
                 self._save(progress)  # inside, for a further signal must not cut off the save
+            self.saver.finish(self.reporter.say)
             self._finish(progress, stopped)
 
     def _train(self, progress: Progress, signal: ExitSignal) -> str | None:
@@ -68,6 +79,7 @@ class Loop:
                 with self.timers("batch-generator", level=1):
                     batch = next(batches)
                 result = self._advance(progress, batch, (signal.requested, self._time_is_up()))
+                self.saver.poll(self.reporter.say)
                 self._between_steps(progress)
                 stopped = self._exit_reason(progress, result)
             batches.close()  # type: ignore[attr-defined]
@@ -155,9 +167,7 @@ class Loop:
         paused = self.reporter.pause()
         self.step.finish_publishing()  # nothing may write where is read
         with self.timers("save-checkpoint", level=0):
-            path = self.saver.save(progress, self.step.optimizer, self.step.scaler, self.schedule)
-        if path is not None:
-            self.reporter.say(f"saved {path}")
+            self.saver.save(progress, self.step.optimizer, self.step.scaler, self.schedule, self.reporter.say)
         if self.config.training.manual_gc:
             gc.collect()
         self.reporter.resume(paused)

@@ -20,15 +20,44 @@ def checksum(data: memoryview | bytes) -> str:
     return f"{_KIND}{xxhash.xxh3_64_hexdigest(data)}"
 
 
+class Checksum:
+    """The checksum of bytes that come in pieces."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+
+    def update(self, data: memoryview | bytes) -> None:
+        """Take in the next piece."""
+        self._hash.update(data)
+
+    @property
+    def text(self) -> str:
+        """What `checksum` gives for all of it."""
+        return f"{_KIND}{self._hash.hexdigest()}"
+
+    def matches(self, expected: str) -> bool:
+        """Whether all of it has the checksum that was stored for it.
+
+        Raises:
+            CheckpointError: the stored checksum is of a kind that this program does not know.
+        """
+        _check_kind(expected)
+        return self.text == expected
+
+
 def matches(data: memoryview | bytes, expected: str) -> bool:
     """Whether raw bytes have the checksum that was stored for them.
 
     Raises:
         CheckpointError: the stored checksum is of a kind that this program does not know.
     """
+    _check_kind(expected)
+    return checksum(data) == expected
+
+
+def _check_kind(expected: str) -> None:
     if not expected.startswith(_KIND):
         raise CheckpointError(f"checksum {expected!r} is of an unknown kind: update the program that loads")
-    return checksum(data) == expected
 
 
 def content_digest(entries: Iterable[str]) -> str:

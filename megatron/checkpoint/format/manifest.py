@@ -7,13 +7,17 @@ passed over; a change that old readers must not pass over raises the version.
 
     {"format": "megatron-boxes", "version": 1,
      "digest": "<sha-256>",                                  # see `Manifest.digest`
+     "content_digest": "<sha-256>",                          # see `Manifest.content_digest`
      "files": {"rank_00000.safetensors": {"bytes": 1024},
                "config.json": {"bytes": 2, "checksum": "xxh3:..."}, "state.json": {...}},
      "tensors": {"model.embedding.weight": {
          "shape": [512, 64], "dtype": "float32",             # of the whole model, without padding
+         "content": "0f3a59c2d41b7e88",                      # sums of the whole tensor, see `content.py`
          "boxes": [{"offsets": [0, 0], "sizes": [256, 64],   # boxes tile the tensor exactly
                     "file": "rank_00000.safetensors", "key": "model.embedding.weight[0:256,0:64]",
                     "checksum": "xxh3:cbbf039e47008cb8"}, ...]}}}   # of the box's bytes: row-major, little-endian
+
+Manifests of the first programs have no `content` and no `content_digest`.
 """
 
 from __future__ import annotations
@@ -23,11 +27,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.format.content import digest_of
 from megatron.checkpoint.format.digest import content_digest
-from megatron.checkpoint.format.safetensors_file import DTYPE_CODES
+from megatron.checkpoint.format.dtypes import DTYPES
 from megatron.parallel.boxes import Box
 
 MANIFEST = "manifest.json"
@@ -35,8 +38,6 @@ CONFIG = "config.json"
 STATE = "state.json"
 FORMAT = "megatron-boxes"
 VERSION = 1
-
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,11 @@ class StoredTensor:
     """A tensor of the whole model, as it is stored."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
+    """A name in `DTYPES`."""
     boxes: tuple[StoredBox, ...]
+    content: str | None = None
+    """Its content sums (`content.Sums.hex`); None in old checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,21 @@ class Manifest:
     @functools.cached_property
     def digest(self) -> str:
         """Digest of tensors and training state, one entry a box: `name shape dtype offsets sizes checksum`."""
-        entries = [f"{STATE} {self.files[STATE].checksum}"]
+        entries = [f"{STATE} {self.files[STATE].checksum}"] if STATE in self.files else []
         for name, tensor in self.tensors.items():
-            head = f"{name} {list(tensor.shape)} {_dtype_name(tensor.dtype)}"
+            head = f"{name} {list(tensor.shape)} {tensor.dtype}"
             entries += [f"{head} {list(s.box.offsets)} {list(s.box.sizes)} {s.checksum}" for s in tensor.boxes]
             if not tensor.boxes:
                 entries.append(head)
         return content_digest(entries)
+
+    @functools.cached_property
+    def content_digest(self) -> str | None:
+        """Digest of the tensors, the same at every layout; None in old checkpoints."""
+        contents = [(name, tensor.shape, tensor.dtype, tensor.content) for name, tensor in self.tensors.items()]
+        if any(content is None for *_, content in contents):
+            return None
+        return digest_of((name, shape, dtype, str(content)) for name, shape, dtype, content in contents)
 
     def to_json(self) -> bytes:
         """The content of `manifest.json`."""
@@ -93,7 +105,8 @@ class Manifest:
         tensors = {
             name: {
                 "shape": tensor.shape,
-                "dtype": _dtype_name(tensor.dtype),
+                "dtype": tensor.dtype,
+                **({} if tensor.content is None else {"content": tensor.content}),
                 "boxes": [
                     {"offsets": s.box.offsets, "sizes": s.box.sizes, "file": s.file, "key": s.key, "checksum": s.checksum}
                     for s in tensor.boxes
@@ -102,6 +115,8 @@ class Manifest:
             for name, tensor in self.tensors.items()
         }
         head = {"format": FORMAT, "version": VERSION, "digest": self.digest}
+        if self.content_digest is not None:
+            head["content_digest"] = self.content_digest
         return json.dumps({**head, "files": files, "tensors": tensors}, separators=(",", ":")).encode()
 
 
@@ -113,7 +128,35 @@ def read_manifest(path: Path) -> Manifest:
         DamagedCheckpointError: it is missing, unreadable or altered.
     """
     try:
-        content = json.loads((path / MANIFEST).read_bytes())
+        data = (path / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedCheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}") from error
+    return manifest_from_json(data, str(path))
+
+
+def manifest_from_json(data: bytes, path: str) -> Manifest:
+    """The manifest of the checkpoint in folder `path` from the content of its file; raises as `read_manifest`."""
+    manifest = part_from_json(data, path, MANIFEST)
+    if missing := [name for name in (CONFIG, STATE) if name not in manifest.files]:
+        raise DamagedCheckpointError(f"{path}/{MANIFEST} is not readable (it does not list {missing[0]})")
+    return manifest
+
+
+def part_from_json(data: bytes, path: str, name: str) -> Manifest:
+    """A manifest, or what one rank has to put into it, checked.
+
+    Args:
+        data: content of the file.
+        path: the checkpoint's folder, for messages.
+        name: of the file, for messages.
+
+    Raises:
+        CheckpointError: it is of another format, or written by a newer version.
+        DamagedCheckpointError: it is unreadable or altered.
+    """
+    file = f"{path.rstrip('/')}/{name}"
+    try:
+        content = json.loads(data)
         written_as, version = content["format"], content["version"]
         if written_as != FORMAT or not isinstance(version, int):
             raise CheckpointError(f"{path} is of format {written_as!r}, version {version!r}; this program reads {FORMAT!r}")
@@ -126,16 +169,15 @@ def read_manifest(path: Path) -> Manifest:
             {name: _tensor_from_json(tensor) for name, tensor in content["tensors"].items()},
             {name: StoredFile(file["bytes"], file.get("checksum")) for name, file in content["files"].items()},
         )
-        stored_digest, digest = content["digest"], manifest.digest
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise DamagedCheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}") from error
+        stated = content["digest"], content.get("content_digest")
+        found = manifest.digest, manifest.content_digest
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DamagedCheckpointError(f"{path / MANIFEST} is not readable ({error!r})") from error
-    if digest != stored_digest:
-        raise DamagedCheckpointError(f"{path / MANIFEST} was altered: its content does not have the digest that it states")
+        raise DamagedCheckpointError(f"{file} is not readable ({error!r})") from error
+    if found != stated:
+        raise DamagedCheckpointError(f"{file} was altered: its content does not have the digest that it states")
     named = {stored.file for tensor in manifest.tensors.values() for stored in tensor.boxes}
     if strange := sorted(name for name in named | manifest.files.keys() if name not in manifest.files or Path(name).name != name):
-        raise DamagedCheckpointError(f"{path / MANIFEST} names files that are not in its list or not in its folder: {strange[:3]}")
+        raise DamagedCheckpointError(f"{file} names files that are not in its list or not in its folder: {strange[:3]}")
     return manifest
 
 
@@ -143,8 +185,6 @@ def _tensor_from_json(content: dict) -> StoredTensor:
     boxes = tuple(
         StoredBox(Box(tuple(b["offsets"]), tuple(b["sizes"])), b["file"], b["key"], b["checksum"]) for b in content["boxes"]
     )
-    return StoredTensor(tuple(content["shape"]), _DTYPES[content["dtype"]], boxes)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    if (dtype := content["dtype"]) not in DTYPES:
+        raise KeyError(dtype)
+    return StoredTensor(tuple(content["shape"]), dtype, boxes, content.get("content"))

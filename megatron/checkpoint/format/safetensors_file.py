@@ -1,4 +1,4 @@
-"""Safetensors files: written in one stream, read through a memory map.
+"""Safetensors files: their headers written and read without the library, and without torch.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header (unsigned, little-endian), the header
 (JSON: key -> dtype, shape and the first and last byte of the data after the header), then the data without gaps. It is written
@@ -9,29 +9,18 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
-import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
+from typing import Any
 
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.format.digest import checksum
-
-DTYPE_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-}
-"""Dtypes that checkpoints hold, and their codes in the header."""
+from megatron.checkpoint.format.dtypes import DTYPES
 
 _ALIGNMENT = 64
 """The data starts at a multiple of this many bytes in the file."""
+LENGTH_BYTES = 8
+"""Bytes in front of the header."""
 
 
 @dataclass(frozen=True)
@@ -39,75 +28,101 @@ class Entry:
     """One tensor in a file."""
 
     key: str
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
         """Size of the data."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def write_file(path: Path, entries: Sequence[Entry], tensor_of: Callable[[int], torch.Tensor]) -> tuple[int, list[str]]:
-    """Write a new file and bring it to the disk.
+def in_file_order(entries: Sequence[Entry]) -> list[int]:
+    """Indices of the entries in the order of their data: wide dtypes first, so each starts at a multiple of its element size."""
+    return sorted(range(len(entries)), key=lambda index: -DTYPES[entries[index].dtype].itemsize)
+
+
+def header_bytes(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
+    """What stands in front of the data of a file whose data are those of the entries, in this order, without gaps.
 
     Args:
-        path: the file.
-        entries: what goes into it.
-        tensor_of: gives the tensor of the i-th entry, on any device; it is called once for each, when its turn comes, so that
-            one tensor at a time is copied to the host.
-
-    Returns:
-        the size of the file in bytes, and the checksum of each entry.
-
-    Raises:
-        OSError: the file cannot be written.
+        metadata: texts about the file.
     """
-    # Wide dtypes first, so that every entry starts at a multiple of its element size.
-    order = sorted(range(len(entries)), key=lambda index: -entries[index].dtype.itemsize)
-    header, at = {}, 0
-    for index in order:
-        entry = entries[index]
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for entry in entries:
         end = at + entry.num_bytes
-        header[entry.key] = {"dtype": DTYPE_CODES[entry.dtype], "shape": entry.shape, "data_offsets": (at, end)}
+        header[entry.key] = {"dtype": DTYPES[entry.dtype].code, "shape": entry.shape, "data_offsets": (at, end)}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    checksums = [""] * len(entries)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for index in order:
-            data = bytes_of(tensor_of(index))
-            file.write(data)
-            checksums[index] = checksum(data)
-        file.flush()
-        os.fsync(file.fileno())
-        return file.tell(), checksums
+    text += b" " * (-(LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The raw bytes of a tensor, row-major; a copy only if it is not contiguous in host memory."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def header_length(first: bytes | memoryview) -> int:
+    """Bytes of the header, from the `LENGTH_BYTES` bytes in front of it."""
+    return int(struct.unpack_from("<Q", first)[0])
+
+
+class Header:
+    """Where the entries of a file are.
+
+    Args:
+        content: key -> dtype, shape and data_offsets, as in the file.
+        data_start: the byte of the file at which the data begins.
+        name: of the file, for messages.
+    """
+
+    def __init__(self, content: dict[str, Any], data_start: int, name: str) -> None:
+        self._content, self._data_start, self._name = content, data_start, name
+
+    @classmethod
+    def parse(cls, start: bytes, name: str) -> Header:
+        """From the start of a file: the length and the header.
+
+        Raises:
+            DamagedCheckpointError: there is no header that can be read.
+        """
+        try:
+            content = json.loads(start[LENGTH_BYTES:])
+        except ValueError as error:
+            raise DamagedCheckpointError(f"{name} has no readable header ({error})") from error
+        if not isinstance(content, dict):
+            raise DamagedCheckpointError(f"{name} has no readable header (not a table)")
+        return cls(content, len(start), name)
+
+    def place(self, entry: Entry) -> int:
+        """The byte of the file at which an entry's data begins.
+
+        Raises:
+            DamagedCheckpointError: the file has no such entry, or with another dtype, shape or size.
+        """
+        try:
+            found = self._content[entry.key]
+            start, end = found["data_offsets"]
+            sound = found["dtype"] == DTYPES[entry.dtype].code and tuple(found["shape"]) == entry.shape
+            sound &= end - start == entry.num_bytes and start >= 0
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedCheckpointError(f"{self._name} holds no readable entry {entry.key} ({error!r})") from error
+        if not sound:
+            raise DamagedCheckpointError(f"{self._name}: entry {entry.key} is {found}, expected {entry.dtype} {list(entry.shape)}")
+        return int(self._data_start + start)
 
 
 class MappedFile:
-    """A file opened for reading; tensors are views of its memory map, so only what is touched is read.
+    """Goes when loading no longer uses it."""
 
-    Raises:
-        DamagedCheckpointError: the file is missing, has another size than it was written with, or no readable header.
-    """
+    def __init__(self, path, num_bytes):  # type: ignore
+        import mmap
+        import os
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
         self._path = path
         try:
             with open(path, "rb") as file:
                 if (found := os.fstat(file.fileno()).st_size) != num_bytes:
                     raise DamagedCheckpointError(f"{path} has {found} bytes, it was written with {num_bytes}")
-                # Copy on write: torch wants a writable buffer. Nothing is written.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            (length,) = struct.unpack_from("<Q", self._map)
-            self._data_start = 8 + length
-            self._header = json.loads(self._map[8 : self._data_start])
+            self._header = Header.parse(self._map[: 8 + header_length(self._map[:8])], str(path))
         except FileNotFoundError as error:
             raise DamagedCheckpointError(f"{path} is missing") from error
         except (ValueError, struct.error) as error:
@@ -115,20 +130,10 @@ class MappedFile:
                 raise
             raise DamagedCheckpointError(f"{path} has no readable header ({error})") from error
 
-    def tensor(self, entry: Entry) -> torch.Tensor:
-        """A view of an entry's data.
+    def tensor(self, entry):  # type: ignore
+        import torch
 
-        Raises:
-            DamagedCheckpointError: the file has no such entry, or with another dtype, shape or place.
-        """
-        try:
-            found = self._header[entry.key]
-            start, end = found["data_offsets"]
-            sound = found["dtype"] == DTYPE_CODES[entry.dtype] and tuple(found["shape"]) == entry.shape
-            sound &= end - start == entry.num_bytes and 0 <= start and self._data_start + end <= len(self._map)
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedCheckpointError(f"{self._path} holds no readable entry {entry.key} ({error!r})") from error
-        if not sound:
-            raise DamagedCheckpointError(f"{self._path}: entry {entry.key} is {found}, expected {entry.dtype} {entry.shape}")
-        flat = torch.frombuffer(self._map, dtype=entry.dtype, count=math.prod(entry.shape), offset=self._data_start + start)
+        flat = torch.frombuffer(
+            self._map, dtype=getattr(torch, entry.dtype), count=math.prod(entry.shape), offset=self._header.place(entry)
+        )
         return flat.view(entry.shape)

@@ -15,9 +15,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.format.tiling import tiles
-from megatron.checkpoint.global_tensor import GlobalTensor, slices
-from megatron.checkpoint.saving.plan import TENSORS, stored_boxes
+from megatron.checkpoint.global_tensor import GlobalTensor, relative, slices
 from megatron.parallel.boxes import Box
+
+TENSORS = "tensors"
+"""Key of the list of global tensors in the state dict that is handed to torch.distributed.checkpoint."""
 
 
 @dataclass
@@ -121,9 +123,9 @@ class BoxLoadPlanner(LoadPlanner):
                     ReadItem(
                         LoadItemType.TENSOR,
                         dest_index=index,
-                        dest_offsets=_relative(common, target),
+                        dest_offsets=torch.Size(relative(common, target).offsets),
                         storage_index=MetadataIndex(tensor.name, torch.Size(source.offsets)),
-                        storage_offsets=_relative(common, source),
+                        storage_offsets=torch.Size(relative(common, source).offsets),
                         lengths=torch.Size(common.sizes),
                     )
                 )
@@ -155,5 +157,6 @@ def _misfit(tensor: GlobalTensor, stored: TensorStorageMetadata | None) -> tuple
     return None
 
 
-def _relative(inner: Box, outer: Box) -> torch.Size:
-    return torch.Size([a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)])
+def stored_boxes(stored: TensorStorageMetadata) -> list[Box]:
+    """The boxes in which a tensor is stored."""
+    return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]

@@ -1,31 +1,37 @@
-"""Storage behind `torch.distributed.checkpoint.load`: from memory maps straight into the targets."""
+"""Storage behind `torch.distributed.checkpoint.load`: from the files straight into the targets."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections import defaultdict
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, ranks_named
-from megatron.checkpoint.format.digest import matches
-from megatron.checkpoint.format.manifest import Manifest, StoredBox, read_manifest
-from megatron.checkpoint.format.safetensors_file import Entry, MappedFile, bytes_of
-from megatron.checkpoint.global_tensor import slices
+from megatron.checkpoint.dtypes import torch_dtype
+from megatron.checkpoint.errors import CheckpointError, ranks_named
+from megatron.checkpoint.format.manifest import Manifest, StoredBox
+from megatron.checkpoint.loading.data_files import DataFiles, Part
+from megatron.checkpoint.loading.find import manifest_in
+from megatron.checkpoint.storage.protocol import Storage
+from megatron.parallel.boxes import Box
 
 
 class BoxReader(StorageReader):
-    """Reads the checkpoint in a folder. Works with any planner of torch.distributed.checkpoint that asks for tensors."""
+    """Reads a checkpoint. Works with any planner of torch.distributed.checkpoint that asks for tensors.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Args:
+        storage: the checkpoint's folder.
+        threads: how many read at the same time.
+    """
+
+    def __init__(self, storage: Storage, threads: int = 1) -> None:
+        self._storage, self._threads = storage, threads
         self._manifest: Manifest | None = None
         self._failure: Exception | None = None
 
@@ -37,17 +43,25 @@ class BoxReader(StorageReader):
         """Never chosen by a path alone."""
         return False
 
+    @property
+    def manifest(self) -> Manifest:
+        """Of the checkpoint, once it has been read."""
+        assert self._manifest is not None
+        return self._manifest
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What is stored, from the manifest. torch hides what is raised here, so a failure waits for the next step."""
         try:
-            self._manifest = read_manifest(self._path)
+            self._manifest = manifest_in(self._storage)
         except (CheckpointError, OSError) as error:
             self._failure = error
             return Metadata({})
         tensors = {}
         for name, stored in self._manifest.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(s.box.offsets), torch.Size(s.box.sizes)) for s in stored.boxes]
-            tensors[name] = TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks)
+            tensors[name] = TensorStorageMetadata(
+                TensorProperties(dtype=torch_dtype(stored.dtype)), torch.Size(stored.shape), chunks
+            )
         return Metadata(dict(tensors))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -82,21 +96,16 @@ class BoxReader(StorageReader):
             for name, tensor in self._manifest.tensors.items()
             for stored in tensor.boxes
         }
-        wanted: dict[str, dict[StoredBox, tuple[torch.dtype, list[ReadItem]]]] = defaultdict(dict)
+        wanted: dict[StoredBox, tuple[str, list[Part]]] = {}
         for item in plan.items:
             index = item.storage_index
             stored, dtype = places[index.fqn, tuple(index.offset or ())]
-            wanted[stored.file].setdefault(stored, (dtype, []))[1].append(item)
-        for file, boxes in wanted.items():
-            mapped = MappedFile(self._path / file, self._manifest.files[file].num_bytes)
-            for stored, (dtype, items) in boxes.items():
-                source = mapped.tensor(Entry(stored.key, dtype, stored.box.sizes))
-                if not matches(bytes_of(source), stored.checksum):
-                    raise DamagedCheckpointError(f"{self._path / file}: the data of {stored.key} was altered (checksum)")
-                for item in items:
-                    target = planner.resolve_tensor(item)
-                    target.copy_(source[slices(tuple(item.storage_offsets), tuple(item.lengths))])
-                    planner.commit_tensor(item, target)
+            part = Part(Box(tuple(item.storage_offsets), tuple(item.lengths)), planner.resolve_tensor(item))
+            wanted.setdefault(stored, (dtype, []))[1].append(part)
+        with DataFiles(self._storage, self._manifest) as files, ThreadPoolExecutor(self._threads) as pool:
+            in_order = sorted(wanted.items(), key=lambda entry: (entry[0].file, files.start(entry[0], entry[1][0])))
+            for read in [pool.submit(files.read, stored, *what) for stored, what in in_order]:
+                read.result()
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.storage.protocol import Storage
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(save: Storage) -> None:
     """Make the save folder, and write and remove a file in it.
 
     Raises:
         CheckpointError: one of these is not possible.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable."):
-            pass
+        save.check_writable()
     except OSError as error:
         raise CheckpointError(
-            f"--save {folder}: cannot write there ({error.strerror}). Give a folder that can be made and written by this user"
+            f"--save {save.location}: cannot write there ({error.strerror or error}). "
+            f"Give a folder that can be made and written by this user"
         ) from error

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
-from megatron.checkpoint.format.folder import checkpoints, latest_iteration, remove_leftovers, set_aside
+from megatron.checkpoint.format.folder import checkpoint_name, iterations_in, latest_in
+from megatron.checkpoint.storage.protocol import Storage
 
 
 def kept(iterations: list[int], latest: int | None, keep_last: int | None, save_retain_interval: int | None) -> set[int]:
@@ -24,21 +22,20 @@ def kept(iterations: list[int], latest: int | None, keep_last: int | None, save_
     return {*newest, *multiples, *([] if latest is None else [latest])}
 
 
-def retain(folder: Path, keep_last: int | None, save_retain_interval: int | None) -> list[Path]:
-    """Remove the checkpoints in a save folder that need not stay. Call it on one rank, when no save is going on.
+def retain(save: Storage, keep_last: int | None, save_retain_interval: int | None) -> list[str]:
+    """Remove the checkpoints in a save folder that need not stay. Call it in one process, when no save is going on.
 
     Args:
-        folder: the save folder.
+        save: the save folder.
         keep_last: how many of the newest stay (`--keep-last`).
         save_retain_interval: checkpoints whose iteration is a multiple of it stay too (`--save-retain-interval`).
 
     Returns:
-        the folders that were removed.
+        the names of those that were removed.
     """
-    remove_leftovers(folder)
-    found = checkpoints(folder)
-    stay = kept(list(found), latest_iteration(folder), keep_last, save_retain_interval)
-    removed = [path for iteration, path in found.items() if iteration not in stay]
-    for path in removed:
-        shutil.rmtree(set_aside(path))
+    found = iterations_in(save)
+    stay = kept(found, latest_in(save), keep_last, save_retain_interval)
+    removed = [checkpoint_name(iteration) for iteration in found if iteration not in stay]
+    for name in removed:
+        save.retire(name)
     return removed

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.checkpoint.errors import raise_for_user
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.format.folder import checkpoint_name
+from megatron.checkpoint.format.manifest import Manifest
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.saving.plan import TENSORS, BoxSavePlanner
-from megatron.checkpoint.saving.writer import BoxWriter
-from megatron.checkpoint.single import quiet_without_group
+from megatron.checkpoint.saving.commit import commit, encoded, sweep
+from megatron.checkpoint.saving.part import write_part
+from megatron.checkpoint.saving.plan import Held
+from megatron.checkpoint.saving.planner import Assignment, PartPlanner, described, reader_of
+from megatron.checkpoint.saving.together import decide, group_of
+from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.storage.protocol import Draft, Storage
+from megatron.parallel.context import Group
+
+
+class Written(NamedTuple):
+    """A checkpoint that is complete."""
+
+    location: str
+    """Its folder: a path or a URL."""
+    content_digest: str
 
 
 def save_checkpoint(
@@ -47,18 +60,60 @@ def save_checkpoint(
     Raises:
         CheckpointError: a rank could not write, config or state do not fit into JSON, or the boxes are not whole tensors.
     """
-    writer = BoxWriter(folder, iteration, config, state, max_file_bytes)
-    no_dist = process_group is None and not dist.is_initialized()
-    try:
-        with quiet_without_group(no_dist):
-            dcp.save(
-                {TENSORS: tensors},
-                storage_writer=writer,
-                planner=BoxSavePlanner(),
-                process_group=process_group,
-                no_dist=no_dist,
-            )
-    except CheckpointException as failed:
-        writer.abandon()
-        raise_for_user(failed, f"cannot save {writer.final}")
-    return writer.final
+    saver = TensorSaver(open_storage(folder), group_of(process_group), max_file_bytes)
+    return Path(saver.save(iteration, tensors, config, state).location)
+
+
+class TensorSaver:
+    """Saves checkpoints of one run into one folder, each complete when `save` returns.
+
+    Args:
+        storage: the save folder.
+        group: the ranks that save.
+        max_file_bytes: see `save_checkpoint`.
+    """
+
+    def __init__(self, storage: Storage, group: Group, max_file_bytes: int | None = None) -> None:
+        self._storage, self._group = storage, group
+        self._planner = PartPlanner(group, max_file_bytes)
+        self._swept = False
+
+    def sweep(self) -> None:
+        """On the first rank, before the first save: remove what killed runs left."""
+        if not self._swept:
+            sweep(self._storage, self._planner.token)
+            self._swept = True
+
+    def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any]) -> Written:
+        """Write a checkpoint; see `save_checkpoint`."""
+        name = checkpoint_name(iteration)
+        doing = f"cannot save {self._storage.at(name)}"
+        held = described(tensors)
+        files: dict[str, bytes] = {}
+        draft: Draft | None = None
+
+        def begin(shares: list[list[Held] | None]) -> list[Assignment]:
+            nonlocal draft
+            files.update(encoded(config, state))
+            answers = self._planner.assign(shares)
+            self.sweep()
+            draft = self._storage.draft(name, self._planner.token)
+            draft.make()
+            return answers
+
+        def write() -> Manifest:
+            return write_part(self._storage.draft(name, self._planner.token), part, data_of)
+
+        def finish(parts: list[Manifest]) -> list[Written]:
+            assert draft is not None
+            manifest = commit(self._storage, draft, iteration, parts, files)
+            return [Written(self._storage.at(name), str(manifest.content_digest))] * len(parts)
+
+        try:
+            part = self._planner.take(held, decide(self._group, doing, lambda: self._planner.unless_known(held), begin))
+            data_of = reader_of(tensors)
+            return decide(self._group, doing, write, finish)
+        except (CheckpointError, RuntimeError):
+            if draft is not None:
+                draft.abandon()
+            raise

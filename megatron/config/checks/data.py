@@ -37,6 +37,12 @@ def tokenizer_settings(kind: str) -> tuple[str, ...]:
     return TOKENIZER_NEEDS[kind] + TOKENIZER_TAKES.get(kind, ())
 
 
+def run_settings(kind: str) -> tuple[str, ...]:
+    """Settings that act on a run with a kind of tokenizer: also the rows of the word embedding, for files that may have fewer ids."""
+    own = tokenizer_settings(kind)
+    return own if "vocab_size" in own or kind == "ByteTokenizer" else (*own, "vocab_size")
+
+
 def one_source(config: Config, world_size: int) -> Iterator[Finding]:
     """Tokens come from indexed datasets, named in one way, or are made up."""
     data = config.data

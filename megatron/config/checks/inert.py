@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron.config.checks.data import TOKENIZER_NEEDS, TOKENIZER_SETTINGS, tokenizer_settings
+from megatron.config.checks.data import TOKENIZER_NEEDS, TOKENIZER_SETTINGS, run_settings
 from megatron.config.checks.finding import Change, Finding, Rule, change, is_changed, shown
 from megatron.config.checks.sharding import shards_parameters
 from megatron.config.config import Config
@@ -25,11 +25,11 @@ class Condition:
 
 def _made_from(field: str) -> Callable[[Config], bool]:
     """Whether the tokenizer is made from this setting (or is not known yet)."""
-    return lambda config: config.data.tokenizer_type is None or field in tokenizer_settings(config.data.tokenizer_type)
+    return lambda config: config.data.tokenizer_type is None or field in run_settings(config.data.tokenizer_type)
 
 
 def _kinds_made_from(field: str) -> str:
-    kinds = [kind for kind in TOKENIZER_NEEDS if field in tokenizer_settings(kind)]
+    kinds = [kind for kind in TOKENIZER_NEEDS if field in run_settings(kind)]
     return f"with --tokenizer-type {' or '.join(kinds)}"
 
 

@@ -13,6 +13,25 @@ from megatron.data.tokenizers.simple import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.tiktoken_model import TikTokenizer
 
 
+def embedding_rows(tokenizer: Tokenizer, config: DataConfig) -> int:
+    """Rows of the word embedding: the tokenizer's ids, or more where --vocab-size says so (weights that come from elsewhere often have
+    spare rows).
+
+    Raises:
+        ValueError: --vocab-size is less than the tokenizer's ids.
+    """
+    asked = config.vocab_size
+    if asked is None or config.tokenizer_type in ("NullTokenizer", "TikTokenizer"):  # these are made of it
+        return tokenizer.vocab_size
+    if asked < tokenizer.vocab_size:
+        raise ValueError(
+            f"--vocab-size {asked:,} is less than the {tokenizer.vocab_size:,} ids of the tokenizer "
+            f"({config.tokenizer_model or config.vocab_file}).\n  The word embedding needs a row for each: leave --vocab-size out, or "
+            f"give at least that number."
+        )
+    return asked
+
+
 def build_tokenizer(config: DataConfig) -> Tokenizer:
     """Make the tokenizer from local files; nothing is downloaded.
 

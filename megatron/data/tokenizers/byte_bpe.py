@@ -28,7 +28,7 @@ class ByteBPETokenizer:
     """
 
     def __init__(self, vocabulary: ByteVocabulary, encoder: TiktokenEncoder | None = None) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._made_encoder = encoder
         self.vocab_size = vocabulary.num_ids
         self.eod = vocabulary.eod
@@ -38,20 +38,20 @@ class ByteBPETokenizer:
     @cached_property
     def _encoder(self) -> TiktokenEncoder:
         try:
-            return self._made_encoder or TiktokenEncoder(self._vocabulary)
+            return self._made_encoder or TiktokenEncoder(self.vocabulary)
         except NotExactError as error:
-            raise ValueError(f"{self._vocabulary.source}: {error}.\n  Install another version of tiktoken.") from error
+            raise ValueError(f"{self.vocabulary.source}: {error}.\n  Install another version of tiktoken.") from error
 
     @cached_property
     def _bytes(self) -> dict[int, bytes]:
         """Of each id that has a text."""
-        added = {id: text.encode() for text, id in self._vocabulary.added.items()}
-        return {id: token for token, id in self._vocabulary.ids.items()} | added
+        added = {id: text.encode() for text, id in self.vocabulary.added.items()}
+        return {id: token for token, id in self.vocabulary.ids.items()} | added
 
     @cached_property
     def _added_pattern(self) -> re.Pattern[str]:
         """Any added token, the longest first."""
-        return re.compile(f"({'|'.join(re.escape(token) for token in sorted(self._vocabulary.added, key=len, reverse=True))})")
+        return re.compile(f"({'|'.join(re.escape(token) for token in sorted(self.vocabulary.added, key=len, reverse=True))})")
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text.
@@ -68,17 +68,17 @@ class ByteBPETokenizer:
         Raises:
             ValueError: half a surrogate pair in the text.
         """
-        if any(token in text for token in self._vocabulary.added):
+        if any(token in text for token in self.vocabulary.added):
             return np.concatenate(list(self._encode_around_added(text)))
         return self._encode_ordinary(text)
 
     def _encode_around_added(self, text: str) -> Iterator[NDArray[np.uint32]]:
         for part in self._added_pattern.split(text):
-            id = self._vocabulary.added.get(part)
+            id = self.vocabulary.added.get(part)
             yield self._encode_ordinary(part) if id is None else np.array([id], np.uint32)
 
     def _encode_ordinary(self, text: str) -> NDArray[np.uint32]:
-        if self._vocabulary.normalise and not text.isascii():
+        if self.vocabulary.normalise and not text.isascii():
             text = unicodedata.normalize("NFC", text)
         return self._encoder.encode(text)
 

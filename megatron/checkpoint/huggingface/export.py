@@ -1,0 +1,203 @@
+"""From any source of weights to a folder that transformers, and what builds on it, opens.
+
+Streams: one parameter is in memory at a time, with its parts under their names there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.dtypes import dtype_name
+from megatron.checkpoint.errors import CheckpointError, listed
+from megatron.checkpoint.format.safetensors_file import Entry
+from megatron.checkpoint.huggingface.families import fitting
+from megatron.checkpoint.huggingface.family import Family
+from megatron.checkpoint.huggingface.fields import CONFIG
+from megatron.checkpoint.huggingface.layout import Layout
+from megatron.checkpoint.huggingface.shards import plan_shards, write_shards
+from megatron.checkpoint.source import WeightSource
+from megatron.checkpoint.storage.local import sync_folder
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Of transformers."""
+GENERATION_CONFIG = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids with a role, as far as they are known."""
+
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+
+    def to_json(self) -> dict[str, int | None]:
+        """Under transformers' names."""
+        return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written."""
+
+    folder: Path
+    family: str
+    dtype: str
+    num_parameters: int
+    num_bytes: int
+    """Of the weights."""
+    peak_bytes: int
+    """Most that is held of weights at a time: the largest parameter, in its own type and in that of the files, and its parts."""
+    notes: list[str]
+    """What a user should know."""
+    checked: str | None
+    """What `check` said."""
+
+
+def export(
+    source: WeightSource,
+    folder: Path,
+    *,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    tokens: SpecialTokens = SpecialTokens(),
+    extras: Callable[[Path], list[str]] | None = None,
+    check: Callable[[Path], str] | None = None,
+) -> Export:
+    """Write a folder; it appears under its name when it is complete.
+
+    Args:
+        source: the model.
+        folder: must not exist, or be empty.
+        family: the architecture to write, by its model_type; by default the first that has all parts of the model.
+        dtype: of the weights; by default the widest in the source.
+        max_shard_bytes: of data in one file.
+        tokens: ids for config.json and generation_config.json.
+        extras: writes further files (the tokenizer's) into the folder, and gives what a user should know of them.
+        check: looks at the folder before it gets its name: raises, or says in a sentence what it found, for the README.
+
+    Raises:
+        CheckpointError: the folder is taken, no architecture fits, or special tokens lie outside the vocabulary.
+        OSError: a file cannot be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists already; choose another name, or remove it")
+    chosen = fitting(source.model, family)
+    _check_tokens(tokens, source.vocab_size)
+    dtype = dtype or functools.reduce(torch.promote_types, (info.dtype for info in source.weights.values()))
+    layouts = chosen.layouts(source.model, source.vocab_size)
+    _check_weights(source, layouts)
+    shapes = {name: shape for layout in layouts.values() for name, shape in layout.their_shapes().items()}
+    entries = [Entry(name, dtype_name(dtype), shape) for name, shape in shapes.items()]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.parent / f".{folder.name}.exporting-{secrets.token_hex(4)}"
+    temporary.mkdir()
+    try:
+        write_shards(temporary, plan_shards(entries, max_shard_bytes), _tensors(source, layouts, dtype))
+        _write_json(temporary / CONFIG, _config(chosen, source, dtype, tokens))
+        _write_json(temporary / GENERATION_CONFIG, {role: id for role, id in tokens.to_json().items() if id is not None})
+        notes = [*source.notes, *_unsaid(source, chosen), *(extras(temporary) if extras else [])]
+        written = Export(
+            folder=folder,
+            family=chosen.model_type,
+            dtype=dtype_name(dtype),
+            num_parameters=sum(math.prod(layout.shape) for layout in layouts.values()),
+            num_bytes=sum(entry.num_bytes for entry in entries),
+            peak_bytes=max(math.prod(info.shape) * (info.dtype.itemsize + 2 * dtype.itemsize) for info in source.weights.values()),
+            notes=notes,
+            checked=check(temporary) if check else None,
+        )
+        (temporary / "README.md").write_text(_readme(source, written), encoding="utf-8")
+        sync_folder(temporary)
+        temporary.rename(folder)  # onto nothing, or an empty folder
+        sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return written
+
+
+def _check_tokens(tokens: SpecialTokens, vocab_size: int) -> None:
+    for role, id in tokens.to_json().items():
+        if id is not None and not 0 <= id < vocab_size:
+            raise CheckpointError(f"{role} is {id}, but the model has {vocab_size} tokens: this is not its tokenizer")
+
+
+def _check_weights(source: WeightSource, layouts: dict[str, Layout]) -> None:
+    """Every parameter of the source goes into the files, and every one that belongs there is in the source."""
+    wrong = [f"{name} is missing" for name in layouts if name not in source.weights]
+    wrong += [f"{name} has no place there" for name in source.weights if name not in layouts]
+    wrong += [
+        f"{name} is {list(info.shape)}, not {list(layouts[name].shape)}"
+        for name, info in source.weights.items()
+        if name in layouts and info.shape != layouts[name].shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{source.name} does not hold the model that it describes:\n  " + listed(wrong, "\n  "))
+
+
+def _tensors(source: WeightSource, layouts: dict[str, Layout], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Their tensors in the order of the files, made one parameter at a time."""
+    for name, layout in layouts.items():
+        yield from layout.theirs(source.read(name).to(dtype))
+
+
+def _config(family: Family, source: WeightSource, dtype: torch.dtype, tokens: SpecialTokens) -> dict[str, Any]:
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **family.write(source.model),
+        "vocab_size": source.vocab_size,
+        **tokens.to_json(),
+        "torch_dtype": dtype_name(dtype),
+        "use_cache": True,
+    }
+
+
+def _unsaid(source: WeightSource, family: Family) -> list[str]:
+    """Settings of the model that the architecture has no field for, and that matter for more than training it on here."""
+    notes = []
+    if source.model.fp32_residual_connection:
+        notes.append("the residual stream was float32 (--fp32-residual-connection); there it has the type of the weights")
+    if source.model.hidden_dropout and "resid_pdrop" not in family.write(source.model):
+        notes.append(f"the dropout of hidden states ({source.model.hidden_dropout:g}) has no field in {family.model_type}")
+    return notes
+
+
+def _readme(source: WeightSource, written: Export) -> str:
+    checked = written.checked or "The logits were not compared with those of the training framework (--verify was not given)."
+    notes = "".join(f"- {note}\n" for note in written.notes)
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {written.folder.name}
+
+{written.num_parameters:,} parameters in {written.dtype}, architecture `{written.family}`, vocabulary {source.vocab_size:,}.
+Written from `{source.name}`.
+
+{checked}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{written.folder.name}")
+tokenizer = AutoTokenizer.from_pretrained("{written.folder.name}")
+```
+""" + (f"\n{notes}" if notes else "")
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

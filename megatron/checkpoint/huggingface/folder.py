@@ -1,0 +1,146 @@
+"""A model of Hugging Face as a source of weights."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.huggingface.families import FAMILIES
+from megatron.checkpoint.huggingface.family import Family
+from megatron.checkpoint.huggingface.fields import CONFIG, Fields
+from megatron.checkpoint.huggingface.tokenizer_found import find_tokenizer
+from megatron.checkpoint.huggingface.weight_files import WeightFiles
+from megatron.checkpoint.source import TensorInfo
+from megatron.config.data import DataConfig
+from megatron.config.model import ModelConfig
+from megatron.parallel.boxes import Box
+
+_OUTPUT = "lm_head.weight"
+
+
+class HuggingFaceFolder:
+    """A folder with config.json and weights, of one of the known architectures; a `WeightSource`.
+
+    The vocabulary is the rows of the embedding, which may be more than the tokenizer has ids.
+
+    Raises:
+        CheckpointError: another architecture, a field that changes the model in a way that is not known here, tensors that belong
+            to another model; with everything that stands against it.
+        DamagedCheckpointError: files are missing, truncated, or not what the index says.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        folder = Path(path)
+        self.name = str(path)
+        self.config = _read_config(folder / CONFIG)
+        family = _family(folder, self.config)
+        self.model_type = family.model_type
+        fields = Fields(str(folder / CONFIG), self.config, family.without_effect)
+        self.vocab_size = fields.size("vocab_size")
+        self.model: ModelConfig = family.read(fields)
+        fields.finish()
+        self._files = WeightFiles(folder)
+        self._layouts = family.layouts(self.model, self.vocab_size)
+        self.notes: list[str] = [*fields.notes]
+        self._bare = not any(name.startswith(family.prefix) for name in self._files.tensors)  # saved without the output layer
+        self._prefix = family.prefix
+        self._check_tensors(family)
+        self.tokenizer: DataConfig | None = find_tokenizer(folder, self.model_type, self.notes)
+
+    @functools.cached_property
+    def weights(self) -> Mapping[str, TensorInfo]:
+        """Every parameter; where several tensors make one, in the widest of their types."""
+        found = {}
+        for name, layout in self._layouts.items():
+            dtypes = [self._files.tensors[self._there(theirs)].dtype for theirs in layout.their_shapes()]
+            found[name] = TensorInfo(layout.shape, functools.reduce(torch.promote_types, dtypes))
+        return found
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """A parameter, or a block of it; see `WeightSource`."""
+        info = self.weights[name]
+        box = box or Box((0,) * len(info.shape), info.shape)
+        return self._layouts[name].ours(box, info.dtype, lambda theirs: self._files.read(self._there(theirs)))
+
+    def _there(self, theirs: str) -> str:
+        """The name in the files."""
+        return theirs.removeprefix(self._prefix) if self._bare else theirs
+
+    def _check_tensors(self, family: Family) -> None:
+        """Every tensor of the model is there in its shape, and every other is known to be no weight."""
+        expected = {self._there(name): shape for layout in self._layouts.values() for name, shape in layout.their_shapes().items()}
+        stored = self._files.tensors
+        wrong = [f"{name} is missing" for name in expected if name not in stored]
+        wrong += [
+            f"{name} is {list(stored[name].shape)}, not {list(shape)}"
+            for name, shape in expected.items()
+            if name in stored and stored[name].shape != shape
+        ]
+        unread = [name for name in stored if name not in expected]
+        buffers = [name for name in unread if family.is_buffer(name)]
+        if self.model.tied and _OUTPUT in unread:
+            self._check_tied()
+            buffers.append(_OUTPUT)
+        wrong += [f"{name} {list(stored[name].shape)} is not of this model" for name in unread if name not in buffers]
+        if wrong:
+            raise CheckpointError(f"{self.name} does not hold the weights of the model in {CONFIG}:\n  " + listed(wrong, "\n  "))
+        if buffers:
+            self.notes.append(f"not read, since these are no weights of their own: {listed(buffers)}")
+
+    def _check_tied(self) -> None:
+        """Old files hold a tied output layer a second time.
+
+        Raises:
+            CheckpointError: it is another.
+        """
+        embedding = next(iter(self._layouts["embedding.word.weight"].their_shapes()))
+        if not torch.equal(self._files.read(self._there(embedding)), self._files.read(_OUTPUT)):
+            raise CheckpointError(
+                f"{self.name}: {CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {_OUTPUT} is stored with "
+                "other values.\n  Set tie_word_embeddings to false if the model has both, or remove the tensor."
+            )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent} is no model of Hugging Face: it has no {CONFIG}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must be a JSON object with model_type")
+    return content
+
+
+def _family(folder: Path, config: dict[str, Any]) -> Family:
+    """The architecture that a config.json names.
+
+    Raises:
+        CheckpointError: it is not known here.
+    """
+    known = "; ".join(f"{family.model_type} ({family.architecture})" for family in FAMILIES.values())
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        raise CheckpointError(
+            f"{folder}: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is not supported; "
+            f"known are {known}"
+        )
+    if "quantization_config" in config and config["quantization_config"] is not None:
+        raise CheckpointError(
+            f"{folder} holds quantized weights (quantization_config = {config['quantization_config']!r}): only floating-point "
+            "weights can be read; take the model that it was made from"
+        )
+    base = f"{family.architecture.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}Model"
+    named = config.get("architectures")
+    if named and not {family.architecture, base} & set(named):
+        raise CheckpointError(f"{folder}: architectures {named} is not a language model that can be read; known are {known}")
+    return family

@@ -1,0 +1,159 @@
+"""Which rows of which of their tensors are the rows of one of ours. One table serves both directions.
+
+A parameter is seen as a matrix: its last dimension is the columns, all before are the rows; of a vector (a bias, a norm) every
+element is a row. Their tensors have the same columns. So fused, split and reordered projections are all lists of blocks of rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.parallel.boxes import Box
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows [start, start + count) of ours are rows [first, first + count) of their tensor `name`."""
+
+    start: int
+    count: int
+    name: str
+    first: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a parameter of ours is in their tensors."""
+
+    shape: tuple[int, ...]
+    """Of ours."""
+    is_matrix: bool
+    blocks: tuple[Block, ...]
+    transposed: bool = False
+    """Theirs are stored [columns, rows], as in GPT-2."""
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The dimensions of ours that count rows."""
+        return self.shape[:-1] if self.is_matrix else self.shape
+
+    @property
+    def columns(self) -> int:
+        """Elements in a row."""
+        return self.shape[-1] if self.is_matrix else 1
+
+    def their_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each of their tensors."""
+        rows: dict[str, int] = {}
+        for block in self.blocks:
+            rows[block.name] = rows.get(block.name, 0) + block.count
+        if not self.is_matrix:
+            return {name: (count,) for name, count in rows.items()}
+        return {name: (self.columns, count) if self.transposed else (count, self.columns) for name, count in rows.items()}
+
+    def ours(self, box: Box, dtype: torch.dtype, their: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """A block of ours, put together; touches only what it needs of theirs."""
+        out = torch.empty(box.sizes, dtype=dtype)
+        row_dims = len(self.row_shape)
+        low, width = (box.offsets[-1], box.sizes[-1]) if self.is_matrix else (0, 1)
+        rows, at = out.view(math.prod(box.sizes[:row_dims]), width), 0
+        for first, count in _row_ranges(self.row_shape, box.offsets[:row_dims], box.sizes[:row_dims]):
+            for block in self.blocks:
+                start, stop = max(first, block.start), min(first + count, block.start + block.count)
+                if start < stop:
+                    source = self._matrix(their(block.name))[block.first + start - block.start :][: stop - start]
+                    rows[at + start - first : at + stop - first].copy_(source[:, low : low + width])
+            at += count
+        return out
+
+    def theirs(self, ours: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Their tensors, one after the other, made of the whole of ours (or ours itself, where they are the same)."""
+        rows = ours.reshape(-1, self.columns)
+        for name, shape in self.their_shapes().items():
+            blocks = [block for block in self.blocks if block.name == name]
+            if blocks == [Block(0, len(rows), name, 0)]:
+                matrix = rows
+            else:
+                matrix = torch.empty(sum(block.count for block in blocks), self.columns, dtype=ours.dtype)
+                for block in blocks:
+                    matrix[block.first : block.first + block.count].copy_(rows[block.start : block.start + block.count])
+            yield name, (matrix.t() if self.transposed else matrix).contiguous().view(shape)
+
+    def _matrix(self, theirs: torch.Tensor) -> torch.Tensor:
+        return theirs.t() if self.transposed else theirs.view(-1, self.columns)
+
+
+def _row_ranges(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of each contiguous stretch of a box of rows."""
+    for lead in itertools.product(*(range(offset, offset + size) for offset, size in zip(offsets[:-1], sizes[:-1], strict=True))):
+        row = 0
+        for index, size in zip((*lead, offsets[-1]), shape, strict=True):
+            row = row * size + index
+        yield row, sizes[-1]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one kind of parameter is laid out on the other side, whatever its sizes.
+
+    Args:
+        names: of their tensors, within the layer (or within the model, for what is in no layer).
+        arrange: blocks of ours, from the model and the number of rows.
+    """
+
+    names: tuple[str, ...]
+    arrange: Callable[[tuple[str, ...], ModelConfig, int], list[Block]]
+    transposed: bool = False
+
+    def layout(self, prefix: str, model: ModelConfig, shape: tuple[int, ...], *, is_matrix: bool) -> Layout:
+        """The layout of a parameter of `shape` whose tensors begin with `prefix`."""
+        names = tuple(prefix + name for name in self.names)
+        rows = math.prod(shape[:-1] if is_matrix else shape)
+        return Layout(shape, is_matrix, tuple(self.arrange(names, model, rows)), self.transposed and is_matrix)
+
+
+def _whole(names: tuple[str, ...], model: ModelConfig, rows: int) -> list[Block]:
+    return [Block(0, rows, names[0], 0)]
+
+
+def _stacked(names: tuple[str, ...], model: ModelConfig, rows: int) -> list[Block]:
+    each = rows // len(names)
+    return [Block(number * each, each, name, 0) for number, name in enumerate(names)]
+
+
+def _grouped(names: tuple[str, ...], model: ModelConfig, rows: int) -> list[Block]:
+    """Ours is grouped by key-value head: its query heads, its key, its value. Theirs are all queries, all keys, all values: three
+    tensors, or one with the three behind each other."""
+    heads, groups, size = model.num_attention_heads, model.num_key_value_heads, model.head_size
+    queries = heads // groups * size
+    fused = len(names) == 1
+    q, k, v = names * 3 if fused else names
+    keys, values = (heads * size, (heads + groups) * size) if fused else (0, 0)
+    blocks = []
+    for group in range(groups):
+        start = group * (queries + 2 * size)
+        blocks.append(Block(start, queries, q, group * queries))
+        blocks.append(Block(start + queries, size, k, keys + group * size))
+        blocks.append(Block(start + queries + size, size, v, values + group * size))
+    return blocks
+
+
+def whole(name: str, *, transposed: bool = False) -> Recipe:
+    """The same tensor there."""
+    return Recipe((name,), _whole, transposed)
+
+
+def stacked(*names: str) -> Recipe:
+    """Ours is theirs behind each other, such as the two halves of a gated MLP."""
+    return Recipe(names, _stacked)
+
+
+def grouped(*names: str, transposed: bool = False) -> Recipe:
+    """The query-key-value projection: three tensors there, or one."""
+    return Recipe(names, _grouped, transposed)

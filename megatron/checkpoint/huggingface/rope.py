@@ -1,0 +1,106 @@
+"""Rotary positions in a config.json, in the spelling before transformers 5 and in that since.
+
+Before: `rope_theta` at the top level, and `rope_scaling` (null, or a mapping whose kind is called `type` or `rope_type`). Since:
+one mapping `rope_parameters` with `rope_type`, `rope_theta` and the parameters of the type. Files of either kind are read. What is
+written says everything twice, so that every version reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.checkpoint.huggingface.fields import Fields
+from megatron.config.model import ModelConfig
+
+DEFAULT_THETA = 10000.0
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The constants of Llama 3.1, the only ones of this type that the model can have."""
+
+
+def read_rope(fields: Fields, max_positions: int) -> dict[str, Any]:
+    """Rotary settings of `ModelConfig`; what cannot be accepted is noted in `fields`."""
+    parameters = _Parameters(fields)
+    theta = parameters.number("rope_theta", DEFAULT_THETA)
+    if parameters.take("partial_rotary_factor", 1.0) != 1.0:
+        fields.refuse("partial_rotary_factor", f"{parameters.place}: these architectures rotate whole heads")
+    original = parameters.take("original_max_position_embeddings", max_positions)
+    read: dict[str, Any] = {"rotary_base": theta}
+    if parameters.kind == "llama3":
+        found = {key: parameters.take(key, None) for key in ("low_freq_factor", "high_freq_factor")}
+        if (found | {"original_max_position_embeddings": original}) != _LLAMA3:
+            fields.refuse(parameters.name, f"of type llama3 only {_LLAMA3} can be read")
+        read |= {"use_rope_scaling": True, "rope_scaling_factor": parameters.number("factor", None)}
+    elif parameters.kind == "linear":
+        read["rotary_seq_len_interpolation_factor"] = parameters.number("factor", None)
+    elif parameters.kind != "default":
+        kinds = "default, linear and llama3"
+        fields.refuse(parameters.name, f"rotary positions of type {parameters.kind!r} are not supported, only {kinds}")
+        return read
+    parameters.finish()
+    return read
+
+
+class _Parameters:
+    """What a config.json says of rotary positions, wherever it stands."""
+
+    def __init__(self, fields: Fields) -> None:
+        self._fields = fields
+        new, old = (self._mapping(name) for name in ("rope_parameters", "rope_scaling"))
+        self.name = "rope_parameters" if new else "rope_scaling"
+        if new and old and _plain(new) | _plain(old) != _plain(new):
+            fields.refuse("rope_scaling", f"differs from rope_parameters = {new!r}: remove one of them")
+        given = new or old
+        self.place = f"{self.name} = {given!r}" if given else "at the top level"
+        self._left = _plain(given)
+        self.kind = self._left.pop("rope_type", "default")
+
+    def _mapping(self, name: str) -> dict[str, Any]:
+        given = self._fields.raw(name) or {}
+        if not isinstance(given, dict):
+            self._fields.refuse(name, "must be a mapping")
+            return {}
+        if "rope_type" in given and given.get("type", given["rope_type"]) != given["rope_type"]:
+            self._fields.refuse(name, "rope_type and type differ")
+        return given
+
+    def take(self, key: str, default: Any) -> Any:
+        """A parameter, which may stand in the mapping or at the top level."""
+        outside, inside = self._fields.raw(key), self._left.pop(key, None)
+        if outside is not None and inside is not None and outside != inside:
+            self._fields.refuse(key, f"differs from {self.place}")
+        found = inside if inside is not None else outside
+        return default if found is None else found
+
+    def number(self, key: str, default: float | None) -> float:
+        """A parameter that must be a positive number."""
+        value = self.take(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            self._fields.refuse(self.name, f"{key} is {value!r}, it must be a positive number")
+            return 1.0
+        return float(value)
+
+    def finish(self) -> None:
+        """Refuse parameters that were not taken."""
+        if self._left:
+            self._fields.refuse(self.name, f"{', '.join(self._left)} unknown with type {self.kind!r}")
+
+
+def _plain(given: dict[str, Any]) -> dict[str, Any]:
+    """The parameters without those that are null, the type under its newer name."""
+    found = {key: value for key, value in given.items() if value is not None}
+    kind = found.pop("type", "default")
+    return {"rope_type": kind} | found
+
+
+def write_rope(model: ModelConfig) -> dict[str, Any]:
+    """The fields of a config.json that say how positions are rotated."""
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if model.use_rope_scaling:
+        scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
+    elif model.rotary_seq_len_interpolation_factor != 1.0:
+        scaling = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
+    return {
+        "rope_theta": model.rotary_base,
+        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
+        "rope_parameters": {"rope_theta": model.rotary_base, **scaling},
+    }

@@ -1,0 +1,144 @@
+"""The files that hold the weights of a Hugging Face folder, read through memory maps.
+
+One `model.safetensors`, or several with `model.safetensors.index.json` that says in which each tensor is; in older folders
+`pytorch_model.bin` in the same two ways, pickles that are opened as weights only.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.source import TensorInfo
+
+INDEX = ".index.json"
+SINGLE = "model.safetensors"
+_PICKLED = "pytorch_model.bin"
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class WeightFiles:
+    """Tensors of a folder by their names there.
+
+    Raises:
+        CheckpointError: no weights, a format that is not opened, or tensors of a kind that is no weight's.
+        DamagedCheckpointError: a file is missing or truncated, or files and index disagree.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.notes: list[str] = []
+        self._opened: dict[Path, _File] = {}
+        self._file_of: dict[str, _File] = {}
+        kind, expected = _find(folder)
+        for path, names in expected.items():
+            if not path.is_file():
+                raise DamagedCheckpointError(f"{path} is missing; {path.name} is named in {kind}{INDEX}")
+            file = _open_safetensors(path) if kind == SINGLE else _open_pickle(path)
+            if names is not None:
+                if absent := sorted(names - file.tensors.keys()):
+                    raise DamagedCheckpointError(f"{path} lacks tensors that {kind}{INDEX} says are in it: {listed(absent)}")
+                if extra := sorted(file.tensors.keys() - names):
+                    raise DamagedCheckpointError(f"{path} holds tensors that {kind}{INDEX} does not name: {listed(extra)}")
+            self._file_of |= dict.fromkeys(file.tensors, file)
+        strange = [f"{name} ({info.dtype})" for name, info in self.tensors.items() if info.dtype not in _DTYPES]
+        if strange:
+            raise CheckpointError(f"{folder} holds tensors of other types than floating point: {listed(strange)}")
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All of them."""
+        return {name: file.tensors[name] for name, file in self._file_of.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """A view of the file."""
+        return self._file_of[name].read(name)
+
+
+class _File:
+    """An opened file: what is in it, and how to get at it."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo], read: Callable[[str], torch.Tensor]) -> None:
+        self.tensors, self.read = tensors, read
+
+
+def _find(folder: Path) -> tuple[str, dict[Path, set[str] | None]]:
+    """The kind of files, and the files, each with the tensors that the index says are in it."""
+    for kind in (SINGLE, _PICKLED):
+        if (folder / kind).is_file():
+            return kind, {folder / kind: None}
+        index = folder / f"{kind}{INDEX}"
+        if index.is_file():
+            return kind, _read_index(index)
+    raise CheckpointError(
+        f"{folder} holds no weights: there is no {SINGLE}, {SINGLE}{INDEX}, {_PICKLED} or {_PICKLED}{INDEX} in it"
+    )
+
+
+def _read_index(path: Path) -> dict[Path, set[str] | None]:
+    try:
+        mapping = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        found: dict[str, set[str]] = defaultdict(set)
+        for name, file in mapping.items():
+            if Path(file).name != file:
+                raise DamagedCheckpointError(f"{path} names {file!r}, which is not a file in its folder")
+            found[file].add(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise DamagedCheckpointError(f"{path} is not a readable index of weights ({error!r})") from error
+    return {path.parent / file: names for file, names in found.items()}
+
+
+def _open_safetensors(path: Path) -> _File:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        opened = safe_open(path, framework="pt")
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+    except (SafetensorError, OSError, struct.error) as error:
+        raise DamagedCheckpointError(f"{path} is not a whole safetensors file ({error})") from error
+    tensors = {name: TensorInfo(tuple(part.get_shape()), _dtype(part.get_dtype())) for name, part in slices.items()}
+
+    def read(name: str) -> torch.Tensor:
+        try:
+            found: torch.Tensor = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise DamagedCheckpointError(f"{path}: {name} cannot be read ({error})") from error
+        return found
+
+    return _File(tensors, read)
+
+
+def _dtype(code: str) -> torch.dtype:
+    """Of safetensors' name of it; what is no weight's becomes some other type, which is refused later by its tensor's name."""
+    names = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    return names.get(code, torch.uint8)
+
+
+def _open_pickle(path: Path) -> _File:
+    try:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):  # files of before torch 1.6 cannot be mapped
+                raise
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} is a pickle with more in it than weights, and is not opened, since that could run any program: "
+            f"{str(error).splitlines()[0]}\n  Save the model as safetensors where you trust it."
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise DamagedCheckpointError(f"{path} is not a whole file of weights ({error})") from error
+    tensors: dict[str, Any] = content if isinstance(content, dict) else {}
+    if not tensors or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+        raise CheckpointError(f"{path} does not hold weights by their names")
+    return _File({name: TensorInfo(tuple(value.shape), value.dtype) for name, value in tensors.items()}, tensors.__getitem__)

@@ -1,0 +1,135 @@
+"""The files of a legacy checkpoint, and which layers lie where in them."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.legacy.names import STORED_LAYER
+from megatron.checkpoint.legacy.rank_file import RankFile
+
+LATEST = "latest_checkpointed_iteration.txt"
+FILE = "model_optim_rng.pt"
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_VERSION = 3.0
+
+Files = dict[tuple[int, int], RankFile]
+"""By tensor and pipeline rank."""
+Part = tuple[RankFile, torch.Tensor]
+"""One tensor rank's part of a parameter, and the file that it is in."""
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Consecutive layers, on all tensor ranks."""
+
+    states: list[tuple[RankFile, dict[str, Any]]]
+    """By tensor rank: the file, and the chunk's tensors in it."""
+    first_layer: int
+    num_layers: int
+
+    def parts(self, name: str) -> list[Part]:
+        """A stored tensor on the tensor ranks that have it."""
+        found = [(file, state.get(name)) for file, state in self.states]
+        return [(file, part) for file, part in found if isinstance(part, torch.Tensor)]
+
+
+def legacy_folder(path: Path) -> Path | None:
+    """The folder with the ranks (mp_rank_00...) that a --save folder or an iteration's folder means; None if it is neither."""
+    if any(path.glob("mp_rank_*")):
+        return path
+    latest = path / LATEST
+    if not latest.is_file():
+        return None
+    word = latest.read_text(encoding="utf-8").strip()
+    folder = path / (f"iter_{int(word):07d}" if word.isdecimal() else word)
+    return folder if word and any(folder.glob("mp_rank_*")) else None
+
+
+def open_ranks(folder: Path) -> tuple[Files, Namespace]:
+    """All files, and the arguments of the run that wrote them.
+
+    Raises:
+        CheckpointError: of another version, with experts, without arguments, or with a type in it that is not safe.
+        DamagedCheckpointError: ranks are missing, or a file is damaged.
+    """
+    paths: dict[tuple[int, int], Path] = {}
+    for path in sorted(folder.glob("mp_rank_*")):
+        found = _RANK.fullmatch(path.name)
+        if found is not None and found[3] is not None:
+            raise CheckpointError(f"{path}: experts are not built here")
+        if found is not None:
+            paths[int(found[1]), int(found[2] or 0)] = path / FILE
+    if (0, 0) not in paths:
+        raise DamagedCheckpointError(f"{folder} lacks mp_rank_00 (or mp_rank_00_000)")
+    first = RankFile(paths[0, 0])
+    version, args = first.content.get("checkpoint_version"), first.content.get("args")
+    if version != _VERSION:
+        raise CheckpointError(
+            f"{first.path} is of checkpoint version {version}, and only {_VERSION} (Megatron-LM since 2021) is read.\n"
+            "  Load and save it with a newer Megatron-LM first."
+        )
+    if not isinstance(args, Namespace):
+        raise CheckpointError(f"{first.path} holds no args, so its model is not known")
+    tensor = getattr(args, "tensor_model_parallel_size", None) or 1
+    pipeline = getattr(args, "pipeline_model_parallel_size", None) or 1
+    wanted = [(t, p) for p in range(pipeline) for t in range(tensor)]
+    ranks = f"tensor {tensor} x pipeline {pipeline} ranks, as its args say"
+    if missing := [f"mp_rank_{t:02d}" + f"_{p:03d}" * (pipeline > 1) for t, p in wanted if (t, p) not in paths]:
+        raise DamagedCheckpointError(f"{folder} lacks {listed(missing)} of {ranks}")
+    if len(paths) > len(wanted):
+        raise CheckpointError(f"{folder} holds {len(paths)} ranks, not {ranks}")
+    return {key: first if key == (0, 0) else RankFile(paths[key]) for key in wanted}, args
+
+
+def chunk_keys(file: RankFile) -> list[str]:
+    """Under which names a rank keeps its chunks: model, or model0, model1, ... with virtual stages."""
+    if "model" in file.content:
+        return ["model"]
+    keys = [f"model{i}" for i in range(len(file.content)) if f"model{i}" in file.content]
+    if not keys:
+        raise CheckpointError(f"{file.path} holds no model")
+    return keys
+
+
+def find_chunks(files: Files, num_layers: int) -> list[Chunk]:
+    """The chunks in the order of the depth: the first of every stage, then the second of every stage (interleaved), and so on.
+
+    How many layers a chunk has is counted, not computed: stages need not be of one size.
+
+    Raises:
+        CheckpointError: layers are missing, or the names are of another generation.
+        DamagedCheckpointError: a rank lacks a chunk that another has.
+    """
+    tensor_ranks, stages = (1 + max(numbers) for numbers in zip(*files, strict=True))
+    chunks, depth = [], 0
+    for key in chunk_keys(files[0, 0]):
+        for stage in range(stages):
+            states = [(files[tensor, stage], _state(files, tensor, stage, key)) for tensor in range(tensor_ranks)]
+            layers = {int(found[1]) for name in states[0][1] if (found := STORED_LAYER.match(name))}
+            if layers != set(range(len(layers))):
+                raise CheckpointError(f"{states[0][0].path}: its layers are {sorted(layers)}, not counted from 0 on")
+            chunks.append(Chunk(states, depth, len(layers)))
+            depth += len(layers)
+    if depth != num_layers:
+        raise CheckpointError(f"{files[0, 0].path.parents[1]} holds {depth} layers, but its args say {num_layers}")
+    return chunks
+
+
+def _state(files: Files, tensor: int, stage: int, key: str) -> dict[str, Any]:
+    file = files[tensor, stage]
+    state = file.content.get(key)
+    if not isinstance(state, dict):
+        raise DamagedCheckpointError(f"{file.path} has no {key}, which {files[0, 0].path} has")
+    if "language_model" in state:
+        raise CheckpointError(
+            f"{file.path} is of Megatron-LM's models before its core (language_model...), which are not read here.\n"
+            "  Bring it to the core's names first with Megatron-LM's own tools/checkpoint/convert.py."
+        )
+    return state

@@ -1,0 +1,150 @@
+"""Whether what the ranks hold after a load is what was saved: by the content sums, which no layout changes."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.dtypes import bytes_of, torch_dtype
+from megatron.checkpoint.errors import DamagedCheckpointError, listed, ranks_named
+from megatron.checkpoint.format.content import NO_SUMS, Sums, content_sums
+from megatron.checkpoint.format.manifest import Manifest, StoredTensor
+from megatron.checkpoint.format.tiling import tiles
+from megatron.checkpoint.global_tensor import GlobalTensor
+from megatron.parallel.boxes import Box, flat_range_boxes
+
+_AT_ONCE = 1 << 24
+"""Elements that are converted, or brought to the host, at once."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a comparison has shown, in numbers of tensors."""
+
+    equal: int
+    """Their content is the stored one."""
+    narrowed: int = 0
+    """They were rounded to a narrower dtype, so there is nothing to compare."""
+    unknown: int = 0
+    """They have no content in the manifest (an older checkpoint), or not every element was loaded."""
+
+
+@dataclass
+class Held:
+    """What one rank holds."""
+
+    sums: dict[tuple[str, Box], Sums]
+    """Of each box that can be compared."""
+    narrowed: set[str]
+    others: set[str]
+    """Names of tensors that cannot be compared."""
+
+
+def compare_content(
+    tensors: list[GlobalTensor], manifest: Manifest, threads: int, process_group: dist.ProcessGroup | None = None
+) -> Compared:
+    """Compare what all ranks hold, as it lies in memory, with the checkpoint's content sums. All ranks call it together.
+
+    Args:
+        tensors: what this rank has loaded.
+        manifest: of the checkpoint.
+        threads: how many to use.
+        process_group: the ranks that loaded; by default all.
+
+    Raises:
+        DamagedCheckpointError: on every rank, if a tensor differs, or ranks that hold the same box differ.
+    """
+    everybody = _gathered(_held(tensors, manifest, threads), process_group)
+    verdict: list[tuple[Compared | None, str]] = [(None, "")]
+    if everybody is not None:
+        verdict = [_judge(everybody, manifest)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(verdict, group=process_group, group_src=0)
+    compared, problem = verdict[0]
+    if compared is None:
+        raise DamagedCheckpointError(problem)
+    return compared
+
+
+def exactly_comparable(stored: torch.dtype, here: torch.dtype) -> bool:
+    """Whether every stored value is a value of the dtype here too, so that narrowing back gives the stored bits."""
+    return torch.promote_types(stored, here) == here
+
+
+def _held(tensors: list[GlobalTensor], manifest: Manifest, threads: int) -> Held:
+    """Sums of the boxes of this rank, taken from memory, in the stored dtype."""
+    tasks, held = [], Held({}, set(), set())
+    for tensor in tensors:
+        stored = manifest.tensors[tensor.name]
+        if stored.content is None:
+            held.others.add(tensor.name)
+        elif exactly_comparable(torch_dtype(stored.dtype), tensor.local.dtype):
+            tasks += [(tensor.name, placed.box, tensor.part(placed), stored) for placed in tensor.boxes]
+        else:
+            held.narrowed.add(tensor.name)
+    with ThreadPoolExecutor(threads) as pool:
+        found = pool.map(lambda task: _box_sums(*task[1:]), tasks)
+        held.sums = {(name, box): sums for (name, box, _, _), sums in zip(tasks, found, strict=True)}
+    return held
+
+
+def _box_sums(box: Box, part: torch.Tensor, stored: StoredTensor) -> Sums:
+    kind = torch_dtype(stored.dtype)
+    if part.dtype == kind and part.device.type == "cpu":
+        return content_sums(bytes_of(part), stored.dtype, box, stored.shape)
+    total = NO_SUMS
+    for inner, some in _stretches(box, part):
+        total = total.plus(content_sums(bytes_of(some.to(kind)), stored.dtype, inner, stored.shape))
+    return total
+
+
+def _stretches(box: Box, part: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A box in parts that are small enough for a copy: each part's box in the whole tensor, and its elements."""
+    flat = part.reshape(-1)
+    for start in range(0, box.numel, _AT_ONCE):
+        at = start
+        for inner in flat_range_boxes(box.sizes, start, min(start + _AT_ONCE, box.numel)):
+            offsets = tuple(a + b for a, b in zip(box.offsets, inner.offsets, strict=True))
+            yield Box(offsets, inner.sizes), flat[at : at + inner.numel]
+            at += inner.numel
+
+
+def _gathered(held: Held, process_group: dist.ProcessGroup | None) -> list[Held] | None:
+    """What every rank holds, on the first of the group; None elsewhere."""
+    if not dist.is_initialized():
+        return [held]
+    first = dist.get_rank(process_group) == 0
+    ranks: list[Any] | None = [None] * dist.get_world_size(process_group) if first else None
+    dist.gather_object(held, ranks, group=process_group, group_dst=0)
+    return ranks
+
+
+def _judge(everybody: list[Held], manifest: Manifest) -> tuple[Compared | None, str]:
+    """Whether the boxes of all ranks add up to what is stored, or what is wrong."""
+    boxes_of: dict[str, dict[Box, Sums]] = defaultdict(dict)
+    wrong: dict[str, str] = {}
+    for rank, held in enumerate(everybody):
+        for (name, box), sums in held.sums.items():
+            if boxes_of[name].setdefault(box, sums) != sums:
+                wrong[name] = f"{name} ({ranks_named([rank])} does not hold the same as the ranks before it)"
+    narrowed = set().union(*(held.narrowed for held in everybody))
+    others = set().union(*(held.others for held in everybody))
+    for name, boxes in boxes_of.items():
+        stored = manifest.tensors[name]
+        if not tiles(stored.shape, boxes):
+            others.add(name)
+            continue
+        total = functools.reduce(Sums.plus, boxes.values(), NO_SUMS)
+        if total.hex != stored.content:
+            wrong.setdefault(name, f"{name} (stored {stored.content}, loaded {total.hex})")
+    if wrong:
+        texts = [wrong[name] for name in sorted(wrong)]
+        return None, f"what was loaded is not what was saved, by its content sums ({len(texts)}): {listed(texts)}"
+    return Compared(len(boxes_of.keys() - others), len(narrowed), len(others)), ""

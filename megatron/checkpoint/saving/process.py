@@ -1,0 +1,99 @@
+"""A rank's writing process, seen from training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron.checkpoint.saving.messages import Begin, Message, Reply
+
+_ROOT = Path(__file__).resolve().parents[3]
+"""The folder that holds `megatron`."""
+
+
+class WriterDied(Exception):
+    """The process has ended by itself."""
+
+
+class WriterProcess:
+    """A process that runs `background.py`.
+
+    Args:
+        fd: the shared memory.
+        num_bytes: its size.
+        begin: what is written at every save.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, fd: int, num_bytes: int, begin: Begin) -> None:
+        # -P, so that no file in the working directory is taken for a module.
+        command = [sys.executable, "-P", "-m", "megatron.checkpoint.saving.background", str(fd), str(num_bytes), str(os.getpid())]
+        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            pass_fds=(fd,),
+            start_new_session=True,  # signals to the job's process group are not for it
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout.fileno()
+        os.set_blocking(self._out, False)
+        self._received = bytearray()
+        self.send(begin)
+
+    def send(self, message: Message) -> None:
+        """Give it a message. If it has ended, `receive` tells."""
+        with contextlib.suppress(BrokenPipeError):
+            self._in.write(pickle.dumps(message))
+            self._in.flush()
+
+    def receive(self, timeout: float | None = 0.0) -> list[Reply]:
+        """Replies that have come; none within `timeout` seconds (None: without end) is an empty list.
+
+        Raises:
+            WriterDied: there is none left, and the process has ended.
+        """
+        replies = self._complete()
+        while not replies:
+            if timeout != 0.0 and not select.select([self._out], [], [], timeout)[0]:
+                return []
+            try:
+                data = os.read(self._out, 1 << 16)
+            except BlockingIOError:
+                return []
+            if not data:
+                code = self._process.wait()
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                raise WriterDied(f"the process that writes it {how}")
+            self._received += data
+            replies = self._complete()
+        return replies
+
+    def stop(self) -> None:
+        """End it, whatever it is doing."""
+        with contextlib.suppress(BrokenPipeError):
+            self._in.close()
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _complete(self) -> list[Reply]:
+        """Take the replies that have come whole."""
+        replies: list[Reply] = []
+        while len(self._received) >= 4:
+            length = 4 + int.from_bytes(self._received[:4], "little")
+            if len(self._received) < length:
+                break
+            replies.append(pickle.loads(self._received[4:length]))
+            del self._received[:length]
+        return replies

@@ -1,0 +1,165 @@
+"""One rank's share in a save in the background: shared memory, the process that writes it, and what that has replied."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from megatron.checkpoint.dtypes import torch_dtype
+from megatron.checkpoint.format.folder import checkpoint_name
+from megatron.checkpoint.global_tensor import GlobalTensor
+from megatron.checkpoint.saving.buffer import SharedBuffer
+from megatron.checkpoint.saving.messages import AllWritten, Begin, Committed, End, GiveUp, Note, PartWritten, Save, failure_mark
+from megatron.checkpoint.saving.part import Part
+from megatron.checkpoint.saving.process import WriterDied, WriterProcess
+from megatron.checkpoint.storage.protocol import Draft, Storage
+from megatron.parallel.boxes import Box
+
+
+class RankWriter:
+    """Writes one rank's parts, one after the other. A failure is kept until it is asked for; nothing here raises.
+
+    Args:
+        storage: the save folder.
+        rank: this rank; the first one's process makes a checkpoint of the parts of all.
+        num_ranks: how many parts there are.
+        keep_last: see `retain`.
+        save_retain_interval: see `retain`.
+    """
+
+    def __init__(
+        self, storage: Storage, rank: int, num_ranks: int, keep_last: int | None = None, save_retain_interval: int | None = None
+    ) -> None:
+        self._storage, self._rank, self._num_ranks = storage, rank, num_ranks
+        self._keep_last, self._save_retain_interval = keep_last, save_retain_interval
+        self._part: Part | None = None
+        self._buffer: SharedBuffer | None = None
+        self._targets: dict[tuple[str, Box], torch.Tensor] = {}
+        self._process: WriterProcess | None = None
+        self.iteration: int | None = None
+        """The last save that was begun."""
+        self.draft: Draft | None = None
+        self.written: PartWritten | None = None
+        """How this rank's part of it has ended, if it has."""
+        self.committed: Committed | None = None
+        """On the first rank: how all of it has ended, if it has."""
+        self.notes: list[str] = []
+        """What else the log should say."""
+
+    def start(self, iteration: int, token: str, part: Part, tensors: list[GlobalTensor], files: dict[str, bytes] | None) -> None:
+        """Copy what this rank writes and let the process write it; the save before has ended.
+
+        Args:
+            iteration: number of the checkpoint.
+            token: of the run.
+            part: what is written.
+            tensors: what this rank holds; they may change when this returns.
+            files: on the first rank, the small files of the checkpoint.
+        """
+        self.iteration, self.draft = iteration, self._storage.draft(checkpoint_name(iteration), token)
+        self.written = self.committed = None
+        try:
+            process = self._ready(part, tensors)
+        except OSError as error:
+            self._fail(f"rank {self._rank}: {error}")
+            return
+        self._copy(tensors)
+        process.send(Save(iteration, token, files if self._rank == 0 else None))
+
+    def receive(self, timeout: float | None = 0.0) -> None:
+        """Take in what the process has replied, or replies within so many seconds (None: without end)."""
+        if self._process is None:
+            return
+        try:
+            replies = self._process.receive(timeout)
+        except WriterDied as error:
+            self._close()
+            self._fail(f"rank {self._rank}: {error}")
+            return
+        for reply in replies:
+            if isinstance(reply, PartWritten):
+                self.written = reply
+            elif isinstance(reply, Committed):
+                self.committed = reply
+            elif isinstance(reply, Note):
+                self.notes.append(reply.text)
+
+    def wait_until_written(self) -> str | None:
+        """Wait for this rank's part of the last save. Returns why it could not be written, if so."""
+        while self.iteration is not None and self.written is None:
+            self.receive(None)
+        return None if self.written is None else self.written.failure
+
+    def wait_until_committed(self, failures: list[str]) -> None:
+        """On the first rank: wait for the end of the last save, of which all ranks say that their parts have ended.
+
+        Args:
+            failures: why ranks could not write theirs.
+        """
+        if self.iteration is not None and self.committed is None and self._process is not None:
+            self._process.send(GiveUp("\n  ".join(dict.fromkeys(failures))) if failures else AllWritten())
+        while self.iteration is not None and self.committed is None:
+            self.receive(None)
+
+    def end(self) -> None:
+        """Let the process end what it has begun (the first rank's may be removing old checkpoints), and give the memory back."""
+        if self._process is not None:
+            self._process.send(End())
+        while self._process is not None:
+            self.receive(None)
+
+    def _close(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+        if self._buffer is not None:
+            self._targets = {}
+            self._buffer.close()
+            self._buffer = None
+
+    def _ready(self, part: Part, tensors: list[GlobalTensor]) -> WriterProcess:
+        """The process and its memory; new ones where there are none or the part is another one.
+
+        Raises:
+            OSError: no memory, or no process.
+        """
+        self.receive(0.0)  # it may have died since
+        if self._process is not None and part == self._part:
+            return self._process
+        self._close()
+        num_bytes = sum(file.num_data_bytes for file in part.files)
+        self._part, self._buffer = part, SharedBuffer(num_bytes, pinned=any(tensor.local.is_cuda for tensor in tensors))
+        at = 0
+        for file in part.files:
+            for box in file.boxes:
+                end = at + box.entry.num_bytes
+                self._targets[box.name, box.box] = self._buffer.bytes[at:end].view(torch_dtype(box.dtype)).view(box.box.sizes)
+                at = end
+        begin = Begin(self._storage.location, part, self._num_ranks, self._keep_last, self._save_retain_interval)
+        self._process = WriterProcess(self._buffer.fd, max(num_bytes, 1), begin)
+        return self._process
+
+    def _copy(self, tensors: list[GlobalTensor]) -> None:
+        devices = set()
+        for tensor in tensors:
+            for placed in tensor.boxes:
+                target = self._targets.get((tensor.name, placed.box))
+                if target is not None:
+                    target.copy_(tensor.part(placed), non_blocking=True)
+                    devices.add(tensor.local.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+
+    def _fail(self, reason: str) -> None:
+        """The part, and on the first rank the checkpoint, will not be written; tell the first rank's process by a mark."""
+        if self.iteration is None:
+            return
+        if self.written is None:
+            self.written = PartWritten(self.iteration, reason)
+            assert self.draft is not None
+            with contextlib.suppress(OSError):
+                self.draft.storage.write(self.draft.file_name(failure_mark(self._rank)), reason.encode())
+        if self._rank == 0 and self.committed is None:
+            self.committed = Committed(self.iteration, reason, "", 0.0)

@@ -1,0 +1,98 @@
+"""Steps of a save that all ranks make together: each does its share, the first one decides, and all go on or all fail."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.checkpoint.errors import raise_for_user
+from megatron.parallel.context import SELF_GROUP, Group
+
+Share = TypeVar("Share")
+Answer = TypeVar("Answer")
+
+
+def group_of(process_group: dist.ProcessGroup | None) -> Group:
+    """The ranks of a process group; of None all ranks, or this process alone where torch.distributed is not initialised."""
+    if process_group is None:
+        if not dist.is_initialized():
+            return SELF_GROUP
+        process_group = dist.group.WORLD
+    assert process_group is not None
+    return Group("save", tuple(dist.get_process_group_ranks(process_group)), process_group.rank(), process_group)
+
+
+def decide(group: Group, doing: str, share: Callable[[], Share], answer: Callable[[list[Share]], Sequence[Answer]]) -> Answer:
+    """One round: every rank gives its share, the first rank answers each of them.
+
+    Args:
+        group: the ranks, all of which call this together.
+        doing: what fails if something does, e.g. "cannot save /runs/a/iter_0000100".
+        share: called on every rank.
+        answer: called on the first rank with all shares in the order of the ranks, if nobody failed; gives one answer for each.
+
+    Returns:
+        this rank's answer.
+
+    Raises:
+        CheckpointError: on every rank, if any raised an `OSError` or a `CheckpointError`; with each message and its ranks.
+        RuntimeError: on every rank, if any raised something else, which is a fault of the program.
+    """
+    shares = _gathered(_attempt(share), group)
+    answers: list[Any] | None = None
+    if shares is not None:
+        failures = {rank: value for rank, (value, failed) in enumerate(shares) if failed}
+        decided: tuple[Any, bool] = (failures, True)
+        if not failures:
+            value, failed = _attempt(lambda: answer([value for value, _ in shares]))
+            decided = ({0: value}, True) if failed else (value, False)
+        value, failed = decided
+        answers = [decided] * group.size if failed else [(item, False) for item in value]
+    value, failed = _dealt(answers, group)
+    if failed:
+        raise_for_user(CheckpointException(doing, value), doing)
+    return value
+
+
+def _attempt(action: Callable[[], Any]) -> tuple[Any, bool]:
+    """What an action returns, or what it raises with its trace, and whether it raised."""
+    try:
+        return action(), False
+    except Exception as error:  # noqa: BLE001 - told to all ranks
+        frames = traceback.extract_tb(error.__traceback__)
+        # Made anew, for since Python 3.13 those of a live trace cannot be sent to another process.
+        plain = traceback.StackSummary.from_list([(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in frames])
+        return (_sendable(error), plain), True
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or one that says the same where it cannot be sent to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its class does
+        return RuntimeError(repr(error))
+    return error
+
+
+def _gathered(value: Any, group: Group) -> list[Any] | None:
+    """Every rank's value on the first rank, None on the others."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] | None = [None] * group.size if group.index == 0 else None
+    dist.gather_object(value, values, dst=group.ranks[0], group=group.process_group)
+    return values
+
+
+def _dealt(values: list[Any] | None, group: Group) -> Any:
+    """On every rank its own of the values that the first rank has."""
+    if group.size == 1:
+        assert values is not None
+        return values[0]
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, values, src=group.ranks[0], group=group.process_group)
+    return mine[0]

@@ -1,0 +1,122 @@
+"""Writes a tokenizer as the files from which transformers' AutoTokenizer makes the same one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron.config.data import DataConfig
+from megatron.data.tokenizers.bpe_rules import GPT2_PATTERN, ByteVocabulary, MergeRules
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
+from megatron.data.tokenizers.byte_level_json import byte_level_json
+from megatron.data.tokenizers.protocol import Tokenizer, required_tokenizer_json
+from megatron.data.tokenizers.simple import ByteTokenizer
+from megatron.data.tokenizers.tiktoken_model import KNOWN_FILES
+
+_SETTINGS = "tokenizer_config.json"
+_BESIDE = (
+    *(_SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+"""Files that may lie beside a tokenizer.json and belong to it."""
+_NAMES = {"eod": "<|endoftext|>", "bos": "<|startoftext|>", "pad": "<|padding|>"}
+"""Of special tokens whose files give them none."""
+_LLAMA3_NAMES = {128_000: "<|begin_of_text|>", 128_001: "<|end_of_text|>"}
+
+
+def write_huggingface_tokenizer(config: DataConfig, folder: Path, *, max_length: int) -> list[str]:
+    """Write the files of the tokenizer that the settings describe.
+
+    Args:
+        max_length: tokens that the model takes.
+
+    Returns:
+        what a user should know.
+
+    Raises:
+        ValueError: the tokenizer's own files are missing or broken.
+    """
+    tokenizer, kind = build_tokenizer(config), config.tokenizer_type
+    if kind == "NullTokenizer":
+        return ["NullTokenizer's texts are numbers: no tokenizer is written, and the ids are to be given to the model"]
+    settings: dict[str, Any] = {"model_max_length": max_length, "clean_up_tokenization_spaces": False}
+    if kind == "HuggingFaceTokenizer":
+        return _copy(required_tokenizer_json(config.tokenizer_model, kind), tokenizer, folder, settings)
+    if isinstance(tokenizer, ByteBPETokenizer | ByteTokenizer):
+        vocabulary = tokenizer.vocabulary if isinstance(tokenizer, ByteBPETokenizer) else _raw_bytes()
+        special = _special_names(config, vocabulary)
+        _write(folder / "tokenizer.json", byte_level_json(vocabulary, special))
+        settings |= {"tokenizer_class": "PreTrainedTokenizerFast"} | _roles(tokenizer, special)
+    else:
+        assert config.tokenizer_model is not None
+        shutil.copyfile(config.tokenizer_model, folder / "tokenizer.model")
+        settings |= _sentencepiece(config)
+    _write(folder / _SETTINGS, settings)
+    _write(folder / "special_tokens_map.json", {role: name for role, name in settings.items() if role.endswith("_token")})
+    return []
+
+
+def _copy(file: Path, tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> list[str]:
+    """A tokenizer.json and what lies beside it."""
+    shutil.copyfile(file, folder / "tokenizer.json")
+    beside = [name for name in _BESIDE if (file.parent / name).is_file()]
+    for name in beside:
+        shutil.copyfile(file.parent / name, folder / name)
+    if _SETTINGS in beside:
+        return []
+    names = {token["id"]: token["content"] for token in json.loads(file.read_text(encoding="utf-8-sig")).get("added_tokens") or []}
+    _write(folder / _SETTINGS, settings | {"tokenizer_class": "PreTrainedTokenizerFast"} | _roles(tokenizer, names))
+    return [f"there is no {_SETTINGS} beside {file}: one is written with the special tokens that are known"]
+
+
+def _roles(tokenizer: Tokenizer, names: dict[int, str]) -> dict[str, str]:
+    """Names of the special tokens under transformers' names of their roles."""
+    ids = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos, "pad_token": tokenizer.pad}
+    return {role: names[id] for role, id in ids.items() if id is not None and id in names}
+
+
+def _special_names(config: DataConfig, vocabulary: ByteVocabulary) -> dict[int, str]:
+    """Names of the special ids of a byte-level vocabulary."""
+    found = {id: _NAMES[role] for role in _NAMES if (id := getattr(vocabulary, role)) is not None}
+    if config.tokenizer_type != "TikTokenizer":
+        return found
+    known = KNOWN_FILES.get(len(vocabulary.ids))
+    if known is not None and known.eod == vocabulary.eod:
+        return {id: _LLAMA3_NAMES.get(id, name) for id, name in found.items()}
+    first = vocabulary.eod - config.tiktoken_special_tokens.index("</s>")
+    return {first + number: name for number, name in enumerate(config.tiktoken_special_tokens)}
+
+
+def _raw_bytes() -> ByteVocabulary:
+    """ByteTokenizer as a vocabulary: the bytes, and nothing is merged."""
+    return ByteVocabulary(
+        source="ByteTokenizer",
+        pattern=GPT2_PATTERN,
+        rules=MergeRules({}),
+        ids={bytes([byte]): byte for byte in range(256)},
+        num_ids=ByteTokenizer.vocab_size,
+        eod=ByteTokenizer.eod,
+    )
+
+
+def _sentencepiece(config: DataConfig) -> dict[str, Any]:
+    """Settings of a sentencepiece model, which transformers reads with Llama's class."""
+    from sentencepiece import SentencePieceProcessor
+
+    model = SentencePieceProcessor(model_file=config.tokenizer_model)
+    ids = {"unk_token": model.unk_id(), "bos_token": model.bos_id(), "eos_token": model.eos_id(), "pad_token": model.pad_id()}
+    return {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": config.tokenizer_type == "Llama2Tokenizer",
+        "add_eos_token": False,
+        "add_prefix_space": model.encode("a", out_type=str)[0].startswith("▁"),
+        "legacy": False,
+        **{role: model.id_to_piece(id) for role, id in ids.items() if id >= 0},
+    }
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,101 @@
+"""Keys and values of the tokens so far, so that a new token costs one token's work.
+
+Shapes: `b` rows, `g` this rank's key-value heads, `r` query heads of each, `d` head size, `L` room for tokens.
+
+The first forward brings the prompts, laid at the left edge and padded at their right ends: causal attention never looks right, so
+padding needs no mask there. Each later forward brings one token a row, which takes the place behind the row's last token, over
+padding. So only rows of different lengths need a mask, and only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from megatron.parallel.products import slow_half
+
+
+class KeyValueCache:
+    """What one rank's layers keep. `append` and `attend` are the layers' side, `begin` and `advance` the driver's.
+
+    Args:
+        capacity: L: tokens in the longest row, prompt and new ones.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._lengths: torch.Tensor | None = None
+        self._longest = 0
+        self._mask: torch.Tensor | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether the prompts are still to come, or under way."""
+        return self._lengths is None
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each row [b], and so the position of its next."""
+        assert self._lengths is not None, "the prompts come first"
+        return self._lengths
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store what a layer computed, [s, b, g, d] each: the prompts', or with s = 1 the next token's."""
+        if self._lengths is None:
+            self._layers[layer] = (self._with_room(k), self._with_room(v))
+            return
+        assert len(k) == 1, "after the prompts comes one token at a time"
+        assert self._longest < self.capacity, f"no room for more than {self.capacity} tokens"
+        for stored, new in zip(self._layers[layer], (k, v), strict=True):
+            if self._mask is None:
+                stored[:, :, self._longest] = new[0]
+            else:
+                stored[torch.arange(len(self._lengths), device=stored.device), :, self._lengths] = new[0]
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """softmax(q k^T / sqrt(d)) v over everything stored: [1, b, g * r, d] to [1, b, g * r * d]."""
+        k, v = (stored[:, :, : self._longest + 1] for stored in self._layers[layer])
+        dtype = q.dtype
+        q = q[0].unflatten(1, (k.shape[1], -1))  # [b, g, r, d]: the r query heads of a group ask the same keys, as r places would
+        if slow_half(q):
+            q, k, v = q.float(), k.float(), v.float()
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask)
+        return out.flatten(1)[None].to(dtype)
+
+    def begin(self, prompt_lengths: Sequence[int], device: torch.device, copies: int = 1) -> None:
+        """After the forward that brought the prompts: each becomes `copies` rows, side by side.
+
+        Args:
+            prompt_lengths: how many tokens of each row are no padding.
+            device: where the model computes.
+        """
+        self._longest = max(prompt_lengths)
+        self._lengths = torch.tensor(prompt_lengths, device=device).repeat_interleave(copies)
+        if copies > 1:
+            for layer, (k, v) in self._layers.items():
+                self._layers[layer] = (k.repeat_interleave(copies, 0), v.repeat_interleave(copies, 0))
+        if min(prompt_lengths) < self._longest:
+            self._mask = self._visible()
+
+    def advance(self) -> None:
+        """After a forward that brought one token a row."""
+        self._lengths = self.lengths + 1
+        self._longest += 1
+        if self._mask is not None:
+            self._mask = self._visible()
+
+    def _visible(self) -> torch.Tensor:
+        """True where a row may look, the place of its next token included: [b, 1, 1, longest + 1]."""
+        places = torch.arange(self._longest + 1, device=self.lengths.device)
+        return (places <= self.lengths[:, None])[:, None, None]
+
+    def _with_room(self, x: torch.Tensor) -> torch.Tensor:
+        """[s, b, g, d] to [b, g, L, d]."""
+        s, b, g, d = x.shape
+        assert s <= self.capacity, f"{s} tokens, room for {self.capacity}"
+        room = x.new_zeros((b, g, self.capacity, d))  # what memory held before might be no numbers, which no mask takes away
+        room[:, :, :s] = x.permute(1, 2, 0, 3)
+        return room

@@ -1,0 +1,192 @@
+"""Where a run begins: at a checkpoint of its own, with the weights of another, or afresh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.format.manifest import MANIFEST
+from megatron.checkpoint.global_tensor import WEIGHT
+from megatron.checkpoint.loading.find import Place, find_checkpoint, iteration_of, read_config, read_state
+from megatron.checkpoint.loading.load import Loaded, load_tensors
+from megatron.checkpoint.storage.opening import open_storage
+from megatron.config.config import Config
+from megatron.optimizer.grad_scaler import GradScaler
+from megatron.optimizer.optimizer import ShardedOptimizer
+from megatron.parallel.collectives import broadcast_object
+from megatron.parallel.context import ParallelContext
+from megatron.training.agreement import agreed_schedule, check_model
+from megatron.training.checkpointing import Schedule, global_tensors
+from megatron.training.progress import Progress
+from megatron.training.together import together
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on."""
+
+    progress: Progress
+    schedule: Schedule
+    path: Place | None
+    """The checkpoint; None when the run begins, be it with the weights of another."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """A checkpoint that fits the run."""
+
+    path: Place
+    state: dict[str, Any]
+    notes: list[str]
+
+
+def resume(
+    config: Config, context: ParallelContext, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: Schedule, vocab_size: int
+) -> Resumed:
+    """Fill weights and state from the checkpoint that --load names, or else weights from --pretrained-checkpoint.
+
+    All ranks call it together. A checkpoint that turns out to be damaged is passed over for the one before it, and that is told.
+
+    Raises:
+        ValueError: there is none and there must be, it belongs to another model, all are damaged, or its schedules differ.
+    """
+    asked = config.checkpoint
+    notes: tuple[str, ...] = ()
+    if asked.load is not None:
+        wants_state = asked.load_optim and not asked.finetune
+        folder, step = asked.load, asked.ckpt_step
+
+        def look(damaged: dict[int, str]) -> _Chosen | None:
+            return _look(config, folder, step, vocab_size, damaged, goes_on=not asked.finetune)
+
+        taken = _fill(look, context, optimizer, wants_state=wants_state, may_fall_back=step is None)
+        if taken is not None:
+            chosen, told = taken
+            if asked.finetune:
+                return _begun(chosen, told, schedule, "--finetune")
+            if wants_state:
+                optimizer.set_num_updates(int(chosen.state["optimizer_updates"]))
+                scaler.load_state_dict(chosen.state["scaler"])
+            else:
+                told.append("moments start from zero (--no-load-optim)")
+            progress = Progress.from_json(chosen.state["progress"])
+            return Resumed(progress, agreed_schedule(schedule, chosen.state["schedule"], chosen.path), chosen.path, tuple(told))
+        if asked.exit_on_missing_checkpoint:
+            raise CheckpointError(f"--load {folder} holds no checkpoint, and --exit-on-missing-checkpoint is given")
+        notes = (f"--load {asked.load} holds no checkpoint: the run begins at iteration 0",)
+    if asked.pretrained_checkpoint is not None:
+        base = asked.pretrained_checkpoint
+        taken = _fill(
+            lambda damaged: _look_base(config, base, vocab_size, damaged), context, optimizer, wants_state=False, may_fall_back=True
+        )
+        assert taken is not None, "a missing base is an error"
+        return _begun(taken[0], [*notes, *taken[1]], schedule, "--pretrained-checkpoint")
+    return Resumed(Progress(), schedule, None, notes)
+
+
+def _begun(chosen: _Chosen, notes: list[str], schedule: Schedule, flag: str) -> Resumed:
+    return Resumed(Progress(), schedule, None, (*notes, f"weights of {chosen.path}; counting starts from iteration 0 ({flag})"))
+
+
+def _fill(
+    look: Callable[[dict[int, str]], _Chosen | None],
+    context: ParallelContext,
+    optimizer: ShardedOptimizer,
+    *,
+    wants_state: bool,
+    may_fall_back: bool,
+) -> tuple[_Chosen, list[str]] | None:
+    """Load the first checkpoint that is sound to its last byte.
+
+    Args:
+        look: chooses one, passing over the iterations of which it is told why they cannot be read; None if there is none at all.
+
+    Returns:
+        what was loaded, and notes.
+
+    Raises:
+        DamagedCheckpointError: none is sound, or there is no choice.
+    """
+    damaged: dict[int, str] = {}
+    while True:
+        # One rank looks and tells the others: thousands need not ask the file system, and all take the same one.
+        chosen = broadcast_object(together(context, lambda: look(damaged) if context.rank == 0 else None), context.world)
+        if chosen is None:
+            return None
+        if wants_state and not chosen.state["has_optimizer"]:
+            raise CheckpointError(
+                f"{chosen.path} was saved without optimizer state: add --no-load-optim, or --finetune to start counting from 0"
+            )
+        tensors = global_tensors(optimizer, context, state=wants_state)
+        try:
+            loaded = load_tensors(
+                chosen.path, tensors, allow_unused=lambda name: not wants_state and not name.startswith(f"{WEIGHT}.")
+            )
+        except DamagedCheckpointError as error:  # on every rank the same
+            iteration = iteration_of(chosen.path)
+            if not may_fall_back or iteration is None:
+                raise
+            damaged[iteration] = str(error)
+            continue
+        optimizer.publish()
+        return chosen, [*chosen.notes, _told(loaded)]
+
+
+def _look(
+    config: Config, folder: str, step: int | None, vocab_size: int, damaged: dict[int, str], *, goes_on: bool
+) -> _Chosen | None:
+    """The checkpoint of a run to take, and what is in it beside tensors; checks that it fits."""
+    while True:
+        told: list[str] = []
+        path = find_checkpoint(folder, step, tell=told.append, damaged=damaged)
+        if path is None:
+            return None
+        try:
+            return _fitting(config, path, vocab_size, [f"WARNING: {text}" for text in told], goes_on=goes_on)
+        except DamagedCheckpointError as error:
+            iteration = iteration_of(path)
+            if step is not None or iteration is None:
+                raise
+            damaged[iteration] = str(error)
+
+
+def _look_base(config: Config, base: str, vocab_size: int, damaged: dict[int, str]) -> _Chosen:
+    """The checkpoint whose weights to begin with: `base` itself, or the newest in it."""
+    storage = open_storage(base)
+    if storage.size(MANIFEST) is not None:
+        if damaged:  # there is no other
+            raise DamagedCheckpointError("; ".join(damaged.values()))
+        return _fitting(config, storage.local or storage.location, vocab_size, [], goes_on=False)
+    found = _look(config, base, None, vocab_size, damaged, goes_on=False)
+    if found is None:
+        raise CheckpointError(
+            f"--pretrained-checkpoint {base} holds no checkpoint: give a --save folder or an iter_ folder "
+            f"(weights of another program are brought into one by tools/checkpoint.py import)"
+        )
+    return found
+
+
+def _fitting(config: Config, path: Place, vocab_size: int, notes: list[str], *, goes_on: bool) -> _Chosen:
+    state = read_state(path)
+    notes = notes + check_model(config, read_config(path), vocab_size, path, goes_on=goes_on)
+    if goes_on and "progress" not in state:
+        raise CheckpointError(
+            f"{path} holds weights alone, not the state of a run: add --finetune, or give it as --pretrained-checkpoint"
+        )
+    return _Chosen(path, state, notes)
+
+
+def _told(loaded: Loaded) -> str:
+    """What the comparison with the checkpoint's content has shown."""
+    compared = loaded.compared
+    text = f"{compared.equal} tensors in memory equal what was saved"
+    if loaded.digest is not None:
+        text += f" (content digest of the checkpoint: {loaded.digest[:16]})"
+    if compared.narrowed:
+        text += f"; {compared.narrowed} were rounded to a narrower dtype and are not compared"
+    if compared.unknown:
+        text += f"; of {compared.unknown} it holds no content sums to compare with"
+    return text

@@ -1,0 +1,112 @@
+"""Saves of a run: what goes into a checkpoint, when it is written already, which ones stay."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron.checkpoint.saving.background_saver import BackgroundSaver
+from megatron.checkpoint.saving.check import check_writable
+from megatron.checkpoint.saving.retention import retain
+from megatron.checkpoint.saving.save import TensorSaver
+from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.storage.protocol import Storage
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.optimizer.grad_scaler import GradScaler
+from megatron.optimizer.optimizer import ShardedOptimizer
+from megatron.parallel.context import ParallelContext
+from megatron.training.checkpointing import Schedule, global_tensors
+from megatron.training.progress import Progress
+from megatron.training.together import together
+
+Say = Callable[[str], None]
+"""Writes a line into the log (of the first rank)."""
+
+
+def _to_nobody(line: str) -> None: ...
+
+
+class Saver:
+    """Saves a run's state; checks first that it can.
+
+    Args:
+        run_record: the resolved settings, versions and command line, kept in each checkpoint, and in the save folder as run.json
+            already at the start.
+    """
+
+    def __init__(self, config: CheckpointConfig, context: ParallelContext, run_record: dict[str, Any], vocab_size: int) -> None:
+        self._config, self._context = config, context
+        self._record = {**run_record, "vocab_size": vocab_size}
+        self._last: int | None = None
+        self._background: BackgroundSaver | None = None
+        if config.save is None:
+            return
+        self._storage: Storage = together(context, lambda: open_storage(str(config.save)))
+        self._direct = TensorSaver(self._storage, context.world)
+        if config.async_save:
+            self._background = BackgroundSaver(self._storage, context.world, config.keep_last, config.save_retain_interval)
+        together(context, lambda: self._prepare() if context.rank == 0 else None)
+
+    def _prepare(self) -> None:
+        check_writable(self._storage)
+        (self._background or self._direct).sweep()
+        self._storage.write("run.json", (json.dumps(self._record, indent=2) + "\n").encode())
+
+    def save(
+        self, progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: Schedule, say: Say = _to_nobody
+    ) -> str | None:
+        """Write a checkpoint of this iteration, unless there is no --save or it is written already. All ranks call it together.
+
+        With --async-save it returns when the state is copied.
+
+        Args:
+            say: writes a line into the log, on the first rank.
+
+        Returns:
+            the checkpoint's folder (or its URL), None if there was nothing to do.
+
+        Raises:
+            CheckpointError: on all ranks, if one cannot write; with --async-save only where the state cannot be saved at all.
+        """
+        if self._config.save is None or self._last == progress.iteration:
+            return None
+        state = {
+            "progress": progress.to_json(),
+            "optimizer_updates": optimizer.num_updates,
+            "scaler": scaler.state_dict(),
+            "schedule": schedule.to_json(),
+            "has_optimizer": self._config.save_optim,
+        }
+        tensors = global_tensors(optimizer, self._context, state=self._config.save_optim)
+        self._last = progress.iteration
+        if self._background is not None:
+            return self._background.save(progress.iteration, tensors, self._record, state, say)
+        began = time.monotonic()
+        written = self._direct.save(progress.iteration, tensors, self._record, state)
+        if self._context.rank == 0:
+            say(f"saved {written.location} in {time.monotonic() - began:.1f} s, digest {written.content_digest[:16]}")
+            retain(self._storage, self._config.keep_last, self._config.save_retain_interval)
+        return written.location
+
+    def poll(self, say: Say) -> None:
+        """After each step, on every rank: say how a save in the background has ended, if it has. It waits for nothing.
+
+        Args:
+            say: writes a line into the log, on the first rank.
+        """
+        if self._background is not None:
+            self._background.poll(say)
+
+    def finish(self, say: Say) -> None:
+        """At the end of the run: wait for the save in the background. All ranks call it together.
+
+        Args:
+            say: writes a line into the log, on the first rank.
+
+        Raises:
+            CheckpointError: on all ranks, if the last save has failed.
+        """
+        if self._background is not None:
+            self._background.finish(say)

@@ -1,0 +1,88 @@
+"""Small random models of transformers, of odd sizes, in the folders that transformers writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+VOCAB = 50257
+_LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 42,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 64,
+    "rope_theta": 5000.0,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_GPT2 = {"vocab_size": VOCAB, "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 64, "n_inner": 80}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", _GPT2),
+    "gpt2-untied-relu2": ("gpt2", _GPT2 | {"tie_word_embeddings": False, "activation_function": "relu2"}),
+    "llama": ("llama", _LLAMA),
+    "llama-tied-biases-all-heads": (
+        "llama",
+        _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6},
+    ),
+    "llama-linear": ("llama", _LLAMA | {"rope_scaling": {"type": "linear", "factor": 3.0}}),
+    "llama3": ("llama", _LLAMA | {"max_position_embeddings": 131072, "rope_theta": 5e5, "rope_scaling": _LLAMA3}),
+    "mistral": ("mistral", _LLAMA | {"head_dim": 10, "sliding_window": None}),
+    "qwen2-tied": ("qwen2", _LLAMA | {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", _LLAMA | {"head_dim": 12}),
+}
+"""Name -> architecture and settings; grouped queries of 6 heads over 3 unless they say otherwise."""
+
+
+def huggingface_model(case: str, **changes: Any) -> Any:
+    """A model of transformers in float32, in which every weight and bias is away from its usual start."""
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    kind, settings = CASES[case]
+    torch.manual_seed(1)
+    # The special tokens of the defaults lie outside small vocabularies.
+    config = transformers.AutoConfig.for_model(kind, **(settings | {"bos_token_id": 1, "eos_token_id": 2} | changes))
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.1)
+    return model
+
+
+def saved(case: str, folder: Path, *, shard: str = "5GB", **changes: Any) -> Any:
+    """The model, saved in a folder."""
+    model = huggingface_model(case, **changes)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What transformers computes."""
+    with torch.no_grad():
+        found: torch.Tensor = model(ids).logits
+    return found
+
+
+def some_ids(vocab: int = VOCAB, shape: tuple[int, int] = (2, 40)) -> torch.Tensor:
+    """Random ids [b, s]."""
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(3))
+
+
+def opened(folder: Path) -> Any:
+    """The model that transformers makes of a folder, in float32; no tensor may be missing or left over."""
+    transformers = pytest.importorskip("transformers")
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.float().eval()

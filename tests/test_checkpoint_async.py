@@ -1,0 +1,390 @@
+"""Saves in the background: what is written is what was there when the save began, and every failure is told while training goes on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.format.folder import LATEST, checkpoints
+from megatron.checkpoint.format.manifest import read_manifest
+from megatron.checkpoint.global_tensor import GlobalTensor
+from megatron.checkpoint.loading.find import find_checkpoint, read_config, read_state
+from megatron.checkpoint.loading.load import load_tensors
+from megatron.checkpoint.saving.background_saver import BackgroundSaver
+from megatron.checkpoint.saving.save import save_checkpoint
+from megatron.checkpoint.saving.together import group_of
+from megatron.checkpoint.storage.local import LocalStorage
+from megatron.checkpoint.storage.opening import open_storage
+from tests.checkpoint_worlds import Layout, Shapes, hold, random_values, whole
+from tests.distributed import run_ranks
+
+SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
+LAYOUT = Layout(2, (0.4,))
+WAIT_S = 30.0
+
+
+class Run:
+    """A rank that saves now and then, and what its log says."""
+
+    def __init__(self, folder: Path | str, keep_last: int | None = None) -> None:
+        self.saver = BackgroundSaver(open_storage(folder), group_of(None), keep_last)
+        self.log: list[str] = []
+
+    def save(self, iteration: int, tensors: list[GlobalTensor]) -> None:
+        self.saver.save(iteration, tensors, {"x": 1}, {"iteration": iteration}, self.log.append)
+
+    def until(self, text: str) -> str:
+        """Poll as training does until the log has a line with this text; the line."""
+        deadline = time.monotonic() + WAIT_S
+        while not (found := [line for line in self.log if text in line]):
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.002)
+            self.saver.poll(self.log.append)
+        return found[0]
+
+    def finish(self) -> None:
+        self.saver.finish(self.log.append)
+
+    @property
+    def pid(self) -> int:
+        """The process that writes."""
+        assert self.saver._writer._process is not None
+        return self.saver._writer._process._process.pid
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """The process that writes does nothing meanwhile."""
+        pid = self.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+def ones(value: float = 1.0) -> list[GlobalTensor]:
+    return [whole("a", torch.full((1000,), value)), whole("b", torch.full((3, 5), value, dtype=torch.bfloat16))]
+
+
+def value_in(path: Path) -> float:
+    found = ones(0.0)
+    load_tensors(path, found)
+    first = float(found[0].local[0])
+    assert all((tensor.local == first).all() for tensor in found)
+    return first
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, within some seconds."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_the_same_checkpoint_as_a_save_that_waits(tmp_path: Path) -> None:
+    values = random_values(SHAPES)
+
+    def save(rank: int) -> list[str]:
+        tensors = hold(SHAPES, LAYOUT, rank, values)
+        save_checkpoint(tmp_path / "direct", 7, tensors, {"x": 1}, {"iteration": 7})
+        run = Run(tmp_path / "background")
+        run.save(7, tensors)
+        for tensor in tensors:
+            tensor.local.fill_(-1.0)  # training goes on
+        run.finish()
+        return run.log
+
+    logs = run_ranks(LAYOUT.world_size, save)
+    direct, background = (tmp_path / name / "iter_0000007" for name in ("direct", "background"))
+    assert sorted(file.name for file in direct.iterdir()) == sorted(file.name for file in background.iterdir())
+    for file in direct.iterdir():
+        assert file.read_bytes() == (background / file.name).read_bytes(), file.name
+    assert (tmp_path / "background" / LATEST).read_text() == "7\n"
+    digest = read_manifest(direct).content_digest
+    assert digest is not None and logs[1:] == [[]] * (LAYOUT.world_size - 1)
+    assert logs[0][0].startswith(f"saving {background} in the background (copied in ")
+    assert logs[0][-1].startswith(f"saved {background} in ") and logs[0][-1].endswith(f"digest {digest[:16]}")
+
+
+def test_process_and_memory_are_used_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=2)
+    tensors = ones()
+    pids = set()
+    for iteration in (1, 2, 3):
+        tensors[0].local.fill_(iteration)
+        tensors[1].local.fill_(iteration)
+        run.save(iteration, tensors)
+        pids.add(run.pid)
+        run.until(f"saved {tmp_path / f'iter_{iteration:07d}'}")
+    run.finish()
+    assert len(pids) == 1 and is_gone(pids.pop())
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", "iter_0000003", LATEST}
+    assert [value_in(path) for path in checkpoints(tmp_path).values()] == [2.0, 3.0]
+    assert read_state(tmp_path / "iter_0000003") == {"iteration": 3} and read_config(tmp_path / "iter_0000003") == {"x": 1}
+
+
+def test_other_tensors_are_planned_anew(tmp_path: Path) -> None:
+    def save(rank: int) -> None:
+        run = Run(tmp_path)
+        for iteration, rows in ((1, 4), (2, 6), (3, 6)):
+            shapes: Shapes = {"up": ((rows, 3), 0)}
+            run.save(iteration, hold(shapes, Layout(2), rank, random_values(shapes, iteration)))
+        run.finish()
+
+    run_ranks(2, save)
+    for iteration, rows in ((1, 4), (2, 6), (3, 6)):
+        shapes: Shapes = {"up": ((rows, 3), 0)}
+        found = hold(shapes, Layout(), 0, None)
+        load_tensors(tmp_path / f"iter_{iteration:07d}", found)
+        for tensor in found:
+            assert torch.equal(tensor.local, random_values(shapes, iteration)[tensor.name].reshape(-1))
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(1, ones(1.0))
+    run.until("saved")
+    with run.stopped():
+        run.save(2, ones(2.0))
+        run.saver.poll(run.log.append)  # returns, with nothing to say
+        assert len(run.log) == 3 and not (tmp_path / "iter_0000002").exists()
+        threading.Timer(0.4, os.kill, (run.pid, signal.SIGCONT)).start()
+        run.save(3, ones(3.0))
+    assert [line for line in run.log if line.startswith("waited 0.") and "for the save of iteration 2" in line]
+    assert value_in(tmp_path / "iter_0000002") == 2.0  # its memory was not filled anew too early
+    run.finish()
+    assert value_in(tmp_path / "iter_0000003") == 3.0
+
+
+def test_the_end_waits_for_the_last_save(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(1, ones())
+    os.kill(run.pid, signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (run.pid, signal.SIGCONT)).start()
+    run.finish()
+    assert value_in(tmp_path / "iter_0000001") == 1.0 and run.log[-1].startswith("saved")
+
+
+def failed_lines(log: list[str]) -> list[str]:
+    return [line for line in log if line.startswith("SAVE FAILED")]
+
+
+def kill(run: Run) -> None:
+    os.kill(run.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed(tmp_path: Path, victim: int) -> None:
+    """Told while training goes on, and the next save is written by a new process."""
+
+    def train(rank: int) -> list[str]:
+        run = Run(tmp_path)
+        run.save(1, ones(1.0))
+        run.save(2, ones(2.0))  # so that the first is complete
+        run.save(3, ones(3.0))
+        with run.stopped():
+            run.save(4, ones(4.0))
+            if rank == victim:
+                kill(run)
+                assert is_gone(run.pid)
+                run.saver.poll(run.log.append)
+        if rank == 0:
+            run.until("SAVE FAILED")
+        run.save(5, ones(5.0))
+        run.finish()
+        return run.log
+
+    first, other = run_ranks(2, train)
+    (line,) = failed_lines(first)
+    assert f"cannot save {tmp_path / 'iter_0000004'}:\n  rank {victim}: the process that writes it was killed by signal 9" in line
+    assert line.endswith("Training goes on; the last complete one is iter_0000003.") and other == []
+    assert list(checkpoints(tmp_path)) == [1, 2, 3, 5] and value_in(tmp_path / "iter_0000005") == 5.0
+    assert {path.name for path in tmp_path.iterdir()} == {LATEST, *(f"iter_{number:07d}" for number in (1, 2, 3, 5))}
+
+
+def test_a_rank_that_cannot_even_leave_a_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank's process waits in vain until the ranks meet at the next save."""
+
+    def no_space(*args: object) -> None:
+        raise OSError(28, "full")
+
+    def train(rank: int) -> list[str]:
+        run = Run(tmp_path)
+        run.save(1, ones(1.0))
+        run.save(2, ones(2.0))
+        if rank == 1:
+            kill(run)
+            assert is_gone(run.pid)
+            monkeypatch.setattr(LocalStorage, "write", no_space)
+            run.saver.poll(run.log.append)
+        run.save(3, ones(3.0))
+        run.finish()
+        return run.log
+
+    first, _ = run_ranks(2, train)
+    if failed := failed_lines(first):  # unless its part was written before it was killed
+        assert len(failed) == 1 and "rank 1: the process that writes it was killed" in failed[0]
+    assert value_in(tmp_path / "iter_0000003") == 3.0 and not list(tmp_path.glob(".*"))
+
+
+def on_a_full_disk() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_full_disk(tmp_path: Path, failing: int) -> None:
+    def train(rank: int) -> tuple[list[str], str]:
+        run = Run(tmp_path)
+        small = [whole(f"t{index}", torch.ones(10)) for index in range(4)]
+        if rank == failing:
+            on_a_full_disk()
+        run.save(1, small)
+        large = [whole(f"t{index}", torch.ones(1000)) for index in range(4)]
+        run.save(2, large)
+        if rank == 0:
+            run.until("SAVE FAILED")
+        run.save(3, small)
+        run.save(4, large)
+        with pytest.raises(CheckpointError) as error:
+            run.finish()
+        return run.log, str(error.value)
+
+    (first, text), (other, same) = run_ranks(2, train)
+    assert text == same and "the run ends without its last checkpoint" in text
+    for iteration, line in zip((2, 4), failed_lines(first), strict=True):
+        path = tmp_path / f"iter_{iteration:07d}"
+        assert f"cannot save {path}:\n  rank {failing}: [Errno 27] File too large" in line
+        assert f"the last complete one is iter_{iteration - 1:07d}" in line
+    assert f"cannot save {tmp_path / 'iter_0000004'}:\n  rank {failing}: [Errno 27] File too large" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000003", LATEST} and other == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "save").write_text("a file")
+    run = Run(tmp_path / "save")
+    run.save(1, ones())
+    (line,) = failed_lines(run.log)
+    assert "Not a directory" in line and "there is no complete checkpoint yet" in line
+    (tmp_path / "save").unlink()
+    run.save(2, ones(2.0))
+    run.finish()
+    assert value_in(tmp_path / "save" / "iter_0000002") == 2.0
+
+
+def test_ranks_that_do_not_see_the_folder(tmp_path: Path) -> None:
+    def train(rank: int) -> tuple[list[str], str]:
+        run = Run(tmp_path / f"node{rank}")
+        run.save(1, [whole("a", torch.ones(10)), whole("b", torch.ones(10))])
+        with pytest.raises(CheckpointError) as error:
+            run.finish()
+        return run.log, str(error.value)
+
+    (first, text), (_, same) = run_ranks(2, train)
+    assert "rank 1 does not see" in failed_lines(first)[0] and "all nodes share" in text == same
+    assert not list(tmp_path.glob("node*/*iter*"))
+
+
+def test_what_cannot_be_saved_at_all_is_an_error_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(CheckpointError, match=r"state\.json would hold what JSON cannot"):
+        run.saver.save(1, ones(), {}, {"bad": {1, 2}}, run.log.append)
+    with pytest.raises(CheckpointError, match="do not make up whole tensors: model.up"):
+        run.save(1, hold(SHAPES, Layout(2), 0, random_values(SHAPES)))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_to_the_job_are_not_for_the_writer(tmp_path: Path, number: int) -> None:
+    run = Run(tmp_path)
+    run.save(1, ones(1.0))
+    run.until("saved")
+    assert os.getsid(run.pid) == run.pid
+    os.kill(run.pid, number)
+    pid = run.pid
+    run.save(2, ones(2.0))
+    run.until("iter_0000002 in")
+    assert run.pid == pid and value_in(tmp_path / "iter_0000002") == 2.0
+    run.finish()
+
+
+@pytest.mark.parametrize("ending", [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(3)])
+def test_the_writer_ends_with_training(tmp_path: Path, ending: Callable[[], None]) -> None:
+    """Also in the middle of a write; what it has begun is swept away by the next run."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run = Run(tmp_path)
+            run.save(1, ones(1.0))
+            run.until("saved")
+            os.kill(run.pid, signal.SIGSTOP)
+            run.save(2, ones(2.0))
+            os.write(write_end, str(run.pid).encode())
+            ending()
+        finally:
+            os._exit(99)
+    os.close(write_end)
+    writer = int(os.read(read_end, 100))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 99
+    os.close(read_end)
+    assert is_gone(writer)
+    assert len(list(tmp_path.glob(".iter_0000002.*.saving"))) == 1
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000001"
+    run = Run(tmp_path)
+    run.saver.sweep()
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", LATEST}
+
+
+def test_what_another_run_left_is_not_touched_by_a_late_writer(tmp_path: Path) -> None:
+    """Two runs write the same iteration under different names; the second sweeps, the first can finish no more."""
+    early, late = Run(tmp_path), Run(tmp_path)
+    early.save(1, ones(1.0))
+    early.until("saved")
+    with early.stopped():
+        early.save(2, ones(2.0))
+        late.saver.sweep()
+        late.save(2, ones(5.0))
+        late.finish()
+    line = early.until("SAVE FAILED")
+    assert "does not see" in line or "No such file" in line
+    assert value_in(tmp_path / "iter_0000002") == 5.0
+    early.saver._writer.end()
+
+
+def test_an_object_store(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    url = f"local://{tmp_path}/store"
+    run = Run(url, keep_last=1)
+    for iteration in (1, 2):
+        run.save(iteration, ones(iteration))
+    run.finish()
+    assert f"saved {url}/iter_0000002 in" in run.log[-1]
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["iter_0000002", LATEST]
+    found = ones(0.0)
+    load_tensors(find_checkpoint(url), found)  # type: ignore[arg-type]
+    assert (found[0].local == 2.0).all()
+
+
+def test_the_writer_loads_no_torch() -> None:
+    code = "import sys, megatron.checkpoint.saving.background; assert not {'torch', 'fsspec', 'multiprocessing'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,97 @@
+"""Write the weights of a checkpoint as a Hugging Face folder, which transformers, vLLM and others open.
+
+The source may be a training checkpoint of any layout, or any other folder that holds weights. Needs no accelerator. The peak of
+memory is one parameter, in the type of the source and of the files; with --verify the whole model in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from tools.checkpoints.text import size
+from tools.checkpoints.tokenizer_choice import add_choice, chosen_tokenizer
+
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mistral")
+DTYPES = ("float32", "bfloat16", "float16")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.add_argument("source", metavar="SOURCE", help="a --save folder, one checkpoint in it, or a folder of another program")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write; must not exist, or be empty")
+    parser.add_argument("--step", type=int, metavar="N", help="the iteration to take, instead of the newest")
+    parser.add_argument("--family", choices=FAMILIES, help="architecture to write (the first that has all parts of the model)")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (that of the source)")
+    parser.add_argument(
+        "--max-shard-size", type=_bytes, default=_bytes("5GB"), metavar="SIZE", help="of one file, such as 500MB (5GB)"
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare logits, and ids of texts, with transformers, and write nothing if they differ (logits by more than 1e-4)",
+    )
+    add_choice(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export and say what was written."""
+    import torch
+
+    from megatron.checkpoint.huggingface.export import SpecialTokens, export
+    from megatron.checkpoint.open_source import open_source
+    from megatron.data.tokenizers.build import build_tokenizer
+    from megatron.data.tokenizers.huggingface_files import write_huggingface_tokenizer
+
+    source = open_source(args.source, args.step)
+    tokenizer = chosen_tokenizer(args, source)
+    tokens = SpecialTokens()
+    if tokenizer is not None:
+        built = build_tokenizer(tokenizer)
+        if built.vocab_size > source.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {built.vocab_size:,} ids, but {source.name} only {source.vocab_size:,} rows in its embedding: "
+                "this is not its tokenizer"
+            )
+        tokens = SpecialTokens(bos=built.bos, eos=built.eod, pad=built.pad)
+
+    def write_tokenizer(folder: Path) -> list[str]:
+        if tokenizer is None:
+            return ["no tokenizer was written"]
+        return write_huggingface_tokenizer(tokenizer, folder, max_length=source.model.num_positions)
+
+    def verify(folder: Path) -> str:
+        from tools.checkpoints.against_transformers import compare_ids, compare_logits
+
+        dtype = getattr(torch, args.dtype) if args.dtype else torch.float64  # float64 holds every value of the source
+        told = compare_logits(source, folder, dtype)
+        has_files = (folder / "tokenizer_config.json").exists()
+        return told if tokenizer is None or not has_files else f"{told} {compare_ids(tokenizer, folder)}"
+
+    written = export(
+        source,
+        args.output,
+        family=args.family,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+        max_shard_bytes=args.max_shard_size,
+        tokens=tokens,
+        extras=write_tokenizer,
+        check=verify if args.verify else None,
+    )
+    print(
+        f"wrote {written.folder}: {written.num_parameters:,} parameters in {written.dtype} ({size(written.num_bytes)}) as "
+        f"{written.family}; at most {size(written.peak_bytes)} of weights in memory at a time"
+    )
+    for note in written.notes:
+        print(f"note: {note}")
+    print(written.checked or "not compared with transformers (--verify does)")
+    return 0
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB|)", text.upper())
+    if found is None or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
+    return int(float(found[1]) * _UNITS[found[2]])

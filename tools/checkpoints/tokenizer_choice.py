@@ -1,0 +1,43 @@
+"""The tokenizer that goes with a model on its way to another format."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING
+
+from megatron.config.checks.data import TOKENIZER_FILES
+from megatron.config.data import DataConfig
+from megatron.data.tokenizers.arguments import add_tokenizer_flags, tokenizer_config
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.source import WeightSource
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a tokenizer, and --no-tokenizer."""
+    add_tokenizer_flags(parser, required=False)
+    parser.add_argument("--no-tokenizer", action="store_true", help="carry over the weights alone")
+    parser.set_defaults(flags=parser)
+
+
+def chosen_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConfig | None:
+    """The tokenizer that the flags name, or the source's own, of which they may name other files; None with --no-tokenizer.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if args.no_tokenizer:
+        return None
+    if args.tokenizer_type is not None:
+        return tokenizer_config(args, args.flags)
+    own = source.tokenizer
+    if own is None or own.tokenizer_type is None:
+        raise ValueError(
+            f"no tokenizer is known of {source.name}.\n  Name it by --tokenizer-type and its files, or carry over the weights "
+            "alone by --no-tokenizer."
+        )
+    elsewhere = {name: getattr(args, name) for name in TOKENIZER_FILES if getattr(args, name) is not None}
+    if odd := [name for name in elsewhere if getattr(own, name) is None]:
+        raise ValueError(f"--{odd[0].replace('_', '-')} does not belong to the tokenizer of {source.name}, {own.tokenizer_type}")
+    return dataclasses.replace(own, **elsewhere)
