@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a trained model on this machine's CPU: a corpus, a vocabulary, a dataset, a small GPT on 8 processes
-# (tensor 2 x pipeline 2 x data 2), a checkpoint, and a resume from it.
+# (tensor 2 x pipeline 2 x data 2), a checkpoint, a resume from it, and a sample of what the model writes.
 #
 #   bash examples/quickstart.sh [--short] [--folder DIR]
 #
@@ -75,6 +75,10 @@ say "Resuming from the checkpoint for $more iterations more"
 "${launch[@]}" "${model[@]}" "${data[@]}" "${layout[@]}" "${optimizer[@]}" "${training[@]}" --train-iters $((iterations + more)) \
     --load "$run/checkpoints" --exit-on-missing-checkpoint
 
+say "Sample: the model goes on with a line of Python"
+python tools/generate_text.py --load "$run/checkpoints" --device cpu --prompt 'def read(self,' --max-new-tokens 60 --temperature 0.7 |
+    tee "$run/sample.txt"
+
 say "Done"
 python examples/summarise_run.py --metrics "$run/metrics.jsonl"
-echo "Everything is in $folder: the numbers in run/metrics.jsonl, the checkpoints in run/checkpoints."
+echo "Everything is in $folder: the numbers in run/metrics.jsonl, the checkpoints in run/checkpoints, the sample in run/sample.txt."

@@ -131,6 +131,18 @@ def test_an_update_is_compared_for_each_dtype(words: str, rows: list[tuple[str, 
     assert done.returncode == ("MISSED: " in done.stdout) == ("the bound holds" not in done.stdout)
 
 
+def test_checkpoint_compares_saves_and_loads_with_plain_ones(tmp_path: Path) -> None:
+    done = spawn_cli(["tools/bench.py", "checkpoint", *f"--state-mb 1 --pairs 1 --folder {tmp_path}".split()], nproc=None)
+    assert not done.stderr
+    found = re.findall(r"^.*?(\S[^:\n]* / (?:plain writes|copy in memory|alone|plain reads)): \d+\.\d+ ", done.stdout, re.MULTILINE)
+    actions = [text.rsplit("  ", 1)[-1].split(" / ")[0].removeprefix("to the disk ").strip() for text in found]
+    assert actions[:3] == ["save", "save in the background", "while a save is written"]
+    assert actions[3:] == ["load", "load at another layout"] * 2, done.stdout  # of one process, and of two
+    assert re.search(r"^memory +\d+ MiB for saves of 2 MiB", done.stdout, re.MULTILINE)
+    assert done.returncode == ("MISSED: " in done.stdout)
+    assert not list(tmp_path.iterdir())
+
+
 def test_executor_gives_a_cost_for_each_operation_from_any_folder(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(ROOT / "tools/bench.py"), "executor", "--pairs", "1", "--start-sizes", "2x3"]
@@ -146,7 +158,10 @@ def test_executor_gives_a_cost_for_each_operation_from_any_folder(tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["parallel", "--pairs", "3"], "--pairs acts in single, executor, optimizer, offload, data, packing, not in parallel"),
+        (
+            ["parallel", "--pairs", "3"],
+            "--pairs acts in single, executor, optimizer, offload, checkpoint, data, packing, not in parallel",
+        ),
         (["bubble", "--accumulate", "2"], "--accumulate acts in overlap, not in bubble"),
         (["bubble", "--stages", "0"], "--stages: must be at least 1, not 0"),
         (["executor", "--start-sizes", "8"], "must be stages x microbatches, as in 8x64, not '8'"),

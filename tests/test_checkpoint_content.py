@@ -35,6 +35,7 @@ def by_definition(tensor: torch.Tensor) -> Sums:
     raw = bytes(bytes_of(tensor))
     step = min(size, 4)
     units = [int.from_bytes(raw[at : at + step], "little") for at in range(0, len(raw), step)]
+    units = [unit ^ unit >> 16 for unit in units]
     width = (tensor.shape[-1] if tensor.dim() else 1) * (size // step)
     rows = sum(weight(number // width, 0) * unit for number, unit in enumerate(units))
     columns = sum(weight(number % width, 1) * unit for number, unit in enumerate(units))
@@ -78,7 +79,7 @@ def test_blocks_of_the_usual_size(dtype: str) -> None:
         tensor = example(shape, dtype)
         whole = Box((0,) * len(shape), shape)
         unit = np.frombuffer(bytes_of(tensor), "<u2" if DTYPES[dtype].itemsize == 2 else "<u4").astype(np.uint64)
-        matrix = unit.reshape(int(np.prod(shape[:-1])), -1)
+        matrix = (unit ^ unit >> np.uint64(16)).reshape(int(np.prod(shape[:-1])), -1)
         rows = sum(weight(row, 0) * int(total) for row, total in enumerate(matrix.sum(axis=1)))
         columns = sum(weight(column, 1) * int(total) for column, total in enumerate(matrix.sum(axis=0)))
         assert content_sums(bytes_of(tensor), dtype, whole, shape) == Sums(rows % 2**32, columns % 2**32)
@@ -103,6 +104,9 @@ def test_exchanged_parts_are_seen() -> None:
         "columns": tensor[:, [0, 3, 2, 1, 4]],
         "shifted": tensor.roll(1, 0),
         "transposed": tensor.t().contiguous().view(6, 5),
+        "negated": -tensor,
+        "two signs": torch.where(torch.arange(30).view(6, 5) < 2, -tensor, tensor),
+        "doubled": tensor * 2,
     }
     for name, other in others.items():
         assert content_sums(bytes_of(other), "float32", whole, (6, 5)) != before, name

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format.folder import LATEST, checkpoint_name, checkpoints, latest_in
 from megatron.checkpoint.loading.find import find_checkpoint
+from megatron.checkpoint.saving.check import check_for_strangers
 from megatron.checkpoint.saving.retention import kept, retain
 from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.checkpoint.storage.opening import open_storage
@@ -100,7 +101,7 @@ def test_other_names_are_not_checkpoints(tmp_path: Path) -> None:
 def test_what_stays(tmp_path: Path, keep_last: int | None, interval: int | None, stay: list[int]) -> None:
     for iteration in (2, 4, 6, 8, 10):
         (tmp_path / checkpoint_name(iteration)).mkdir()
-        (tmp_path / checkpoint_name(iteration) / "data").write_text("x")
+        (tmp_path / checkpoint_name(iteration) / "manifest.json").write_text("x")
     removed = retain(open_storage(tmp_path), keep_last, interval)
     assert there(tmp_path) == stay
     assert sorted(removed) == [checkpoint_name(i) for i in (2, 4, 6, 8, 10) if i not in stay]
@@ -134,6 +135,23 @@ def test_a_removal_that_was_killed_is_finished(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000002"
     save(tmp_path, 3)
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", "iter_0000003", LATEST}
+
+
+def test_a_folder_of_another_program_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    (tmp_path / "iter_0000001" / "manifest.json").unlink()
+    (tmp_path / "iter_0000004").mkdir()
+    check_for_strangers(open_storage(tmp_path))  # ours, damaged or empty
+    (tmp_path / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"holds what is no checkpoint of this program: iter_0000003\. Give another folder"):
+        check_for_strangers(open_storage(tmp_path))
+
+
+def test_a_folder_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
+    save(tmp_path, 2, 3, 4)
+    assert retain(open_storage(tmp_path), 2, None) == ["iter_0000002"]
+    assert there(tmp_path) == [1, 3, 4]
 
 
 def test_nothing_to_remove(tmp_path: Path) -> None:

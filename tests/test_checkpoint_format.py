@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format.digest import content_digest
 from megatron.checkpoint.format.manifest import read_manifest
 from megatron.checkpoint.format.safetensors_file import Entry, Header, header_length
@@ -178,3 +178,25 @@ def test_one_process_says_nothing_about_process_groups(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         path = save_checkpoint(tmp_path, 1, [whole("a", torch.ones(2))], {}, {})
         load_tensors(path, [whole("a", torch.ones(2))])
+
+
+def test_a_manifest_of_the_first_programs(tmp_path: Path) -> None:
+    """Without content sums: read as before, with no digest to compare."""
+    path = save_example(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["content_digest"]
+    for tensor in manifest["tensors"].values():
+        del tensor["content"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    old = read_manifest(path)
+    assert old.content_digest is None and {tensor.content for tensor in old.tensors.values()} == {None}
+    assert json.loads(old.to_json()) == manifest
+
+
+def test_altered_content_sums_are_refused(tmp_path: Path) -> None:
+    path = save_example(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["tensors"]["model.up"]["content"] = "0" * 16
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DamagedCheckpointError, match="was altered"):
+        read_manifest(path)

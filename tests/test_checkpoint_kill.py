@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.format.folder import latest_in
+from megatron.checkpoint.format.folder import checkpoint_name, iterations_in, latest_in
+from megatron.checkpoint.format.manifest import MANIFEST
 from megatron.checkpoint.loading.find import find_checkpoint
 from megatron.checkpoint.storage.opening import open_storage
 from tests.distributed import die_with
-from tests.runs import Ended, arguments, at_iteration, complete_checkpoints, digest, launch, report, run, saved_tensors
+from tests.runs import Ended, arguments, at_iteration, checkpoint, complete_checkpoints, digest, launch, report, run, saved_tensors
 
 STEPS, INTERVAL, KEPT, RANKS = 18, 3, 2, 2
 SETTINGS: dict[str, Any] = {
@@ -67,10 +68,14 @@ class Kill:
             for pid in [me] if self.victim != "writer" else children(me) - {os.getpid()}:
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
-        if self.iteration is None:
+
+        def start(_: object) -> None:
             os.write(tell, b"x")
+
+        if self.iteration is None:
+            start(None)
         else:
-            at_iteration(self.iteration, lambda _: os.write(tell, b"x"))
+            at_iteration(self.iteration, start)
 
 
 def children(parent: int) -> set[int]:
@@ -115,18 +120,25 @@ def attempt(argv: list[str], kill: Kill | None) -> list[Ended]:
     return ended
 
 
-def assert_sound(folder: Path) -> int:
-    """The newest checkpoint can be read, every byte of it. Returns its iteration, 0 without one."""
-    said: list[str] = []
-    path = find_checkpoint(folder, tell=said.append)
-    # Killed between the rename and the latest file; anything else would be a checkpoint that is not complete.
-    assert all("was not saved last" in text for text in said), said
-    if path is None:
+def assert_sound(folder: Path, in_place: bool) -> int:
+    """The checkpoint that the next start takes is there to its last byte. Returns its iteration, 0 without one.
+
+    Args:
+        in_place: as in an object store, a checkpoint is written under its own name and complete when its manifest is there.
+    """
+    storage = open_storage(folder)
+    found, latest = iterations_in(storage), latest_in(storage)
+    complete = [iteration for iteration in found if storage.size(f"{checkpoint_name(iteration)}/{MANIFEST}") is not None]
+    assert in_place or complete == found
+    if not complete:
+        assert latest is None
         return 0
-    iteration = int(path.name.removeprefix("iter_"))
+    # Without a latest file it was killed between the end of its first checkpoint and this file.
+    expected = max(complete) if latest is None else latest
+    assert find_checkpoint(folder, tell=lambda _: None) == checkpoint(folder, expected)
     for kind in ("model", "exp_avg", "exp_avg_sq"):
-        assert saved_tensors(folder, iteration, kind)
-    return iteration
+        assert saved_tensors(folder, expected, kind)
+    return expected
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +166,7 @@ def test_a_run_that_is_killed_goes_on_from_a_complete_checkpoint(tmp_path: Path,
 def until_the_end(folder: Path, save: str, left: int, draw: random.Random) -> int:
     """Start the job until it is done. Returns how many kills are left to do."""
     while True:
-        resumed_at = assert_sound(folder)
+        resumed_at = assert_sound(folder, save != str(folder))
         kill = Kill.draw(draw, resumed_at) if left else None
         ended = attempt(arguments(**SETTINGS, save=save, load=save), kill)
         said = ended[0].stdout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.storage import object_files
+from megatron.checkpoint.storage import local, object_files
 from megatron.checkpoint.storage.local import LocalStorage
 from megatron.checkpoint.storage.objects import ObjectStorage
 from megatron.checkpoint.storage.opening import is_url, open_storage, parent_and_name
@@ -129,6 +131,20 @@ def test_another_process_opens_the_same(storage: Storage, tmp_path: Path) -> Non
     assert again.at("a") == storage.at("a") == f"{storage.location}/a" and again.at("") == storage.location
     assert storage.child("b").location == storage.at("b")
     assert (storage.local == tmp_path) == isinstance(storage, LocalStorage)
+
+
+def test_a_path_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    storage = open_storage("save")
+    storage.check_writable()
+    storage.write("latest", b"1")
+    storage.child("below").make()
+    storage.write("below/small", b"2")
+    draft = storage.draft("iter_0000001", "a1")
+    draft.make()
+    draft.publish(FILES)
+    assert storage.names() == ["below", "iter_0000001", "latest"] == sorted(os.listdir(tmp_path / "save"))
+    assert storage.names("below") == ["small"]
 
 
 def test_check_writable_leaves_nothing(storage: Storage) -> None:
@@ -296,20 +312,94 @@ def test_data_is_on_the_disk_before_its_name_changes(tmp_path: Path, monkeypatch
     calls.clear()
     storage.write("latest", b"1")
     assert calls == ["sync .latest.new", ".latest.new -> latest", "sync save"]
+    calls.clear()
     draft = storage.draft("iter_0000001", "a1")
     saving = ".iter_0000001.a1.saving"
     draft.make()
-    calls.clear()
-    put(draft.storage, "data")
-    assert calls == ["sync data"]
+    assert calls == []  # training waits for it
+    put(draft.storage, "rank_00000")
+    assert calls == ["sync rank_00000"]
     calls.clear()
     draft.publish(FILES)
     written = [*(f"sync {name}" for name in FILES), f"sync {saving}"]
     assert calls == [*written, f"{saving} -> iter_0000001", "sync save"]
     calls.clear()
     draft.make()
+    draft.publish(FILES)  # the two change names in one step, which is no rename
+    assert calls == [*written, "sync save"] and storage.names() == ["iter_0000001", "latest"]
+    calls.clear()
+    monkeypatch.setattr(local, "exchange", lambda one, other: False)  # as on many file systems of a network
+    draft.make()
     draft.publish(FILES)
-    assert calls[-3:] == ["iter_0000001 -> .iter_0000001.removing", f"{saving} -> iter_0000001", "sync save"]
+    assert calls[-3:] == ["iter_0000001 -> .iter_0000001.replaced", f"{saving} -> iter_0000001", "sync save"]
+    assert storage.names() == ["iter_0000001", "latest"]
+
+
+def published(storage: Storage, name: str, token: str, data: bytes) -> None:
+    draft = storage.draft(name, token)
+    draft.make()
+    put(draft.storage, draft.file_name("rank_00000.safetensors"), data)
+    draft.publish(FILES)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_checkpoint_that_is_replaced_is_never_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
+    """Killed wherever, the next start finds the old one or the new one under its name, or gives the old one its name back."""
+    storage = open_storage(tmp_path)
+    found = set()
+    for steps in range(5):
+        published(storage, "iter_0000001", "a1", b"old")
+        pid = os.fork()
+        if pid == 0:
+            try:
+                dies_after(steps, can_exchange)
+                published(storage, "iter_0000001", "b2", b"new")
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        storage.sweep([])
+        assert storage.names() == ["iter_0000001"]
+        found.add(storage.read("iter_0000001/rank_00000.safetensors"))
+    assert found == {b"old", b"new"}
+
+
+def dies_after(steps: int, can_exchange: bool) -> None:
+    """Have this process be killed instead of making a further change of names or removing a folder."""
+    patch, left = pytest.MonkeyPatch(), steps
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **settings: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            return function(*args, **settings)
+
+        return call
+
+    patch.setattr(local, "exchange", counted(local.exchange if can_exchange else lambda one, other: False))
+    patch.setattr(os, "rename", counted(os.rename))
+    patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+
+
+def test_a_checkpoint_of_another_program_is_not_replaced(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    storage.child("iter_0000001/mp_rank_00").make()
+    with pytest.raises(OSError, match=f"{tmp_path}/iter_0000001 is there already, and is no checkpoint of this program"):
+        published(storage, "iter_0000001", "a1", b"")
+    assert storage.names("iter_0000001") == ["mp_rank_00"]
+    published(storage, "iter_0000002", "a1", b"old")
+    storage.remove("iter_0000002/manifest.json")  # but one of this program that lost its manifest is
+    published(storage, "iter_0000002", "b2", b"new")
+    assert storage.read("iter_0000002/rank_00000.safetensors") == b"new"
+
+
+def test_files_of_another_program_stay_beside_a_checkpoint(memory: ObjectStorage) -> None:
+    for name in ("mp_rank_00/model_optim_rng.pt", "notes-1.txt"):
+        put(memory.child("iter_1"), name)
+    write(memory, "a1").publish(FILES)
+    write(memory, "b2").publish(FILES)
+    assert memory.names("iter_1") == sorted([*FILES, "mp_rank_00", "notes-1.txt", "rank_00000-b2.safetensors"])
 
 
 def test_a_removal_that_fails_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,7 +323,8 @@ def test_what_is_written_is_read_as_the_same_model(name: str, scaling: dict[str,
         pytest.skip("no rotary positions")
     factor = scaling.get("factor", 1.0)
     settings = {key: value for key, value in scaling.items() if key != "factor"}
-    model = model_config(shape, rotary_seq_len_interpolation_factor=factor, init_method_std=0.05, max_position_embeddings=16, **settings)
+    settings |= {"rotary_seq_len_interpolation_factor": factor, "init_method_std": 0.05, "max_position_embeddings": 16}
+    model = model_config(shape, **settings)
     family = fitting(model, name)
     config: dict[str, Any] = json.loads(json.dumps({"model_type": name, "vocab_size": 64, **family.write(model)}))
     assert _same(read(config)[0], model)

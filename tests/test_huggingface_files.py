@@ -18,7 +18,7 @@ from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 from megatron.checkpoint.open_source import open_source
 from tests.huggingface_models import saved
 
-SMALL = {"vocab_size": 64}
+SMALL: dict[str, Any] = {"vocab_size": 64}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -177,7 +177,7 @@ def test_a_pickle_with_a_program_in_it_is_refused_and_does_not_run(llama: Path) 
     torch.save({**tensors, "more": Attack(proof)}, llama / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle with more in it than weights"):
         HuggingFaceFolder(llama)
-    (llama / "pytorch_model.bin").write_bytes(pickle.dumps(Attack(proof)))
+    (llama / "pytorch_model.bin").write_bytes(pickle.dumps(Attack(proof), protocol=2))
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin"):
         HuggingFaceFolder(llama)
     assert not proof.exists()

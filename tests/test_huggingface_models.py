@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_our_models_have_the_same_logits_there_and_come_back_bit_for_bit(name: s
         ("llama", {}, Layout(tp=3)),
     ],
 )
-def test_every_layout_reads_its_parts(case: str, changes: dict[str, int], layout: Layout, tmp_path: Path) -> None:
+def test_every_layout_reads_its_parts(case: str, changes: dict[str, Any], layout: Layout, tmp_path: Path) -> None:
     """50,257 tokens over two or three ranks: padding, and a part that is not a multiple of anything."""
     theirs = saved(case, tmp_path, num_hidden_layers=4, **changes) if case != "gpt2" else saved(case, tmp_path, n_layer=4)
     ids = some_ids(shape=(1, 24))

@@ -18,6 +18,7 @@ from megatron.pipeline_parallel.partition import layer_table
 from megatron.pipeline_parallel.schedules.placement import loop, v_shape
 from tests.distributed import run_ranks
 from tests.layout import Layout, context_of
+from tests.lone_rank import lone_rank
 from tests.memory_source import MemorySource, reference_source
 from tests.reference.model import logits as reference_logits
 from tests.reference.random_inputs import random_weights
@@ -77,6 +78,21 @@ def test_chunks_in_any_place_and_sequence_parallel(places: tuple[int, ...]) -> N
 
     for logits in run_ranks(4, rank_logits):
         torch.testing.assert_close(logits, expected(shape, tokens), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        (Topology(tp=3), "--num-attention-heads 4 does not divide by --tensor-model-parallel-size 3"),
+        (Topology(tp=4), "--num-query-groups 2 is less than --tensor-model-parallel-size 4"),
+        (Topology(pp=8), "8"),
+    ],
+    ids=["heads", "groups", "layers"],
+)
+def test_a_layout_that_the_model_has_not(topology: Topology, message: str) -> None:
+    shape = SHAPES["llama"]
+    with pytest.raises(ValueError, match=message):
+        model_from(reference_source(shape, random_weights(shape, seed=1)), lone_rank(topology), torch.float32)
 
 
 def test_a_source_without_all_of_the_model() -> None:

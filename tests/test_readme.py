@@ -207,7 +207,8 @@ def test_flags_exist(name: str) -> None:
     launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
     scripts = {"short", "folder", "full", "ntasks-per-node"}
     sources = [path.read_text() for path in (ROOT / "tools").rglob("*.py")]
-    tools = {flag for source in sources for flag in re.findall(r'\badd(?:_argument)?\(\s*"--([\w-]+)"', source)}
+    added = [names for source in sources for names in re.findall(r'\badd(?:_argument)?\(((?:\s*"-[\w-]+",?)+)', source)]
+    tools = {flag for names in added for flag in re.findall(r'"--([\w-]+)"', names)}
     known = {*flags(), *others, *launcher, *scripts, *tools}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
         assert flag in known or flag.removeprefix("no-") in flags(), f"{name} names --{flag}"

@@ -41,6 +41,13 @@ def test_rotation_is_a_complex_product(size: int, percent: float) -> None:
     torch.testing.assert_close(rotate(x, rotary_table(POSITIONS, model, x.dtype)), expected, rtol=1e-13, atol=1e-13)
 
 
+def test_interpolated_positions_are_divided() -> None:
+    """Position 12 of a stretched model is where position 4 was."""
+    stretched = rotary_table(POSITIONS * 3, config(rotary_seq_len_interpolation_factor=3.0), torch.float64)
+    for found, plain in zip(stretched, rotary_table(POSITIONS, config(), torch.float64), strict=True):
+        torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+
+
 def test_the_first_position_is_not_rotated() -> None:
     x = heads(8)
     assert torch.equal(rotate(x, rotary_table(torch.zeros(SEQ, BATCH, dtype=torch.int64), config(), x.dtype)), x)

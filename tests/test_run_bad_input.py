@@ -274,7 +274,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 
     def before(rank: int) -> None:
         if rank == 1:
-            save_module.write_part = full
+            save_module.write_part = full  # type: ignore[assignment]
 
     ended = launch(arguments(**TP2, train_iters=3, save=tmp_path, save_interval=2), 2, before=before)
     assert [end.code for end in ended] == [1, 1], report(ended)

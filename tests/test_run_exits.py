@@ -58,7 +58,7 @@ def test_sigterm_again_while_saving(tmp_path: Path, whole: Path) -> None:
         on_rank(0, 3, _terminate)(rank)
         save = Saver.save
 
-        def interrupted(self: Saver, *args: Any) -> Path | None:
+        def interrupted(self: Saver, *args: Any) -> str | None:
             _terminate(None)
             return save(self, *args)
 

@@ -42,6 +42,7 @@ EVERYTHING = {
 """A run in which everything changes from step to step that may."""
 
 PRECISIONS: dict[str, dict[str, Any]] = {
+    "float64": {"fp64": True},
     "float32": {},
     "bfloat16": {"bf16": True},
     # The first steps overflow. At the stop one more step without overflow lets the scale grow.

@@ -11,18 +11,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.checkpoint.loading.find import read_state
-from megatron.checkpoint.loading.load import load_tensors
-from megatron.checkpoint.saving.save import save_checkpoint
-from megatron.training.checkpointing import global_tensors
-from megatron.training.step import TrainStep
 from tests.distributed import run_ranks
 from tests.equality import assert_equal_tensors, number_differences
 from tests.layout import Layout, Recipe, build_step, context_of, microbatches
 from tests.reference.random_inputs import random_batches, random_weights
 from tests.reference.shape import gpt2_like
 from tests.reference.training import train
-from tests.runs import arguments, checkpoint, digest, run, saved_tensors, timeless
+from tests.runs import arguments, digest, run, saved_tensors, timeless
+from tests.step_checkpoints import load, save
 
 STEPS, STOP = 4, 2
 BASE: dict[str, Any] = {
@@ -99,22 +95,6 @@ def move(rank: int, layout: Layout, number: int, folder: Path) -> float:
     save(step, folder / "moved", number + 1)
     dist.barrier()
     return loss
-
-
-def save(step: TrainStep, folder: Path, iteration: int) -> None:
-    """As a run does."""
-    step.finish_publishing()
-    tensors = global_tensors(step.optimizer, step.context)
-    save_checkpoint(folder, iteration, tensors, {}, {"optimizer_updates": step.optimizer.num_updates})
-
-
-def load(step: TrainStep, folder: Path, iteration: int) -> None:
-    """As a run does."""
-    path = checkpoint(folder, iteration)
-    load_tensors(path, global_tensors(step.optimizer, step.context))
-    step.optimizer.publish()
-    step.optimizer.set_num_updates(read_state(path)["optimizer_updates"])
-    step.finish_publishing()
 
 
 def test_any_strategy_goes_on_from_any_other(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ WITHOUT_TORCH = [
     "megatron/optimizer/lr_schedule.py",
     "megatron/training/batch_size.py",
     *(str(file) for file in FILES if file.parts[1:3] in (("checkpoint", "storage"), ("checkpoint", "format"))),
+    "megatron/checkpoint/errors.py",
+    *(f"megatron/checkpoint/saving/{name}.py" for name in "background check commit messages part plan process retention".split()),
     "megatron/data/order.py",
     "megatron/metrics/flops.py",
 ]

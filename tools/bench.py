@@ -7,6 +7,7 @@
     python tools/bench.py offload         the optimizer's step with all its state in host memory against the update alone
     python tools/bench.py executor        what the pipeline executor costs for each operation, and at start
     python tools/bench.py data            preprocessing against the bare tokenizer, indexes of a large dataset, samples, loader
+    python tools/bench.py checkpoint      saves and loads against plain writes and reads, what a save in the background holds up
     python tools/bench.py packing         attention within documents against attention over the whole sample
     python tools/bench.py single          one process, float32 and bfloat16, against a plain PyTorch loop of the same shape
     python tools/bench.py parallel        8 processes at TP=2, PP=2, DP=2 against one, with the share of communication
@@ -29,7 +30,7 @@ from megatron.pipeline_parallel.simulate import Costs
 from tools.benchmarks.shapes import SHAPES, Shape
 
 # Those that fork are first: where there is CUDA, autograd starts threads at its first backward, which do not survive that.
-PARTS = ("bubble", "overlap", "optimizer", "offload", "executor", "data", "packing", "single", "parallel")
+PARTS = ("bubble", "overlap", "optimizer", "offload", "executor", "checkpoint", "data", "packing", "single", "parallel")
 # Under optim_grads_params torch's fully_shard communicates, and on gloo it waits for each reduction.
 STRATEGIES: tuple[ShardingStrategy, ...] = ("no_shard", "optim", "optim_grads")
 
@@ -53,10 +54,9 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
     add("--dtypes", ("single",), nargs="+", default=["float32", "bfloat16"], help="what to train in (float32 bfloat16)")
     add(
         "--pairs",
-        ("single", "executor", "optimizer", "offload", "data", "packing"),
+        ("single", "executor", "optimizer", "offload", "checkpoint", "data", "packing"),
         type=count,
-        default=7,
-        help="turns of the two that are compared (7)",
+        help="turns of the two that are compared (7; checkpoint 15)",
     )
     add("--steps", ("single",), type=count, default=1, help="steps in each half of a pair (1)")
     add("--stages", ("bubble",), type=count, default=8, help="processes (8)")
@@ -101,7 +101,9 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
         metavar="PxM",
         help="stages x microbatches for the cost at start (8x64 64x512)",
     )
-    add("--ranks", ("optimizer",), type=count, default=2, help="processes that update at the same time (2)")
+    add("--ranks", ("optimizer", "checkpoint"), type=count, default=2, help="processes that update, or save and load, at once (2)")
+    add("--state-mb", ("checkpoint",), type=count, default=256, help="state of each process, in MiB (256)")
+    add("--folder", ("checkpoint",), type=Path, help="where to write, to measure that disk (the folder for temporary files)")
     add(
         "--elements",
         ("optimizer", "offload"),
@@ -161,6 +163,7 @@ def main() -> int:
 
 def run(part: str, args: argparse.Namespace) -> bool:
     """One part; returns whether what it asks for holds. Imports torch only here, after --help."""
+    pairs = args.pairs or (15 if part == "checkpoint" else 7)
     if part == "bubble":
         from tools.benchmarks import bubble
 
@@ -181,23 +184,28 @@ def run(part: str, args: argparse.Namespace) -> bool:
     if part == "optimizer":
         from tools.benchmarks import optimizer
 
-        return optimizer.run(args.ranks, args.elements, args.pairs)
+        return optimizer.run(args.ranks, args.elements, pairs)
     if part == "offload":
         import torch
 
         from tools.benchmarks import offload
 
         devices = dict.fromkeys([args.device, *(["cuda"] if torch.cuda.is_available() else [])])
-        good = [offload.run(torch.device(device), args.elements, args.pairs) for device in devices]
+        good = [offload.run(torch.device(device), args.elements, pairs) for device in devices]
         return all(good)
     if part == "executor":
         from tools.benchmarks import executor
 
-        return executor.run(args.pairs, args.start_sizes)
+        return executor.run(pairs, args.start_sizes)
+    if part == "checkpoint":
+        from tools.benchmarks import checkpoint_load, checkpoint_save
+
+        settings = (args.ranks, args.state_mb, pairs, args.folder)
+        return all([checkpoint_save.run(*settings), checkpoint_load.run(*settings)])
     if part == "data":
         from tools.benchmarks import data_index, loader, preprocessing
 
-        settings_of_text = preprocessing.Settings(megabytes=args.megabytes, pairs=args.pairs, stream_gb=args.stream_gb)
+        settings_of_text = preprocessing.Settings(megabytes=args.megabytes, pairs=pairs, stream_gb=args.stream_gb)
         return all(
             [
                 preprocessing.run(settings_of_text),
@@ -210,13 +218,13 @@ def run(part: str, args: argparse.Namespace) -> bool:
     if part == "packing":
         from tools.benchmarks import packing
 
-        return packing.run(turns=args.pairs, device=args.device)
+        return packing.run(turns=pairs, device=args.device)
     if part == "single":
         import torch
 
         from tools.benchmarks import single
 
-        single.run(SHAPES[args.shape], torch.device(args.device), args.dtypes, args.pairs, args.steps)
+        single.run(SHAPES[args.shape], torch.device(args.device), args.dtypes, pairs, args.steps)
     else:
         from tools.benchmarks import parallel
 

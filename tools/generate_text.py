@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
+from megatron.config.checks.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizers.arguments import add_tokenizer_flags
 from tools.checkpoints.tokenizer_choice import named_tokenizer
@@ -112,6 +113,10 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         value = getattr(given, name)
         if value is not None and value < 1:
             flags.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if given.tokenizer_type is None:
+        for name in TOKENIZER_SETTINGS:
+            if name not in TOKENIZER_FILES and getattr(given, name) is not None:
+                flags.error(f"--{name.replace('_', '-')} has no effect without --tokenizer-type: leave it out")
     if given.temperature == 0:
         for name in _DRAWING:
             if getattr(given, name) is not None:
@@ -202,15 +207,11 @@ def _generate(
 ) -> None:
     """Make the texts, group by group; rank 0 prints them."""
     from megatron.inference.continuation import continuations
-    from megatron.inference.generate import Request
+    from megatron.inference.generate import Request, check_request
 
-    alone = len(texts) * given.num_samples == 1 and not given.json
-    started, made = time.perf_counter(), 0
-    if alone and context.rank == 0:
-        _write(texts[0])
-    for first in range(0, len(ids), given.batch_size):
-        group = ids[first : first + given.batch_size]
-        request = Request(
+    groups = {first: ids[first : first + given.batch_size] for first in range(0, len(ids), given.batch_size)}
+    requests = [
+        Request(
             group,
             _most_new_tokens(given, model, group),
             sampling,
@@ -219,6 +220,15 @@ def _generate(
             num_ids=tokenizer.vocab_size,
             first_prompt=first,
         )
+        for first, group in groups.items()
+    ]
+    for request in requests:  # all, before any work
+        check_request(model, request)
+    alone = len(texts) * given.num_samples == 1 and not given.json
+    started, made = time.perf_counter(), 0
+    if alone and context.rank == 0:
+        _write(texts[0])
+    for request in requests:
         found = continuations(model, context, tokenizer, request, _write if alone and context.rank == 0 else None)
         made += sum(len(one.tokens) for one in found)
         if context.rank == 0 and not alone:

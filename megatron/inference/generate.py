@@ -40,7 +40,7 @@ def generate(model: Model, context: ParallelContext, request: Request) -> Iterat
     Raises:
         ValueError: a prompt is empty, holds an id outside the vocabulary, or leaves no room for the new tokens.
     """
-    _check(model, request)
+    check_request(model, request)
     capacity = max(map(len, request.prompts)) + request.max_new_tokens
     decoder = Decoder(model, context, capacity)
     numbers = [
@@ -84,7 +84,12 @@ def _next_ids(
     return ids
 
 
-def _check(model: Model, request: Request) -> None:
+def check_request(model: Model, request: Request) -> None:
+    """Refuse what `generate` would refuse.
+
+    Raises:
+        ValueError: see there.
+    """
     for prompt in request.prompts:
         if not prompt:
             raise ValueError("a prompt without a token: begin with the end of a document, or bos")

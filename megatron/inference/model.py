@@ -6,6 +6,9 @@ import torch
 
 from megatron.checkpoint.fill import fill_model
 from megatron.checkpoint.source import WeightSource
+from megatron.config.checks.parallel import heads_divide_by_tensor, mlp_divides_by_tensor, query_groups_divide_by_tensor
+from megatron.config.config import Config
+from megatron.config.parallel import ParallelConfig
 from megatron.model.build import Model, build_model
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import materialize
@@ -18,6 +21,7 @@ def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtyp
         CheckpointError: the source does not hold the model that it describes, or is damaged.
         ValueError: the model cannot be cut so.
     """
+    _check_layout(source, context)
     model = build_model(
         source.model,
         context,
@@ -31,3 +35,11 @@ def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtyp
         materialize(chunk, model.params, context.device)
     fill_model(model, context, source)
     return model
+
+
+def _check_layout(source: WeightSource, context: ParallelContext) -> None:
+    """The rules of training that say which models can be cut over tensor ranks."""
+    config = Config(model=source.model, parallel=ParallelConfig(tensor_model_parallel_size=context.topology.tp))
+    for rule in (heads_divide_by_tensor, query_groups_divide_by_tensor, mlp_divides_by_tensor):
+        for finding in rule(config, context.topology.world_size):
+            raise ValueError(f"{source.name}: {finding.message}\n  {finding.rule}")

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format.manifest import MANIFEST
 from megatron.checkpoint.global_tensor import WEIGHT
+from megatron.checkpoint.kinds import FOREIGN, kind_of
 from megatron.checkpoint.loading.find import Place, find_checkpoint, iteration_of, read_config, read_state
 from megatron.checkpoint.loading.load import Loaded, load_tensors
 from megatron.checkpoint.storage.opening import open_storage
@@ -74,9 +75,16 @@ def resume(
                 told.append("moments start from zero (--no-load-optim)")
             progress = Progress.from_json(chosen.state["progress"])
             return Resumed(progress, agreed_schedule(schedule, chosen.state["schedule"], chosen.path), chosen.path, tuple(told))
-        if asked.exit_on_missing_checkpoint:
-            raise CheckpointError(f"--load {folder} holds no checkpoint, and --exit-on-missing-checkpoint is given")
-        notes = (f"--load {asked.load} holds no checkpoint: the run begins at iteration 0",)
+        # Who wants only a part of a checkpoint does not want none.
+        needs = {
+            "--exit-on-missing-checkpoint": asked.exit_on_missing_checkpoint,
+            "--finetune": asked.finetune,
+            "--no-load-optim": not asked.load_optim,
+        }
+        if named := [flag for flag, given in needs.items() if given]:
+            raise CheckpointError(f"--load {folder} holds no checkpoint, and {named[0]} is given")
+        usual = asked.load == asked.save  # the first start of a run that is restarted by the same command
+        notes = (f"{'' if usual else 'WARNING: '}--load {folder} holds no checkpoint: the run begins at iteration 0",)
     if asked.pretrained_checkpoint is not None:
         base = asked.pretrained_checkpoint
         taken = _fill(
@@ -141,8 +149,13 @@ def _look(
     """The checkpoint of a run to take, and what is in it beside tensors; checks that it fits."""
     while True:
         told: list[str] = []
-        path = find_checkpoint(folder, step, tell=told.append, damaged=damaged)
+        try:
+            path = find_checkpoint(folder, step, tell=told.append, damaged=damaged)
+        except DamagedCheckpointError:
+            _refuse_foreign(folder)
+            raise
         if path is None:
+            _refuse_foreign(folder)
             return None
         try:
             return _fitting(config, path, vocab_size, [f"WARNING: {text}" for text in told], goes_on=goes_on)
@@ -151,6 +164,19 @@ def _look(
             if step is not None or iteration is None:
                 raise
             damaged[iteration] = str(error)
+
+
+def _refuse_foreign(folder: str) -> None:
+    """What is no save folder at all is no reason to begin with random weights."""
+    storage = open_storage(folder)
+    if storage.local is not None and storage.local.is_file():
+        raise CheckpointError(f"{folder} is a file: give the --save folder of a run")
+    kind = kind_of(storage)
+    if kind in FOREIGN:
+        raise CheckpointError(
+            f"{folder} is {kind}, not a --save folder: bring its weights into one by tools/checkpoint.py import, and begin "
+            "with that (--pretrained-checkpoint)"
+        )
 
 
 def _look_base(config: Config, base: str, vocab_size: int, damaged: dict[int, str]) -> _Chosen:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.checkpoint.saving.background_saver import BackgroundSaver
-from megatron.checkpoint.saving.check import check_writable
+from megatron.checkpoint.saving.check import check_for_strangers, check_writable
 from megatron.checkpoint.saving.retention import retain
 from megatron.checkpoint.saving.save import TensorSaver
 from megatron.checkpoint.storage.opening import open_storage
@@ -51,6 +51,7 @@ class Saver:
 
     def _prepare(self) -> None:
         check_writable(self._storage)
+        check_for_strangers(self._storage)
         (self._background or self._direct).sweep()
         self._storage.write("run.json", (json.dumps(self._record, indent=2) + "\n").encode())
 

@@ -15,7 +15,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from megatron.checkpoint.saving.save import TensorSaver
 from megatron.checkpoint.saving.together import group_of
 from megatron.checkpoint.storage.opening import open_storage
 from megatron.parallel.boxes import Box, PlacedBox
+from tools.benchmarks.pairs import Seconds, in_turns, show, slowest, timed_together
 from tools.benchmarks.ranks import run_ranks
 from tools.benchmarks.shapes import Shape
 from tools.benchmarks.single import our_step
@@ -45,15 +45,13 @@ PROCESS_BYTES = 64 << 20
 
 _HIDDEN = 1024
 _TIMEOUT_S = 1200.0
-_STEP = Shape(layers=2, hidden=256, heads=4, seq=128, batch=2, vocab=2048)
+_STEP = Shape(layers=2, hidden=256, heads=4, seq=64, batch=2, vocab=1024)
 """A step of some ten milliseconds, so that many fall into one write."""
-
-Seconds = list[float]
 
 
 def held_tensors(rank: int, ranks: int, megabytes: int) -> list[GlobalTensor]:
     """About so many megabytes on each rank: rows of float32 matrices of 1024 columns and up to 4096 rows, as of a GPT's blocks."""
-    tensors = []
+    tensors: list[GlobalTensor] = []
     left = max(1, (megabytes << 20) // (4 * _HIDDEN))
     while left:
         rows = min(left, (4096, 1024, 3072)[len(tensors) % 3])
@@ -76,26 +74,6 @@ def _write_plainly(folder: Path, rank: int, tensors: list[GlobalTensor]) -> None
         os.close(handle)
 
 
-def _in_turns(first: Callable[[], float], second: Callable[[], float], pairs: int) -> tuple[Seconds, Seconds]:
-    """What both return in each pair, after one pair to warm up; every other pair goes backwards."""
-    found: tuple[Seconds, Seconds] = ([], [])
-    for pair in range(-1, pairs):
-        for which in (0, 1) if pair % 2 else (1, 0):
-            took = (first, second)[which]()
-            if pair >= 0:
-                found[which].append(took)
-    return found
-
-
-def _together(action: Callable[[], object]) -> float:
-    """Seconds until all ranks are through."""
-    dist.barrier()
-    began = time.perf_counter()
-    action()
-    dist.barrier()
-    return time.perf_counter() - began
-
-
 def _disk(rank: int, ranks: int, megabytes: int, pairs: int, folder: Path) -> tuple[Seconds, Seconds]:
     """Seconds of a plain write and of a save by all ranks."""
     tensors = held_tensors(rank, ranks, megabytes)
@@ -110,13 +88,13 @@ def _disk(rank: int, ranks: int, megabytes: int, pairs: int, folder: Path) -> tu
 
     def plain() -> float:
         empty()
-        return _together(lambda: _write_plainly(folder, rank, tensors))
+        return timed_together(lambda: _write_plainly(folder, rank, tensors))
 
     def save() -> float:
         empty()
-        return _together(lambda: saver.save(1, tensors, {}, {}))
+        return timed_together(lambda: saver.save(1, tensors, {}, {}))
 
-    return _in_turns(plain, save, pairs)
+    return in_turns(plain, save, pairs)
 
 
 def _blocking(rank: int, ranks: int, megabytes: int, pairs: int, folder: Path) -> tuple[Seconds, Seconds]:
@@ -127,20 +105,20 @@ def _blocking(rank: int, ranks: int, megabytes: int, pairs: int, folder: Path) -
     iteration = 0
 
     def copy() -> float:
-        return _together(lambda: torch._foreach_copy_(copies, [tensor.local for tensor in tensors]))
+        return timed_together(lambda: torch._foreach_copy_(copies, [tensor.local for tensor in tensors]))
 
     def save() -> float:
         nonlocal iteration
         iteration += 1
-        took = _together(lambda: saver.save(iteration, tensors, {}, {}, _to_nobody))
+        took = timed_together(lambda: saver.save(iteration, tensors, {}, {}, _to_nobody))
         _until_saved(saver, rank)
         return took
 
     try:
         save()  # the first one plans, and makes the memory
-        return _in_turns(copy, save, pairs)
+        return in_turns(copy, save, pairs)
     finally:
-        saver.close()
+        saver.finish(_to_nobody)
 
 
 def _to_nobody(line: str) -> None: ...
@@ -196,9 +174,9 @@ def _steps(megabytes: int, pairs: int, folder: Path) -> tuple[Seconds, Seconds, 
         return statistics.fmean(times[:-1] or times)  # the last step saw its end
 
     try:
-        return *_in_turns(alone, beside, pairs), peak - before
+        return *in_turns(alone, beside, pairs), peak - before
     finally:
-        saver.close()
+        saver.finish(_to_nobody)
 
 
 def _resident() -> int:
@@ -215,23 +193,6 @@ def _resident() -> int:
     return total
 
 
-def _show(what: str, names: tuple[str, str], times: tuple[Seconds, Seconds], num_bytes: int = 0) -> list[float]:
-    """Print medians and spreads, and return the second one's ratio to the first in each pair."""
-    for name, seconds in zip(names, times, strict=True):
-        middle = statistics.median(seconds)
-        speed = f"   {num_bytes / middle / 1e9:.2f} GB/s" if num_bytes else ""
-        print(f"{what:12}{name:32}{1e3 * middle:9.1f} ms ({1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}){speed}")
-    ratios = [second / first for first, second in zip(*times, strict=True)]
-    print(f"{what:12}{names[1]} / {names[0]}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})", flush=True)
-    return ratios
-
-
-def _slowest(found: Sequence[tuple[Seconds, Seconds]]) -> tuple[Seconds, Seconds]:
-    """Of each measurement the rank that took longest."""
-    first, second = ([max(values) for values in zip(*(times[which] for times in found), strict=True)] for which in (0, 1))
-    return first, second
-
-
 def run(ranks: int = 2, megabytes: int = 256, pairs: int = 15, folder: Path | None = None) -> bool:
     """Print all; returns whether the bounds hold. Call it before this process has run a backward, since it forks.
 
@@ -246,17 +207,17 @@ def run(ranks: int = 2, megabytes: int = 256, pairs: int = 15, folder: Path | No
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=folder) as name:
         place = Path(name)
         found = run_ranks(ranks, lambda rank: _disk(rank, ranks, megabytes, pairs, place), _TIMEOUT_S)
-        speed = 1 / statistics.median(_show("to the disk", ("plain writes", "save"), _slowest(found), num_bytes))
+        speed = 1 / statistics.median(show("to the disk", ("plain writes", "save"), slowest(found), num_bytes))
         if speed < DISK_BOUND:
             missed.append(f"a save has {speed:.2f} x the speed of plain writes; at least {DISK_BOUND} is asked for")
         found = run_ranks(ranks, lambda rank: _blocking(rank, ranks, megabytes, pairs, place), _TIMEOUT_S)
-        ratio = statistics.median(_show("blocking", ("copy in memory", "save in the background"), _slowest(found), num_bytes))
+        ratio = statistics.median(show("blocking", ("copy in memory", "save in the background"), slowest(found), num_bytes))
         if ratio > COPY_BOUND:
             missed.append(f"a save in the background holds up training for {ratio:.2f} x a copy; at most {COPY_BOUND} is asked for")
         if len(os.sched_getaffinity(0)) > 1:
             # Larger, so that many steps fall into a write.
             (alone, beside, memory), own = run_ranks(1, lambda _: _steps(2 * megabytes, pairs, place), _TIMEOUT_S)[0], 2 * megabytes
-            ratio = statistics.median(_show("steps", ("alone", "while a save is written"), (alone, beside)))
+            ratio = statistics.median(show("steps", ("alone", "while a save is written"), (alone, beside)))
             if ratio > STEP_BOUND:
                 missed.append(f"a step during a save takes {ratio:.2f} x as long; at most {STEP_BOUND} is asked for")
             copies = max(0, memory - PROCESS_BYTES) / (own << 20)

@@ -81,15 +81,12 @@ def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, se
         CheckpointError: the logits differ, or transformers finds tensors missing or left over.
         ValueError: transformers is not installed, or cannot open the folder.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError('--verify needs transformers.\n  Install it: pip install "megatron-3d[transformers]"') from error
+    transformers = _library()
     shape = (_SEQUENCES, min(_TOKENS, source.model.seq_length))
     ids = torch.randint(source.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
     context = make_context(Topology(), 0, torch.device("cpu"))
     ours = sequence_logits(model_from(_Rounded(source, dtype), context, torch.float32), context, ids)
-    theirs = _their_logits(transformers, folder, ids)
+    theirs = _their_logits(folder, ids)
     if ours.shape != theirs.shape:
         raise CheckpointError(f"{folder}: transformers gives logits {list(theirs.shape)}, here they are {list(ours.shape)}")
     gap = (ours - theirs).abs().max().item()
@@ -102,7 +99,19 @@ def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, se
     return f"Verified: the logits of the source {told}."
 
 
-def _their_logits(transformers: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor:
+def _library() -> Any:
+    """transformers, told to be quiet."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError('--verify needs transformers.\n  Install it: pip install "megatron-3d[transformers]"') from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def _their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    transformers = _library()
     dtype_argument = "torch_dtype" if int(transformers.__version__.split(".")[0]) < 5 else "dtype"
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -131,11 +140,9 @@ def compare_ids(config: DataConfig, folder: Path) -> str:
     Raises:
         CheckpointError: they differ, or transformers cannot read the files.
     """
-    from transformers import AutoTokenizer
-
     ours = build_tokenizer(config)
     try:
-        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        theirs = _library().AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         raise CheckpointError(f"transformers cannot read the tokenizer in {folder}: {error}") from error
     for text in _TEXTS:

@@ -12,7 +12,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from tools.checkpoints.text import columns
+from tools.checkpoints.text import columns, in_order
 
 if TYPE_CHECKING:
     import torch
@@ -119,11 +119,13 @@ def lines(found: dict[str, Any], largest: int) -> list[str]:
 def _tensors(first: WeightSource, second: WeightSource) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], list[str]]:
     """What is compared of each, by full name (`model.<parameter>`, `exp_avg.<parameter>`), and its kinds."""
     from megatron.checkpoint.stored import StoredCheckpoint
+    from megatron.model.records import global_records
 
     both = [dict(source.tensors) if isinstance(source, StoredCheckpoint) else _weights(source) for source in (first, second)]
     kinds = [{name.partition(".")[0] for name in tensors} for tensors in both]
     common = kinds[0] & kinds[1]
-    mine, theirs = ({name: tensor for name, tensor in one.items() if name.partition(".")[0] in common} for one in both)
+    order = global_records(first.model, first.vocab_size)
+    mine, theirs = ({name: one[name] for name in in_order(one, order) if name.partition(".")[0] in common} for one in both)
     return mine, theirs, sorted(common, key=lambda kind: (kind != "model", kind))
 
 

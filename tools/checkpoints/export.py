@@ -41,9 +41,10 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from megatron.checkpoint.huggingface.export import SpecialTokens, export
+    from megatron.checkpoint.huggingface.families import fitting
     from megatron.checkpoint.open_source import open_source
     from megatron.data.tokenizers.build import build_tokenizer
-    from megatron.data.tokenizers.huggingface_files import write_huggingface_tokenizer
+    from megatron.data.tokenizers.huggingface_files import splits_as_qwen2, write_huggingface_tokenizer
 
     source = open_source(args.source, args.step)
     tokenizer = chosen_tokenizer(args, source)
@@ -60,7 +61,13 @@ def run(args: argparse.Namespace) -> int:
     def write_tokenizer(folder: Path) -> list[str]:
         if tokenizer is None:
             return ["no tokenizer was written"]
-        return write_huggingface_tokenizer(tokenizer, folder, max_length=source.model.num_positions)
+        told = write_huggingface_tokenizer(tokenizer, folder, max_length=source.model.num_positions)
+        if fitting(source.model, args.family).model_type == "qwen2" and not splits_as_qwen2(folder):
+            told.append(
+                "transformers 5 takes every tokenizer of a qwen2 model for Qwen's own, which splits texts otherwise than this one: "
+                "open it with PreTrainedTokenizerFast, not AutoTokenizer"
+            )
+        return told
 
     def verify(folder: Path) -> str:
         from tools.checkpoints.against_transformers import compare_ids, compare_logits

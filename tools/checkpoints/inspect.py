@@ -10,7 +10,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from tools.checkpoints.text import columns, size
+from tools.checkpoints.text import columns, in_order, size
 
 if TYPE_CHECKING:
     from megatron.checkpoint.source import TensorInfo, WeightSource
@@ -36,16 +36,18 @@ def run(args: argparse.Namespace) -> int:
 def describe(source: WeightSource) -> dict[str, Any]:
     """Everything that is said, in JSON types."""
     from megatron.checkpoint.stored import StoredCheckpoint
+    from megatron.model.records import global_records
 
     found: dict[str, Any] = {"path": source.name}
     stored = source if isinstance(source, StoredCheckpoint) else None
-    tensors = source.weights if stored is None else stored.tensors
+    tensors = {f"model.{name}": tensor for name, tensor in source.weights.items()} if stored is None else stored.tensors
     if stored is not None:
         found |= _of_a_run(stored)
     found["model"] = {name: value for name, value in vars(source.model).items() if value is not None}
     found["vocab_size"] = source.vocab_size
     found["parameters"] = sum(math.prod(tensor.shape) for tensor in source.weights.values())
-    found["tensors"] = {name: _describe_tensor(tensor) for name, tensor in tensors.items()}
+    order = in_order(tensors, global_records(source.model, source.vocab_size))
+    found["tensors"] = {name: _describe_tensor(tensors[name]) for name in order}
     if stored is not None:
         for name, entry in found["tensors"].items():
             entry["boxes"] = len(stored.manifest.tensors[name].boxes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def size(num_bytes: float) -> str:
@@ -24,3 +24,19 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
         ).rstrip()
         for row in rows
     ]
+
+
+def in_order(full_names: Iterable[str], of_the_model: Iterable[str]) -> list[str]:
+    """Names such as `exp_avg.layers.0.mlp.up.weight`: weights first, then each kind of moment; within one in the model's order.
+
+    Args:
+        full_names: what is to be ordered.
+        of_the_model: the model's parameters in the order of the forward; what is not among them comes last.
+    """
+    place = {name: at for at, name in enumerate(of_the_model)}
+
+    def key(full: str) -> tuple[bool, str, int, str]:
+        kind, _, name = full.partition(".")
+        return kind != "model", kind, place.get(name, len(place)), name
+
+    return sorted(full_names, key=key)

@@ -29,14 +29,26 @@ def chosen_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConf
     """
     if args.no_tokenizer:
         return None
-    if args.tokenizer_type is not None:
-        return tokenizer_config(args, args.flags)
-    own = source.tokenizer
-    if own is None or own.tokenizer_type is None:
+    named = named_tokenizer(args, source)
+    if named is None:
         raise ValueError(
             f"no tokenizer is known of {source.name}.\n  Name it by --tokenizer-type and its files, or carry over the weights "
             "alone by --no-tokenizer."
         )
+    return named
+
+
+def named_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConfig | None:
+    """The tokenizer that the flags name, or the source's own, of which they may name other files; None if it is not known.
+
+    Raises:
+        ValueError: a file is named that this kind of tokenizer has not.
+    """
+    if args.tokenizer_type is not None:
+        return tokenizer_config(args, args.flags)
+    own = source.tokenizer
+    if own is None or own.tokenizer_type is None:
+        return None
     elsewhere = {name: getattr(args, name) for name in TOKENIZER_FILES if getattr(args, name) is not None}
     if odd := [name for name in elsewhere if getattr(own, name) is None]:
         raise ValueError(f"--{odd[0].replace('_', '-')} does not belong to the tokenizer of {source.name}, {own.tokenizer_type}")

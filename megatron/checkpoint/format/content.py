@@ -5,10 +5,13 @@ same number, so what a rank holds in memory after a load can be compared with wh
 
 See the tensor as a matrix (the last dimension is the columns, all others together the rows; a 1-D tensor is one row) of the
 elements' bits, read as unsigned integers u of 32 bits: elements of 16 bits are widened, elements of 64 bits count as two columns,
-the low half first. With all arithmetic modulo 2^32 and an odd weight for each row and each column ::
+the low half first. Let v = u XOR (u >> 16). With all arithmetic modulo 2^32 and an odd weight for each row and each column ::
 
-    rows    = sum over r of  weight(r, seed 0) * (sum over c of u[r, c])
-    columns = sum over c of  weight(c, seed 1) * (sum over r of u[r, c])
+    rows    = sum over r of  weight(r, seed 0) * (sum over c of v[r, c])
+    columns = sum over c of  weight(c, seed 1) * (sum over r of v[r, c])
+
+(With u in place of v the highest bits would hardly be weighted: modulo 2^32 an odd multiple of 2^31 is 2^31, whatever the weight,
+so two changed signs would cancel.)
 
 r and c count in the whole tensor, so a box adds its share. A single changed element always changes both sums; exchanged rows or
 columns change one of them. `content` in the manifest is `rows` and `columns`, 8 hexadecimal digits each.
@@ -30,7 +33,7 @@ import numpy as np
 from megatron.checkpoint.format.dtypes import DTYPES
 from megatron.parallel.boxes import Box
 
-_BLOCK_BYTES = 1 << 19
+_BLOCK_BYTES = 1 << 18
 """Bytes that are summed both ways before the next are touched: they stay in the cache in between."""
 
 
@@ -81,6 +84,7 @@ class BoxSummer:
         self._row_weights = _row_weights(box, global_shape)
         self._column_weights = _weights(first_column, width, 1)
         self._columns = np.zeros(width, np.uint32)
+        self._scratch = np.empty(self._rows_at_once * self._columns_at_once, np.uint32)
         self._rows = 0
         self._row = self._column = 0
 
@@ -99,9 +103,13 @@ class BoxSummer:
 
     def add(self, data: memoryview | bytes) -> None:
         """Take in the next piece."""
-        flat = np.frombuffer(data, self._unit)
+        bits = np.frombuffer(data, self._unit)
+        flat = self._scratch[: len(bits)]
         if self._unit.itemsize == 2:
-            flat = flat.astype(np.uint32)
+            np.copyto(flat, bits)
+        else:
+            np.right_shift(bits, np.uint32(16), out=flat)
+            np.bitwise_xor(flat, bits, out=flat)
         if self._columns_at_once < self._width:
             end = self._column + len(flat)
             self._columns[self._column : end] += flat

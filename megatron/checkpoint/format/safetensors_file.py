@@ -107,33 +107,3 @@ class Header:
         if not sound:
             raise DamagedCheckpointError(f"{self._name}: entry {entry.key} is {found}, expected {entry.dtype} {list(entry.shape)}")
         return int(self._data_start + start)
-
-
-class MappedFile:
-    """Goes when loading no longer uses it."""
-
-    def __init__(self, path, num_bytes):  # type: ignore
-        import mmap
-        import os
-
-        self._path = path
-        try:
-            with open(path, "rb") as file:
-                if (found := os.fstat(file.fileno()).st_size) != num_bytes:
-                    raise DamagedCheckpointError(f"{path} has {found} bytes, it was written with {num_bytes}")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._header = Header.parse(self._map[: 8 + header_length(self._map[:8])], str(path))
-        except FileNotFoundError as error:
-            raise DamagedCheckpointError(f"{path} is missing") from error
-        except (ValueError, struct.error) as error:
-            if isinstance(error, DamagedCheckpointError):
-                raise
-            raise DamagedCheckpointError(f"{path} has no readable header ({error})") from error
-
-    def tensor(self, entry):  # type: ignore
-        import torch
-
-        flat = torch.frombuffer(
-            self._map, dtype=getattr(torch, entry.dtype), count=math.prod(entry.shape), offset=self._header.place(entry)
-        )
-        return flat.view(entry.shape)

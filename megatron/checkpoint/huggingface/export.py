@@ -57,7 +57,7 @@ class Export:
     num_bytes: int
     """Of the weights."""
     peak_bytes: int
-    """Most that is held of weights at a time: the largest parameter, in its own type and in that of the files, and its parts."""
+    """Most that is held of weights at a time: the largest parameter in its own type and in that of the files, or in parts."""
     notes: list[str]
     """What a user should know."""
     checked: str | None
@@ -114,7 +114,7 @@ def export(
             dtype=dtype_name(dtype),
             num_parameters=sum(math.prod(layout.shape) for layout in layouts.values()),
             num_bytes=sum(entry.num_bytes for entry in entries),
-            peak_bytes=max(math.prod(info.shape) * (info.dtype.itemsize + 2 * dtype.itemsize) for info in source.weights.values()),
+            peak_bytes=max(math.prod(info.shape) * (info.dtype.itemsize + dtype.itemsize) for info in source.weights.values()),
             notes=notes,
             checked=check(temporary) if check else None,
         )

@@ -52,6 +52,7 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Entry]], tensors: Itera
                 data = bytes_of(tensor)
                 assert key == entry.key and len(data) == entry.num_bytes, f"{key} in the place of {entry.key}"
                 file.write(data)
+                del tensor, data  # before the next is made
             file.flush()
             os.fsync(file.fileno())
     assert next(stream, None) is None, "tensors are left over"

@@ -64,17 +64,9 @@ class LegacyCheckpoint:
         if not record.splits:
             self._check_replicas(name, parts)
             parts = parts[:1]
-        values = self._join(record, parts, box)
         if name == "embedding.word.weight" and self._tied_copy:
-            self._check_tied(values, self._join(record, self._tied_copy, box))
-        return values
-
-    def _check_tied(self, values: torch.Tensor, copy: torch.Tensor) -> None:
-        if not torch.equal(values, copy):
-            raise DamagedCheckpointError(
-                f"{self.name}: the output layer is to share the word embedding, but the last stage's copy of it ({OUTPUT}) is "
-                "another: the run that saved it had let them drift apart"
-            )
+            self._check_tied(parts)
+        return self._join(record, parts, box)
 
     def _join(self, record: ParamRecord, parts: Sequence[Part], box: Box) -> torch.Tensor:
         """A box of a parameter from the parts of all tensor ranks, or from one replica."""
@@ -100,12 +92,25 @@ class LegacyCheckpoint:
                     f"{name} is one tensor of all tensor ranks, but {first_file.path} and {file.path} hold different ones"
                 )
 
+    def _check_tied(self, parts: Sequence[Part]) -> None:
+        """Once: the last stage has the embedding's weights."""
+        left = self.vocab_size  # rows beyond are padding
+        for (file, part), (last_file, copy) in zip(parts, self._tied_copy, strict=True):
+            rows = slice(max(0, min(left, len(part))))
+            if not torch.equal(file.check(part, WORD)[rows], last_file.check(copy, OUTPUT)[rows]):
+                raise DamagedCheckpointError(
+                    f"{self.name}: the output layer is to share the word embedding, but {OUTPUT} in {last_file.path} is not "
+                    f"{WORD} in {file.path}: the run that saved them had let them drift apart"
+                )
+            left -= len(part)
+        self._tied_copy = []
+
     def _vocabulary(self, args: Namespace, asked: int | None) -> int:
         size = vocabulary_of(args) if asked is None else asked
         if size is None:
             self.notes.append(
-                f"The vocabulary's size without padding is not known: all {self._padded} rows of the word embedding are kept "
-                "(--vocab-size says how many are no padding)."
+                f"The vocabulary's size without padding is not known: all {self._padded} rows of the word embedding are kept, "
+                "until its tokenizer is named or how many rows are no padding."
             )
             return self._padded
         if not 0 < size <= self._padded:

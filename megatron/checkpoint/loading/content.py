@@ -7,10 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.checkpoint.dtypes import bytes_of, torch_dtype
 from megatron.checkpoint.errors import DamagedCheckpointError, listed, ranks_named
@@ -18,7 +16,9 @@ from megatron.checkpoint.format.content import NO_SUMS, Sums, content_sums
 from megatron.checkpoint.format.manifest import Manifest, StoredTensor
 from megatron.checkpoint.format.tiling import tiles
 from megatron.checkpoint.global_tensor import GlobalTensor
+from megatron.checkpoint.saving.together import decide
 from megatron.parallel.boxes import Box, flat_range_boxes
+from megatron.parallel.context import Group
 
 _AT_ONCE = 1 << 24
 """Elements that are converted, or brought to the host, at once."""
@@ -47,30 +47,20 @@ class Held:
     """Names of tensors that cannot be compared."""
 
 
-def compare_content(
-    tensors: list[GlobalTensor], manifest: Manifest, threads: int, process_group: dist.ProcessGroup | None = None
-) -> Compared:
+def compare_content(tensors: list[GlobalTensor], manifest: Manifest, threads: int, group: Group, doing: str) -> Compared:
     """Compare what all ranks hold, as it lies in memory, with the checkpoint's content sums. All ranks call it together.
 
     Args:
         tensors: what this rank has loaded.
         manifest: of the checkpoint.
         threads: how many to use.
-        process_group: the ranks that loaded; by default all.
+        group: the ranks that loaded.
+        doing: what fails if something differs, e.g. "cannot load /runs/a/iter_0000100".
 
     Raises:
         DamagedCheckpointError: on every rank, if a tensor differs, or ranks that hold the same box differ.
     """
-    everybody = _gathered(_held(tensors, manifest, threads), process_group)
-    verdict: list[tuple[Compared | None, str]] = [(None, "")]
-    if everybody is not None:
-        verdict = [_judge(everybody, manifest)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(verdict, group=process_group, group_src=0)
-    compared, problem = verdict[0]
-    if compared is None:
-        raise DamagedCheckpointError(problem)
-    return compared
+    return decide(group, doing, lambda: _held(tensors, manifest, threads), lambda world: [_judge(world, manifest)] * group.size)
 
 
 def exactly_comparable(stored: torch.dtype, here: torch.dtype) -> bool:
@@ -116,18 +106,12 @@ def _stretches(box: Box, part: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor
             at += inner.numel
 
 
-def _gathered(held: Held, process_group: dist.ProcessGroup | None) -> list[Held] | None:
-    """What every rank holds, on the first of the group; None elsewhere."""
-    if not dist.is_initialized():
-        return [held]
-    first = dist.get_rank(process_group) == 0
-    ranks: list[Any] | None = [None] * dist.get_world_size(process_group) if first else None
-    dist.gather_object(held, ranks, group=process_group, group_dst=0)
-    return ranks
+def _judge(everybody: list[Held], manifest: Manifest) -> Compared:
+    """Whether the boxes of all ranks add up to what is stored.
 
-
-def _judge(everybody: list[Held], manifest: Manifest) -> tuple[Compared | None, str]:
-    """Whether the boxes of all ranks add up to what is stored, or what is wrong."""
+    Raises:
+        DamagedCheckpointError: they do not.
+    """
     boxes_of: dict[str, dict[Box, Sums]] = defaultdict(dict)
     wrong: dict[str, str] = {}
     for rank, held in enumerate(everybody):
@@ -146,5 +130,5 @@ def _judge(everybody: list[Held], manifest: Manifest) -> tuple[Compared | None, 
             wrong.setdefault(name, f"{name} (stored {stored.content}, loaded {total.hex})")
     if wrong:
         texts = [wrong[name] for name in sorted(wrong)]
-        return None, f"what was loaded is not what was saved, by its content sums ({len(texts)}): {listed(texts)}"
-    return Compared(len(boxes_of.keys() - others), len(narrowed), len(others)), ""
+        raise DamagedCheckpointError(f"what was loaded is not what was saved, by its content sums ({len(texts)}): {listed(texts)}")
+    return Compared(len(boxes_of.keys() - others), len(narrowed), len(others))

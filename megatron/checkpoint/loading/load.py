@@ -10,12 +10,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.checkpoint.errors import DamagedCheckpointError, raise_for_user
+from megatron.checkpoint.errors import raise_for_user
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.loading.content import Compared, compare_content
 from megatron.checkpoint.loading.find import Place
 from megatron.checkpoint.loading.plan import TENSORS, BoxLoadPlanner
 from megatron.checkpoint.loading.reader import BoxReader
+from megatron.checkpoint.saving.together import group_of
 from megatron.checkpoint.single import quiet_without_group
 from megatron.checkpoint.storage.opening import open_storage
 
@@ -58,7 +59,7 @@ def load_tensors(
             The tensors may be filled in part.
     """
     no_dist = process_group is None and not dist.is_initialized()
-    threads = reading_threads()
+    threads, doing = reading_threads(), f"cannot load {path}"
     reader = BoxReader(open_storage(path), threads)
     try:
         with quiet_without_group(no_dist):
@@ -70,11 +71,8 @@ def load_tensors(
                 no_dist=no_dist,
             )
     except CheckpointException as failed:
-        raise_for_user(failed, f"cannot load {path}")
-    try:
-        compared = compare_content(tensors, reader.manifest, threads, process_group)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"cannot load {path}:\n  {error}") from error
+        raise_for_user(failed, doing)
+    compared = compare_content(tensors, reader.manifest, threads, group_of(process_group), doing)
     return Loaded(reader.manifest.content_digest, compared)
 
 

@@ -147,6 +147,9 @@ class Background:
                 message = self._inbox.get(timeout=pause)
                 if isinstance(message, GiveUp):
                     raise CheckpointError(message.reason)
+                if isinstance(message, End):
+                    self._inbox.put(message)
+                    raise CheckpointError("training has ended before all parts were written")
                 if isinstance(message, AllWritten):
                     deadline = time.monotonic() + VISIBLE_WITHIN_S
             pause = min(2 * pause, LONGEST_PAUSE_S)

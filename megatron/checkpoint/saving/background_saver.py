@@ -139,8 +139,13 @@ class BackgroundSaver:
 
         try:
             decide(self._group, "the run ends without its last checkpoint", lambda: self._status(None), settle)
-        finally:
+        except CheckpointError:
             self._writer.end()
+            raise
+        except BaseException:
+            self._writer.close()  # another rank is lost: its part may never come
+            raise
+        self._writer.end()
         if self._group.index == 0:
             self._tell(say)
 
@@ -156,11 +161,13 @@ class BackgroundSaver:
             say: writes a line into the log.
         """
         self._writer.wait_until_committed([status.failure for status in statuses if status.failure is not None])
-        if self._writer.committed is not None and self._writer.committed is not self._told:
-            if (waited := time.monotonic() - asked) > _WORTH_SAYING_S:
-                say(f"waited {waited:.1f} s for the save of iteration {self._writer.iteration}")
-            if self._writer.committed.failure is not None and self._writer.draft is not None:
-                self._writer.draft.abandon()  # again: its process may have given up while others were still writing
+        committed, draft = self._writer.committed, self._writer.draft
+        if committed is None or draft is None:
+            return
+        if committed is not self._told and (waited := time.monotonic() - asked) > _WORTH_SAYING_S:
+            say(f"waited {waited:.1f} s for the save of iteration {committed.iteration}")
+        if committed.failure is not None:
+            draft.abandon()  # its process has died, or may have given up while others were still writing
         self._tell(say)
 
     def _tell(self, say: Say) -> None:

@@ -74,7 +74,7 @@ class RankWriter:
         try:
             replies = self._process.receive(timeout)
         except WriterDied as error:
-            self._close()
+            self.close()
             self._fail(f"rank {self._rank}: {error}")
             return
         for reply in replies:
@@ -109,7 +109,8 @@ class RankWriter:
         while self._process is not None:
             self.receive(None)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the process at once, and give the memory back."""
         if self._process is not None:
             self._process.stop()
             self._process = None
@@ -127,7 +128,7 @@ class RankWriter:
         self.receive(0.0)  # it may have died since
         if self._process is not None and part == self._part:
             return self._process
-        self._close()
+        self.close()
         num_bytes = sum(file.num_data_bytes for file in part.files)
         self._part, self._buffer = part, SharedBuffer(num_bytes, pinned=any(tensor.local.is_cuda for tensor in tensors))
         at = 0

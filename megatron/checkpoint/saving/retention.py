@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.checkpoint.format.folder import checkpoint_name, iterations_in, latest_in
+from megatron.checkpoint.format.manifest import MANIFEST
 from megatron.checkpoint.storage.protocol import Storage
 
 
@@ -25,6 +26,8 @@ def kept(iterations: list[int], latest: int | None, keep_last: int | None, save_
 def retain(save: Storage, keep_last: int | None, save_retain_interval: int | None) -> list[str]:
     """Remove the checkpoints in a save folder that need not stay. Call it in one process, when no save is going on.
 
+    Only what has a manifest counts and is removed: a folder of another program's checkpoint may have the same name.
+
     Args:
         save: the save folder.
         keep_last: how many of the newest stay (`--keep-last`).
@@ -33,7 +36,7 @@ def retain(save: Storage, keep_last: int | None, save_retain_interval: int | Non
     Returns:
         the names of those that were removed.
     """
-    found = iterations_in(save)
+    found = [number for number in iterations_in(save) if save.size(f"{checkpoint_name(number)}/{MANIFEST}") is not None]
     stay = kept(found, latest_in(save), keep_last, save_retain_interval)
     removed = [checkpoint_name(iteration) for iteration in found if iteration not in stay]
     for name in removed:

@@ -5,12 +5,12 @@ A checkpoint is written under a temporary name and renamed when its data is on t
     <save>/iter_0000100/                        a complete checkpoint
     <save>/.iter_0000200.<token>.saving/        being written, or left by a save that was killed
     <save>/.iter_0000050.removing/              being removed, or left by a removal that was killed
+    <save>/.iter_0000100.replaced/              for a moment, while another takes its name, where names cannot be exchanged
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import shutil
@@ -18,9 +18,11 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from megatron.checkpoint.storage.folders import exchange, make_folder, set_aside, sync_folder
 from megatron.checkpoint.storage.local_files import LocalFile, LocalWriting
 
-_LEFT = re.compile(r"\.iter_\d+\.(?:(?P<token>[0-9a-f]+)\.)?(?:saving|removing)")
+_LEFT = re.compile(r"\.(?P<name>iter_\d+)\.(?:(?P<token>[0-9a-f]+)\.)?(?P<what>saving|removing|replaced)")
+_PART_OF_ONE = re.compile(r"rank_.*|(?:config|state)\.json")
 
 
 class LocalStorage:
@@ -74,7 +76,7 @@ class LocalStorage:
 
     def make(self) -> None:
         """Make the folder and those above it, and bring their names to the disk."""
-        _make_folder(self._folder)
+        make_folder(self._folder)
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[LocalWriting]:
@@ -94,10 +96,10 @@ class LocalStorage:
     def write(self, name: str, data: bytes) -> None:
         """Write or replace a small file in one step."""
         path = self._folder / name
-        new = path.with_name(f".{path.name}.new")
+        new = Path(name).with_name(f".{path.name}.new")
         with self.create(str(new)) as file:
             file.write(data)
-        new.replace(path)
+        (self._folder / new).replace(path)
         sync_folder(path.parent)
 
     def remove(self, name: str) -> None:
@@ -123,16 +125,19 @@ class LocalStorage:
     def retire(self, name: str) -> None:
         """Take its name from a checkpoint, then remove it."""
         with _missing_is_missing():
-            shutil.rmtree(_set_aside(self._folder / name))
+            shutil.rmtree(set_aside(self._folder / name, "removing"))
 
     def sweep(self, names: Iterable[str], keep: str | None = None) -> list[str]:
-        """Remove folders with temporary names."""
+        """Remove folders with temporary names; a checkpoint that was being replaced gets its name back."""
         removed = []
         for name in self.names():
             left = _LEFT.fullmatch(name)
             if left is None or (keep is not None and left["token"] == keep):
                 continue
             with contextlib.suppress(OSError):  # a late writer on another node may still be adding files
+                if left["what"] == "replaced" and not (self._folder / left["name"]).exists():
+                    (self._folder / name).rename(self._folder / left["name"])
+                    continue
                 self.remove(name)
                 removed.append(name)
         return removed
@@ -158,7 +163,8 @@ class LocalDraft:
         """Make the folder anew."""
         if self._folder.exists():
             shutil.rmtree(self._folder)
-        self._storage.make()
+        make_folder(self._folder.parent)
+        self._folder.mkdir()  # not brought to the disk, for training waits; `publish` does that for the final name
 
     def publish(self, files: Mapping[str, bytes]) -> None:
         """Write the last files, bring all names to the disk, rename."""
@@ -166,45 +172,28 @@ class LocalDraft:
             with self._storage.create(name) as file:
                 file.write(data)
         sync_folder(self._folder)
-        replaced = _set_aside(self._final) if self._final.exists() else None
-        self._folder.rename(self._final)
+        old = self._put_in_place()
         sync_folder(self._final.parent)
-        if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)  # the new one is complete; a sweep removes what may be left
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)  # the new one is complete; a sweep removes what may be left
+
+    def _put_in_place(self) -> Path | None:
+        """Give the folder its final name. Returns where the checkpoint is now that had it, if there was one."""
+        if not self._final.exists():
+            self._folder.rename(self._final)
+            return None
+        there = os.listdir(self._final)
+        if "manifest.json" not in there and not all(map(_PART_OF_ONE.fullmatch, there)):
+            raise FileExistsError(f"{self._final} is there already, and is no checkpoint of this program: move it away")
+        if exchange(self._folder, self._final):
+            return self._folder
+        old = set_aside(self._final, "replaced")
+        self._folder.rename(self._final)
+        return old
 
     def abandon(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _make_folder(path: Path) -> None:
-    if path.is_dir():
-        return
-    _make_folder(path.parent)
-    try:
-        path.mkdir()
-    except FileExistsError:  # another process was faster, or it is a file
-        if not path.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
-    sync_folder(path.parent)
-
-
-def _set_aside(path: Path) -> Path:
-    """Take the final name from a checkpoint that is to be removed, so that half of one is never taken for one."""
-    removing = path.with_name(f".{path.name}.removing")
-    if removing.exists():
-        shutil.rmtree(removing)
-    path.rename(removing)
-    return removing
 
 
 @contextlib.contextmanager

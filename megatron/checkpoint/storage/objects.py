@@ -21,8 +21,7 @@ COMPLETE = "manifest.json"
 """A checkpoint that has this file is complete."""
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"}
 """Where a folder need not be made; asked to, some make a missing bucket, perhaps of a misspelt name."""
-_LEFT_FILE = re.compile(r".+-[0-9a-f]+\..+|(?:config|state)\.json")
-"""What a save that was killed leaves: by this a checkpoint of another program, which has no manifest either, is told from it."""
+_LEFT_FILE = re.compile(r"rank_.*-[0-9a-f]+\..+|(?:config|state)\.json")
 
 
 class ObjectStorage:
@@ -137,7 +136,7 @@ class ObjectStorage:
         removed = []
         for name in names:
             found = self.names(name)
-            if not all(map(_LEFT_FILE.fullmatch, found)) or (keep is not None and any(_written_by(file, keep) for file in found)):
+            if not all(map(_is_left, found)) or (keep is not None and any(_written_by(file, keep) for file in found)):
                 continue
             with contextlib.suppress(OSError):
                 self.remove(name)
@@ -182,7 +181,7 @@ class ObjectDraft:
         for name, data in files.items():
             self._final.write(name, data)
         with contextlib.suppress(OSError):
-            self._remove_files(lambda name: name not in files and not _written_by(name, self._token))
+            self._remove_files(lambda name: name not in files and _is_left(name) and not _written_by(name, self._token))
 
     def abandon(self) -> None:
         """Remove the files of this token."""
@@ -193,6 +192,11 @@ class ObjectDraft:
         for name in self._final.names():
             if chosen(name):
                 self._final.remove(name)
+
+
+def _is_left(name: str) -> bool:
+    """Whether a save that was killed may have left it; a file of another program is not to be touched."""
+    return _LEFT_FILE.fullmatch(name) is not None
 
 
 def _written_by(name: str, token: str) -> bool:

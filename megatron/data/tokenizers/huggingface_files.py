@@ -12,7 +12,9 @@ from megatron.data.tokenizers.bpe_rules import GPT2_PATTERN, ByteVocabulary, Mer
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
 from megatron.data.tokenizers.byte_level_json import byte_level_json
+from megatron.data.tokenizers.json_file import read_json
 from megatron.data.tokenizers.protocol import Tokenizer, required_tokenizer_json
+from megatron.data.tokenizers.sentencepiece_json import SentencePieceFile, sentencepiece_json
 from megatron.data.tokenizers.simple import ByteTokenizer
 from megatron.data.tokenizers.tiktoken_model import KNOWN_FILES
 
@@ -22,6 +24,11 @@ _BESIDE = (
     *("chat_template.jinja", "chat_template.json"),
 )
 """Files that may lie beside a tokenizer.json and belong to it."""
+_FROM_FILE = "PreTrainedTokenizerFast"
+"""The class that does what tokenizer.json says. Without a class, transformers takes that of the model's architecture, which since
+version 5 replaces parts of the file by its own."""
+_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""How Qwen's tokenizers split a text."""
 _NAMES = {"eod": "<|endoftext|>", "bos": "<|startoftext|>", "pad": "<|padding|>"}
 """Of special tokens whose files give them none."""
 _LLAMA3_NAMES = {128_000: "<|begin_of_text|>", 128_001: "<|end_of_text|>"}
@@ -49,14 +56,29 @@ def write_huggingface_tokenizer(config: DataConfig, folder: Path, *, max_length:
         vocabulary = tokenizer.vocabulary if isinstance(tokenizer, ByteBPETokenizer) else _raw_bytes()
         special = _special_names(config, vocabulary)
         _write(folder / "tokenizer.json", byte_level_json(vocabulary, special))
-        settings |= {"tokenizer_class": "PreTrainedTokenizerFast"} | _roles(tokenizer, special)
+        settings |= {"tokenizer_class": _FROM_FILE} | _roles(tokenizer, special)
     else:
         assert config.tokenizer_model is not None
-        shutil.copyfile(config.tokenizer_model, folder / "tokenizer.model")
-        settings |= _sentencepiece(config)
+        file = Path(config.tokenizer_model)
+        model, first = SentencePieceFile(file.read_bytes()), tokenizer.bos if kind == "Llama2Tokenizer" else None
+        _write(folder / "tokenizer.json", sentencepiece_json(model, bos=first))
+        shutil.copyfile(file, folder / "tokenizer.model")
+        settings |= {"tokenizer_class": _FROM_FILE, "add_bos_token": first is not None, "add_eos_token": False}
+        settings |= _roles(tokenizer, {id: piece.text for id, piece in enumerate(model.pieces)})
     _write(folder / _SETTINGS, settings)
     _write(folder / "special_tokens_map.json", {role: name for role, name in settings.items() if role.endswith("_token")})
     return []
+
+
+def splits_as_qwen2(folder: Path) -> bool:
+    """Whether the tokenizer in a folder, if there is one, normalises and splits texts as that of Qwen2 and Qwen3."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return True
+    content = read_json(file, str(file), "tokenizer.json")
+    parts = (content.get("pre_tokenizer") or {}).get("pretokenizers") or [{}]
+    pattern = (parts[0].get("pattern") or {}).get("Regex")
+    return (content.get("normalizer") or {}).get("type") == "NFC" and pattern == _QWEN2
 
 
 def _copy(file: Path, tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> list[str]:
@@ -66,9 +88,11 @@ def _copy(file: Path, tokenizer: Tokenizer, folder: Path, settings: dict[str, An
     for name in beside:
         shutil.copyfile(file.parent / name, folder / name)
     if _SETTINGS in beside:
+        own = read_json(file.parent / _SETTINGS, str(file.parent / _SETTINGS), "a JSON object")
+        _write(folder / _SETTINGS, {"tokenizer_class": _FROM_FILE} | own)
         return []
-    names = {token["id"]: token["content"] for token in json.loads(file.read_text(encoding="utf-8-sig")).get("added_tokens") or []}
-    _write(folder / _SETTINGS, settings | {"tokenizer_class": "PreTrainedTokenizerFast"} | _roles(tokenizer, names))
+    names = {token["id"]: token["content"] for token in read_json(file, str(file), "tokenizer.json").get("added_tokens") or []}
+    _write(folder / _SETTINGS, settings | {"tokenizer_class": _FROM_FILE} | _roles(tokenizer, names))
     return [f"there is no {_SETTINGS} beside {file}: one is written with the special tokens that are known"]
 
 
@@ -100,22 +124,6 @@ def _raw_bytes() -> ByteVocabulary:
         num_ids=ByteTokenizer.vocab_size,
         eod=ByteTokenizer.eod,
     )
-
-
-def _sentencepiece(config: DataConfig) -> dict[str, Any]:
-    """Settings of a sentencepiece model, which transformers reads with Llama's class."""
-    from sentencepiece import SentencePieceProcessor
-
-    model = SentencePieceProcessor(model_file=config.tokenizer_model)
-    ids = {"unk_token": model.unk_id(), "bos_token": model.bos_id(), "eos_token": model.eos_id(), "pad_token": model.pad_id()}
-    return {
-        "tokenizer_class": "LlamaTokenizer",
-        "add_bos_token": config.tokenizer_type == "Llama2Tokenizer",
-        "add_eos_token": False,
-        "add_prefix_space": model.encode("a", out_type=str)[0].startswith("▁"),
-        "legacy": False,
-        **{role: model.id_to_piece(id) for role, id in ids.items() if id >= 0},
-    }
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -1,0 +1,48 @@
+"""Two things measured in turns, since disks and shared machines are noisy: the ratio counts, as the median over pairs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+Seconds = list[float]
+
+
+def in_turns(first: Callable[[], float], second: Callable[[], float], pairs: int) -> tuple[Seconds, Seconds]:
+    """What both return in each pair, after one pair to warm up; every other pair goes backwards."""
+    found: tuple[Seconds, Seconds] = ([], [])
+    for pair in range(-1, pairs):
+        for which in (0, 1) if pair % 2 else (1, 0):
+            took = (first, second)[which]()
+            if pair >= 0:
+                found[which].append(took)
+    return found
+
+
+def timed_together(action: Callable[[], object]) -> float:
+    """Seconds until all ranks are through."""
+    dist.barrier()
+    began = time.perf_counter()
+    action()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def slowest(found: Sequence[tuple[Seconds, Seconds]]) -> tuple[Seconds, Seconds]:
+    """Of each measurement the rank that took longest."""
+    first, second = ([max(values) for values in zip(*(times[which] for times in found), strict=True)] for which in (0, 1))
+    return first, second
+
+
+def show(what: str, names: tuple[str, str], times: tuple[Seconds, Seconds], num_bytes: int = 0) -> list[float]:
+    """Print medians and spreads, and return the second one's ratio to the first in each pair."""
+    for name, seconds in zip(names, times, strict=True):
+        middle = statistics.median(seconds)
+        speed = f"   {num_bytes / middle / 1e9:.2f} GB/s" if num_bytes else ""
+        print(f"{what:12}{name:32}{1e3 * middle:9.1f} ms ({1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}){speed}")
+    ratios = [second / first for first, second in zip(*times, strict=True)]
+    print(f"{what:12}{names[1]} / {names[0]}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})", flush=True)
+    return ratios
