@@ -43,7 +43,8 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     plan = BatchSizePlan(config.training, context.group("cp", "dp").size)
     config = startup.with_batch_size(config, plan)
     data = open_data(config, context)
-    saver = Saver(config.checkpoint, context, run_record(config, argv), data.vocab_size)
+    patience_s = 60 * config.parallel.distributed_timeout_minutes / 2  # before a collective of the other ranks gives up
+    saver = Saver(config.checkpoint, context, run_record(config, argv), data.vocab_size, patience_s=patience_s)
     timers = startup.make_timers(config.logging, context)
 
     model = build_model(

@@ -19,14 +19,27 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format.folder import LATEST, checkpoints
-from megatron.checkpoint.format.manifest import read_manifest
+from megatron.checkpoint.format.manifest import Manifest, read_manifest
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.loading.find import find_checkpoint, read_config, read_state
 from megatron.checkpoint.loading.load import load_tensors
-from megatron.checkpoint.saving import background, background_saver
+from megatron.checkpoint.saving import background, background_saver, part, rank_writer
 from megatron.checkpoint.saving.background_saver import BackgroundSaver
-from megatron.checkpoint.saving.messages import AllWritten, Begin, Committed, Message, Note, PartWritten, Reply, Save, part_file
+from megatron.checkpoint.saving.messages import (
+    Alive,
+    AllWritten,
+    Begin,
+    Committed,
+    Message,
+    Note,
+    PartWritten,
+    Reply,
+    Save,
+    part_file,
+)
 from megatron.checkpoint.saving.part import Part
+from megatron.checkpoint.saving.plan import share_out
+from megatron.checkpoint.saving.planner import described, reader_of
 from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.checkpoint.saving.together import group_of
 from megatron.checkpoint.storage.local import LocalStorage
@@ -42,8 +55,8 @@ WAIT_S = 30.0
 class Run:
     """A rank that saves now and then, and what its log says."""
 
-    def __init__(self, folder: Path | str, keep_last: int | None = None) -> None:
-        self.saver = BackgroundSaver(open_storage(folder), group_of(None), keep_last)
+    def __init__(self, folder: Path | str, keep_last: int | None = None, patience_s: float = WAIT_S) -> None:
+        self.saver = BackgroundSaver(open_storage(folder), group_of(None), keep_last, patience_s=patience_s)
         self.log: list[str] = []
 
     def save(self, iteration: int, tensors: list[GlobalTensor]) -> None:
@@ -252,24 +265,29 @@ def test_a_rank_that_cannot_even_leave_a_mark(tmp_path: Path, monkeypatch: pytes
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000003", LATEST}
 
 
-def on_a_full_disk() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+def limit_files(pid: int, num_bytes: int) -> None:
+    """A process can write no larger files: as on a full disk. (Its shared memory counts too, when it is made.)"""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_full_disk(tmp_path: Path, failing: int) -> None:
     def train(rank: int) -> tuple[list[str], str]:
         run = Run(tmp_path)
-        small = [whole(f"t{index}", torch.ones(10)) for index in range(4)]
-        if rank == failing:
-            on_a_full_disk()
-        run.save(1, small)
-        large = [whole(f"t{index}", torch.ones(1000)) for index in range(4)]
-        run.save(2, large)
-        if rank == 0:
-            run.until("SAVE FAILED")
-        run.save(3, small)
-        run.save(4, large)
+        tensors = [whole(f"t{index}", torch.ones(1000)) for index in range(4)]
+        for iteration in (1, 3):
+            run.save(iteration, tensors)
+            run.saver._writer.wait_until_written()
+            if rank == failing:
+                limit_files(run.pid, 2048)
+            if rank == 0:
+                run.until(f"saved {tmp_path / f'iter_{iteration:07d}'}")
+            run.save(iteration + 1, tensors)
+            run.saver._writer.wait_until_written()
+            if rank == failing:
+                limit_files(run.pid, resource.RLIM_INFINITY)
+            if rank == 0:
+                run.until(f"SAVE FAILED: cannot save {tmp_path / f'iter_{iteration + 1:07d}'}")
         with pytest.raises(CheckpointError) as error:
             run.finish()
         return run.log, str(error.value)
@@ -282,6 +300,27 @@ def test_a_full_disk(tmp_path: Path, failing: int) -> None:
         assert f"the last complete one is iter_{iteration - 1:07d}" in line
     assert f"cannot save {tmp_path / 'iter_0000004'}:\n  rank {failing}: [Errno 27] File too large" in text
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000003", LATEST} and other == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_no_memory_for_the_copy(tmp_path: Path, failing: int) -> None:
+    def train(rank: int) -> list[str]:
+        run = Run(tmp_path)
+        tensors = [whole(f"t{index}", torch.ones(1000)) for index in range(4)]
+        if rank == failing:
+            limit_files(os.getpid(), 2048)
+        run.save(1, tensors)
+        if rank == 0:
+            run.until("SAVE FAILED")
+        limit_files(os.getpid(), resource.RLIM_INFINITY)
+        run.save(2, tensors)
+        run.finish()
+        return run.log
+
+    first, _ = run_ranks(2, train)
+    (line,) = failed_lines(first)
+    assert f"rank {failing}: [Errno 27] File too large" in line and "there is no complete checkpoint yet" in line
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", LATEST}
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -309,6 +348,44 @@ def test_the_end_does_not_wait_for_a_rank_that_is_lost(tmp_path: Path, monkeypat
     with pytest.raises(RuntimeError, match="Connection closed"):
         run.finish()
     assert is_gone(pid) and not checkpoints(tmp_path)
+
+
+def test_a_writer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It is waited for with a word, ended after a while, and the next save is written."""
+    monkeypatch.setattr(rank_writer, "_TELL_AFTER_S", 0.1)
+    run = Run(tmp_path, patience_s=1.2)
+    run.save(1, ones())
+    os.kill(pid := run.pid, signal.SIGSTOP)
+    run.save(2, ones(2.0))
+    assert is_gone(pid)
+    (line,) = failed_lines(run.log)
+    assert "rank 0: the process that writes it made no progress for " in line and line.count(" s and was ended") == 1
+    assert f"still waiting for the save of iteration 1 (process {pid}, " in caplog.text
+    run.finish()
+    assert list(checkpoints(tmp_path)) == [2] and not list(tmp_path.glob(".*"))
+
+
+def test_a_writer_that_is_slow_is_waited_for(tmp_path: Path) -> None:
+    """As long as there is progress: here it waits for the part of another rank, which comes late."""
+    run = Run(tmp_path, patience_s=0.6)
+    run.saver._writer._num_ranks = 2
+    run.save(1, [])
+    draft = run.saver._writer.draft
+    assert draft is not None
+    threading.Timer(2.0, draft.storage.write, (part_file(1), Manifest({}, {}).to_json())).start()
+    run.finish()
+    assert list(checkpoints(tmp_path)) == [1]
+
+
+def test_progress_is_told_while_a_part_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part, "_SYNC_BYTES", 1 << 20)
+    tensors = [whole(f"t{index}", torch.ones(1 << 19)) for index in range(4)]  # 2 MiB each
+    draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
+    draft.make()
+    calls: list[int] = []
+    plan = part.part_of(0, share_out([described(tensors)])[0])
+    part.write_part(draft, plan, reader_of(tensors), lambda: calls.append(1))
+    assert len(calls) == 8
 
 
 def test_the_writer_does_not_wait_when_training_ends(tmp_path: Path) -> None:
@@ -411,7 +488,8 @@ def test_a_part_that_is_written_but_never_seen(tmp_path: Path, monkeypatch: pyte
     draft.storage.write(part_file(2), b"{}")
     inbox.put(AllWritten())
     writer._save(Save(1, "ab", {}))
-    written, committed = replies
+    written, committed = (reply for reply in replies if not isinstance(reply, Alive))
+    assert Alive() in replies
     assert isinstance(written, PartWritten) and written.failure is None
     assert isinstance(committed, Committed) and committed.failure is not None
     assert committed.failure.startswith("rank 1 has written its part, but not into") and "all nodes share" in committed.failure

@@ -6,12 +6,14 @@ import os
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format.folder import LATEST
+from megatron.checkpoint.format.manifest import Manifest
 from megatron.checkpoint.loading.find import find_checkpoint, read_state
 from megatron.checkpoint.loading.load import load_tensors
 from megatron.checkpoint.saving import save as save_module
@@ -20,6 +22,7 @@ from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.checkpoint.storage import local as local_module
 from megatron.checkpoint.storage.local import LocalStorage
 from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.storage.protocol import Draft
 from tests.checkpoint_worlds import whole
 from tests.distributed import run_ranks
 
@@ -146,6 +149,22 @@ def test_failures_of_several_ranks_are_all_told(tmp_path: Path, monkeypatch: pyt
     texts = run_ranks(3, save_more)
     assert len(set(texts)) == 1
     assert texts[0].splitlines()[1:] == ["  rank 0: [Errno 28] full", "  ranks 1, 2: [Errno 5] broken"]
+
+
+def test_a_file_that_the_first_rank_sees_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system of a network that lost what another node wrote."""
+    write = save_module.write_part
+
+    def write_less(draft: Draft, *args: Any) -> Manifest:
+        part = write(draft, *args)
+        file = tmp_path / draft.storage.location / "rank_00000.safetensors"
+        os.truncate(file, file.stat().st_size - 1)
+        return part
+
+    monkeypatch.setattr(save_module, "write_part", write_less)
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors was written with \d+ bytes, the first rank sees \d+"):
+        save(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_fault_of_the_program_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,13 @@ def test_sizes_of_files(size: str, capsys: Texts) -> None:
 
 
 @pytest.mark.parametrize("command", ["export", "import"])
+def test_only_local_folders_are_written(command: str, capsys: Texts) -> None:
+    with pytest.raises(SystemExit):
+        tool(command, "a", "s3://bucket/b")
+    assert "write to a local folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
 def test_help_needs_neither_torch_nor_numpy(command: str) -> None:
     code = (
         "import sys; sys.argv = ['checkpoint.py', sys.argv[1], '--help']\n"

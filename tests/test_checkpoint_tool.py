@@ -25,10 +25,10 @@ from tools.checkpoint import main
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saved by four ranks at iterations 1 and 2, with a learning rate of 0 in between: only moments move."""
+    """Saved by four ranks at iterations 1 and 2."""
     folder = tmp_path_factory.mktemp("original") / "run"
     layout = {"tensor_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim", "num_layers": 4}
-    run(arguments(train_iters=2, save=folder, save_interval=1, lr=0.0, weight_decay=0.0, bf16=True, **layout), 4)
+    run(arguments(train_iters=2, save=folder, save_interval=1, bf16=True, **layout), 4)
     return folder
 
 
@@ -140,7 +140,7 @@ def test_diff(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "156 tensors are the same, 0 differ" in said(capsys, 0, "diff", two, original)
     found = json.loads(said(capsys, 1, "diff", one, two, "--json"))
     assert found["kinds"] == ["model", "exp_avg", "exp_avg_sq"]
-    assert not any(name.startswith("model.") for name in found["different"]) and len(found["different"]) > 50
+    assert len(found["different"]) == 156 and next(iter(found["different"])) == "model.embedding.word.weight"
     name = "model.layers.2.mlp.up.weight"
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,7 +213,7 @@ def test_a_resharded_checkpoint_has_the_boxes_that_its_ranks_save(original: Path
     """A run at the layout, which loads it and saves it as it is, writes the same boxes."""
     assert main(["reshard", str(original), str(tmp_path / "cut"), "--tp", "2", "--pp", "2"]) == 0
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "num_layers": 4, "bf16": True}
-    settings = {"train_iters": 3, "iterations_to_skip": (3,), "lr": 0.0, "weight_decay": 0.0, "override_opt_param_scheduler": True}
+    settings = {"train_iters": 3, "iterations_to_skip": (3,), "override_opt_param_scheduler": True}
     run(arguments(**layout, **settings, load=tmp_path / "cut", save=tmp_path / "run"), 4)
     cut, own = read_manifest(checkpoint(tmp_path / "cut", 2)), read_manifest(checkpoint(tmp_path / "run", 3))
     for name, tensor in own.tensors.items():
@@ -225,7 +225,7 @@ def test_a_resharded_checkpoint_has_the_boxes_that_its_ranks_save(original: Path
 def test_layouts_that_are_not_possible(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, words in (
         (["--tp", 3], "--num-attention-heads 4 does not divide by --tensor-model-parallel-size 3"),
-        (["--pp", 3], "--pipeline-model-parallel-size"),
+        (["--pp", 5], "--pipeline-model-parallel-size"),
         (["--tp", 0], "--tensor-model-parallel-size"),
         (["--pipeline-schedule", "nosuch"], "--pipeline-schedule"),
     ):

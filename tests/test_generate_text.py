@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.make_corpus import write_corpus
 from megatron.data.tokenizers.simple import ByteTokenizer
 from tests.byte_dataset import FLAGS, write_bytes
 from tests.cli import ROOT
@@ -24,6 +25,7 @@ from tests.reference.model import Weights, logits
 from tests.reference.random_inputs import random_weights
 from tests.reference.shape import ReferenceShape, llama_like
 from tests.runs import arguments, run, saved_tensors
+from tests.vocabularies import sentencepiece
 from tools import checkpoint, generate_text
 
 SHAPE = llama_like(vocab=257, ffn=64)
@@ -201,6 +203,21 @@ def test_learned_positions_bound_the_text(tmp_path: Path, say: Say, capsys: pyte
     assert len(found["tokens"]) == 17 and found["text"] == "".join(f" {id}" for id in found["tokens"] if id < 60)
     assert generate_text.main(["--load", str(tmp_path), "--prompt", "1 2 3", "--max-new-tokens", "18"]) == 1
     assert "more than the 20 positions" in capsys.readouterr().err
+
+
+def test_tokenizer_files_that_lie_elsewhere_now(tmp_path: Path, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    write_corpus(ROOT / "megatron/inference", tmp_path / "corpus.jsonl")
+    first, now = tmp_path / "first.model", tmp_path / "now.model"
+    sentencepiece(tmp_path / "corpus.jsonl", first, 400)
+    settings = {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": first, "vocab_size": None}
+    run(arguments(**settings, train_iters=1, save=tmp_path / "run"))
+    flags = ("--load", tmp_path / "run", "--prompt", "def", "--max-new-tokens", 5)
+    capsys.readouterr()  # what was said of the vocabulary
+    expected = say(*flags)
+    first.rename(now)
+    assert generate_text.main([str(word) for word in flags]) == 1
+    assert str(first) in capsys.readouterr().err
+    assert say(*flags, "--tokenizer-model", now) == expected
 
 
 def test_a_reader_that_leaves_early(trained: Path) -> None:

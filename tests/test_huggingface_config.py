@@ -147,6 +147,71 @@ def test_what_changes_nothing_changes_nothing(neutral: dict[str, Any]) -> None:
     assert read(LLAMA | neutral) == read(LLAMA)
 
 
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt2": (
+        {"model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "layer_norm_epsilon": 1e-05}
+        | {"n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "vocab_size": 50257}
+        | {"summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index"}
+        | {"summary_use_proj": True, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}},
+        {"num_layers": 12, "ffn_size": 3072, "tied": True, "norm_epsilon": 1e-5},
+    ),
+    "Llama 2 7B": (
+        {"model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+        | {"max_position_embeddings": 4096, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1}
+        | {
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float16",
+            "vocab_size": 32000,
+        },
+        {"head_size": 128, "num_key_value_heads": 32, "rotary_base": 1e4, "use_rope_scaling": False, "seq_length": 4096},
+    ),
+    "Llama 3.2 1B": (
+        {"model_type": "llama", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 64, "hidden_size": 2048}
+        | {"intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32}
+        | {"num_hidden_layers": 16, "num_key_value_heads": 8, "rope_scaling": LLAMA3, "rope_theta": 500000.0, "vocab_size": 128256}
+        | {"tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]},
+        {"tied": True, "use_rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_base": 5e5, "num_key_value_heads": 8},
+    ),
+    "Mistral 7B v0.1": (
+        {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768}
+        | {"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "vocab_size": 32000}
+        | {"rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False},
+        {"seq_length": 4096, "head_size": 128},
+    ),
+    "Qwen2.5 7B": (
+        {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072}
+        | {"max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4}
+        | {"rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False}
+        | {"use_cache": True, "use_mrope": False, "use_sliding_window": False, "vocab_size": 152064},
+        {"add_qkv_bias": True, "seq_length": 131072, "rotary_base": 1e6, "head_size": 128, "tied": False},
+    ),
+    "Qwen3 0.6B": (
+        {"model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072}
+        | {"max_position_embeddings": 40960, "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28}
+        | {"num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None}
+        | {"tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936},
+        {"qk_layernorm": True, "head_size": 128, "hidden_size": 1024, "tied": True},
+    ),
+    "SmolLM2 135M": (
+        {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True, "rope_interleaved": False}
+        | {"max_position_embeddings": 8192, "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3}
+        | {"rope_theta": 100000, "tie_word_embeddings": True, "vocab_size": 49152, "rms_norm_eps": 1e-05},
+        {"num_query_groups": 3, "head_size": 64},
+    ),
+}
+"""What their config.json say, but for names and versions, and what that means."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_read(name: str) -> None:
+    config, fields = PUBLISHED[name]
+    model, notes = read(config)
+    assert {field: getattr(model, field) for field in fields} == fields
+    assert bool(notes) == (name == "Mistral 7B v0.1")
+
+
 def test_sizes_and_parts_of_a_llama() -> None:
     model, notes = read(LLAMA | {"head_dim": 10, "rope_theta": 7.0, "rms_norm_eps": 1e-3, "attention_dropout": 0.25})
     assert not notes and model == ModelConfig(

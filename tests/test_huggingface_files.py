@@ -129,6 +129,8 @@ def test_index_and_files_must_agree(sharded: Path) -> None:
 def test_no_folder_and_no_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="it has no config.json"):
         HuggingFaceFolder(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="from a local disk only"):
+        HuggingFaceFolder("memory://model")
     saved("llama", tmp_path, **SMALL)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="holds no weights"):

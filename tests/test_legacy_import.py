@@ -165,6 +165,13 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "norm plus one": (lambda c: setattr(c["args"], "apply_layernorm_1p", True), "apply_layernorm_1p = True"),
     "positions": (lambda c: setattr(c["args"], "position_embedding_type", "mrope"), "position_embedding_type = 'mrope'"),
     "missing argument": (lambda c: delattr(c["args"], "hidden_size"), "say nothing of hidden_size"),
+    "width below 1": (lambda c: setattr(c["args"], "hidden_size", -32), "hidden_size, or a number below 1"),
+    "groups that do not divide": (
+        lambda c: vars(c["args"]).update(group_query_attention=True, num_query_groups=3),
+        "describe no model: --num-attention-heads 4",
+    ),
+    "sizes of another type": (lambda c: setattr(c["args"], "tensor_model_parallel_size", "2"), "tensor_model_parallel_size = '2'"),
+    "ranks without number": (lambda c: setattr(c["args"], "tensor_model_parallel_size", 10**12), "lacks mp_rank_02, mp_rank_03"),
     "argument of another type": (lambda c: setattr(c["args"], "num_layers", "4"), "num_layers = '4'"),
     "other depth": (lambda c: setattr(c["args"], "num_layers", 6), "holds 4 layers, but its args say 6"),
     "other width": (lambda c: setattr(c["args"], "ffn_hidden_size", 48), "where its args make it"),
@@ -213,3 +220,9 @@ def test_padding_of_a_tied_copy_may_differ(tmp_path: Path) -> None:
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no legacy checkpoint"):
         LegacyCheckpoint(tmp_path)
+    for word in (b"", b"\xff\xfe", b"9" * 5000, b"../elsewhere", b"7"):
+        (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(word)
+        with pytest.raises(CheckpointError, match="holds no legacy checkpoint"):
+            LegacyCheckpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="copy it to one"):
+        LegacyCheckpoint("memory://legacy")

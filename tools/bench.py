@@ -200,8 +200,8 @@ def run(part: str, args: argparse.Namespace) -> bool:
     if part == "checkpoint":
         from tools.benchmarks import checkpoint_load, checkpoint_save
 
-        settings = (args.ranks, args.state_mb, pairs, args.folder)
-        return all([checkpoint_save.run(*settings), checkpoint_load.run(*settings)])
+        wanted = (args.ranks, args.state_mb, pairs, args.folder)
+        return all([checkpoint_save.run(*wanted), checkpoint_load.run(*wanted)])
     if part == "data":
         from tools.benchmarks import data_index, loader, preprocessing
 

@@ -103,8 +103,8 @@ def _read(argv: Sequence[str]) -> _Reading:
         found.doubtful.update(f"--{name}" for name in flags())
     config = _instantiate(found)
     explicit = {flag.field for flag, item in found.settings if item.values != ("None",)}
-    asked = config.checkpoint
-    if asked.use_checkpoint_args and (asked.load or asked.pretrained_checkpoint):
+    checkpoint = config.checkpoint
+    if checkpoint.use_checkpoint_args and (checkpoint.load or checkpoint.pretrained_checkpoint):
         config, contradictions = take_from_checkpoint(config, explicit)
         problems.extend(contradictions)
         if contradictions:  # the model's shape is not known

@@ -30,6 +30,7 @@ class KeyValueCache:
         self._lengths: torch.Tensor | None = None
         self._longest = 0
         self._mask: torch.Tensor | None = None
+        self._rows = torch.empty(0)
 
     @property
     def empty(self) -> bool:
@@ -53,7 +54,7 @@ class KeyValueCache:
             if self._mask is None:
                 stored[:, :, self._longest] = new[0]
             else:
-                stored[torch.arange(len(self._lengths), device=stored.device), :, self._lengths] = new[0]
+                stored[self._rows, :, self._lengths] = new[0]
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """softmax(q k^T / sqrt(d)) v over everything stored: [1, b, g * r, d] to [1, b, g * r * d]."""
@@ -78,6 +79,7 @@ class KeyValueCache:
             for layer, (k, v) in self._layers.items():
                 self._layers[layer] = (k.repeat_interleave(copies, 0), v.repeat_interleave(copies, 0))
         if min(prompt_lengths) < self._longest:
+            self._rows = torch.arange(len(self._lengths), device=device)
             self._mask = self._visible()
 
     def advance(self) -> None:

@@ -54,19 +54,19 @@ def resume(
     Raises:
         ValueError: there is none and there must be, it belongs to another model, all are damaged, or its schedules differ.
     """
-    asked = config.checkpoint
+    checkpoint = config.checkpoint
     notes: tuple[str, ...] = ()
-    if asked.load is not None:
-        wants_state = asked.load_optim and not asked.finetune
-        folder, step = asked.load, asked.ckpt_step
+    if checkpoint.load is not None:
+        wants_state = checkpoint.load_optim and not checkpoint.finetune
+        folder, step = checkpoint.load, checkpoint.ckpt_step
 
         def look(damaged: dict[int, str]) -> _Chosen | None:
-            return _look(config, folder, step, vocab_size, damaged, goes_on=not asked.finetune)
+            return _look(config, folder, step, vocab_size, damaged, goes_on=not checkpoint.finetune)
 
         taken = _fill(look, context, optimizer, wants_state=wants_state, may_fall_back=step is None)
         if taken is not None:
             chosen, told = taken
-            if asked.finetune:
+            if checkpoint.finetune:
                 return _begun(chosen, told, schedule, "--finetune")
             if wants_state:
                 optimizer.set_num_updates(int(chosen.state["optimizer_updates"]))
@@ -77,16 +77,16 @@ def resume(
             return Resumed(progress, agreed_schedule(schedule, chosen.state["schedule"], chosen.path), chosen.path, tuple(told))
         # Who wants only a part of a checkpoint does not want none.
         needs = {
-            "--exit-on-missing-checkpoint": asked.exit_on_missing_checkpoint,
-            "--finetune": asked.finetune,
-            "--no-load-optim": not asked.load_optim,
+            "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
+            "--finetune": checkpoint.finetune,
+            "--no-load-optim": not checkpoint.load_optim,
         }
         if named := [flag for flag, given in needs.items() if given]:
             raise CheckpointError(f"--load {folder} holds no checkpoint, and {named[0]} is given")
-        usual = asked.load == asked.save  # the first start of a run that is restarted by the same command
+        usual = checkpoint.load == checkpoint.save  # the first start of a run that is restarted by the same command
         notes = (f"{'' if usual else 'WARNING: '}--load {folder} holds no checkpoint: the run begins at iteration 0",)
-    if asked.pretrained_checkpoint is not None:
-        base = asked.pretrained_checkpoint
+    if checkpoint.pretrained_checkpoint is not None:
+        base = checkpoint.pretrained_checkpoint
         taken = _fill(
             lambda damaged: _look_base(config, base, vocab_size, damaged), context, optimizer, wants_state=False, may_fall_back=True
         )
@@ -137,7 +137,7 @@ def _fill(
             iteration = iteration_of(chosen.path)
             if not may_fall_back or iteration is None:
                 raise
-            damaged[iteration] = str(error)
+            damaged[iteration] = str(error).replace("\n  ", " ")
             continue
         optimizer.publish()
         return chosen, [*chosen.notes, _told(loaded)]
@@ -163,7 +163,7 @@ def _look(
             iteration = iteration_of(path)
             if step is not None or iteration is None:
                 raise
-            damaged[iteration] = str(error)
+            damaged[iteration] = str(error).replace("\n  ", " ")
 
 
 def _refuse_foreign(folder: str) -> None:

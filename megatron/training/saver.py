@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.checkpoint.saving.background_saver import BackgroundSaver
 from megatron.checkpoint.saving.check import check_for_strangers, check_writable
+from megatron.checkpoint.saving.rank_writer import PATIENCE_S
 from megatron.checkpoint.saving.retention import retain
 from megatron.checkpoint.saving.save import TensorSaver
 from megatron.checkpoint.storage.opening import open_storage
@@ -34,9 +35,18 @@ class Saver:
     Args:
         run_record: the resolved settings, versions and command line, kept in each checkpoint, and in the save folder as run.json
             already at the start.
+        patience_s: with --async-save, a writer that has made no progress for so long, while training waits for it, is ended.
     """
 
-    def __init__(self, config: CheckpointConfig, context: ParallelContext, run_record: dict[str, Any], vocab_size: int) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        context: ParallelContext,
+        run_record: dict[str, Any],
+        vocab_size: int,
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self._config, self._context = config, context
         self._record = {**run_record, "vocab_size": vocab_size}
         self._last: int | None = None
@@ -46,7 +56,11 @@ class Saver:
         self._storage: Storage = together(context, lambda: open_storage(str(config.save)))
         self._direct = TensorSaver(self._storage, context.world)
         if config.async_save:
-            self._background = BackgroundSaver(self._storage, context.world, config.keep_last, config.save_retain_interval)
+            if self._storage.location.startswith("memory://"):
+                raise ValueError(f"--save {config.save}: --async-save writes in another process, which does not see this memory")
+            self._background = BackgroundSaver(
+                self._storage, context.world, config.keep_last, config.save_retain_interval, patience_s
+            )
         together(context, lambda: self._prepare() if context.rank == 0 else None)
 
     def _prepare(self) -> None:

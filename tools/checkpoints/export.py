@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from tools.checkpoints.text import size
-from tools.checkpoints.tokenizer_choice import add_choice, chosen_tokenizer
+from tools.checkpoints.tokenizer_choice import add_choice, chosen_tokenizer, local_folder
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mistral")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -21,7 +21,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.add_argument("source", metavar="SOURCE", help="a --save folder, one checkpoint in it, or a folder of another program")
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write; must not exist, or be empty")
+    parser.add_argument("output", metavar="OUTPUT", type=local_folder, help="the folder to write; must not exist, or be empty")
     parser.add_argument("--step", type=int, metavar="N", help="the iteration to take, instead of the newest")
     parser.add_argument("--family", choices=FAMILIES, help="architecture to write (the first that has all parts of the model)")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (that of the source)")

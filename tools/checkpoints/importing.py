@@ -20,7 +20,7 @@ from megatron.config.config import Config
 from megatron.config.data import DataConfig
 from megatron.config.save import run_record
 from tools.checkpoints.text import size
-from tools.checkpoints.tokenizer_choice import add_choice, chosen_tokenizer
+from tools.checkpoints.tokenizer_choice import add_choice, chosen_tokenizer, local_folder
 
 if TYPE_CHECKING:
     from megatron.checkpoint.source import WeightSource
@@ -36,7 +36,9 @@ _BESIDE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, or a folder of Megatron-LM")
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the --save folder to write; must not exist, or be empty")
+    parser.add_argument(
+        "output", metavar="OUTPUT", type=local_folder, help="the --save folder to write; must not exist, or be empty"
+    )
     parser.add_argument("--step", type=int, metavar="N", help="the iteration to take of several, instead of the newest")
     parser.add_argument(
         "--embedding-rows",
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
         from tools.checkpoints.against_transformers import compare_logits
 
-        checked = compare_logits(source, Path(args.source), torch.float64)
+        checked = compare_logits(source, source.folder, torch.float64)
     try:
         data = DataConfig() if tokenizer is None else _copied(tokenizer, output / _TOKENIZER)
         record = run_record(Config(model=source.model, data=data), sys.argv[1:])

@@ -92,7 +92,12 @@ def with_layout(saved: Config, args: argparse.Namespace) -> Config:
     fields = {field.name for field in dataclasses.fields(ParallelConfig)}
     plain = {name: value for name, value in vars(args).items() if name in fields and value is not None}
     known = {flag.field: flag for flag in flags().values() if flag.topic == "parallel"}
-    parallel = ParallelConfig(**{name: known[name].from_plain(value) for name, value in plain.items()})
+    for name, value in plain.items():
+        try:
+            plain[name] = known[name].from_plain(value)
+        except ValueError as error:
+            raise ValueError(f"--{known[name].name} {value}: {error}") from error
+    parallel = ParallelConfig(**plain)
     config = dataclasses.replace(saved, parallel=parallel)
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     asked = {f"--{name.replace('_', '-')}" for name in plain}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.checks.data import TOKENIZER_FILES
@@ -12,6 +13,13 @@ from megatron.data.tokenizers.arguments import add_tokenizer_flags, tokenizer_co
 
 if TYPE_CHECKING:
     from megatron.checkpoint.source import WeightSource
+
+
+def local_folder(text: str) -> Path:
+    """Of a flag: where a tokenizer's files are copied to, which is not done to object stores."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is a URL: write to a local folder, and copy it")
+    return Path(text)
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:

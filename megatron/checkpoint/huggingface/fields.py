@@ -21,7 +21,9 @@ WITHOUT_EFFECT = frozenset(
         *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "torchscript", "torch_dtype", "dtype"),
         *("use_bfloat16", "tf_legacy_loss", "gradient_checkpointing", "attn_implementation", "_attn_implementation"),
         *("_attn_implementation_autoset", "_attn_implementation_internal", "use_flash_attn", "pretraining_tp"),
-        *("chunk_size_feed_forward", "keys_to_ignore_at_inference"),
+        *("chunk_size_feed_forward", "keys_to_ignore_at_inference", "is_llama_config", "transformers.js_config"),
+        # what lengths were meant for
+        *("max_sequence_length", "model_max_length"),
         # tokens with a role, and the tokenizer
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
         *("tokenizer_class", "prefix"),
@@ -45,6 +47,8 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
     "cross_attention_hidden_size": (None,),
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({},),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
 }
 """Fields of every architecture, and the values at which they change nothing."""
 

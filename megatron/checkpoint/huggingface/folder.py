@@ -17,6 +17,7 @@ from megatron.checkpoint.huggingface.fields import CONFIG, Fields
 from megatron.checkpoint.huggingface.tokenizer_found import find_tokenizer
 from megatron.checkpoint.huggingface.weight_files import WeightFiles
 from megatron.checkpoint.source import TensorInfo
+from megatron.checkpoint.storage.opening import open_storage
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
@@ -36,7 +37,10 @@ class HuggingFaceFolder:
     """
 
     def __init__(self, path: Path | str) -> None:
-        folder = Path(path)
+        local = open_storage(path).local
+        if local is None:
+            raise CheckpointError(f"{path}: a Hugging Face folder is read from a local disk only; copy it there first")
+        folder = self.folder = local
         self.name = str(path)
         self.config = _read_config(folder / CONFIG)
         family = _family(folder, self.config)

@@ -6,6 +6,7 @@ element is a row. Their tensors have the same columns. So fused, split and reord
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ class Layout:
 
     def ours(self, box: Box, dtype: torch.dtype, their: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """A block of ours, put together; touches only what it needs of theirs."""
-        out = torch.empty(box.sizes, dtype=dtype)
+        out, matrix = torch.empty(box.sizes, dtype=dtype), functools.cache(lambda name: self._matrix(their(name)))
         row_dims = len(self.row_shape)
         low, width = (box.offsets[-1], box.sizes[-1]) if self.is_matrix else (0, 1)
         rows, at = out.view(math.prod(box.sizes[:row_dims]), width), 0
@@ -67,7 +68,7 @@ class Layout:
             for block in self.blocks:
                 start, stop = max(first, block.start), min(first + count, block.start + block.count)
                 if start < stop:
-                    source = self._matrix(their(block.name))[block.first + start - block.start :][: stop - start]
+                    source = matrix(block.name)[block.first + start - block.start :][: stop - start]
                     rows[at + start - first : at + stop - first].copy_(source[:, low : low + width])
             at += count
         return out

@@ -34,8 +34,8 @@ class WeightFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.notes: list[str] = []
-        self._opened: dict[Path, _File] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        """All of them."""
         self._file_of: dict[str, _File] = {}
         kind, expected = _find(folder)
         for path, names in expected.items():
@@ -48,14 +48,10 @@ class WeightFiles:
                 if extra := sorted(file.tensors.keys() - names):
                     raise DamagedCheckpointError(f"{path} holds tensors that {kind}{INDEX} does not name: {listed(extra)}")
             self._file_of |= dict.fromkeys(file.tensors, file)
+            self.tensors |= file.tensors
         strange = [f"{name} ({info.dtype})" for name, info in self.tensors.items() if info.dtype not in _DTYPES]
         if strange:
             raise CheckpointError(f"{folder} holds tensors of other types than floating point: {listed(strange)}")
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """All of them."""
-        return {name: file.tensors[name] for name, file in self._file_of.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """A view of the file."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.errors import MOST_LISTED, CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.legacy.names import STORED_LAYER
 from megatron.checkpoint.legacy.rank_file import RankFile
 
@@ -18,6 +19,8 @@ LATEST = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _VERSION = 3.0
+_LONGEST_WORD = 20
+"""In the file of the latest iteration; what is longer is none."""
 
 Files = dict[tuple[int, int], RankFile]
 """By tensor and pipeline rank."""
@@ -47,9 +50,9 @@ def legacy_folder(path: Path) -> Path | None:
     latest = path / LATEST
     if not latest.is_file():
         return None
-    word = latest.read_text(encoding="utf-8").strip()
-    folder = path / (f"iter_{int(word):07d}" if word.isdecimal() else word)
-    return folder if word and any(folder.glob("mp_rank_*")) else None
+    word = latest.read_text(encoding="utf-8", errors="replace").strip()
+    folder = path / ("release" if word == "release" else f"iter_{word.zfill(7)}")
+    return folder if len(word) < _LONGEST_WORD and any(folder.glob("mp_rank_*")) else None
 
 
 def open_ranks(folder: Path) -> tuple[Files, Namespace]:
@@ -77,15 +80,22 @@ def open_ranks(folder: Path) -> tuple[Files, Namespace]:
         )
     if not isinstance(args, Namespace):
         raise CheckpointError(f"{first.path} holds no args, so its model is not known")
-    tensor = getattr(args, "tensor_model_parallel_size", None) or 1
-    pipeline = getattr(args, "pipeline_model_parallel_size", None) or 1
-    wanted = [(t, p) for p in range(pipeline) for t in range(tensor)]
+    _check_ranks(folder, list(paths), args)
+    return {key: first if key == (0, 0) else RankFile(path) for key, path in paths.items()}, args
+
+
+def _check_ranks(folder: Path, found: list[tuple[int, int]], args: Namespace) -> None:
+    """All ranks of the job that wrote the checkpoint are here, and no others."""
+    tensor, pipeline = (getattr(args, f"{axis}_model_parallel_size", None) or 1 for axis in ("tensor", "pipeline"))
+    if not isinstance(tensor, int) or not isinstance(pipeline, int):
+        raise CheckpointError(f"{folder}: its args say tensor_model_parallel_size = {tensor!r}, pipeline = {pipeline!r}")
     ranks = f"tensor {tensor} x pipeline {pipeline} ranks, as its args say"
-    if missing := [f"mp_rank_{t:02d}" + f"_{p:03d}" * (pipeline > 1) for t, p in wanted if (t, p) not in paths]:
-        raise DamagedCheckpointError(f"{folder} lacks {listed(missing)} of {ranks}")
-    if len(paths) > len(wanted):
-        raise CheckpointError(f"{folder} holds {len(paths)} ranks, not {ranks}")
-    return {key: first if key == (0, 0) else RankFile(paths[key]) for key in wanted}, args
+    wanted = ((t, p) for p in range(pipeline) for t in range(tensor))
+    missing = (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pipeline > 1) for t, p in wanted if (t, p) not in found)
+    if first := list(islice(missing, MOST_LISTED)):
+        raise DamagedCheckpointError(f"{folder} lacks {', '.join(first)}{' ...' * (len(first) == MOST_LISTED)} of {ranks}")
+    if len(found) > tensor * pipeline:
+        raise CheckpointError(f"{folder} holds {len(found)} ranks, not {ranks}")
 
 
 def chunk_keys(file: RankFile) -> list[str]:

@@ -33,6 +33,8 @@ class LegacyCheckpoint:
     """
 
     def __init__(self, path: Path | str, vocab_size: int | None = None) -> None:
+        if "://" in str(path):
+            raise CheckpointError(f"{path}: checkpoints of Megatron-LM are mapped from a disk: copy it to one")
         folder = legacy_folder(Path(path))
         if folder is None:
             raise CheckpointError(f"{path} holds no legacy checkpoint: no mp_rank_00/{FILE}, and no {LATEST} that leads to one")

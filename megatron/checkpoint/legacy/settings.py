@@ -7,6 +7,8 @@ from typing import Any, get_args
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.checks.data import TOKENIZER_SETTINGS
+from megatron.config.checks.model import RULES
+from megatron.config.config import Config
 from megatron.config.data import DataConfig, TokenizerType
 from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
 
@@ -92,10 +94,14 @@ def model_of(args: Namespace, where: str) -> ModelConfig:
         settings["position_embedding_type"] = "rope"
     for name, value in settings.items():
         settings[name] = _as_field(name, value, where)
-    missing = [name for name in _REQUIRED if not settings.get(name)]
+    missing = [name for name in _REQUIRED if settings.get(name, 0) < 1]
     if missing:
-        raise CheckpointError(f"{where}: its args say nothing of {', '.join(missing)}")
-    return ModelConfig(**settings)
+        raise CheckpointError(f"{where}: its args say nothing of {', '.join(missing)}, or a number below 1")
+    model = ModelConfig(**settings)
+    for rule in RULES:
+        for finding in rule(Config(model=model), 1):
+            raise CheckpointError(f"{where}: its args describe no model: {finding.message}")
+    return model
 
 
 def _as_field(name: str, value: Any, where: str) -> Any:
@@ -126,10 +132,10 @@ def tokenizer_of(args: Namespace) -> DataConfig | None:
         return None
     settings: dict[str, Any] = {}
     for name in TOKENIZER_SETTINGS:
-        value = given.get(name)
-        if isinstance(value, list) and name == "tiktoken_special_tokens":
+        value, default = given.get(name), getattr(DataConfig, name)
+        if isinstance(value, list):
             value = tuple(value)
-        if isinstance(value, (str, int, tuple)) and not isinstance(value, bool):
+        if type(value) is (type(default) if default is not None else int if name == "vocab_size" else str):
             settings[name] = value
     if kind not in ("NullTokenizer", "TikTokenizer"):
         settings.pop("vocab_size", None)

@@ -26,6 +26,7 @@ from megatron.checkpoint.format.folder import checkpoint_name
 from megatron.checkpoint.format.manifest import Manifest, part_from_json
 from megatron.checkpoint.saving.commit import commit
 from megatron.checkpoint.saving.messages import (
+    Alive,
     AllWritten,
     Begin,
     Committed,
@@ -85,7 +86,7 @@ class Background:
         rank = self._begin.part.rank
         draft = self._storage.draft(checkpoint_name(message.iteration), message.token)
         try:
-            part = write_part(draft, self._begin.part, self._data.__getitem__)
+            part = write_part(draft, self._begin.part, self._data.__getitem__, lambda: self._reply(Alive()))
             draft.storage.write(draft.file_name(part_file(rank)), part.to_json())
             failure = None
         except Exception as error:  # noqa: BLE001 - training goes on and says so
@@ -153,6 +154,7 @@ class Background:
                 if isinstance(message, AllWritten):
                     deadline = time.monotonic() + VISIBLE_WITHIN_S
             pause = min(2 * pause, LONGEST_PAUSE_S)
+            self._reply(Alive())
 
     def _retain(self) -> None:
         try:

@@ -25,7 +25,7 @@ from megatron.checkpoint.saving.commit import encoded, sweep
 from megatron.checkpoint.saving.messages import Committed
 from megatron.checkpoint.saving.plan import Held
 from megatron.checkpoint.saving.planner import Assignment, PartPlanner, described
-from megatron.checkpoint.saving.rank_writer import RankWriter
+from megatron.checkpoint.saving.rank_writer import PATIENCE_S, RankWriter
 from megatron.checkpoint.saving.together import decide
 from megatron.checkpoint.storage.protocol import Storage
 from megatron.parallel.context import Group
@@ -54,14 +54,20 @@ class BackgroundSaver:
         group: the ranks that save.
         keep_last: see `retain`.
         save_retain_interval: see `retain`.
+        patience_s: see `RankWriter`; less than the ranks wait for each other in a collective.
     """
 
     def __init__(
-        self, storage: Storage, group: Group, keep_last: int | None = None, save_retain_interval: int | None = None
+        self,
+        storage: Storage,
+        group: Group,
+        keep_last: int | None = None,
+        save_retain_interval: int | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._storage, self._group = storage, group
         self._planner = PartPlanner(group)
-        self._writer = RankWriter(storage, group.index, group.size, keep_last, save_retain_interval)
+        self._writer = RankWriter(storage, group.index, group.size, keep_last, save_retain_interval, patience_s)
         self._told: Committed | None = None
         """On the first rank: the last end of a save that is in the log."""
         self._failure: str | None = None

@@ -44,6 +44,10 @@ class End(NamedTuple):
 Message = Begin | Save | AllWritten | GiveUp | End
 
 
+class Alive(NamedTuple):
+    """The save goes on: more is on the disk than before, or the parts of other ranks are waited for."""
+
+
 class PartWritten(NamedTuple):
     """This rank's part is on the disk, or could not be written; the shared memory may be filled anew."""
 
@@ -67,7 +71,7 @@ class Note(NamedTuple):
     text: str
 
 
-Reply = PartWritten | Committed | Note
+Reply = Alive | PartWritten | Committed | Note
 
 
 def part_file(rank: int) -> str:

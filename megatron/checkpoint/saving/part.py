@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from megatron.checkpoint.format.manifest import Manifest, StoredBox, StoredFile,
 from megatron.checkpoint.format.safetensors_file import header_bytes, in_file_order
 from megatron.checkpoint.saving.plan import BoxToWrite, Held, RankPlan
 from megatron.checkpoint.storage.protocol import Draft, Writing
+
+_SYNC_BYTES = 128 << 20
+"""Bytes that are brought to the disk at once."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,16 @@ def part_of(rank: int, plan: RankPlan, max_file_bytes: int | None = None) -> Par
     return Part(rank, tuple(files), tuple(plan.empty))
 
 
-def write_part(draft: Draft, part: Part, data_of: Callable[[BoxToWrite], memoryview]) -> Manifest:
+def write_part(
+    draft: Draft, part: Part, data_of: Callable[[BoxToWrite], memoryview], progress: Callable[[], None] | None = None
+) -> Manifest:
     """Write a rank's files and bring them to the disk.
 
     Args:
         draft: the checkpoint that is being written; its folder exists.
         part: what is written.
         data_of: gives the raw bytes of a box (row-major, little-endian); it is called once for each, when its turn comes.
+        progress: called whenever some more is on the disk.
 
     Returns:
         a manifest of these files; the content of a tensor is what the part adds to it.
@@ -84,14 +91,35 @@ def write_part(draft: Draft, part: Part, data_of: Callable[[BoxToWrite], memoryv
         name = draft.file_name(file.name)
         with draft.storage.create(name) as out:
             out.write(header_bytes([box.entry for box in file.boxes]))
+            ahead = _Ahead(out, progress)
             for box in file.boxes:
-                checksum, sums = _write_box(out, box, data_of(box))
+                checksum, sums = _write_box(ahead, box, data_of(box))
                 _add_box(tensors, box, StoredBox(box.box, name, box.key, checksum), sums)
             files[name] = StoredFile(out.num_bytes)
     return Manifest(tensors, files)
 
 
-def _write_box(out: Writing, box: BoxToWrite, data: memoryview) -> tuple[str, Sums]:
+class _Ahead:
+    """Writes, and brings what is written to the disk now and then.
+
+    Then nothing of it is left to do for long at the end, the memory of the system is not full of what waits for the disk, and who
+    watches sees that the write goes on.
+    """
+
+    def __init__(self, out: Writing, progress: Callable[[], None] | None) -> None:
+        self._out, self._progress, self._synced = out, progress, 0
+
+    def write(self, data: memoryview) -> None:
+        """Add all of it."""
+        self._out.write(data)
+        if self._progress is not None and self._out.num_bytes - self._synced >= _SYNC_BYTES:
+            if (handle := self._out.fileno()) is not None:
+                os.fdatasync(handle)
+            self._synced = self._out.num_bytes
+            self._progress()
+
+
+def _write_box(out: _Ahead, box: BoxToWrite, data: memoryview) -> tuple[str, Sums]:
     """Write one box. Piece by piece, so that what is summed and written is still in the cache where it was last touched."""
     checksum, summer = Checksum(), BoxSummer(box.dtype, box.box, box.shape)
     for start, end in summer.pieces():

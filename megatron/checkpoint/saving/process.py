@@ -16,6 +16,9 @@ _ROOT = Path(__file__).resolve().parents[3]
 """The folder that holds `megatron`."""
 
 
+_DIES_WITHIN_S = 2.0
+
+
 class WriterDied(Exception):
     """The process has ended by itself."""
 
@@ -47,8 +50,15 @@ class WriterProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout.fileno()
         os.set_blocking(self._out, False)
+        self._poll = select.poll()
+        self._poll.register(self._out, select.POLLIN)
         self._received = bytearray()
         self.send(begin)
+
+    @property
+    def pid(self) -> int:
+        """Its number, for messages."""
+        return self._process.pid
 
     def send(self, message: Message) -> None:
         """Give it a message. If it has ended, `receive` tells."""
@@ -56,15 +66,15 @@ class WriterProcess:
             self._in.write(pickle.dumps(message))
             self._in.flush()
 
-    def receive(self, timeout: float | None = 0.0) -> list[Reply]:
-        """Replies that have come; none within `timeout` seconds (None: without end) is an empty list.
+    def receive(self, timeout: float = 0.0) -> list[Reply]:
+        """Replies that have come, or that come within `timeout` seconds.
 
         Raises:
             WriterDied: there is none left, and the process has ended.
         """
         replies = self._complete()
         while not replies:
-            if timeout != 0.0 and not select.select([self._out], [], [], timeout)[0]:
+            if timeout > 0.0 and not self._poll.poll(1000.0 * timeout):
                 return []
             try:
                 data = os.read(self._out, 1 << 16)
@@ -83,7 +93,8 @@ class WriterProcess:
         with contextlib.suppress(BrokenPipeError):
             self._in.close()
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that waits for a file system cannot even be killed
+            self._process.wait(_DIES_WITHIN_S)
         assert self._process.stdout is not None
         self._process.stdout.close()
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
+from collections.abc import Callable
 
 import torch
 
@@ -16,6 +19,12 @@ from megatron.checkpoint.saving.process import WriterDied, WriterProcess
 from megatron.checkpoint.storage.protocol import Draft, Storage
 from megatron.parallel.boxes import Box
 
+_log = logging.getLogger(__name__)
+
+PATIENCE_S = 300.0
+_TELL_AFTER_S = 10.0
+_TELL_EVERY_S = 60.0
+
 
 class RankWriter:
     """Writes one rank's parts, one after the other. A failure is kept until it is asked for; nothing here raises.
@@ -26,12 +35,19 @@ class RankWriter:
         num_ranks: how many parts there are.
         keep_last: see `retain`.
         save_retain_interval: see `retain`.
+        patience_s: a process that has made no progress for so long, while training waits for it, is ended.
     """
 
     def __init__(
-        self, storage: Storage, rank: int, num_ranks: int, keep_last: int | None = None, save_retain_interval: int | None = None
+        self,
+        storage: Storage,
+        rank: int,
+        num_ranks: int,
+        keep_last: int | None = None,
+        save_retain_interval: int | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        self._storage, self._rank, self._num_ranks = storage, rank, num_ranks
+        self._storage, self._rank, self._num_ranks, self._patience_s = storage, rank, num_ranks, patience_s
         self._keep_last, self._save_retain_interval = keep_last, save_retain_interval
         self._part: Part | None = None
         self._buffer: SharedBuffer | None = None
@@ -67,16 +83,16 @@ class RankWriter:
         self._copy(tensors)
         process.send(Save(iteration, token, files if self._rank == 0 else None))
 
-    def receive(self, timeout: float | None = 0.0) -> None:
-        """Take in what the process has replied, or replies within so many seconds (None: without end)."""
+    def receive(self, timeout: float = 0.0) -> bool:
+        """Take in what the process has replied, or replies within so many seconds. Returns whether it is known to be alive."""
         if self._process is None:
-            return
+            return False
         try:
             replies = self._process.receive(timeout)
         except WriterDied as error:
             self.close()
             self._fail(f"rank {self._rank}: {error}")
-            return
+            return False
         for reply in replies:
             if isinstance(reply, PartWritten):
                 self.written = reply
@@ -84,11 +100,11 @@ class RankWriter:
                 self.committed = reply
             elif isinstance(reply, Note):
                 self.notes.append(reply.text)
+        return bool(replies)
 
     def wait_until_written(self) -> str | None:
         """Wait for this rank's part of the last save. Returns why it could not be written, if so."""
-        while self.iteration is not None and self.written is None:
-            self.receive(None)
+        self._wait_until(lambda: self.written is not None)
         return None if self.written is None else self.written.failure
 
     def wait_until_committed(self, failures: list[str]) -> None:
@@ -99,15 +115,13 @@ class RankWriter:
         """
         if self.iteration is not None and self.committed is None and self._process is not None:
             self._process.send(GiveUp("\n  ".join(dict.fromkeys(failures))) if failures else AllWritten())
-        while self.iteration is not None and self.committed is None:
-            self.receive(None)
+        self._wait_until(lambda: self.committed is not None)
 
     def end(self) -> None:
         """Let the process end what it has begun (the first rank's may be removing old checkpoints), and give the memory back."""
         if self._process is not None:
             self._process.send(End())
-        while self._process is not None:
-            self.receive(None)
+        self._wait_until(lambda: self._process is None)
 
     def close(self) -> None:
         """End the process at once, and give the memory back."""
@@ -118,6 +132,28 @@ class RankWriter:
             self._targets = {}
             self._buffer.close()
             self._buffer = None
+
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        """Wait for the process, as long as it makes progress; one that does not is ended, and the save has failed."""
+        began = heard = time.monotonic()
+        tell_at = began + _TELL_AFTER_S
+        while self.iteration is not None and not done():
+            if self._process is None:
+                self._fail(f"rank {self._rank}: the process that writes it has ended")
+                return
+            pid = self._process.pid
+            alive = self.receive(min(1.0, self._patience_s))
+            now = time.monotonic()
+            heard = now if alive else heard
+            if now - heard > self._patience_s:
+                self.close()
+                self._fail(f"rank {self._rank}: the process that writes it made no progress for {now - heard:.0f} s and was ended")
+            elif now > tell_at and not done():
+                _log.error(
+                    f"rank {self._rank}: still waiting for the save of iteration {self.iteration} "
+                    f"(process {pid}, {now - began:.0f} s, last sign of life {now - heard:.0f} s ago)"
+                )
+                tell_at = now + _TELL_EVERY_S
 
     def _ready(self, part: Part, tensors: list[GlobalTensor]) -> WriterProcess:
         """The process and its memory; new ones where there are none or the part is another one.

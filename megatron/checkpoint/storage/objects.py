@@ -184,9 +184,11 @@ class ObjectDraft:
             self._remove_files(lambda name: name not in files and _is_left(name) and not _written_by(name, self._token))
 
     def abandon(self) -> None:
-        """Remove the files of this token."""
+        """Remove the files of this token, and the folder if they were all."""
         with contextlib.suppress(OSError):
             self._remove_files(lambda name: _written_by(name, self._token))
+            if not self._final.names():
+                self._final.remove("")
 
     def _remove_files(self, chosen: Callable[[str], bool]) -> None:
         for name in self._final.names():
