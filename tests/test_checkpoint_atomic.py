@@ -132,6 +132,7 @@ def test_one_rank_that_cannot_write_is_everybody_s_error(tmp_path: Path, failing
     texts = run_ranks(2, save_more)
     assert texts[0] == texts[1]
     assert f"cannot save {tmp_path / 'iter_0000002'}" in texts[0] and f"rank {failing}: [Errno 27] File too large" in texts[0]
+    assert "(make room: the file needs 8000 bytes)" in texts[0] and f"rank_0000{failing}.safetensors'" in texts[0]
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", LATEST}
     assert find_checkpoint(tmp_path) == first and loaded(first) == 1.0
 

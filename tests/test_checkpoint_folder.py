@@ -52,7 +52,7 @@ def test_the_one_saved_last_counts_after_going_back(tmp_path: Path) -> None:
     assert "iter_0000020 is newer but was not saved last" in said[0]
 
 
-@pytest.mark.parametrize("text", [None, "", "release", "99"])
+@pytest.mark.parametrize("text", [None, "", "release", "99", "9" * 5000, "²"])
 def test_a_latest_file_that_does_not_help(tmp_path: Path, text: str | None) -> None:
     save(tmp_path, 10, 20)
     (tmp_path / LATEST).unlink()
@@ -61,6 +61,13 @@ def test_a_latest_file_that_does_not_help(tmp_path: Path, text: str | None) -> N
     said: list[str] = []
     assert find_checkpoint(tmp_path, tell=said.append) == tmp_path / "iter_0000020"
     assert len(said) == 1 and ("iter_0000099" if text == "99" else LATEST) in said[0]
+
+
+def test_a_folder_in_place_of_the_latest_file(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    (tmp_path / LATEST).unlink()
+    (tmp_path / LATEST).mkdir()
+    assert latest_in(open_storage(tmp_path)) is None
 
 
 def test_lost_checkpoints_are_not_a_fresh_start(tmp_path: Path) -> None:

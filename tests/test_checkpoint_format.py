@@ -193,6 +193,15 @@ def test_a_manifest_of_the_first_programs(tmp_path: Path) -> None:
     assert json.loads(old.to_json()) == manifest
 
 
+def test_brackets_without_end_are_refused(tmp_path: Path) -> None:
+    path = save_example(tmp_path)
+    (path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(DamagedCheckpointError, match="is not readable"):
+        read_manifest(path)
+    with pytest.raises(DamagedCheckpointError, match="x has no readable header"):
+        Header.parse(b"8bytes  " + b"[" * 100_000, "x")
+
+
 def test_altered_content_sums_are_refused(tmp_path: Path) -> None:
     path = save_example(tmp_path)
     manifest = json.loads((path / "manifest.json").read_text())

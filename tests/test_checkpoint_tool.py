@@ -189,21 +189,27 @@ def test_the_difference_of_two_tensors(values: list[float], data: st.DataObject)
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks"),
+    ("flags", "layers"),
     [
-        (["--tp", 4, "--pp", 2], 8),
-        (["--tensor-model-parallel-size", 2], 2),
-        (["--pp", 2, "--num-virtual-stages-per-pipeline-rank", 2], 2),
-        (["--pp", 2, "--decoder-first-pipeline-num-layers", 3], 2),
+        (["--tp", 4, "--pp", 2], ["01"] * 4 + ["23"] * 4),
+        (["--tensor-model-parallel-size", 2], ["0123"] * 2),
+        (["--pp", 2, "--num-virtual-stages-per-pipeline-rank", 2], ["02", "13"]),
+        (["--pp", 2, "--decoder-first-pipeline-num-layers", 3], ["012", "3"]),
     ],
 )
-def test_reshard(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[Any], ranks: int) -> None:
-    """A file for each rank, the same content, moments too; and a run at that layout finds what it needs in its own files."""
+def test_reshard(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[Any], layers: list[str]) -> None:
+    """A file for each rank with the layers of its stage; the same content, moments too."""
+    ranks = len(layers)
     text = said(capsys, 0, "reshard", original, tmp_path / "cut", *flags)
     before, after = (read_manifest(checkpoint(folder, 2)) for folder in (original, tmp_path / "cut"))
     assert f"files of {ranks} ranks, content digest {before.content_digest}, as before" in text
     assert after.content_digest == before.content_digest and after.tensors.keys() == before.tensors.keys()
     assert sorted(name for name in after.files if name.startswith("rank_")) == [f"rank_{r:05d}.safetensors" for r in range(ranks)]
+    found: dict[str, set[str]] = {}
+    for name, tensor in after.tensors.items():
+        for box in tensor.boxes if ".layers." in name else ():
+            found.setdefault(box.file, set()).add(name.split(".")[2])
+    assert ["".join(sorted(found[file])) for file in sorted(found)] == layers
     assert "0 differ" in said(capsys, 0, "diff", original, tmp_path / "cut")
     assert said(capsys, 0, "verify", tmp_path / "cut")
     assert "is there already" in failed(capsys, 1, "reshard", original, tmp_path / "cut", *flags)

@@ -163,6 +163,31 @@ def test_settings_come_through_a_url(tmp_path: Path) -> None:
             load([*words, url], 1)
 
 
+def test_what_may_differ_may_be_given(tmp_path: Path) -> None:
+    """The length of a sample; and the stretch of rotary positions, where the run only begins with the weights."""
+    _checkpoint(tmp_path, MODEL)
+    words = [*RUN.split(), "--use-checkpoint-args", "--load", str(tmp_path)]
+    shorter = load([*words, "--seq-length", "16"], 1).config.model
+    assert (shorter.seq_length, shorter.num_positions) == (16, 32)  # the position table keeps its rows
+    rotary = tmp_path / "rotary"
+    _checkpoint(rotary, f"{MODEL} --position-embedding-type rope")
+    stretched = [*RUN.split(), "--use-checkpoint-args", "--rotary-base", "500000"]
+    for begins in (["--pretrained-checkpoint", str(rotary)], ["--load", str(rotary), "--finetune"]):
+        assert load([*stretched, *begins], 1).config.model.rotary_base == 500000
+    with pytest.raises(ConfigError, match="--rotary-base is given as 500000"):
+        load([*stretched, "--load", str(rotary)], 1)
+
+
+def test_the_files_of_the_tokenizer_come_along_unless_they_are_given(tmp_path: Path) -> None:
+    here = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --tokenizer-type GPT2BPETokenizer"
+    _checkpoint(tmp_path, f"{here} --vocab-file a/vocab.json --merge-file a/merges.txt")
+    words = [*RUN.split(), "--use-checkpoint-args", "--load", str(tmp_path)]
+    data = load(words, 1).config.data
+    assert (data.vocab_file, data.merge_file) == ("a/vocab.json", "a/merges.txt")
+    data = load([*words, "--vocab-file", "b.json", "--merge-file", "b.txt"], 1).config.data
+    assert (data.vocab_file, data.merge_file) == ("b.json", "b.txt")
+
+
 def test_flags_that_agree_with_the_checkpoint_are_fine(tmp_path: Path) -> None:
     _checkpoint(tmp_path, MODEL)
     words = [*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.build import build_tokenizer, embedding_rows
 from megatron.data.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from megatron.data.tokenizers.protocol import Tokenizer
 from megatron.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
@@ -213,6 +213,19 @@ def test_sentencepiece_types(tmp_path: Path) -> None:
     assert llama.encode("") == plain.encode("") == llama.encode_array("").tolist() == []
     for tokenizer in (plain, same, llama):
         assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eod]) == text
+
+
+def test_the_word_embedding_may_have_more_rows_than_the_tokenizer_has_ids(tmp_path: Path) -> None:
+    """As weights that come from elsewhere often have."""
+    settings: dict[str, Any] = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(sentencepiece_model(tmp_path))}
+    tokenizer = build_tokenizer(DataConfig(**settings))
+    size = tokenizer.vocab_size
+    assert embedding_rows(tokenizer, DataConfig(**settings)) == size
+    assert embedding_rows(tokenizer, DataConfig(**settings, vocab_size=size + 4)) == size + 4
+    with pytest.raises(ValueError, match=f"--vocab-size {size - 1} is less than the {size} ids of the tokenizer"):
+        embedding_rows(tokenizer, DataConfig(**settings, vocab_size=size - 1))
+    null = DataConfig(tokenizer_type="NullTokenizer", vocab_size=10)
+    assert embedding_rows(build_tokenizer(null), null) == 11  # its size is that of its ids, the end of a document on top
 
 
 def test_a_sentencepiece_model_without_the_ids_that_are_needed_is_refused(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ def quick_start(command: str, folder: Path) -> None:
     assert "resuming from" in said
     assert re.search(r"training loss 8\.\d+ at iteration 1, [4-7]\.\d+ at iteration 16", said)
     assert re.search(r"validation loss \S+ at iteration 12, \S+ at iteration 16", said)
+    sample = (folder / "data/run/sample.txt").read_text()
+    assert sample.startswith("def read(self,") and len(sample) > 30 and sample.strip() in said
 
 
 def suite(command: str, folder: Path) -> None:

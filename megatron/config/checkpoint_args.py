@@ -62,7 +62,7 @@ def take_from_checkpoint(config: Config, explicit: Set[str]) -> tuple[Config, li
                 )
             )
     model = saved.model
-    if model.position_embedding_type == "learned_absolute":  # whose rows follow from the sequence length, which may change
+    if "seq_length" in kept and model.position_embedding_type == "learned_absolute":  # the rows followed from the old length
         model = dataclasses.replace(model, max_position_embeddings=model.num_positions)
     fields = _TOKENIZER_FIELDS if explicit & set(TOKENIZER_FILES) else (*_TOKENIZER_FIELDS, *TOKENIZER_FILES)
     data = dataclasses.replace(config.data, **{field: getattr(saved.data, field) for field in fields})

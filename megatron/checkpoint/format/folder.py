@@ -34,9 +34,9 @@ def latest_in(save: Storage) -> int | None:
     """What the latest file of a save folder says; None if there is none or it holds no number."""
     try:
         text = save.read(LATEST).decode(errors="replace").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return None
-    return int(text) if text.isdecimal() else None
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:

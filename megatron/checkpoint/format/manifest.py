@@ -171,7 +171,7 @@ def part_from_json(data: bytes, path: str, name: str) -> Manifest:
         )
         stated = content["digest"], content.get("content_digest")
         found = manifest.digest, manifest.content_digest
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{file} is not readable ({error!r})") from error
     if found != stated:
         raise DamagedCheckpointError(f"{file} was altered: its content does not have the digest that it states")

@@ -85,7 +85,7 @@ class Header:
         """
         try:
             content = json.loads(start[LENGTH_BYTES:])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DamagedCheckpointError(f"{name} has no readable header ({error})") from error
         if not isinstance(content, dict):
             raise DamagedCheckpointError(f"{name} has no readable header (not a table)")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.checkpoint.errors import CheckpointError
@@ -89,7 +91,7 @@ def write_part(
     files = {}
     for file in part.files:
         name = draft.file_name(file.name)
-        with draft.storage.create(name) as out:
+        with _named_errors(draft.storage.at(name), file.num_data_bytes), draft.storage.create(name) as out:
             out.write(header_bytes([box.entry for box in file.boxes]))
             ahead = _Ahead(out, progress)
             for box in file.boxes:
@@ -97,6 +99,19 @@ def write_part(
                 _add_box(tensors, box, StoredBox(box.box, name, box.key, checksum), sums)
             files[name] = StoredFile(out.num_bytes)
     return Manifest(tensors, files)
+
+
+@contextlib.contextmanager
+def _named_errors(place: str, num_bytes: int) -> Iterator[None]:
+    """Errors of the system say which file could not be written, and how large it would be where there is no room for it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        text = f"{error.strerror} (make room: the file needs {num_bytes} bytes)" if full else error.strerror
+        raise OSError(error.errno, text, place) from error
 
 
 class _Ahead:

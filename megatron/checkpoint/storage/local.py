@@ -84,8 +84,9 @@ class LocalStorage:
         path = self._folder / name
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            yield LocalWriting(handle)
-            os.fsync(handle)
+            file = LocalWriting(path, handle)
+            yield file
+            file.sync()
         except BaseException:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -198,8 +199,8 @@ class LocalDraft:
 
 @contextlib.contextmanager
 def _missing_is_missing() -> Iterator[None]:
-    """A file below something that is no folder is not there either."""
+    """What is a folder is no file that can be read, and a file below something that is no folder is not there either."""
     try:
         yield
-    except NotADirectoryError as error:
+    except (IsADirectoryError, NotADirectoryError) as error:
         raise FileNotFoundError(error.errno, error.strerror, error.filename) from error

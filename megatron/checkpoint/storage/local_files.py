@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import functools
 import mmap
 import os
+import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.checkpoint.storage.protocol import TruncatedError
@@ -23,7 +26,11 @@ class LocalFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._size = os.fstat(self._handle).st_size
+        found = os.fstat(self._handle)
+        if stat.S_ISDIR(found.st_mode):
+            self.close()
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        self._size = found.st_size
 
     @property
     def size(self) -> int:
@@ -65,8 +72,8 @@ class LocalFile:
 class LocalWriting:
     """A `Writing` to a local file, without a buffer of its own."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, path: Path, handle: int) -> None:
+        self._path, self._handle = path, handle
         self._begun = 0
         self.num_bytes = 0
 
@@ -75,7 +82,8 @@ class LocalWriting:
         rest = memoryview(data)
         rest = rest.cast("B") if rest.nbytes else rest
         while rest.nbytes:
-            written = os.write(self._handle, rest[:FLUSH_BYTES])
+            with self._named():
+                written = os.write(self._handle, rest[:FLUSH_BYTES])
             self.num_bytes += written
             rest = rest[written:]
             if self.num_bytes - self._begun >= FLUSH_BYTES:
@@ -85,6 +93,20 @@ class LocalWriting:
     def fileno(self) -> int:
         """The file's descriptor."""
         return self._handle
+
+    def sync(self) -> None:
+        """Bring all of it to the disk."""
+        with self._named():
+            os.fsync(self._handle)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Have errors name the file."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
 
 _SYNC_FILE_RANGE_WRITE = 2

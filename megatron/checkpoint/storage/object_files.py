@@ -23,7 +23,7 @@ def told(place: str) -> Iterator[None]:
     except OSError as error:
         if place in str(error):
             raise
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError | NotADirectoryError) else OSError
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError) else OSError
         raise kind(f"{place}: {error.strerror or error or type(error).__name__}") from error
     except Exception as error:
         raise OSError(f"{place}: {type(error).__name__}: {error}") from error  # every store has errors of its own
