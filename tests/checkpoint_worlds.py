@@ -20,7 +20,6 @@ from megatron.checkpoint.saving.part import part_of, write_part
 from megatron.checkpoint.saving.plan import share_out
 from megatron.checkpoint.saving.planner import described, reader_of
 from megatron.checkpoint.storage.opening import open_storage
-from megatron.checkpoint.storage.opening import open_storage
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.params import ParamRecord, Split
 

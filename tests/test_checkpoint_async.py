@@ -40,6 +40,7 @@ from megatron.checkpoint.saving.messages import (
 from megatron.checkpoint.saving.part import Part
 from megatron.checkpoint.saving.plan import share_out
 from megatron.checkpoint.saving.planner import described, reader_of
+from megatron.checkpoint.saving.process import WriterProcess
 from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.checkpoint.saving.together import group_of
 from megatron.checkpoint.storage.local import LocalStorage
@@ -192,13 +193,37 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
     assert value_in(tmp_path / "iter_0000003") == 3.0
 
 
+def test_the_process_is_told_when_the_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    seen: list[bool] = []
+    send = WriterProcess.send
+
+    def look(self: WriterProcess, message: Message) -> None:
+        if isinstance(message, Save):
+            written = ones(float(message.iteration))
+            seen.extend(
+                torch.equal(target, next(t for t in written if t.name == name).local)
+                for (name, _), target in run.saver._writer._targets.items()
+            )
+        send(self, message)
+
+    monkeypatch.setattr(WriterProcess, "send", look)
+    for iteration in (1, 2):
+        run.save(iteration, ones(float(iteration)))
+    run.finish()
+    assert seen == [True] * 4
+
+
 def test_the_end_waits_for_the_last_save(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.save(1, ones())
-    os.kill(run.pid, signal.SIGSTOP)
-    threading.Timer(0.3, os.kill, (run.pid, signal.SIGCONT)).start()
+    run.save(1, ones(1.0))
+    run.until("saved")
+    with run.stopped():
+        run.save(2, ones(2.0))
+        threading.Timer(0.3, os.kill, (run.pid, signal.SIGCONT)).start()
+        run.saver._writer.wait_until_written()
     run.finish()
-    assert value_in(tmp_path / "iter_0000001") == 1.0 and run.log[-1].startswith("saved")
+    assert value_in(tmp_path / "iter_0000002") == 2.0 and run.log[-1].startswith("saved")
 
 
 def failed_lines(log: list[str]) -> list[str]:
@@ -232,7 +257,7 @@ def test_a_process_that_is_killed(tmp_path: Path, victim: int) -> None:
     first, other = run_ranks(2, train)
     (line,) = failed_lines(first)
     assert f"cannot save {tmp_path / 'iter_0000002'}:\n  rank {victim}: the process that writes it was killed by signal 9" in line
-    assert line.endswith("Training goes on; the last complete one is iter_0000001.") and other == []
+    assert line.endswith("The last complete one is iter_0000001. Training goes on.") and other == []
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000003", LATEST}
     assert value_in(tmp_path / "iter_0000003") == 3.0
 
@@ -297,7 +322,7 @@ def test_a_full_disk(tmp_path: Path, failing: int) -> None:
     for iteration, line in zip((2, 4), failed_lines(first), strict=True):
         path = tmp_path / f"iter_{iteration:07d}"
         assert f"cannot save {path}:\n  rank {failing}: [Errno 27] File too large" in line
-        assert f"the last complete one is iter_{iteration - 1:07d}" in line
+        assert f"The last complete one is iter_{iteration - 1:07d}" in line
     assert f"cannot save {tmp_path / 'iter_0000004'}:\n  rank {failing}: [Errno 27] File too large" in text
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000003", LATEST} and other == []
 
@@ -319,7 +344,7 @@ def test_no_memory_for_the_copy(tmp_path: Path, failing: int) -> None:
 
     first, _ = run_ranks(2, train)
     (line,) = failed_lines(first)
-    assert f"rank {failing}: [Errno 27] File too large" in line and "there is no complete checkpoint yet" in line
+    assert f"rank {failing}: [Errno 27] File too large" in line and "There is no complete checkpoint yet" in line
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", LATEST}
 
 
@@ -328,7 +353,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     run = Run(tmp_path / "save")
     run.save(1, ones())
     (line,) = failed_lines(run.log)
-    assert "Not a directory" in line and "there is no complete checkpoint yet" in line
+    assert "Not a directory" in line and "There is no complete checkpoint yet" in line
     (tmp_path / "save").unlink()
     run.save(2, ones(2.0))
     run.finish()
@@ -354,25 +379,27 @@ def test_a_writer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     """It is waited for with a word, ended after a while, and the next save is written."""
     monkeypatch.setattr(rank_writer, "_TELL_AFTER_S", 0.1)
     run = Run(tmp_path, patience_s=1.2)
-    run.save(1, ones())
+    run.save(1, ones(1.0))
+    run.until("saved")
     os.kill(pid := run.pid, signal.SIGSTOP)
     run.save(2, ones(2.0))
+    run.save(3, ones(3.0))
     assert is_gone(pid)
     (line,) = failed_lines(run.log)
     assert "rank 0: the process that writes it made no progress for " in line and line.count(" s and was ended") == 1
-    assert f"still waiting for the save of iteration 1 (process {pid}, " in caplog.text
+    assert f"still waiting for the save of iteration 2 (process {pid}, " in caplog.text
     run.finish()
-    assert list(checkpoints(tmp_path)) == [2] and not list(tmp_path.glob(".*"))
+    assert list(checkpoints(tmp_path)) == [1, 3] and not list(tmp_path.glob(".*"))
 
 
 def test_a_writer_that_is_slow_is_waited_for(tmp_path: Path) -> None:
     """As long as there is progress: here it waits for the part of another rank, which comes late."""
-    run = Run(tmp_path, patience_s=0.6)
+    run = Run(tmp_path, patience_s=background.ALIVE_EVERY_S + 1.0)
     run.saver._writer._num_ranks = 2
     run.save(1, [])
     draft = run.saver._writer.draft
     assert draft is not None
-    threading.Timer(2.0, draft.storage.write, (part_file(1), Manifest({}, {}).to_json())).start()
+    threading.Timer(background.ALIVE_EVERY_S + 2.5, draft.storage.write, (part_file(1), Manifest({}, {}).to_json())).start()
     run.finish()
     assert list(checkpoints(tmp_path)) == [1]
 

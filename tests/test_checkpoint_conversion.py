@@ -14,6 +14,7 @@ import torch
 
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 from megatron.checkpoint.open_source import open_source
+from megatron.checkpoint.stored import StoredCheckpoint
 from megatron.data.tokenizers.build import build_tokenizer
 from tests.huggingface_models import logits, opened, saved, some_ids
 from tests.model_styles import STYLES
@@ -56,7 +57,8 @@ def test_a_run_becomes_a_folder_and_the_folder_a_run(style: str, tmp_path: Path,
     assert tool("export", tmp_path / "run", tmp_path / "out", "--verify", "--max-shard-size", "20KB") == 0
     told = capsys.readouterr().out
     assert f"as {style};" in told and "Verified: the logits" in told and "gives the same ids" in told
-    assert "Verified: the logits" in (tmp_path / "out" / "README.md").read_text()
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "Verified: the logits" in readme and 'AutoTokenizer.from_pretrained("out")' in readme
     theirs = opened(tmp_path / "out")
     assert theirs.config.model_type == style and theirs.generation_config.eos_token_id == BPE.vocabulary["<|endoftext|>"]
 
@@ -107,7 +109,9 @@ def test_what_an_import_writes(huggingface: Path, tmp_path: Path, capsys: Texts)
     assert record["vocab_size"] == data["vocab_size"] == 400 and record["config"]["model"]["add_qkv_bias"] is True
     assert data["tokenizer_model"] == str(tmp_path / "base" / "tokenizer" / "tokenizer.json")
     assert (tmp_path / "base" / "tokenizer" / "tokenizer_config.json").exists()
-    assert {info.dtype for info in open_source(tmp_path / "base").weights.values()} == {torch.float32}
+    stored = open_source(tmp_path / "base")
+    assert isinstance(stored, StoredCheckpoint) and stored.state == {"has_optimizer": False}
+    assert {info.dtype for info in stored.weights.values()} == {torch.float32}
 
 
 def spoil(folder: Path, change: Callable[[Any], Any]) -> None:
@@ -129,6 +133,20 @@ def test_verify_stops_an_import_of_what_is_computed_otherwise(huggingface: Path,
 
     with pytest.raises(ValueError, match="more than 0.0001: the conversion is wrong"):
         compare_logits(source, huggingface, torch.float64)
+
+
+def test_verify_stops_where_transformers_finds_tensors_left_over(huggingface: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from tools.checkpoints.against_transformers import compare_logits
+
+    other = tmp_path / "other"
+    saved("qwen2-tied", other, vocab_size=400, num_key_value_heads=2, num_hidden_layers=4)
+    compare_logits(HuggingFaceFolder(huggingface), other, torch.float32)
+    tensors = load_file(other / "model.safetensors") | {"model.layers.0.extra.weight": torch.ones(3)}
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"transformers reports .*model.layers.0.extra.weight"):
+        compare_logits(HuggingFaceFolder(huggingface), other, torch.float32)
 
 
 def test_verify_stops_an_export_and_nothing_is_left(
@@ -201,6 +219,14 @@ def test_without_a_tokenizer(tmp_path: Path, capsys: Texts) -> None:
     assert tool("diff", tmp_path / "model", tmp_path / "base") == 0
     assert tool("import", tmp_path / "model", tmp_path / "ids", "--tokenizer-type", "NullTokenizer", "--vocab-size", "63") == 0
     assert open_source(tmp_path / "ids").tokenizer.vocab_size == 63  # type: ignore[union-attr]
+
+
+def test_a_run_on_numbers_is_exported_without_a_tokenizer(tmp_path: Path, capsys: Texts) -> None:
+    pytest.importorskip("transformers")
+    run(arguments(**QUIET, save=tmp_path / "run"))
+    assert tool("export", tmp_path / "run", tmp_path / "out", "--verify") == 0
+    assert "no tokenizer is written" in capsys.readouterr().out and opened(tmp_path / "out").generation_config.eos_token_id == 60
+    assert not list((tmp_path / "out").glob("tokenizer*"))
 
 
 def test_a_failed_import_leaves_no_checkpoint(huggingface: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

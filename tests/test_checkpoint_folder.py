@@ -128,12 +128,17 @@ def test_the_newest_and_the_latest_always_stay(
     stay = kept(iterations, latest, keep_last, interval)
     assert max(iterations) in stay and (latest is None or latest in stay)
     assert stay <= set(iterations)
+    reached = sorted(iterations if latest is None else [it for it in iterations if it <= latest])
+    assert set(reached[-(keep_last or 1) :]) <= stay
 
 
 def test_the_latest_stays_after_going_back(tmp_path: Path) -> None:
     save(tmp_path, 10, 20, 30, 15)
     retain(open_storage(tmp_path), 1, None)
-    assert there(tmp_path) == [15, 30] and latest_in(open_storage(tmp_path)) == 15
+    assert there(tmp_path) == [15, 20, 30] and latest_in(open_storage(tmp_path)) == 15
+    save(tmp_path, 25)
+    retain(open_storage(tmp_path), 2, None)
+    assert there(tmp_path) == [20, 25, 30]
 
 
 def test_a_removal_that_was_killed_is_finished(tmp_path: Path) -> None:

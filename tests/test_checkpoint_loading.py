@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,10 @@ from megatron.checkpoint.loading import content, data_files
 from megatron.checkpoint.loading.data_files import DataFiles, Part
 from megatron.checkpoint.loading.find import find_checkpoint, read_state
 from megatron.checkpoint.loading.load import load_tensors
+from megatron.checkpoint.loading.plan import BoxLoadPlanner
 from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.checkpoint.storage.local import LocalStorage
-from megatron.parallel.boxes import Box
+from megatron.parallel.boxes import Box, PlacedBox
 from tests.checkpoint_worlds import Layout, Shapes, assert_holds, hold, load_world, random_values, save_world, whole
 from tests.distributed import run_ranks
 
@@ -113,21 +115,57 @@ def _flip(tensor: torch.Tensor) -> None:
     tensor.view(torch.int32)[2, 3] ^= 1
 
 
+def in_columns(name: str) -> GlobalTensor:
+    """A 5 x 7 matrix of which a rank holds two blocks of columns: what is stored is cut for it."""
+    boxes = [PlacedBox(Box((0, 0), (5, 3)), 0), PlacedBox(Box((0, 3), (5, 4)), 15)]
+    return GlobalTensor(name, (5, 7), torch.zeros(35), boxes)
+
+
 @pytest.mark.parametrize("change", [_flip, _exchange_rows, _exchange_columns, _negate_two, torch.Tensor.zero_])
 def test_what_lies_in_memory_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
     path = save_checkpoint(tmp_path, 1, [whole("a", torch.randn(5, 7)), whole("b", torch.randn(3))], {}, {})
-    targets = [whole("a", torch.zeros(5, 7)), whole("b", torch.zeros(3))]
+    targets = [in_columns("a"), whole("b", torch.zeros(3))]
     loaded = load_tensors(path, targets)
     assert loaded.compared.equal == 2 and loaded.digest == read_manifest(Path(path)).content_digest
-    spoiled(lambda tensors: change(tensors[0].local), monkeypatch)
+    spoiled(lambda tensors: change(tensors[0].part(tensors[0].boxes[1])), monkeypatch)
     with pytest.raises(
         DamagedCheckpointError, match=r"(?s)cannot load .*not what was saved, by its content sums \(1\): a \(stored"
     ):
         load_tensors(path, targets)
 
 
+def test_a_read_that_is_not_made_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where everything else goes whole into its place."""
+    path = save_checkpoint(tmp_path, 1, [whole("a", torch.randn(5, 7)), whole("b", torch.randn(3))], {}, {})
+    original = BoxLoadPlanner._plan_reads
+    monkeypatch.setattr(BoxLoadPlanner, "_plan_reads", lambda self, t, boxes: original(self, t, boxes) if t.name == "a" else None)
+    with pytest.raises(DamagedCheckpointError, match=r"content sums \(1\): b"):
+        load_tensors(path, [whole("a", torch.zeros(5, 7)), whole("b", torch.zeros(3))])
+
+
+def test_a_read_to_another_place_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two boxes of the same sizes, each whole, exchanged."""
+    value = torch.randn(4, 3)
+    halves = [GlobalTensor("a", (4, 3), value[at : at + 2].clone(), [PlacedBox(Box((at, 0), (2, 3)), 0)]) for at in (0, 2)]
+    path = save_world(tmp_path, 1, [[half] for half in halves])
+    original = BoxLoadPlanner._plan_reads
+
+    def exchanged(self: BoxLoadPlanner, tensor: GlobalTensor, boxes: list[Box]) -> None:
+        original(self, tensor, boxes)
+        first, second = self._items
+        places = first.dest_offsets, second.dest_offsets
+        self._items = [dataclasses.replace(item, dest_offsets=at) for item, at in zip((first, second), places[::-1], strict=True)]
+
+    target = whole("a", torch.zeros(4, 3))
+    load_tensors(path, [target])
+    assert torch.equal(target.local, value)
+    monkeypatch.setattr(BoxLoadPlanner, "_plan_reads", exchanged)
+    with pytest.raises(DamagedCheckpointError, match=r"content sums \(1\): a"):
+        load_tensors(path, [target])
+
+
 def test_one_rank_s_difference_is_everybody_s_error(tmp_path: Path) -> None:
-    """Of what a rank holds alone, and of what it holds as others do."""
+    """Of what a rank holds alone, and of what it holds as others do; in another dtype, so that all is summed up."""
     values = random_values(SHAPES)
 
     def save_and_load(rank: int) -> list[str]:
@@ -142,7 +180,7 @@ def test_one_rank_s_difference_is_everybody_s_error(tmp_path: Path) -> None:
                 if rank == 1:
                     spoiled(negate, patch)
                 with pytest.raises(DamagedCheckpointError) as error:
-                    load_tensors(path, hold(SHAPES, layout, rank, None))
+                    load_tensors(path, hold(SHAPES, layout, rank, None, torch.float64))
             found.append(str(error.value))
         return found
 
@@ -176,7 +214,7 @@ def test_content_of_wider_and_narrower_dtypes(tmp_path: Path, monkeypatch: pytes
 
 def test_a_checkpoint_behind_a_url(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
-    url = f"local://{tmp_path}/run"
+    url: Any = f"local://{tmp_path}/run"
     values = random_values(SHAPES)
     for iteration in (1, 2):
         save_checkpoint(url, iteration, hold(SHAPES, Layout(), 0, values), {}, {"iteration": iteration})

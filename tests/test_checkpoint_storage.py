@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.storage import local, object_files
+from megatron.checkpoint.storage import local, local_files, object_files
 from megatron.checkpoint.storage.local import LocalStorage
 from megatron.checkpoint.storage.objects import ObjectStorage
 from megatron.checkpoint.storage.opening import is_url, open_storage, parent_and_name
@@ -424,6 +425,22 @@ def test_a_removal_that_fails_leaves_no_half(tmp_path: Path, monkeypatch: pytest
     assert storage.names() == []
     storage.child(".iter_0000001.removing").make()
     assert storage.sweep([]) == [".iter_0000001.removing"] and storage.names() == []
+
+
+def test_large_data_in_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may take less than it is given; the disk is asked for each stretch once."""
+    begun: list[tuple[int, int]] = []
+    write, data = os.write, bytes(range(100))
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:7]))
+    monkeypatch.setattr(local_files, "FLUSH_BYTES", 10)
+    monkeypatch.setattr(local_files, "_writeback", lambda: lambda handle, start, length, flags: begun.append((start, length)))
+    storage = open_storage(tmp_path)
+    with storage.create("x") as file:
+        for start in range(0, 100, 25):
+            file.write(data[start : start + 25])
+    assert storage.read("x") == data and file.num_bytes == 100
+    assert begun[0] == (0, 14) and all(start + length == after for (start, length), (after, _) in itertools.pairwise(begun))
+    assert 90 <= sum(length for _, length in begun) <= 100
 
 
 def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

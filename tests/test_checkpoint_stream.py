@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import weakref
 from pathlib import Path
 
@@ -114,6 +116,21 @@ def test_boxes_and_dtypes_are_checked_first(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="would hold what JSON cannot"):
         write_checkpoint(tmp_path, 7, INFOS, read, {}, {"a": {1}})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_conversion_left_is_replaced(tmp_path: Path) -> None:
+    def be_killed(name: str, box: Box) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return read(name, box)
+
+    pid = os.fork()
+    if pid == 0:
+        write_checkpoint(tmp_path, 7, INFOS, be_killed, {}, {})
+    os.waitpid(pid, 0)
+    (tmp_path / ".iter_0000009.0123abcd.saving").mkdir()  # of a run that saves at this moment
+    assert len(list(tmp_path.glob(".iter_0000007.*"))) == 1
+    write(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"iter_0000007", ".iter_0000009.0123abcd.saving", LATEST}
 
 
 def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import xxhash
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -176,6 +177,30 @@ def test_what_may_differ_may_be_given(tmp_path: Path) -> None:
         assert load([*stretched, *begins], 1).config.model.rotary_base == 500000
     with pytest.raises(ConfigError, match="--rotary-base is given as 500000"):
         load([*stretched, "--load", str(rotary)], 1)
+
+
+def test_a_checkpoint_without_a_tokenizer_leaves_it_to_the_flags(tmp_path: Path) -> None:
+    """Weights that were imported alone."""
+    model, _, tokenizer = MODEL.partition(" --tokenizer-type")
+    _checkpoint(tmp_path, model)
+    words = [*RUN.split(), "--use-checkpoint-args", "--pretrained-checkpoint", str(tmp_path)]
+    config = load([*words, *f"--tokenizer-type {tokenizer}".split()], 1).config
+    assert (config.data.tokenizer_type, config.data.vocab_size, config.model.num_layers) == ("NullTokenizer", 100, 4)
+
+
+def test_damaged_settings_are_passed_over_for_older_ones(tmp_path: Path) -> None:
+    """As the load does; but for a checkpoint that is asked for by its number."""
+    _checkpoint(tmp_path, MODEL, step=100)
+    _checkpoint(tmp_path, f"{MODEL} --swiglu --ffn-hidden-size 96", step=200)
+    file = tmp_path / "iter_0000200/config.json"
+    manifest = {"files": {"config.json": {"bytes": 1, "checksum": f"xxh3:{xxhash.xxh3_64_hexdigest(file.read_bytes())}"}}}
+    (file.parent / "manifest.json").write_text(json.dumps(manifest))
+    words = [*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args"]
+    assert load(words, 1).config.model.swiglu
+    file.write_text(file.read_text().replace('"num_layers": 4', '"num_layers": 8'))
+    assert not load(words, 1).config.model.swiglu
+    with pytest.raises(ConfigError, match="was altered since it was saved"):
+        load([*words, "--ckpt-step", "200"], 1)
 
 
 def test_the_files_of_the_tokenizer_come_along_unless_they_are_given(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from megatron.checkpoint.huggingface.families import FAMILIES, fitting
 from megatron.checkpoint.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.model.rope import frequencies
+from tests.huggingface_models import library
 from tests.layout import model_config
 from tests.lone_rank import CPU
 from tests.reference.shape import gpt2_like, llama_like
@@ -276,7 +277,7 @@ def test_what_the_fields_mean(base: dict[str, Any], changes: dict[str, Any], fie
 )
 def test_absent_fields_mean_what_transformers_takes(model_type: str, absent: list[str], fields: dict[str, Any]) -> None:
     """Against its configuration classes."""
-    transformers = pytest.importorskip("transformers")
+    transformers = library(model_type)
     heads = max(fields.get("num_key_value_heads", 6), 6) * (2 if model_type == "mistral" else 1)
     full = QWEN3 | {"model_type": model_type, "num_attention_heads": heads, "hidden_size": 8 * heads, "use_sliding_window": False}
     kept = {"use_sliding_window", "max_window_layers"} if model_type.startswith("qwen") else set()

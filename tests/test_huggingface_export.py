@@ -177,6 +177,7 @@ def test_the_readme_says_what_was_found_and_what_is_lost(tmp_path: Path) -> None
     ):
         assert said in text
     assert len(written.notes) == 4 and written.checked == "All is well."
+    assert "AutoTokenizer" not in text
     export(source_of(llama_like()), tmp_path / "y")
     assert "not compared" in (tmp_path / "y" / "README.md").read_text()
 

@@ -62,7 +62,7 @@ def test_it_is_recognised(llama: Path) -> None:
         (lambda t: t.update({"model.norm.weight": torch.ones(47)}), r"model.norm.weight is \[47\], not \[48\]"),
         (lambda t: t.update({"model.norm.bias": torch.ones(48)}), r"model.norm.bias \[48\] is not of this model"),
         (lambda t: t.update({"model.layers.3.mlp.up_proj.weight": torch.ones(1)}), "layers.3.mlp.up_proj.weight"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}), "model.norm.weight"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}), "not of floating-point numbers"),
     ],
 )
 def test_nothing_is_missing_and_nothing_unread(llama: Path, change: Callable[[Tensors], Any], named: str) -> None:
@@ -136,6 +136,9 @@ def test_no_folder_and_no_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no weights"):
         HuggingFaceFolder(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"')
+    with pytest.raises(DamagedCheckpointError, match="not valid JSON"):
+        HuggingFaceFolder(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(DamagedCheckpointError, match="not valid JSON"):
         HuggingFaceFolder(tmp_path)
 
@@ -212,7 +215,7 @@ def test_old_gpt2_files_have_no_prefix_and_hold_masks(tmp_path: Path) -> None:
         for name in [*tensors]:
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
         for layer in range(3):
-            tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
+            tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8 if layer else torch.float32).tril()
             tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
 
     rewrite(tmp_path, strip)

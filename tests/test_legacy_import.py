@@ -21,6 +21,7 @@ from tests.legacy_checkpoints import PADDING, LegacyLayout, padded_rows, write_l
 from tests.reference.model import Weights, logits
 from tests.reference.random_inputs import random_weights
 from tests.reference.shape import ReferenceShape, gpt2_like, llama_like
+from tools import checkpoint
 
 VOCAB = 61
 STYLES = {
@@ -125,6 +126,27 @@ def test_vocabulary(tmp_path: Path) -> None:
     assert torch.equal(kept.read("embedding.word.weight")[:VOCAB], weights["embedding.word.weight"])
     with pytest.raises(CheckpointError, match="a vocabulary of 65 does not fit its word embedding of 64 rows"):
         LegacyCheckpoint(tmp_path, vocab_size=65)
+
+
+def test_only_padding_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tokenizer of fewer ids than the checkpoint's would take trained rows away."""
+    shape = STYLES["gpt2"]
+    legacy, out = tmp_path / "legacy", tmp_path / "out"
+    write_legacy(legacy, shape, weights_of(shape), LegacyLayout(tp=2), tokenizer_type="GPT2BPETokenizer", vocab_size=None)
+    words = ["import", str(legacy), str(out), "--tokenizer-type", "NullTokenizer", "--vocab-size"]
+    assert checkpoint.main([*words, "30"]) == 1
+    assert "Megatron-LM does not pad" in capsys.readouterr().err and not out.exists()
+    assert checkpoint.main([*words, str(VOCAB - 1)]) == 0
+    padding = padded_rows(VOCAB, 2) - VOCAB
+    assert f"The last {padding} of {padding + VOCAB} rows of the word embedding are padding" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("setting", ["qk_l2_norm", "head_wise_attn_gate"])
+def test_what_changes_the_model_and_has_no_weights_is_refused(tmp_path: Path, setting: str) -> None:
+    shape = STYLES["gpt2"]
+    write_legacy(tmp_path, shape, weights_of(shape), LegacyLayout(), **{setting: True})
+    with pytest.raises(CheckpointError, match=f"cannot be built here: {setting} = True"):
+        LegacyCheckpoint(tmp_path)
 
 
 def test_what_is_left_out_is_said(tmp_path: Path) -> None:

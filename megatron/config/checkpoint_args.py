@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
+
+import xxhash
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
@@ -18,7 +21,7 @@ from megatron.config.model import FREE_AT_BEGINNING, FREE_FIELDS
 from megatron.config.save import from_dict
 
 _FLAGS = ("--use-checkpoint-args", "--load", "--pretrained-checkpoint", "--ckpt-step")
-_FILE, _LATEST = "config.json", "latest_checkpointed_iteration.txt"
+_FILE, _MANIFEST, _LATEST = "config.json", "manifest.json", "latest_checkpointed_iteration.txt"
 _DERIVED = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "max_position_embeddings": "num_positions"}
 """Model fields that may be None, with the property that says what they then are."""
 _TOKENIZER_FIELDS = ("tokenizer_type", *(field for field in TOKENIZER_SETTINGS if field not in TOKENIZER_FILES))
@@ -36,17 +39,19 @@ def take_from_checkpoint(config: Config, explicit: Set[str]) -> tuple[Config, li
         The settings, and what stands against them: no readable checkpoint, or flags that contradict it.
     """
     try:
-        folder, begins = _chosen(config.checkpoint)
-        saved = _saved_config(folder)
+        folder, saved, begins = _chosen(config.checkpoint)
     except ConfigError as error:
         taken = [f"--{flag.name}" for flag in flags().values() if _is_taken(flag.topic, flag.field)]
         # Naming the flags that would have come from it keeps rules about their defaults silent.
         return config, [dataclasses.replace(violation, flags=(*_FLAGS, *taken)) for violation in error.violations]
     problems = []
     free = FREE_FIELDS | FREE_AT_BEGINNING if begins else FREE_FIELDS
+    knows_tokenizer = saved.data.tokenizer_type is not None  # weights that were imported alone have none
     kept = {}
     for flag in flags().values():
         if not _is_taken(flag.topic, flag.field) or flag.field not in explicit:
+            continue
+        if flag.topic == "data" and not knows_tokenizer:
             continue
         mine = getattr(getattr(config, flag.topic), flag.field)
         theirs = _effective(saved, flag.topic, flag.field)
@@ -65,7 +70,8 @@ def take_from_checkpoint(config: Config, explicit: Set[str]) -> tuple[Config, li
     if "seq_length" in kept and model.position_embedding_type == "learned_absolute":  # the rows followed from the old length
         model = dataclasses.replace(model, max_position_embeddings=model.num_positions)
     fields = _TOKENIZER_FIELDS if explicit & set(TOKENIZER_FILES) else (*_TOKENIZER_FIELDS, *TOKENIZER_FILES)
-    data = dataclasses.replace(config.data, **{field: getattr(saved.data, field) for field in fields})
+    taken_data = {field: getattr(saved.data, field) for field in fields} if knows_tokenizer else {}
+    data = dataclasses.replace(config.data, **taken_data)
     return dataclasses.replace(config, model=dataclasses.replace(model, **kept), data=data), problems
 
 
@@ -80,36 +86,49 @@ def _effective(saved: Config, topic: str, field: str) -> Any:
     return value
 
 
-def _chosen(checkpoint: CheckpointConfig) -> tuple[str, bool]:
-    """Folder of the checkpoint that the run takes up: of --load, or where that holds none, of --pretrained-checkpoint; and whether it
-    only begins with its weights.
+def _chosen(checkpoint: CheckpointConfig) -> tuple[str, Config, bool]:
+    """The checkpoint that the run takes up: of --load, or where that holds none, of --pretrained-checkpoint.
+
+    Returns:
+        Its folder, its settings, and whether the run only begins with its weights.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or none whose settings can be read.
     """
     load, base = checkpoint.load, checkpoint.pretrained_checkpoint
     if load is not None and checkpoint.ckpt_step is not None:
-        return f"{load.rstrip('/')}/iter_{checkpoint.ckpt_step:07d}", checkpoint.finetune
-    for folder in (load, base):
-        if folder is not None and (found := _newest(folder)):
-            return found, checkpoint.finetune or folder == base
+        folder = f"{load.rstrip('/')}/iter_{checkpoint.ckpt_step:07d}"
+        return folder, _saved_config(folder), checkpoint.finetune
+    for place in (load, base):
+        if place is not None and (found := _newest_first(place)):
+            return *_first_readable(found), checkpoint.finetune or place == base
     if base is not None and _FILE in names_in(base):
-        return base, True
-    raise _unreadable(f"There is no checkpoint in {' or '.join(folder for folder in (load, base) if folder is not None)}.")
+        return base, _saved_config(base), True
+    raise _unreadable(f"There is no checkpoint in {' or '.join(place for place in (load, base) if place is not None)}.")
 
 
-def _newest(folder: str) -> str | None:
-    """The checkpoint that the latest file names, or else the one of the highest iteration; None if there is none."""
+def _first_readable(folders: Sequence[str]) -> tuple[str, Config]:
+    """As a load, which passes over what is damaged."""
+    first: ConfigError | None = None
+    for folder in folders:
+        try:
+            return folder, _saved_config(folder)
+        except ConfigError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _newest_first(folder: str) -> list[str]:
+    """Checkpoints of a save folder: the one that the latest file names, then the others from the highest iteration down."""
     names = names_in(folder)
-    found = sorted((int(match[1]), name) for name in names if (match := re.fullmatch(r"iter_(\d{7,})", name)))
-    if not found:
-        return None
-    name = found[-1][1]
-    if _LATEST in names:
+    numbers = (re.fullmatch(r"iter_(\d{7,18})", name) for name in names)
+    found = [match[0] for match in sorted((match for match in numbers if match), key=lambda match: -int(match[1]))]
+    with contextlib.suppress(OSError):
         text = read_bytes(folder, _LATEST).decode(errors="replace").strip()
-        if text.isdecimal() and (named := f"iter_{int(text):07d}") in names:
-            name = named
-    return f"{folder.rstrip('/')}/{name}"
+        if re.fullmatch(r"\d{1,18}", text):
+            found.sort(key=lambda name: name != f"iter_{int(text):07d}")  # stable
+    return [f"{folder.rstrip('/')}/{name}" for name in found]
 
 
 def _saved_config(folder: str) -> Config:
@@ -120,11 +139,14 @@ def _saved_config(folder: str) -> Config:
     """
     file = f"{folder}/{_FILE}"
     try:
-        record = json.loads(read_bytes(folder, _FILE))
+        data = read_bytes(folder, _FILE)
+        record = json.loads(data)
     except OSError as error:
         raise _unreadable(f"{file} cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _unreadable(f"{file} is not valid JSON: {error}.") from error
+    if _was_altered(folder, data):
+        raise _unreadable(f"{file} was altered since it was saved (checksum).")
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
         raise _unreadable(f"{file} holds no settings: it has no mapping named config.")
     # Only what is taken has to be understood; other topics may come from another version.
@@ -134,6 +156,15 @@ def _saved_config(folder: str) -> Config:
     fields = {*_TOKENIZER_FIELDS, *TOKENIZER_FILES}
     wanted["data"] = {field: value for field, value in wanted["data"].items() if field in fields}
     return from_dict(wanted)
+
+
+def _was_altered(folder: str, config: bytes) -> bool:
+    """Whether the manifest, if it can be read, has another checksum for the settings."""
+    try:
+        stored = json.loads(read_bytes(folder, _MANIFEST))["files"][_FILE]["checksum"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return False  # a load tells what is wrong with a manifest
+    return stored != f"xxh3:{xxhash.xxh3_64_hexdigest(config)}" and str(stored).startswith("xxh3:")
 
 
 def _unreadable(message: str) -> ConfigError:

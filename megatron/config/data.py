@@ -62,8 +62,8 @@ class DataConfig:
     merge_file: str | None = None
     """merges.txt (or vocab.bpe) of a GPT-2 BPE tokenizer."""
     vocab_size: int | None = None
-    """Size of the vocabulary of NullTokenizer (its end-of-document id comes on top), or to which TikTokenizer cuts its file; with the
-    other files, rows of the word embedding, for models that have more than their tokenizer has ids."""
+    """Size of the vocabulary of NullTokenizer (its end-of-document id comes on top), or to which TikTokenizer cuts its file; with
+    the other files, rows of the word embedding, for models that have more than their tokenizer has ids."""
     tiktoken_pattern: TiktokenPattern = "v2"
     """How TikTokenizer splits text into pieces: v1 (digits and words as GPT-4) or v2 (letters by case)."""
     tiktoken_num_special_tokens: int = 1000

@@ -68,13 +68,13 @@ def resume(
             chosen, told = taken
             if checkpoint.finetune:
                 return _begun(chosen, told, schedule, "--finetune")
-            if wants_state:
-                optimizer.set_num_updates(int(chosen.state["optimizer_updates"]))
-                scaler.load_state_dict(chosen.state["scaler"])
-            else:
-                told.append("moments start from zero (--no-load-optim)")
-            progress = Progress.from_json(chosen.state["progress"])
-            return Resumed(progress, agreed_schedule(schedule, chosen.state["schedule"], chosen.path), chosen.path, tuple(told))
+            try:
+                return _continued(chosen, told, optimizer, scaler, schedule, wants_state=wants_state)
+            except (KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"the state.json of {chosen.path} is not that of a run of this program ({error!r}): add --finetune to take its "
+                    "weights alone"
+                ) from error
         # Who wants only a part of a checkpoint does not want none.
         needs = {
             "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
@@ -93,6 +93,25 @@ def resume(
         assert taken is not None, "a missing base is an error"
         return _begun(taken[0], [*notes, *taken[1]], schedule, "--pretrained-checkpoint")
     return Resumed(Progress(), schedule, None, notes)
+
+
+def _continued(
+    chosen: _Chosen,
+    notes: list[str],
+    optimizer: ShardedOptimizer,
+    scaler: GradScaler,
+    schedule: Schedule,
+    *,
+    wants_state: bool,
+) -> Resumed:
+    """Take over the counts, and agree on the schedules."""
+    if wants_state:
+        optimizer.set_num_updates(int(chosen.state["optimizer_updates"]))
+        scaler.load_state_dict(chosen.state["scaler"])
+    else:
+        notes = [*notes, "moments start from zero (--no-load-optim)"]
+    progress = Progress.from_json(chosen.state["progress"])
+    return Resumed(progress, agreed_schedule(schedule, chosen.state["schedule"], chosen.path), chosen.path, tuple(notes))
 
 
 def _begun(chosen: _Chosen, notes: list[str], schedule: Schedule, flag: str) -> Resumed:
@@ -124,7 +143,7 @@ def _fill(
         chosen = broadcast_object(together(context, lambda: look(damaged) if context.rank == 0 else None), context.world)
         if chosen is None:
             return None
-        if wants_state and not chosen.state["has_optimizer"]:
+        if wants_state and not chosen.state.get("has_optimizer"):
             raise CheckpointError(
                 f"{chosen.path} was saved without optimizer state: add --no-load-optim, or --finetune to start counting from 0"
             )

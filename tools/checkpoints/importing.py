@@ -1,8 +1,8 @@
 """Write the weights of a Hugging Face folder, or of a checkpoint of Megatron-LM, as a checkpoint to continue from at any layout.
 
-OUTPUT becomes a --save folder with iteration 0: weights alone, in their own type, and the files of the tokenizer beside it. Go on
-from it with --use-checkpoint-args and either --pretrained-checkpoint OUTPUT or --load OUTPUT --finetune. The peak of memory is one
-parameter; with --verify the whole model in float32.
+OUTPUT becomes a --save folder with iteration 0: weights alone, in their own type, and the files of the tokenizer beside it. A run
+begins with them by --use-checkpoint-args and either --pretrained-checkpoint OUTPUT or --load OUTPUT --finetune. The peak of memory
+is one parameter; with --verify the whole model in float32.
 """
 
 from __future__ import annotations
@@ -111,6 +111,11 @@ def _open(args: argparse.Namespace) -> tuple[WeightSource, DataConfig | None]:
     tokenizer = chosen_tokenizer(args, source)
     ids = None if tokenizer is None else build_tokenizer(tokenizer).vocab_size
     rows = args.embedding_rows or ids
+    if isinstance(source, LegacyCheckpoint) and args.embedding_rows is None and ids is not None and not source.pads_to_this(ids):
+        raise ValueError(
+            f"the tokenizer has {ids:,} ids, which Megatron-LM does not pad to the rows that {args.source} has: it may be another "
+            "one's. If it is its tokenizer, say by --embedding-rows how many rows are no padding"
+        )
     if is_legacy and rows is not None and rows != source.vocab_size:
         source = open_source(args.source, args.step, vocab_size=rows)
     if tokenizer is None or ids is None or ids == source.vocab_size:

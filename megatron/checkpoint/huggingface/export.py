@@ -118,7 +118,9 @@ def export(
             notes=notes,
             checked=check(temporary) if check else None,
         )
-        (temporary / "README.md").write_text(_readme(source, written), encoding="utf-8")
+        (temporary / "README.md").write_text(
+            _readme(source, written, (temporary / "tokenizer_config.json").exists()), encoding="utf-8"
+        )
         sync_folder(temporary)
         temporary.rename(folder)  # onto nothing, or an empty folder
         sync_folder(folder.parent)
@@ -175,7 +177,10 @@ def _unsaid(source: WeightSource, family: Family) -> list[str]:
     return notes
 
 
-def _readme(source: WeightSource, written: Export) -> str:
+def _readme(source: WeightSource, written: Export, has_tokenizer: bool) -> str:
+    name = written.folder.name
+    imports = "AutoModelForCausalLM, AutoTokenizer" if has_tokenizer else "AutoModelForCausalLM"
+    tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if has_tokenizer else ""
     checked = written.checked or "The logits were not compared with those of the training framework (--verify was not given)."
     notes = "".join(f"- {note}\n" for note in written.notes)
     return f"""---
@@ -183,7 +188,7 @@ library_name: transformers
 pipeline_tag: text-generation
 ---
 
-# {written.folder.name}
+# {name}
 
 {written.num_parameters:,} parameters in {written.dtype}, architecture `{written.family}`, vocabulary {source.vocab_size:,}.
 Written from `{source.name}`.
@@ -191,11 +196,10 @@ Written from `{source.name}`.
 {checked}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {imports}
 
-model = AutoModelForCausalLM.from_pretrained("{written.folder.name}")
-tokenizer = AutoTokenizer.from_pretrained("{written.folder.name}")
-```
+model = AutoModelForCausalLM.from_pretrained("{name}")
+{tokenizer}```
 """ + (f"\n{notes}" if notes else "")
 
 

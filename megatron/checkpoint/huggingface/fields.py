@@ -52,6 +52,12 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
 }
 """Fields of every architecture, and the values at which they change nothing."""
 
+_UNKNOWN = "unknown here, and it may change what the model computes; remove it from the file if it does not"
+_STRANGE = {
+    "auto_map": "the model is defined by a program in its folder, which may compute something else than transformers' own class; "
+    "remove it from the file if it is known that it does not",
+}
+
 
 class Fields:
     """Reads fields and gathers what stands against them; `finish` raises.
@@ -125,9 +131,6 @@ class Fields:
             if name in self._values and name not in self._read:
                 self.expect(name, allowed, None)
         strange = {name: value for name, value in self._values.items() if name not in self._read and value is not None}
-        faults = self._faults + [
-            f"{name} = {value!r}: unknown here, and it may change what the model computes; remove it from the file if it does not"
-            for name, value in strange.items()
-        ]
+        faults = self._faults + [f"{name} = {value!r}: {_STRANGE.get(name, _UNKNOWN)}" for name, value in strange.items()]
         if faults:
             raise CheckpointError(f"{self._name} describes a model that cannot be read:\n  " + "\n  ".join(faults))

@@ -15,7 +15,7 @@ from megatron.checkpoint.huggingface.families import FAMILIES
 from megatron.checkpoint.huggingface.family import Family
 from megatron.checkpoint.huggingface.fields import CONFIG, Fields
 from megatron.checkpoint.huggingface.tokenizer_found import find_tokenizer
-from megatron.checkpoint.huggingface.weight_files import WeightFiles
+from megatron.checkpoint.huggingface.weight_files import WEIGHT_DTYPES, WeightFiles
 from megatron.checkpoint.source import TensorInfo
 from megatron.checkpoint.storage.opening import open_storage
 from megatron.config.data import DataConfig
@@ -86,6 +86,11 @@ class HuggingFaceFolder:
             for name, shape in expected.items()
             if name in stored and stored[name].shape != shape
         ]
+        wrong += [
+            f"{name} is not of floating-point numbers"
+            for name in expected
+            if name in stored and stored[name].dtype not in WEIGHT_DTYPES
+        ]
         unread = [name for name in stored if name not in expected]
         buffers = [name for name in unread if family.is_buffer(name)]
         if self.model.tied and _OUTPUT in unread:
@@ -118,7 +123,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path.parent} is no model of Hugging Face: it has no {CONFIG}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must be a JSON object with model_type")

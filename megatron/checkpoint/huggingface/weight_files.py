@@ -16,20 +16,22 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.dtypes import dtype_name
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.format.dtypes import DTYPES
 from megatron.checkpoint.source import TensorInfo
 
 INDEX = ".index.json"
 SINGLE = "model.safetensors"
 _PICKLED = "pytorch_model.bin"
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class WeightFiles:
     """Tensors of a folder by their names there.
 
     Raises:
-        CheckpointError: no weights, a format that is not opened, or tensors of a kind that is no weight's.
+        CheckpointError: no weights, or a format that is not opened.
         DamagedCheckpointError: a file is missing or truncated, or files and index disagree.
     """
 
@@ -49,9 +51,6 @@ class WeightFiles:
                     raise DamagedCheckpointError(f"{path} holds tensors that {kind}{INDEX} does not name: {listed(extra)}")
             self._file_of |= dict.fromkeys(file.tensors, file)
             self.tensors |= file.tensors
-        strange = [f"{name} ({info.dtype})" for name, info in self.tensors.items() if info.dtype not in _DTYPES]
-        if strange:
-            raise CheckpointError(f"{folder} holds tensors of other types than floating point: {listed(strange)}")
 
     def read(self, name: str) -> torch.Tensor:
         """A view of the file."""
@@ -86,7 +85,7 @@ def _read_index(path: Path) -> dict[Path, set[str] | None]:
             if Path(file).name != file:
                 raise DamagedCheckpointError(f"{path} names {file!r}, which is not a file in its folder")
             found[file].add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise DamagedCheckpointError(f"{path} is not a readable index of weights ({error!r})") from error
@@ -97,15 +96,17 @@ def _open_safetensors(path: Path) -> _File:
     from safetensors import SafetensorError, safe_open
 
     try:
-        opened = safe_open(path, framework="pt")
-        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+        with safe_open(path, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+            tensors = {name: TensorInfo(tuple(part.get_shape()), _dtype(part.get_dtype())) for name, part in slices.items()}
     except (SafetensorError, OSError, struct.error) as error:
         raise DamagedCheckpointError(f"{path} is not a whole safetensors file ({error})") from error
-    tensors = {name: TensorInfo(tuple(part.get_shape()), _dtype(part.get_dtype())) for name, part in slices.items()}
 
     def read(name: str) -> torch.Tensor:
         try:
-            found: torch.Tensor = opened.get_tensor(name)
+            # Mapped anew each time: the pages of a map that stays would stay resident, in the end the whole model's.
+            with safe_open(path, framework="pt") as opened:
+                found: torch.Tensor = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise DamagedCheckpointError(f"{path}: {name} cannot be read ({error})") from error
         return found
@@ -114,8 +115,8 @@ def _open_safetensors(path: Path) -> _File:
 
 
 def _dtype(code: str) -> torch.dtype:
-    """Of safetensors' name of it; what is no weight's becomes some other type, which is refused later by its tensor's name."""
-    names = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    """Of safetensors' name of it; what is no weight's becomes some other type."""
+    names = {DTYPES[dtype_name(dtype)].code: dtype for dtype in WEIGHT_DTYPES}
     return names.get(code, torch.uint8)
 
 

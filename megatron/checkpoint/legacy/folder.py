@@ -16,6 +16,7 @@ from megatron.checkpoint.source import TensorInfo
 from megatron.model.records import global_records
 from megatron.parallel.boxes import Box
 from megatron.parallel.params import ParamRecord
+from megatron.tensor_parallel.embedding import padded_vocab_size
 
 
 class LegacyCheckpoint:
@@ -117,7 +118,16 @@ class LegacyCheckpoint:
             return self._padded
         if not 0 < size <= self._padded:
             raise CheckpointError(f"{self.name}: a vocabulary of {size} does not fit its word embedding of {self._padded} rows")
+        if size < self._padded:
+            self.notes.append(
+                f"The last {self._padded - size} of {self._padded} rows of the word embedding are padding and were cut off."
+            )
         return size
+
+    def pads_to_this(self, vocab_size: int) -> bool:
+        """Whether a vocabulary of this size is padded to the rows that are stored, so that what is cut off is padding and nothing
+        else."""
+        return padded_vocab_size(vocab_size, self.model.make_vocab_size_divisible_by, self._tensor_ranks) == self._padded
 
     def _chunk_of(self, name: str) -> Chunk:
         layer = place_of(name).layer

@@ -63,6 +63,11 @@ _OTHER_MODELS: dict[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_encoded_json": (None,),
     "add_position_embedding": (None, True),
     "use_mup": (None, False),
+    "qk_l2_norm": (None, False),
+    "rotary_base_per_layer": (None,),
+    "glu_linear_offset": (None, 0.0, 0),
+    "activation_func_clamp_value": (None,),
+    "head_wise_attn_gate": (None, False),
 }
 """Arguments that make another model, with the values at which they do not."""
 

@@ -1,10 +1,10 @@
-"""Whether what the ranks hold after a load is what was saved: by the content sums, which no layout changes."""
+"""Whether what the ranks hold after a load is what was saved: by checksums, or by the content sums, which no layout changes."""
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -40,6 +40,8 @@ class Compared:
 class Held:
     """What one rank holds."""
 
+    whole: set[str]
+    """Names of tensors that are proven by the checksums of their boxes."""
     sums: dict[tuple[str, Box], Sums]
     """Of each box that can be compared."""
     narrowed: set[str]
@@ -47,11 +49,17 @@ class Held:
     """Names of tensors that cannot be compared."""
 
 
-def compare_content(tensors: list[GlobalTensor], manifest: Manifest, threads: int, group: Group, doing: str) -> Compared:
-    """Compare what all ranks hold, as it lies in memory, with the checkpoint's content sums. All ranks call it together.
+def compare_content(
+    tensors: list[GlobalTensor], straight: Mapping[str, int], manifest: Manifest, threads: int, group: Group, doing: str
+) -> Compared:
+    """Compare what all ranks hold, as it lies in memory, with what was saved. All ranks call it together.
+
+    A box that was read whole into its place has had its checksum taken there, which is the proof. Tensors of which any rank holds
+    something else (part of a box, another dtype, a copy on a device) are summed up over all ranks.
 
     Args:
         tensors: what this rank has loaded.
+        straight: by tensor, how many of this rank's elements came in whole boxes that were checked in their place.
         manifest: of the checkpoint.
         threads: how many to use.
         group: the ranks that loaded.
@@ -60,7 +68,19 @@ def compare_content(tensors: list[GlobalTensor], manifest: Manifest, threads: in
     Raises:
         DamagedCheckpointError: on every rank, if a tensor differs, or ranks that hold the same box differ.
     """
-    return decide(group, doing, lambda: _held(tensors, manifest, threads), lambda world: [_judge(world, manifest)] * group.size)
+    cut = {tensor.name for tensor in tensors if straight.get(tensor.name, 0) != sum(p.box.numel for p in tensor.boxes)}
+
+    def everywhere(world: list[set[str]]) -> list[set[str]]:
+        return [set().union(*world)] * group.size
+
+    cut_anywhere = decide(group, doing, lambda: cut, everywhere)
+    summed = [tensor for tensor in tensors if tensor.name in cut_anywhere]
+    whole = {tensor.name for tensor in tensors} - cut_anywhere
+
+    def share() -> Held:
+        return _held(summed, whole, manifest, threads)
+
+    return decide(group, doing, share, lambda world: [_judge(world, manifest)] * group.size)
 
 
 def exactly_comparable(stored: torch.dtype, here: torch.dtype) -> bool:
@@ -68,9 +88,9 @@ def exactly_comparable(stored: torch.dtype, here: torch.dtype) -> bool:
     return torch.promote_types(stored, here) == here
 
 
-def _held(tensors: list[GlobalTensor], manifest: Manifest, threads: int) -> Held:
+def _held(tensors: list[GlobalTensor], whole: set[str], manifest: Manifest, threads: int) -> Held:
     """Sums of the boxes of this rank, taken from memory, in the stored dtype."""
-    tasks, held = [], Held({}, set(), set())
+    tasks, held = [], Held(whole, {}, set(), set())
     for tensor in tensors:
         stored = manifest.tensors[tensor.name]
         if stored.content is None:
@@ -120,6 +140,7 @@ def _judge(everybody: list[Held], manifest: Manifest) -> Compared:
                 wrong[name] = f"{name} ({ranks_named([rank])} does not hold the same as the ranks before it)"
     narrowed = set().union(*(held.narrowed for held in everybody))
     others = set().union(*(held.others for held in everybody))
+    whole = set().union(*(held.whole for held in everybody))
     for name, boxes in boxes_of.items():
         stored = manifest.tensors[name]
         if not tiles(stored.shape, boxes):
@@ -131,4 +152,4 @@ def _judge(everybody: list[Held], manifest: Manifest) -> Compared:
     if wrong:
         texts = [wrong[name] for name in sorted(wrong)]
         raise DamagedCheckpointError(f"what was loaded is not what was saved, by its content sums ({len(texts)}): {listed(texts)}")
-    return Compared(len(boxes_of.keys() - others), len(narrowed), len(others))
+    return Compared(len(whole) + len(boxes_of.keys() - others), len(narrowed), len(others))

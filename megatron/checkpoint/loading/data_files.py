@@ -37,6 +37,12 @@ class Part(NamedTuple):
     target: torch.Tensor
     """Of the same sizes; any strides, device and floating-point dtype."""
 
+    def goes_straight(self, stored: StoredBox, dtype: str) -> bool:
+        """Whether it is the whole box, and its raw bytes are what the target's memory is to hold."""
+        target = self.target
+        takes_bytes = target.dtype == torch_dtype(dtype) and target.device.type == "cpu" and target.is_contiguous()
+        return takes_bytes and self.inner == Box((0,) * len(stored.box.sizes), stored.box.sizes)
+
 
 class _OpenFile(NamedTuple):
     reading: Reading
@@ -86,7 +92,7 @@ class DataFiles:
         low, high = _flat_range(whole, [part.inner for part in parts]) if checked else (0, whole.numel)
         checksum = Checksum()
         try:
-            if len(parts) == 1 and parts[0].inner == whole and _takes_bytes(parts[0].target, kind):
+            if len(parts) == 1 and parts[0].goes_straight(stored, dtype):
                 into = parts[0].target.view(-1).view(torch.uint8).numpy().data
                 for at in range(0, len(into), self._piece_bytes):
                     piece = into[at : at + self._piece_bytes]
@@ -150,11 +156,6 @@ class DataFiles:
         if isinstance(error, TruncatedError) or error.errno == errno.EIO:
             return DamagedCheckpointError(f"{where} cannot be read to its end ({error})")
         return error
-
-
-def _takes_bytes(target: torch.Tensor, stored: torch.dtype) -> bool:
-    """Whether the raw bytes of a whole box are what the target's memory is to hold."""
-    return target.dtype == stored and target.device.type == "cpu" and target.is_contiguous()
 
 
 def _spread(some: torch.Tensor, first: int, sizes: tuple[int, ...], parts: Sequence[Part]) -> None:

@@ -43,8 +43,7 @@ def load_tensors(
     """Fill tensors in place from the checkpoint in folder `path`, whatever layout it was saved at.
 
     Call it on every rank of the group. Each rank reads only the stored boxes that overlap its own, and checks them. Floating-point
-    dtypes are converted into each other; other dtypes must be equal. When all have read, what lies in memory is compared with
-    the content sums of the checkpoint.
+    dtypes are converted into each other; other dtypes must be equal. What lies in memory is compared with what was saved.
 
     Args:
         path: folder of the checkpoint, or its URL.
@@ -72,7 +71,7 @@ def load_tensors(
             )
     except CheckpointException as failed:
         raise_for_user(failed, doing)
-    compared = compare_content(tensors, reader.manifest, threads, group_of(process_group), doing)
+    compared = compare_content(tensors, reader.straight, reader.manifest, threads, group_of(process_group), doing)
     return Loaded(reader.manifest.content_digest, compared)
 
 

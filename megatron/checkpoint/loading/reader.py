@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -34,6 +35,8 @@ class BoxReader(StorageReader):
         self._storage, self._threads = storage, threads
         self._manifest: Manifest | None = None
         self._failure: Exception | None = None
+        self.straight: Counter[str] = Counter()
+        """By tensor, the elements that were read in whole boxes, straight into their place, and checked there."""
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         """Nothing to do: a reader reads one checkpoint."""
@@ -102,6 +105,8 @@ class BoxReader(StorageReader):
             stored, dtype = places[index.fqn, tuple(index.offset or ())]
             part = Part(Box(tuple(item.storage_offsets), tuple(item.lengths)), planner.resolve_tensor(item))
             wanted.setdefault(stored, (dtype, []))[1].append(part)
+            if part.goes_straight(stored, dtype) and _place(item) == stored.box.offsets:
+                self.straight[index.fqn] += stored.box.numel
         with DataFiles(self._storage, self._manifest) as files, ThreadPoolExecutor(self._threads) as pool:
             in_order = sorted(wanted.items(), key=lambda entry: (entry[0].file, files.start(entry[0], entry[1][0])))
             for read in [pool.submit(files.read, stored, *what) for stored, what in in_order]:
@@ -109,3 +114,8 @@ class BoxReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def _place(item: ReadItem) -> tuple[int, ...]:
+    """Where the first element goes, in the whole tensor."""
+    return tuple(a + b for a, b in zip(item.dest_index.offset or (), item.dest_offsets, strict=True))

@@ -51,6 +51,7 @@ _NICE = 10
 """Training goes first where there is no core left for both."""
 LONGEST_PAUSE_S = 0.5
 """Between two looks whether all parts are there."""
+ALIVE_EVERY_S = 2.0
 VISIBLE_WITHIN_S = 60.0
 """A part that its rank has written must be seen here within this time: file systems of a network show new names late."""
 
@@ -68,6 +69,7 @@ class Background:
     def __init__(self, data: memoryview, inbox: queue.Queue[Message], begin: Begin, reply: Callable[[Reply], None]) -> None:
         self._inbox, self._begin, self._reply = inbox, begin, reply
         self._storage = open_storage(begin.location)
+        self._said_alive_at = -ALIVE_EVERY_S
         self._data: dict[BoxToWrite, memoryview] = {}
         at = 0
         for file in begin.part.files:
@@ -86,7 +88,7 @@ class Background:
         rank = self._begin.part.rank
         draft = self._storage.draft(checkpoint_name(message.iteration), message.token)
         try:
-            part = write_part(draft, self._begin.part, self._data.__getitem__, lambda: self._reply(Alive()))
+            part = write_part(draft, self._begin.part, self._data.__getitem__, self._alive)
             draft.storage.write(draft.file_name(part_file(rank)), part.to_json())
             failure = None
         except Exception as error:  # noqa: BLE001 - training goes on and says so
@@ -154,6 +156,12 @@ class Background:
                 if isinstance(message, AllWritten):
                     deadline = time.monotonic() + VISIBLE_WITHIN_S
             pause = min(2 * pause, LONGEST_PAUSE_S)
+            self._alive()
+
+    def _alive(self) -> None:
+        """Say that the save goes on; seldom, for training may not read it for a long time."""
+        if (now := time.monotonic()) - self._said_alive_at >= ALIVE_EVERY_S:
+            self._said_alive_at = now
             self._reply(Alive())
 
     def _retain(self) -> None:

@@ -70,6 +70,7 @@ class BackgroundSaver:
         self._writer = RankWriter(storage, group.index, group.size, keep_last, save_retain_interval, patience_s)
         self._told: Committed | None = None
         """On the first rank: the last end of a save that is in the log."""
+        self._at_end = False
         self._failure: str | None = None
         """On the first rank: why the last save failed, if it did."""
 
@@ -134,8 +135,7 @@ class BackgroundSaver:
         Raises:
             CheckpointError: on all ranks, if the last save failed.
         """
-
-        asked = time.monotonic()
+        asked, self._at_end = time.monotonic(), True
 
         def settle(statuses: list[_Status]) -> list[None]:
             self._settle(statuses, asked, say)
@@ -195,5 +195,5 @@ class BackgroundSaver:
         last = None
         with contextlib.suppress(OSError):
             last = latest_in(self._storage)
-        kept = "there is no complete checkpoint yet" if last is None else f"the last complete one is {checkpoint_name(last)}"
-        say(f"SAVE FAILED: {self._failure}\n  Training goes on; {kept}.")
+        kept = "There is no complete checkpoint yet" if last is None else f"The last complete one is {checkpoint_name(last)}"
+        say(f"SAVE FAILED: {self._failure}\n  {kept}.{'' if self._at_end else ' Training goes on.'}")

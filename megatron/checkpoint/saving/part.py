@@ -91,7 +91,7 @@ def write_part(
     files = {}
     for file in part.files:
         name = draft.file_name(file.name)
-        with _named_errors(draft.storage.at(name), file.num_data_bytes), draft.storage.create(name) as out:
+        with _room_for(file.num_data_bytes, draft.storage.at(name)), draft.storage.create(name) as out:
             out.write(header_bytes([box.entry for box in file.boxes]))
             ahead = _Ahead(out, progress)
             for box in file.boxes:
@@ -102,16 +102,14 @@ def write_part(
 
 
 @contextlib.contextmanager
-def _named_errors(place: str, num_bytes: int) -> Iterator[None]:
-    """Errors of the system say which file could not be written, and how large it would be where there is no room for it."""
+def _room_for(num_bytes: int, place: str) -> Iterator[None]:
+    """Where there is no room for a file, the error says how much it needs."""
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.filename is not None:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        text = f"{error.strerror} (make room: the file needs {num_bytes} bytes)" if full else error.strerror
-        raise OSError(error.errno, text, place) from error
+        raise OSError(error.errno, f"{error.strerror} (make room: the file needs {num_bytes} bytes)", place) from error
 
 
 class _Ahead:

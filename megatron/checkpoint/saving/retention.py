@@ -12,15 +12,17 @@ def kept(iterations: list[int], latest: int | None, keep_last: int | None, save_
 
     Args:
         iterations: those that exist.
-        latest: the one that was saved last (not the newest, after going back to an earlier step); it always stays.
+        latest: the one that was saved last; None if that is not known. Those beyond it, of a run that went back to an earlier step,
+            do not count as its newest, and stay until it has come so far again.
         keep_last: how many of the newest stay; None means one with a retain interval, and all without.
         save_retain_interval: multiples of it stay.
     """
     if keep_last is None and save_retain_interval is None:
         return set(iterations)
-    newest = sorted(iterations)[-max(keep_last or 1, 1) :]
+    reached = sorted(it for it in iterations if latest is None or it <= latest)
+    beyond = [it for it in iterations if latest is not None and it > latest]
     multiples = [it for it in iterations if save_retain_interval is not None and it % save_retain_interval == 0]
-    return {*newest, *multiples, *([] if latest is None else [latest])}
+    return {*reached[-max(keep_last or 1, 1) :], *multiples, *beyond}
 
 
 def retain(save: Storage, keep_last: int | None, save_retain_interval: int | None) -> list[str]:

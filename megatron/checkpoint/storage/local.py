@@ -14,7 +14,6 @@ import contextlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from megatron.checkpoint.storage.folders import exchange, make_folder, set_aside
 from megatron.checkpoint.storage.local_files import LocalFile, LocalWriting
 
 _LEFT = re.compile(r"\.(?P<name>iter_\d+)\.(?:(?P<token>[0-9a-f]+)\.)?(?P<what>saving|removing|replaced)")
+_TRIAL = ".writable"
 _PART_OF_ONE = re.compile(r"rank_.*|(?:config|state)\.json")
 
 
@@ -115,9 +115,9 @@ class LocalStorage:
     def check_writable(self) -> None:
         """Make the folder, then write and remove a file in it."""
         self.make()
-        with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".writable.") as file:
+        with self.create(_TRIAL) as file:
             file.write(b"x")
-            file.flush()
+        self.remove(_TRIAL)
 
     def draft(self, name: str, token: str) -> LocalDraft:
         """The place where the checkpoint `name` is written."""

@@ -38,7 +38,7 @@ def tokenizer_settings(kind: str) -> tuple[str, ...]:
 
 
 def run_settings(kind: str) -> tuple[str, ...]:
-    """Settings that act on a run with a kind of tokenizer: also the rows of the word embedding, for files that may have fewer ids."""
+    """Settings that act on a run with a kind of tokenizer: with files also the rows of the word embedding."""
     own = tokenizer_settings(kind)
     return own if "vocab_size" in own or kind == "ByteTokenizer" else (*own, "vocab_size")
 

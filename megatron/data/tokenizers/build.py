@@ -14,8 +14,7 @@ from megatron.data.tokenizers.tiktoken_model import TikTokenizer
 
 
 def embedding_rows(tokenizer: Tokenizer, config: DataConfig) -> int:
-    """Rows of the word embedding: the tokenizer's ids, or more where --vocab-size says so (weights that come from elsewhere often have
-    spare rows).
+    """Rows of the word embedding: the tokenizer's ids, or more where --vocab-size says so: weights from elsewhere may have spare rows.
 
     Raises:
         ValueError: --vocab-size is less than the tokenizer's ids.
@@ -26,8 +25,8 @@ def embedding_rows(tokenizer: Tokenizer, config: DataConfig) -> int:
     if asked < tokenizer.vocab_size:
         raise ValueError(
             f"--vocab-size {asked:,} is less than the {tokenizer.vocab_size:,} ids of the tokenizer "
-            f"({config.tokenizer_model or config.vocab_file}).\n  The word embedding needs a row for each: leave --vocab-size out, or "
-            f"give at least that number."
+            f"({config.tokenizer_model or config.vocab_file}).\n  The word embedding needs a row for each: leave "
+            f"--vocab-size out, or give at least that number."
         )
     return asked
 

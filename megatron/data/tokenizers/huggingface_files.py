@@ -93,7 +93,7 @@ def _copy(file: Path, tokenizer: Tokenizer, folder: Path, settings: dict[str, An
         return []
     names = {token["id"]: token["content"] for token in read_json(file, str(file), "tokenizer.json").get("added_tokens") or []}
     _write(folder / _SETTINGS, settings | {"tokenizer_class": _FROM_FILE} | _roles(tokenizer, names))
-    return [f"there is no {_SETTINGS} beside {file}: one is written with the special tokens that are known"]
+    return [f"there was no {_SETTINGS} beside {file.name}: one is written with the special tokens that are known"]
 
 
 def _roles(tokenizer: Tokenizer, names: dict[int, str]) -> dict[str, str]:

@@ -107,7 +107,7 @@ def _unigram(file: SentencePieceFile) -> dict[str, Any]:
 
 
 def _bpe(file: SentencePieceFile) -> dict[str, Any]:
-    """Joined first are the two that make the piece of the highest score: so all pairs that make the same piece follow each other."""
+    """Joined first are the two that make the piece of the highest score: all pairs that make the same piece follow each other."""
     ids = {piece.text: id for id, piece in enumerate(file.pieces)}
     merges = []
     for piece in sorted((piece for piece in file.pieces if piece.kind == _NORMAL), key=lambda piece: -piece.score):
