@@ -15,8 +15,8 @@ from megatron.checkpoint.loading.find import find_checkpoint, read_state
 from megatron.checkpoint.loading.load import load_tensors
 from megatron.checkpoint.saving.retention import retain
 from megatron.checkpoint.saving.save import TensorSaver
-from megatron.checkpoint.saving.together import group_of
 from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.together import group_of
 from tests.checkpoint_worlds import whole
 from tests.runs import arguments, digest, run
 

@@ -24,8 +24,8 @@ from megatron.checkpoint.dtypes import bytes_of
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.saving.background_saver import BackgroundSaver
 from megatron.checkpoint.saving.save import TensorSaver
-from megatron.checkpoint.saving.together import group_of
 from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.together import group_of
 from megatron.parallel.boxes import Box, PlacedBox
 from tools.benchmarks.pairs import Seconds, in_turns, show, slowest, timed_together
 from tools.benchmarks.ranks import run_ranks

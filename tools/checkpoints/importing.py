@@ -8,6 +8,7 @@ is one parameter; with --verify the whole model in float32.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import shutil
@@ -85,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
         )
     except BaseException:
         shutil.rmtree(output / _TOKENIZER, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            output.rmdir()  # empty again
         raise
     num_bytes = {name: info.dtype.itemsize * math.prod(info.shape) for name, info in source.weights.items()}
     print(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +27,19 @@ def plan_shards(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
     return shards
 
 
+def _write_shard(path: Path, entries: Sequence[Entry], stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+    with open(path, "wb") as file:
+        file.write(header_bytes(entries, metadata={"format": "pt"}))  # transformers reads no file without it
+        for entry in entries:
+            key, tensor = next(stream)
+            data = bytes_of(tensor)
+            assert key == entry.key and len(data) == entry.num_bytes, f"{key} in the place of {entry.key}"
+            file.write(data)
+            del tensor, data  # before the next is made
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_shards(folder: Path, shards: Sequence[Sequence[Entry]], tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Write the files, and the index if there are several.
 
@@ -45,16 +58,13 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Entry]], tensors: Itera
     names = [f"{stem}-{n:05d}-of-{len(shards):05d}.{suffix}" for n in range(1, len(shards) + 1)] if len(shards) > 1 else [SINGLE]
     stream = iter(tensors)
     for name, entries in zip(names, shards, strict=True):
-        with open(folder / name, "wb") as file:
-            file.write(header_bytes(entries, metadata={"format": "pt"}))  # transformers reads no file without it
-            for entry in entries:
-                key, tensor = next(stream)
-                data = bytes_of(tensor)
-                assert key == entry.key and len(data) == entry.num_bytes, f"{key} in the place of {entry.key}"
-                file.write(data)
-                del tensor, data  # before the next is made
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            _write_shard(folder / name, entries, stream)
+        except OSError as error:
+            if error.errno is None:
+                raise  # not from the system
+            needed = sum(entry.num_bytes for entry in entries)
+            raise OSError(error.errno, f"{error.strerror} ({needed:,} bytes are needed)", str(folder / name)) from error
     assert next(stream, None) is None, "tensors are left over"
     if len(shards) == 1:
         return names

@@ -16,7 +16,7 @@ from megatron.checkpoint.format.content import NO_SUMS, Sums, content_sums
 from megatron.checkpoint.format.manifest import Manifest, StoredTensor
 from megatron.checkpoint.format.tiling import tiles
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.saving.together import decide
+from megatron.checkpoint.together import decide
 from megatron.parallel.boxes import Box, flat_range_boxes
 from megatron.parallel.context import Group
 

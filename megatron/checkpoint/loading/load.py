@@ -16,9 +16,9 @@ from megatron.checkpoint.loading.content import Compared, compare_content
 from megatron.checkpoint.loading.find import Place
 from megatron.checkpoint.loading.plan import TENSORS, BoxLoadPlanner
 from megatron.checkpoint.loading.reader import BoxReader
-from megatron.checkpoint.saving.together import group_of
 from megatron.checkpoint.single import quiet_without_group
 from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.together import group_of
 
 _MOST_THREADS = 4
 

@@ -26,8 +26,8 @@ from megatron.checkpoint.saving.messages import Committed
 from megatron.checkpoint.saving.plan import Held
 from megatron.checkpoint.saving.planner import Assignment, PartPlanner, described
 from megatron.checkpoint.saving.rank_writer import PATIENCE_S, RankWriter
-from megatron.checkpoint.saving.together import decide
 from megatron.checkpoint.storage.protocol import Storage
+from megatron.checkpoint.together import decide
 from megatron.parallel.context import Group
 
 Say = Callable[[str], None]

@@ -29,9 +29,9 @@ class SharedBuffer:
         try:
             os.ftruncate(self.fd, size)
             self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        except BaseException:
+        except OSError as error:
             os.close(self.fd)
-            raise
+            raise OSError(error.errno, f"no host memory for the copy of {size:,} bytes (--async-save): {error.strerror}") from error
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)) == 0
 

@@ -15,9 +15,9 @@ from megatron.checkpoint.saving.commit import commit, encoded, sweep
 from megatron.checkpoint.saving.part import write_part
 from megatron.checkpoint.saving.plan import Held
 from megatron.checkpoint.saving.planner import Assignment, PartPlanner, described, reader_of
-from megatron.checkpoint.saving.together import decide, group_of
 from megatron.checkpoint.storage.opening import open_storage
 from megatron.checkpoint.storage.protocol import Draft, Storage
+from megatron.checkpoint.together import decide, group_of
 from megatron.parallel.context import Group
 
 

@@ -14,7 +14,7 @@ from megatron.data.tokenizers.tiktoken_model import TikTokenizer
 
 
 def embedding_rows(tokenizer: Tokenizer, config: DataConfig) -> int:
-    """Rows of the word embedding: the tokenizer's ids, or more where --vocab-size says so: weights from elsewhere may have spare rows.
+    """Rows of the word embedding: the ids of the tokenizer, or more by --vocab-size (weights from elsewhere may have spare rows).
 
     Raises:
         ValueError: --vocab-size is less than the tokenizer's ids.

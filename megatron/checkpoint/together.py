@@ -1,4 +1,4 @@
-"""Steps of a save that all ranks make together: each does its share, the first one decides, and all go on or all fail."""
+"""Steps of a save or load that all ranks make together: each does its share, the first one decides, and all go on or all fail."""
 
 from __future__ import annotations
 
