@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.format.folder import LATEST, checkpoints
+from megatron.checkpoint.format.folder import LATEST, RUN, checkpoints
 from megatron.checkpoint.format.manifest import Manifest, read_manifest
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.loading.find import find_checkpoint, read_config, read_state
@@ -41,7 +41,7 @@ from megatron.checkpoint.saving.part import Part
 from megatron.checkpoint.saving.plan import share_out
 from megatron.checkpoint.saving.planner import described, reader_of
 from megatron.checkpoint.saving.process import WriterProcess
-from megatron.checkpoint.saving.save import save_checkpoint
+from megatron.checkpoint.saving.save import TensorSaver, save_checkpoint
 from megatron.checkpoint.storage.local import LocalStorage
 from megatron.checkpoint.storage.opening import open_storage
 from megatron.checkpoint.together import group_of
@@ -485,8 +485,27 @@ def test_the_writer_ends_with_training(tmp_path: Path, ending: Callable[[], None
     assert len(list(tmp_path.glob(".iter_0000002.*.saving"))) == 1
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000001"
     run = Run(tmp_path)
-    run.saver.sweep()
-    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", LATEST}
+    run.saver.begin({})
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", LATEST, RUN}
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_run_that_was_taken_over_saves_no_more(tmp_path: Path, in_background: bool) -> None:
+    """One that was stopped, thought dead and comes back must not set the latest file back."""
+    first, second = (TensorSaver(LocalStorage(tmp_path), group_of(None)) for _ in range(2))
+    early = Run(tmp_path)
+    (early.saver if in_background else first).begin({"command": []})
+    second.begin({"command": []})
+    second.save(20, ones(5.0), {}, {})
+    if in_background:
+        early.save(10, ones(2.0))
+        assert "another run has begun to save" in early.until("SAVE FAILED")
+        early.saver._writer.end()
+    else:
+        with pytest.raises(CheckpointError, match="another run has begun to save"):
+            first.save(10, ones(2.0), {}, {})
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000020", LATEST, RUN}
+    assert (tmp_path / LATEST).read_text() == "20\n"
 
 
 def test_what_another_run_left_is_not_touched_by_a_late_writer(tmp_path: Path) -> None:
@@ -496,7 +515,7 @@ def test_what_another_run_left_is_not_touched_by_a_late_writer(tmp_path: Path) -
     early.until("saved")
     with early.stopped():
         early.save(2, ones(2.0))
-        late.saver.sweep()
+        late.saver.begin({})
         late.save(2, ones(5.0))
         late.finish()
     line = early.until("SAVE FAILED")

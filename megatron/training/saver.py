@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -66,8 +65,7 @@ class Saver:
     def _prepare(self) -> None:
         check_writable(self._storage)
         check_for_strangers(self._storage)
-        (self._background or self._direct).sweep()
-        self._storage.write("run.json", (json.dumps(self._record, indent=2) + "\n").encode())
+        (self._background or self._direct).begin(self._record)
 
     def save(
         self, progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: Schedule, say: Say = _to_nobody

@@ -4,6 +4,7 @@
 
     <save>/iter_0000100/                        a complete checkpoint
     <save>/latest_checkpointed_iteration.txt    the number of the checkpoint that was finished last
+    <save>/run.json                             settings and token of the run that began to save here last
 
 What is being written or removed has other names; see `storage/local.py` and `storage/objects.py`.
 """
@@ -17,6 +18,7 @@ from megatron.checkpoint.storage.opening import open_storage
 from megatron.checkpoint.storage.protocol import Storage
 
 LATEST = "latest_checkpointed_iteration.txt"
+RUN = "run.json"
 
 
 def checkpoint_name(iteration: int) -> str:

@@ -120,7 +120,7 @@ class Background:
             parts.append(part_from_json(draft.storage.read(name), draft.storage.location, name))
             draft.storage.remove(name)
         assert message.files is not None
-        return commit(self._storage, draft, message.iteration, parts, message.files)
+        return commit(self._storage, draft, message.iteration, parts, message.files, run=message.token)
 
     def _wait_for_parts(self, draft: Draft) -> None:
         """Return when all ranks have written.

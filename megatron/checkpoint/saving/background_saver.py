@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format.folder import checkpoint_name, latest_in
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.saving.commit import encoded, sweep
+from megatron.checkpoint.saving.commit import encoded, sweep, take_over
 from megatron.checkpoint.saving.messages import Committed
 from megatron.checkpoint.saving.plan import Held
 from megatron.checkpoint.saving.planner import Assignment, PartPlanner, described
@@ -74,9 +74,10 @@ class BackgroundSaver:
         self._failure: str | None = None
         """On the first rank: why the last save failed, if it did."""
 
-    def sweep(self) -> None:
-        """On the first rank, before the first save: remove what killed runs left."""
+    def begin(self, record: dict[str, Any]) -> None:
+        """On the first rank, before the first save: remove what killed runs left, and take the folder over (`run.json`)."""
         sweep(self._storage, self._planner.token)
+        take_over(self._storage, record, self._planner.token)
 
     def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any], say: Say) -> str:
         """Begin a save; all ranks call it together. The tensors may change when it returns.

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format.content import Sums
 from megatron.checkpoint.format.digest import checksum
-from megatron.checkpoint.format.folder import LATEST, checkpoint_name, iterations_in
+from megatron.checkpoint.format.folder import LATEST, RUN, checkpoint_name, iterations_in
 from megatron.checkpoint.format.manifest import CONFIG, MANIFEST, STATE, Manifest, StoredBox, StoredFile, StoredTensor
 from megatron.checkpoint.storage.protocol import Draft, Storage
 
@@ -39,7 +39,32 @@ def sweep(save: Storage, token: str) -> None:
     save.sweep([checkpoint_name(iteration) for iteration in iterations_in(save)], keep=token)
 
 
-def commit(save: Storage, draft: Draft, iteration: int, parts: Iterable[Manifest], files: Mapping[str, bytes]) -> Manifest:
+def take_over(save: Storage, record: dict[str, Any], token: str) -> None:
+    """Write `run.json`: this run is the one that saves here from now on.
+
+    Args:
+        save: the save folder.
+        record: settings, versions and command line of the run.
+        token: of this run.
+    """
+    save.write(RUN, (json.dumps({**record, "token": token}, indent=2) + "\n").encode())
+
+
+def _check_not_taken_over(save: Storage, token: str) -> None:
+    """A run that was thought dead (a node that nobody could reach, a process that was stopped) must not set its successor back."""
+    try:
+        owner = json.loads(save.read(RUN))["token"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return  # nobody has said so
+    if owner != token:
+        raise CheckpointError(
+            f"another run has begun to save in {save.location} since this one did ({RUN}): this one saves there no more"
+        )
+
+
+def commit(
+    save: Storage, draft: Draft, iteration: int, parts: Iterable[Manifest], files: Mapping[str, bytes], run: str | None = None
+) -> Manifest:
     """Make a checkpoint of what all ranks have written: manifest, final name, latest file, in this order.
 
     Args:
@@ -48,12 +73,13 @@ def commit(save: Storage, draft: Draft, iteration: int, parts: Iterable[Manifest
         iteration: its number.
         parts: what `write_part` returned on each rank.
         files: what `encoded` returned.
+        run: token of the run that saves, which no other may have taken over (see `take_over`).
 
     Returns:
         the manifest.
 
     Raises:
-        CheckpointError: a data file has another size here than where it was written.
+        CheckpointError: a data file has another size here than where it was written, or another run saves here now.
         OSError: a file cannot be written.
     """
     manifest = merged(parts)
@@ -65,6 +91,8 @@ def commit(save: Storage, draft: Draft, iteration: int, parts: Iterable[Manifest
             )
     small = {name: StoredFile(len(data), checksum(data)) for name, data in files.items()}
     manifest = Manifest(manifest.tensors, dict(sorted((manifest.files | small).items())))
+    if run is not None:
+        _check_not_taken_over(save, run)
     draft.publish({**files, MANIFEST: manifest.to_json()})
     save.write(LATEST, f"{iteration}\n".encode())
     return manifest

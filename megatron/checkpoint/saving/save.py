@@ -11,7 +11,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format.folder import checkpoint_name
 from megatron.checkpoint.format.manifest import Manifest
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.saving.commit import commit, encoded, sweep
+from megatron.checkpoint.saving.commit import commit, encoded, sweep, take_over
 from megatron.checkpoint.saving.part import write_part
 from megatron.checkpoint.saving.plan import Held
 from megatron.checkpoint.saving.planner import Assignment, PartPlanner, described, reader_of
@@ -76,10 +76,15 @@ class TensorSaver:
     def __init__(self, storage: Storage, group: Group, max_file_bytes: int | None = None) -> None:
         self._storage, self._group = storage, group
         self._planner = PartPlanner(group, max_file_bytes)
-        self._swept = False
+        self._swept = self._owns = False
 
-    def sweep(self) -> None:
-        """On the first rank, before the first save: remove what killed runs left."""
+    def begin(self, record: dict[str, Any]) -> None:
+        """On the first rank, before the first save: remove what killed runs left, and take the folder over (`run.json`)."""
+        self._sweep()
+        take_over(self._storage, record, self._planner.token)
+        self._owns = True
+
+    def _sweep(self) -> None:
         if not self._swept:
             sweep(self._storage, self._planner.token)
             self._swept = True
@@ -96,7 +101,7 @@ class TensorSaver:
             nonlocal draft
             files.update(encoded(config, state))
             answers = self._planner.assign(shares)
-            self.sweep()
+            self._sweep()
             draft = self._storage.draft(name, self._planner.token)
             draft.make()
             return answers
@@ -106,7 +111,7 @@ class TensorSaver:
 
         def finish(parts: list[Manifest]) -> list[Written]:
             assert draft is not None
-            manifest = commit(self._storage, draft, iteration, parts, files)
+            manifest = commit(self._storage, draft, iteration, parts, files, self._planner.token if self._owns else None)
             return [Written(self._storage.at(name), str(manifest.content_digest))] * len(parts)
 
         try:
