@@ -95,6 +95,7 @@ def read(config: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
         (LLAMA, {"rope_theta": -1}, "rope_theta is -1"),
         (QWEN2, {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "'linear_attention'"),
         (QWEN2, {"layer_types": ["full_attention"]}, "names 1 layers of 3"),
+        (QWEN2, {"layer_types": 5}, "must be a list"),
         (QWEN2, {"attention_bias": False}, "attention_bias = False: unknown"),
         (QWEN3, {"attention_bias": True}, "attention_bias = True"),
         (GPT2, {"activation_function": "gelu"}, "activation_function = 'gelu'"),

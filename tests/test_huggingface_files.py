@@ -83,6 +83,7 @@ def test_the_vocabulary_is_the_rows_of_the_embedding(llama: Path, rows: int) -> 
     [
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "model_type 'mamba'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": 5}, "architectures 5 is not a language model"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
     ],
 )

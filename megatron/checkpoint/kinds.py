@@ -45,6 +45,6 @@ def _names_a_model(storage: Storage) -> bool:
     """Whether config.json says a model type, as that of a Hugging Face folder does."""
     try:
         content = json.loads(storage.read(CONFIG))
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and "model_type" in content

@@ -150,6 +150,6 @@ def _family(folder: Path, config: dict[str, Any]) -> Family:
         )
     base = f"{family.architecture.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}Model"
     named = config.get("architectures")
-    if named and not {family.architecture, base} & set(named):
+    if named and (not isinstance(named, list) or not any(name in named for name in (family.architecture, base))):
         raise CheckpointError(f"{folder}: architectures {named} is not a language model that can be read; known are {known}")
     return family

@@ -20,10 +20,14 @@ def in_some_layers(fields: Fields, layers: int) -> int | None:
     window = None if fields.raw("sliding_window", 4096) is None else fields.size("sliding_window", 4096)
     from_layer = fields.raw("max_window_layers", 28)
     kinds = fields.raw("layer_types")
-    if kinds is not None:
-        strange = {kind for kind in kinds if kind not in ("full_attention", "sliding_attention")}
+    if kinds is not None and not isinstance(kinds, list):
+        fields.refuse("layer_types", "must be a list of the kind of each layer")
+        slides = False
+    elif kinds is not None:
+        strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
         if strange:
-            fields.refuse("layer_types", f"layers of kind {', '.join(map(repr, sorted(strange)))} are not known")
+            named = ", ".join(sorted(dict.fromkeys(map(repr, strange))))
+            fields.refuse("layer_types", f"layers of kind {named} are not known")
         elif len(kinds) != layers:
             fields.refuse("layer_types", f"names {len(kinds)} layers of {layers}")
         slides = "sliding_attention" in kinds
