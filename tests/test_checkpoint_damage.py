@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format.digest import checksum
-from megatron.checkpoint.format.manifest import Manifest, StoredBox, StoredFile, StoredTensor
+from megatron.checkpoint.format.manifest import Manifest, StoredBox, StoredFile, StoredTensor, read_manifest
 from megatron.checkpoint.loading.data_files import DataFiles, Part
 from megatron.checkpoint.loading.find import find_checkpoint, read_config, read_state
 from megatron.checkpoint.loading.load import load_tensors
@@ -228,3 +229,18 @@ def test_damage_that_one_rank_finds_is_everybody_s_error(tmp_path: Path) -> None
 
     first, second = run_ranks(2, read)
     assert first == second and "rank 1: " in first and "rank_00001.safetensors" in first and "rank 0" not in first
+
+
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_boxes_of_another_tensor_are_not_taken(tmp_path: Path, tensor_ranks: int) -> None:
+    """Not even by a manifest whose digests are right: a box says in its file of which tensor it is a part."""
+    shapes: Shapes = {"a": ((6, 4), 0), "b": ((6, 4), 0)}
+    layout = Layout(tp=tensor_ranks)
+    values = random_values(shapes)
+    path = save_world(tmp_path, 1, [hold(shapes, layout, rank, values) for rank in range(layout.world_size)])
+    manifest = read_manifest(path)
+    tensors = dict(manifest.tensors)
+    tensors["model.a"], tensors["model.b"] = (dataclasses.replace(tensors[name], content=None) for name in ("model.b", "model.a"))
+    (path / "manifest.json").write_bytes(Manifest(tensors, manifest.files).to_json())
+    with pytest.raises(DamagedCheckpointError, match="after which they are not named"):
+        read_manifest(path)

@@ -519,7 +519,7 @@ CASES: list[Case] = [
     ("--tokenizer-model m", 1, {"--tokenizer-model"}, ["HuggingFaceTokenizer or TikTokenizer or SentencePieceTokenizer or"], []),
     ("--vocab-file v", 1, {"--vocab-file"}, ["only with --tokenizer-type GPT2BPETokenizer"], []),
     ("--merge-file v", 1, {"--merge-file"}, ["only with --tokenizer-type GPT2BPETokenizer"], []),
-    ("--tokenizer-type ByteTokenizer", 1, {"--vocab-size"}, ["only with --tokenizer-type TikTokenizer or NullTokenizer"], []),
+    ("--tokenizer-type ByteTokenizer", 1, {"--vocab-size"}, ["--vocab-size 100 would have no effect: it acts only with"], []),
     ("--tiktoken-pattern v1", 1, {"--tiktoken-pattern"}, ["only with --tokenizer-type TikTokenizer"], []),
     ("--tiktoken-num-special-tokens 3", 1, {"--tiktoken-num-special-tokens"}, ["only with --tokenizer-type TikTokenizer"], []),
     ("--tiktoken-special-tokens a", 1, {"--tiktoken-special-tokens"}, ["only with --tokenizer-type TikTokenizer"], []),

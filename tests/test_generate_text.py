@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     "larger tokenizer": (
         ["--tokenizer-type", "NullTokenizer", "--vocab-size", "600", "--prompt", "300"],
         1,
-        "the vocabulary has 257",
+        "the tokenizer has 601 ids, but",
     ),
     "step": (["--ckpt-step", "7"], 1, "7"),
 }

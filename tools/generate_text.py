@@ -147,6 +147,11 @@ def _run(given: argparse.Namespace) -> None:
     if settings is None:
         raise ValueError(f"no tokenizer is known of {given.load}: name it by --tokenizer-type and its files")
     tokenizer = build_tokenizer(settings)
+    if tokenizer.vocab_size > source.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size:,} ids, but {given.load} only {source.vocab_size:,} rows in its embedding: this is "
+            "not its tokenizer"
+        )
     sizes = {name: getattr(given, name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "device")}
     context = connect(ParallelConfig(**sizes))
     try:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.dtypes import torch_dtype
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.dtypes import bytes_of, torch_dtype
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.format.content import content_sums
 from megatron.checkpoint.format.manifest import CONFIG, STATE, Manifest
 from megatron.checkpoint.global_tensor import WEIGHT, relative, slices
 from megatron.checkpoint.loading.data_files import DataFiles, Part
@@ -102,7 +103,7 @@ class StoredCheckpoint:
     def read_stored(self, name: str, box: Box | None = None) -> torch.Tensor:
         """A stored tensor by its full name, or a block of it, on the CPU in its stored dtype; a new contiguous tensor.
 
-        Every stored box that overlaps is checked, once.
+        Every stored box that overlaps is checked, once; of a whole tensor the content sums too.
 
         Raises:
             DamagedCheckpointError: a file is missing, truncated or altered.
@@ -115,4 +116,9 @@ class StoredCheckpoint:
             if common is not None:
                 target = found[slices(relative(common, wanted).offsets, common.sizes)]
                 self._files.read(stored, tensor.dtype, [Part(relative(common, stored.box), target)])
+        if tensor.content is None or wanted.sizes != tensor.shape:
+            return found
+        content = content_sums(bytes_of(found), tensor.dtype, wanted, tensor.shape).hex
+        if content != tensor.content:
+            raise DamagedCheckpointError(f"{self.name}: {name} has the content sums {content}, the manifest says {tensor.content}")
         return found

@@ -175,10 +175,29 @@ def part_from_json(data: bytes, path: str, name: str) -> Manifest:
         raise DamagedCheckpointError(f"{file} is not readable ({error!r})") from error
     if found != stated:
         raise DamagedCheckpointError(f"{file} was altered: its content does not have the digest that it states")
+    misnamed = [
+        stored.key
+        for name, tensor in manifest.tensors.items()
+        for stored in tensor.boxes
+        if stored.key != box_key(name, tensor.shape, stored.box)
+    ]
+    if misnamed:
+        raise DamagedCheckpointError(f"{file} takes boxes for parts of tensors after which they are not named: {misnamed[:3]}")
     named = {stored.file for tensor in manifest.tensors.values() for stored in tensor.boxes}
     if strange := sorted(name for name in named | manifest.files.keys() if name not in manifest.files or Path(name).name != name):
         raise DamagedCheckpointError(f"{file} names files that are not in its list or not in its folder: {strange[:3]}")
     return manifest
+
+
+def box_key(name: str, shape: tuple[int, ...], box: Box) -> str:
+    """Name of a box in a file: `name` for a whole tensor of `shape`, else `name[0:128,64:128]`.
+
+    A reader asks for it by this name, so that no box is taken for another one of the same size.
+    """
+    if box.sizes == shape:
+        return name
+    ranges = (f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
+    return f"{name}[{','.join(ranges)}]"
 
 
 def _tensor_from_json(content: dict) -> StoredTensor:

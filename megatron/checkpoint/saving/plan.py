@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.format.dtypes import DTYPES
+from megatron.checkpoint.format.manifest import box_key
 from megatron.checkpoint.format.safetensors_file import Entry
 from megatron.checkpoint.format.tiling import tiles
 from megatron.parallel.boxes import Box
@@ -34,11 +35,8 @@ class BoxToWrite(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in a file: `name` for a whole tensor, else `name[0:128,64:128]`."""
-        if self.box.sizes == self.shape:
-            return self.name
-        ranges = (f"{offset}:{offset + size}" for offset, size in zip(self.box.offsets, self.box.sizes, strict=True))
-        return f"{self.name}[{','.join(ranges)}]"
+        """Its name in a file."""
+        return box_key(self.name, self.shape, self.box)
 
     @property
     def entry(self) -> Entry:

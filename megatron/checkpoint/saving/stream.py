@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.dtypes import bytes_of, dtype_name
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format.folder import checkpoint_name
-from megatron.checkpoint.saving.commit import commit, encoded
+from megatron.checkpoint.saving.commit import commit, encoded, merged
 from megatron.checkpoint.saving.part import part_of, write_part
 from megatron.checkpoint.saving.plan import BoxToWrite, Held, share_out
 from megatron.checkpoint.source import TensorInfo
@@ -32,6 +32,7 @@ def write_checkpoint(
     *,
     files: Sequence[Sequence[tuple[str, Box]]] | None = None,
     max_file_bytes: int | None = 5 << 30,
+    content_digest: str | None = None,
 ) -> str:
     """Write `<folder>/iter_<iteration>/` and point the latest file to it. It is complete or, after a failure, not there.
 
@@ -45,12 +46,14 @@ def write_checkpoint(
         files: the boxes in each rank's file, where the files shall be those of a layout (a box that is in several is written into
             one of them); by default whole tensors, in their order.
         max_file_bytes: begin another data file where one would become larger (a box is never cut).
+        content_digest: that the checkpoint must have, where it is known.
 
     Returns:
         the folder of the checkpoint, or its URL.
 
     Raises:
-        CheckpointError: it cannot be written, the boxes are not whole tensors, or `read` gives something else than was announced.
+        CheckpointError: it cannot be written, the boxes are not whole tensors, or `read` gives something else than was announced or
+            another content than it must have.
     """
     save, name = open_storage(folder), checkpoint_name(iteration)
     small = encoded(config, state)
@@ -68,7 +71,10 @@ def write_checkpoint(
     draft = save.draft(name, _TOKEN)
     try:
         draft.make()
-        commit(save, draft, iteration, [write_part(draft, part, data_of) for part in parts], small)
+        written = [write_part(draft, part, data_of) for part in parts]
+        if content_digest is not None and (found := merged(written).content_digest) != content_digest:
+            raise CheckpointError(f"what was read has the content digest {found}, and it should be {content_digest}")
+        commit(save, draft, iteration, written, small)
     except OSError as error:
         draft.abandon()
         raise CheckpointError(f"cannot save {save.at(name)}: {error}") from error
