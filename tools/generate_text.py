@@ -149,8 +149,8 @@ def _run(given: argparse.Namespace) -> None:
     tokenizer = build_tokenizer(settings)
     if tokenizer.vocab_size > source.vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size:,} ids, but {given.load} only {source.vocab_size:,} rows in its embedding: this is "
-            "not its tokenizer"
+            f"the tokenizer has {tokenizer.vocab_size:,} ids, but {given.load} only {source.vocab_size:,} rows in its embedding: "
+            "this is not its tokenizer"
         )
     sizes = {name: getattr(given, name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "device")}
     context = connect(ParallelConfig(**sizes))

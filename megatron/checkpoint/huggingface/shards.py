@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from megatron.checkpoint.dtypes import bytes_of
 from megatron.checkpoint.format.safetensors_file import Entry, header_bytes
 from megatron.checkpoint.huggingface.weight_files import INDEX, SINGLE
+from megatron.checkpoint.storage.opening import open_storage
 
 
 def plan_shards(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
@@ -28,7 +28,7 @@ def plan_shards(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
 
 
 def _write_shard(path: Path, entries: Sequence[Entry], stream: Iterator[tuple[str, torch.Tensor]]) -> None:
-    with open(path, "wb") as file:
+    with open_storage(path.parent).create(path.name) as file:  # brings it to the disk while it is written
         file.write(header_bytes(entries, metadata={"format": "pt"}))  # transformers reads no file without it
         for entry in entries:
             key, tensor = next(stream)
@@ -36,8 +36,6 @@ def _write_shard(path: Path, entries: Sequence[Entry], stream: Iterator[tuple[st
             assert key == entry.key and len(data) == entry.num_bytes, f"{key} in the place of {entry.key}"
             file.write(data)
             del tensor, data  # before the next is made
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_shards(folder: Path, shards: Sequence[Sequence[Entry]], tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
