@@ -59,7 +59,7 @@ def test_the_page_as_it_is_written(folder: Path, capsys: pytest.CaptureFixture[s
     pytest.importorskip("transformers")
     ran = 0
     for command in commands(PAGE):
-        if not command.startswith("python "):
+        if not command.startswith("python ") or "tools/bench.py" in command:  # which has a test of its own
             continue
         program, *words = [PLACES.get(word, word) for word in shlex.split(command)[1:]]
         if program == "pretrain_gpt.py":
