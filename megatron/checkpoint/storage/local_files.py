@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import functools
-import mmap
 import os
 import stat
 import sys
@@ -51,10 +50,6 @@ class LocalFile:
             if not read:
                 raise TruncatedError(f"{self._path} has no byte {start + done}: it was truncated")
             done += read
-
-    def map(self) -> mmap.mmap | None:
-        """A private map of the whole file; None of an empty one, which has none."""
-        return mmap.mmap(self._handle, 0, access=mmap.ACCESS_COPY) if self._size else None
 
     def close(self) -> None:
         """Give the file back; maps stay."""

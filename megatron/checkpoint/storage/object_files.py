@@ -68,9 +68,6 @@ class ObjectFile:
                     raise TruncatedError(f"{self._url} has no byte {missing}: it was truncated")
                 buffer[begin:end] = data
 
-    def map(self) -> None:
-        """There is none."""
-
     def __enter__(self) -> ObjectFile:
         return self
 

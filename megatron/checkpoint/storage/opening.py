@@ -38,13 +38,3 @@ def open_storage(location: str | os.PathLike[str]) -> Storage:
     except (ImportError, ValueError) as error:  # names the package that is missing, or the protocols that are known
         raise ValueError(f"{text}: {error}") from error
     return ObjectStorage(text.rstrip("/"), files, root)
-
-
-def parent_and_name(location: str | os.PathLike[str]) -> tuple[str, str]:
-    """The folder above, and the name in it: `("s3://bucket/a", "iter_0000100")`."""
-    text = os.fspath(location).rstrip("/")
-    if not is_url(text):
-        path = Path(os.path.abspath(text.removeprefix("file://")))
-        return str(path.parent), path.name
-    parent, _, name = text.rpartition("/")
-    return parent, name

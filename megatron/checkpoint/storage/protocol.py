@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -33,9 +32,6 @@ class Reading(Protocol):
         Raises:
             TruncatedError: the file ends before.
         """
-
-    def map(self) -> mmap.mmap | None:
-        """A memory map that may be written to without changing the file, and outlives this object; None where there is none."""
 
 
 class Writing(Protocol):
