@@ -60,7 +60,7 @@ touch "$run/made-by-quickstart"
 export OMP_NUM_THREADS=1 # 8 processes share the cores of one machine
 launch=(python -m torch.distributed.run --standalone --nproc-per-node 8 pretrain_gpt.py)
 model=(--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --position-embedding-type rope
-    --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.06)
+    --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.06)
 data=(--data-path "$dataset" --split 95,5,0 --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$vocabulary")
 layout=(--device cpu --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel)
 # The learning rate falls over both runs together, so it is told the length of both.
