@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.distributed import die_with, kill_group
+from megatron.verification.local_ranks import die_with, kill_group
 
 ROOT = Path(__file__).resolve().parent.parent
 """The repository."""

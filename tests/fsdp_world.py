@@ -21,11 +21,11 @@ from megatron.model.init import fill
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
-from tests.distributed import run_ranks
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.random_inputs import random_batches
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
 from tests.layout import microbatches, model_config
 from tests.lone_rank import CPU
-from tests.reference.random_inputs import random_batches
-from tests.reference.shape import ReferenceShape, gpt2_like, llama_like
 
 SEED = 1
 MICROBATCHES = 2

@@ -26,10 +26,10 @@ from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.training.batches import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
-from tests.distributed import run_ranks
-from tests.reference.model import Weights
-from tests.reference.shape import ReferenceShape
-from tests.reference.training import Batch, ReferenceRun
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.model import Weights
+from megatron.verification.reference.shape import ReferenceShape
+from megatron.verification.reference.training import Batch, ReferenceRun
 from tests.windows import Windows
 
 

@@ -10,9 +10,9 @@ from megatron.checkpoint.source import TensorInfo
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
+from megatron.verification.reference.model import Weights
+from megatron.verification.reference.shape import ReferenceShape
 from tests.layout import inside, model_config
-from tests.reference.model import Weights
-from tests.reference.shape import ReferenceShape
 
 
 class MemorySource:

@@ -39,7 +39,7 @@ from megatron.checkpoint.loading.load import load_tensors
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.training.step import TrainStep
-from tests.distributed import die_with, kill_group
+from megatron.verification.local_ranks import die_with, kill_group
 
 TINY: dict[str, Any] = {
     "num_layers": 2,

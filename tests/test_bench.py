@@ -6,13 +6,10 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
@@ -20,7 +17,6 @@ from megatron.pipeline_parallel.simulate import Costs, simulate
 from tests.cli import ROOT, spawn_cli
 from tools.benchmarks import bubble, overlap
 from tools.benchmarks.bubble import Result, misses
-from tools.benchmarks.ranks import run_ranks
 from tools.benchmarks.shapes import Shape
 
 SHORT = "--stages 2 --microbatches 3 --forward-ms 1 --input-grad-ms 1 --weight-grad-ms 2 --repeats 1 --hidden 4 1 8".split()
@@ -173,32 +169,3 @@ def test_a_flag_that_cannot_act_is_refused(words: list[str], told: str) -> None:
 
 
 # ---- its processes
-
-
-def fails_on_one(rank: int) -> int:
-    if rank == 1:
-        raise ValueError("this one")
-    time.sleep(60)
-    return rank
-
-
-def hangs(rank: int) -> NoReturn:
-    while True:
-        time.sleep(60)
-
-
-def test_ranks_give_their_results_in_order() -> None:
-    found = run_ranks(3, lambda rank: (rank, dist.get_rank(), dist.get_world_size(), torch.get_num_threads()), timeout=60)
-    assert found == [(rank, rank, 3, 1) for rank in range(3)]
-
-
-def test_a_rank_that_fails_or_dies_ends_all() -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*ValueError: this one"):
-        run_ranks(2, fails_on_one, timeout=60)
-    with pytest.raises(RuntimeError, match="rank 0 died without a result"):
-        run_ranks(1, lambda rank: os._exit(3), timeout=60)
-
-
-def test_ranks_that_hang_are_ended() -> None:
-    with pytest.raises(TimeoutError, match="ranks 0, 1 were not done after 2 s"):
-        run_ranks(2, hangs, timeout=2)

@@ -17,8 +17,8 @@ from megatron.parallel.collectives import Pending, start_all_reduce, start_reduc
 from megatron.parallel.context import Group, ParallelContext, make_context
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.topology import Topology
+from megatron.verification.local_ranks import run_ranks
 from tests.bucket_examples import WORD, buckets_of, build, gradient, own_gradients, sink, write_all
-from tests.distributed import run_ranks
 from tests.lone_rank import CPU, lone_rank
 
 # ---- memory

@@ -45,8 +45,8 @@ from megatron.checkpoint.saving.save import TensorSaver, save_checkpoint
 from megatron.checkpoint.storage.local import LocalStorage
 from megatron.checkpoint.storage.opening import open_storage
 from megatron.checkpoint.together import group_of
+from megatron.verification.local_ranks import run_ranks
 from tests.checkpoint_worlds import Layout, Shapes, hold, random_values, whole
-from tests.distributed import run_ranks
 
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
 LAYOUT = Layout(2, (0.4,))

@@ -23,8 +23,8 @@ from megatron.checkpoint.storage import local as local_module
 from megatron.checkpoint.storage.local import LocalStorage
 from megatron.checkpoint.storage.opening import open_storage
 from megatron.checkpoint.storage.protocol import Draft
+from megatron.verification.local_ranks import run_ranks
 from tests.checkpoint_worlds import whole
-from tests.distributed import run_ranks
 
 
 def save(folder: Path, iteration: int, value: float = 1.0) -> Path:

@@ -22,8 +22,8 @@ from megatron.checkpoint.loading.load import load_tensors
 from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.checkpoint.storage.local import LocalStorage
 from megatron.parallel.boxes import Box
+from megatron.verification.local_ranks import run_ranks
 from tests.checkpoint_worlds import Layout, Shapes, hold, random_values, save_world, whole
-from tests.distributed import run_ranks
 
 DATA = "rank_00000.safetensors"
 

@@ -17,7 +17,7 @@ from megatron.checkpoint.format.folder import checkpoint_name, iterations_in, la
 from megatron.checkpoint.format.manifest import MANIFEST
 from megatron.checkpoint.loading.find import find_checkpoint
 from megatron.checkpoint.storage.opening import open_storage
-from tests.distributed import die_with
+from megatron.verification.local_ranks import die_with
 from tests.runs import Ended, arguments, at_iteration, checkpoint, complete_checkpoints, digest, launch, report, run, saved_tensors
 
 STEPS, INTERVAL, KEPT, RANKS = 18, 3, 2, 2

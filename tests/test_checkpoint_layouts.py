@@ -16,8 +16,8 @@ from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.loading.find import read_config, read_state
 from megatron.checkpoint.loading.load import load_tensors
 from megatron.checkpoint.saving.save import save_checkpoint
+from megatron.verification.local_ranks import run_ranks
 from tests.checkpoint_worlds import PADDING, Layout, Shapes, assert_holds, hold, load_world, random_values, save_world, whole
-from tests.distributed import run_ranks
 
 SHAPES: Shapes = {
     "embedding": ((13, 6), 0),  # padded at every even tensor size

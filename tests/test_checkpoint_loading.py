@@ -26,8 +26,8 @@ from megatron.checkpoint.loading.plan import BoxLoadPlanner
 from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.checkpoint.storage.local import LocalStorage
 from megatron.parallel.boxes import Box, PlacedBox
+from megatron.verification.local_ranks import run_ranks
 from tests.checkpoint_worlds import Layout, Shapes, assert_holds, hold, load_world, random_values, save_world, whole
-from tests.distributed import run_ranks
 
 SHAPES: Shapes = {"embedding": ((13, 6), 0), "up": ((2, 8, 6), 1), "norm": ((6,), None)}
 

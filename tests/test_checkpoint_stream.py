@@ -22,8 +22,8 @@ from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.checkpoint.saving.stream import write_checkpoint
 from megatron.checkpoint.source import TensorInfo
 from megatron.parallel.boxes import Box
+from megatron.verification.local_ranks import run_ranks
 from tests.checkpoint_worlds import whole
-from tests.distributed import run_ranks
 
 TENSORS = {
     "model.up": torch.arange(24.0).view(4, 6),

@@ -14,8 +14,8 @@ from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.loading.load import load_tensors
 from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.parallel.boxes import Box, PlacedBox
+from megatron.verification.local_ranks import run_ranks
 from tests.checkpoint_worlds import Layout, Shapes, hold, load_world, random_values, whole
-from tests.distributed import run_ranks
 
 SHAPES: Shapes = {"up": ((8, 6), 0), "norm": ((6,), None)}
 

@@ -16,6 +16,7 @@ from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation, format_violations
 from megatron.config.flags import Flag, flags, topics
 from megatron.config.given import Given, split
+from megatron.config.requests import DryRun
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -247,3 +248,43 @@ def test_message_of_violations() -> None:
     assert format_violations([plain, plain]) == "2 problems in the settings:\nOne.\nOne."
     assert isinstance(ConfigError([plain]), ValueError)
     assert str(ConfigError([plain])) == "One."
+
+
+JOB = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --vocab-size 100".split()
+
+
+def test_a_dry_run_needs_no_more_than_the_job() -> None:
+    found = load([*JOB, "--dry-run", "--world-size", "24", "--tensor-model-parallel-size", "4"], 1)
+    assert found.dry_run == DryRun(24, 8, None) and found.config.optimizer.lr is None and not found.config.data.mock_data
+    found = load([*JOB, "--dry-run", "--gpus-per-node", "4", "--dry-run-json", "plan.json"], 3)
+    assert found.dry_run == DryRun(3, 4, "plan.json")
+    with pytest.raises(ConfigError) as error:
+        load(JOB, 1)
+    assert {violation.flags[0] for violation in error.value.violations} == {
+        *("--lr", "--tokenizer-type", "--train-iters", "--data-path"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--dry-run --world-size 10000000", "--world-size takes a whole number from 1 to 1,048,576"),
+        ("--dry-run --world-size 0", "takes a whole number from 1"),
+        ("--dry-run --world-size -4", "takes a whole number from 1"),
+        ("--dry-run --world-size eight", "takes a whole number from 1"),
+        ("--dry-run --world-size " + "9" * 5000, "takes a whole number from 1"),
+        ("--dry-run --gpus-per-node 0", "--gpus-per-node takes a whole number from 1"),
+        ("--dry-run yes", "--dry-run takes no value"),
+        ("--dry-run --dry-run-json", "takes one file"),
+        ("--world-size 8", "--world-size is for --dry-run only, which is not given.\n  The number of ranks of a run comes from"),
+        ("--gpus-per-node 8", "--gpus-per-node is for --dry-run only"),
+        ("--dry-run-json x", "--dry-run-json is for --dry-run only"),
+        ("--dry-run --world-size 6 --tensor-model-parallel-size 4", "The world size 6 does not divide by TP x CP x PP = 4 x 1 x 1"),
+        ("--dry-run --lr 0", "--lr is missing"),
+        ("--explain", "--explain takes the name of one flag"),
+    ],
+)
+def test_bad_requests_are_answered_in_words(words: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load([*JOB, *words.split()], 4)
+    assert expected in str(error.value)

@@ -268,8 +268,8 @@ def test_the_message_shows_the_chunks() -> None:
         "        1      1  1-1 (1)\n"
         "        2      1  2-2 (1)\n"
         "        3      0  norm, output, loss\n"
-        "  Each chunk holds at least one layer. Nearest valid: --pipeline-model-parallel-size 1, --num-layers 4, "
-        "--pipeline-schedule None, --pipeline-model-parallel-layout 'Et|t|t|L'."
+        "  Each chunk holds at least one layer. Nearest valid: --pipeline-model-parallel-size 1, "
+        "--pipeline-schedule None, --pipeline-model-parallel-layout 'Et|t|t|L', --num-layers 4."
     )
 
 

@@ -504,6 +504,7 @@ CASES: list[Case] = [
     ("--log-memory-to-tensorboard", 1, {"--log-memory-to-tensorboard"}, ["only with --tensorboard-dir"], []),
     ("--log-layer-norms", 1, {"--log-layer-norms"}, ["only with --metrics-file, --tensorboard-dir or"], []),
     ("--wandb-exp-name x", 1, {"--wandb-exp-name"}, ["only with --wandb-project"], []),
+    ("--trace-steps 3", 1, {"--trace-steps"}, ["only with --save-trace"], []),
     ("--save-interval 5", 1, {"--save-interval"}, ["only with --save"], []),
     ("--save-retain-interval 5", 1, {"--save-retain-interval"}, ["only with --save"], []),
     ("--async-save", 1, {"--async-save"}, ["only with --save"], []),
@@ -580,6 +581,7 @@ VALID = [
     ("--vocab-size None --tokenizer-type SentencePieceTokenizer --tokenizer-model m", 1),
     ("--vocab-size None --tokenizer-type ByteTokenizer", 1),
     ("--device cuda --distributed-backend gloo", 1),
+    ("--save-trace t --trace-steps 3 --check-replicas-every 2", 1),
     ("--tensorboard-dir t --log-timers-to-tensorboard --wandb-project p --wandb-exp-name n", 1),
     ("--wandb-project p --tensorboard-log-interval 5 --log-layer-norms", 1),
     ("--metrics-file f --log-layer-norms", 1),
@@ -630,7 +632,7 @@ def test_the_message_reads_like_a_sentence() -> None:
     (violation,) = reported("--tensor-model-parallel-size 8", 8)
     assert str(ConfigError([violation])) == (
         "--num-attention-heads 12 does not divide by --tensor-model-parallel-size 8.\n"
-        "  Each tensor rank holds whole heads. Nearest valid: --tensor-model-parallel-size 4 or 2, --num-attention-heads 8 or 16."
+        "  Each tensor rank holds whole heads. Nearest valid: --tensor-model-parallel-size 4 or 2, --num-attention-heads 16 or 8."
     )
 
 

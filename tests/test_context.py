@@ -24,7 +24,7 @@ from megatron.parallel.context import (
     make_context,
 )
 from megatron.parallel.topology import Topology
-from tests.distributed import run_ranks
+from megatron.verification.local_ranks import run_ranks
 from tests.lone_rank import AXES, CPU
 
 EIGHT = [

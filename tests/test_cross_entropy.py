@@ -13,7 +13,7 @@ from megatron.parallel.context import SELF_GROUP, Group, make_context
 from megatron.parallel.topology import Topology
 from megatron.tensor_parallel import cross_entropy
 from megatron.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from tests.distributed import run_ranks
+from megatron.verification.local_ranks import run_ranks
 from tests.lone_rank import CPU
 
 SEQ, BATCH = 5, 3

@@ -16,7 +16,7 @@ from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.orders.megatron_order import MegatronPlan
 from megatron.data.orders.stretches import Stretch
-from tests.reference import megatron_order as reference
+from tests import megatron_order as reference
 
 LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]
 

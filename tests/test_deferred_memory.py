@@ -14,10 +14,10 @@ from megatron.pipeline_parallel.deferred_memory import kept_per_token, peak_kept
 from megatron.pipeline_parallel.partition import layer_table
 from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
 from megatron.tensor_parallel.embedding import padded_vocab_size
-from tests.distributed import run_ranks
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.random_inputs import random_batches, random_weights
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
 from tests.layout import Layout, Recipe, build_step, microbatches, model_config
-from tests.reference.random_inputs import random_batches, random_weights
-from tests.reference.shape import ReferenceShape, gpt2_like, llama_like
 
 SIZES = dict(num_layers=5, hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, vocab=29, seq=8)
 SHAPES = {

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.verification.local_ranks import RanksError, run_ranks
 from tests.cli import spawn_cli
-from tests.distributed import run_ranks
 
 
 def gone(pid: int) -> bool:
@@ -96,7 +96,7 @@ def test_every_failing_rank_is_told_and_the_blocked_one_shown() -> None:
             dist.barrier()  # the others never come
         raise ValueError(f"reason {rank}")
 
-    with pytest.raises(AssertionError) as error:
+    with pytest.raises(RanksError) as error:
         run_ranks(3, function)
     message = str(error.value)
     assert "ValueError: reason 1" in message and "ValueError: reason 2" in message
@@ -110,7 +110,7 @@ def test_timeout_shows_where_ranks_are_and_kills_them(tmp_path: Path) -> None:
         (tmp_path / str(rank)).write_text(f"{os.getpid()} {child.pid}")
         time.sleep(1000)
 
-    with pytest.raises(AssertionError, match=r"not done after 1.5 s: rank 0, 1(?s:.*)in function"):
+    with pytest.raises(RanksError, match=r"not done after 1.5 s: rank 0, 1(?s:.*)in function"):
         run_ranks(2, function, timeout=1.5)
     pids = [int(pid) for rank in range(2) for pid in (tmp_path / str(rank)).read_text().split()]
     assert len(pids) == 4 and all(wait_until_gone(pid) for pid in pids)
@@ -122,14 +122,14 @@ def test_a_rank_that_dies_is_told() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
 
-    with pytest.raises(AssertionError, match=r"rank 1 failed:\nthe process ended without a report \(killed by SIGKILL\)"):
+    with pytest.raises(RanksError, match=r"rank 1 failed:\nthe process ended without a report \(killed by SIGKILL\)"):
         run_ranks(2, function)
 
 
 def test_exit_and_unpicklable_results_are_failures() -> None:
-    with pytest.raises(AssertionError, match="SystemExit: 3"):
+    with pytest.raises(RanksError, match="SystemExit: 3"):
         run_ranks(1, lambda rank: sys.exit(3))
-    with pytest.raises(AssertionError, match=r"(?i)can't pickle|cannot pickle|can't get local object"):
+    with pytest.raises(RanksError, match=r"(?i)can't pickle|cannot pickle|can't get local object"):
         run_ranks(1, lambda rank: lambda: rank)
 
 
@@ -148,7 +148,7 @@ def test_ranks_die_with_the_test_process(tmp_path: Path) -> None:
 
         run_ranks(2, inner)
 
-    with pytest.raises(AssertionError, match="killed by SIGKILL"):
+    with pytest.raises(RanksError, match="killed by SIGKILL"):
         run_ranks(1, outer, init=False)
     assert all(wait_until_gone(int((tmp_path / str(rank)).read_text())) for rank in range(2))
 

@@ -25,7 +25,7 @@ from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.topology import Topology
 from megatron.training.batches import BatchMaker
 from megatron.training.step import TrainStep
-from tests.distributed import run_ranks
+from megatron.verification.local_ranks import run_ranks
 from tests.lone_rank import CPU, lone_rank
 
 VOCAB, SEQ, MICRO, GLOBAL, STEPS = 32, 8, 2, 8, 3

@@ -18,7 +18,7 @@ from megatron.parallel.params import Init, ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup, padded_vocab_size
-from tests.distributed import run_ranks
+from megatron.verification.local_ranks import run_ranks
 from tests.lone_rank import CPU, lone_rank
 from tests.sinks import sink_over
 

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from tests.equality import assert_equal_runs, assert_equal_tensors, assert_same_bits
-from tests.reference.training import ReferenceRun
+from megatron.verification.equality import assert_equal_runs, assert_equal_tensors, assert_same_bits
+from megatron.verification.reference.training import ReferenceRun
 
 
 def run(**changes: object) -> ReferenceRun:

@@ -25,7 +25,7 @@ from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.pipeline_parallel.schedules.select import forward_only
 from megatron.pipeline_parallel.schedules.simple import gpipe, one_f_one_b
 from megatron.tensor_parallel.linear_function import parallel_linear
-from tests.distributed import run_ranks
+from megatron.verification.local_ranks import run_ranks
 from tests.lone_rank import CPU, lone_rank
 from tests.schedule_examples import B, F, greedy, split_backwards
 from tests.sinks import sink_over

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch._dynamo  # noqa: F401  FSDP's hooks import it at their first call: here once, not in every rank
 
-from tests.equality import assert_equal_runs
+from megatron.verification.equality import assert_equal_runs
+from megatron.verification.reference.random_inputs import random_batches, random_weights
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from megatron.verification.reference.training import ReferenceRun, train
 from tests.layout import Layout, LayoutRun, Recipe, run_layout
-from tests.reference.random_inputs import random_batches, random_weights
-from tests.reference.shape import ReferenceShape, gpt2_like, llama_like
-from tests.reference.training import ReferenceRun, train
 
 STEPS = 3
 SHAPES: dict[str, ReferenceShape] = {

@@ -9,9 +9,9 @@ from megatron.data_parallel.fsdp_plan import is_fully_sharded, own_piece, plan_u
 from megatron.parallel.boxes import DimPiece
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like
 from tests.fsdp_world import TIED, UNTIED, build, in_world, shard
 from tests.lone_rank import lone_rank
-from tests.reference.shape import ReferenceShape, gpt2_like
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -16,14 +16,14 @@ import torch
 
 from examples.make_corpus import write_corpus
 from megatron.data.tokenizers.simple import ByteTokenizer
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.model import Weights, logits
+from megatron.verification.reference.random_inputs import random_weights
+from megatron.verification.reference.shape import ReferenceShape, llama_like
 from tests.byte_dataset import FLAGS, write_bytes
 from tests.cli import ROOT
-from tests.distributed import run_ranks
 from tests.legacy_checkpoints import LegacyLayout, write_legacy
 from tests.model_styles import STYLES
-from tests.reference.model import Weights, logits
-from tests.reference.random_inputs import random_weights
-from tests.reference.shape import ReferenceShape, llama_like
 from tests.runs import arguments, run, saved_tensors
 from tests.vocabularies import sentencepiece
 from tools import checkpoint, generate_text

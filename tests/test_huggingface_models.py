@@ -14,14 +14,14 @@ from megatron.checkpoint.source import WeightSource
 from megatron.inference.logits import sequence_logits
 from megatron.inference.model import model_from
 from megatron.parallel.boxes import Box
-from tests.distributed import run_ranks
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.model import logits as reference_logits
+from megatron.verification.reference.random_inputs import random_weights
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
 from tests.huggingface_models import CASES, VOCAB, logits, opened, saved, some_ids
 from tests.layout import Layout, context_of
 from tests.lone_rank import lone_rank
 from tests.memory_source import MemorySource, reference_source
-from tests.reference.model import logits as reference_logits
-from tests.reference.random_inputs import random_weights
-from tests.reference.shape import ReferenceShape, gpt2_like, llama_like
 
 CLOSE = 1e-5
 """Of logits of about 5 in float32."""

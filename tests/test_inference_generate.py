@@ -15,12 +15,12 @@ from megatron.inference.sampling import Sampling
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
-from tests.distributed import run_ranks
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.model import Weights, logits
+from megatron.verification.reference.random_inputs import random_weights
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
 from tests.layout import Layout, context_of
 from tests.memory_source import reference_source
-from tests.reference.model import Weights, logits
-from tests.reference.random_inputs import random_weights
-from tests.reference.shape import ReferenceShape, gpt2_like, llama_like
 
 VOCAB = 61
 SHAPES = {

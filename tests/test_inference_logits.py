@@ -16,13 +16,13 @@ from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import layer_table
 from megatron.pipeline_parallel.schedules.placement import loop, v_shape
-from tests.distributed import run_ranks
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.model import logits as reference_logits
+from megatron.verification.reference.random_inputs import random_weights
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
 from tests.layout import Layout, context_of
 from tests.lone_rank import lone_rank
 from tests.memory_source import MemorySource, reference_source
-from tests.reference.model import logits as reference_logits
-from tests.reference.random_inputs import random_weights
-from tests.reference.shape import ReferenceShape, gpt2_like, llama_like
 
 VOCAB = 61  # with TP=2 and rows padded to a multiple of 8 x TP, the last tensor rank holds padding
 SHAPES = {

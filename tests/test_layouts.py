@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from megatron.verification.equality import assert_equal_runs
+from megatron.verification.reference.random_inputs import random_batches, random_weights
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from megatron.verification.reference.training import ReferenceRun, train
 from tests.covering import covering, product
-from tests.equality import assert_equal_runs
 from tests.layout import Layout, Recipe, run_layout
-from tests.reference.random_inputs import random_batches, random_weights
-from tests.reference.shape import ReferenceShape, gpt2_like, llama_like
-from tests.reference.training import ReferenceRun, train
 
 SIZES = [
     (tp, pp, dp) for n in (1, 2, 4, 8) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for dp in (1, 2, 4, 8) if tp * pp * dp == n

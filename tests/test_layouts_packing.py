@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from megatron.data.batches import DocumentRules
+from megatron.verification.equality import assert_equal_runs
+from megatron.verification.reference.documents import Rules, loss_of_documents_apart, loss_with_rules
+from megatron.verification.reference.random_inputs import random_weights
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from megatron.verification.reference.training import Batch, ReferenceRun, train
 from tests.covering import covering, product
-from tests.equality import assert_equal_runs
 from tests.layout import Layout, Recipe, run_layout
-from tests.reference.documents import Rules, loss_of_documents_apart, loss_with_rules
-from tests.reference.random_inputs import random_weights
-from tests.reference.shape import ReferenceShape, gpt2_like, llama_like
-from tests.reference.training import Batch, ReferenceRun, train
 
 SEQ, VOCAB, EOD = 10, 29, 5
 FLAGS = list(itertools.product((False, True), repeat=3))

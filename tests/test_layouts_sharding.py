@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.equality import assert_equal_runs, number_differences
+from megatron.verification.equality import assert_equal_runs, number_differences
+from megatron.verification.reference.random_inputs import random_batches, random_weights
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from megatron.verification.reference.training import ReferenceRun, mean_loss, train
 from tests.layout import Layout, Recipe, run_layout
-from tests.reference.random_inputs import random_batches, random_weights
-from tests.reference.shape import ReferenceShape, gpt2_like, llama_like
-from tests.reference.training import ReferenceRun, mean_loss, train
 
 SHARDED = ("optim", "optim_grads", "optim_grads_params")
 STRATEGIES = ("no_shard", *SHARDED)

@@ -16,11 +16,11 @@ from megatron.inference.model import model_from
 from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
+from megatron.verification.reference.model import Weights, logits
+from megatron.verification.reference.random_inputs import random_weights
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
 from tests.layout import inside, model_config
 from tests.legacy_checkpoints import PADDING, LegacyLayout, padded_rows, write_legacy
-from tests.reference.model import Weights, logits
-from tests.reference.random_inputs import random_weights
-from tests.reference.shape import ReferenceShape, gpt2_like, llama_like
 from tools import checkpoint
 
 VOCAB = 61

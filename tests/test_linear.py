@@ -20,7 +20,7 @@ from megatron.parallel.topology import Topology
 from megatron.tensor_parallel import linear_function
 from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.tensor_parallel.linear_function import parallel_linear
-from tests.distributed import run_ranks
+from megatron.verification.local_ranks import run_ranks
 from tests.lone_rank import CPU, lone_rank
 from tests.sinks import sink_over
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.reference.model import attention, logits, mlp, norm, rotary_frequencies, rotate, token_losses
-from tests.reference.random_inputs import random_batches, random_weights
-from tests.reference.shape import ReferenceShape, decays, gpt2_like, llama_like, weight_shapes
-from tests.reference.training import loss_and_gradients, mean_loss, train
+from megatron.verification.reference.model import attention, logits, mlp, norm, rotary_frequencies, rotate, token_losses
+from megatron.verification.reference.random_inputs import random_batches, random_weights
+from megatron.verification.reference.shape import ReferenceShape, decays, gpt2_like, llama_like, weight_shapes
+from megatron.verification.reference.training import loss_and_gradients, mean_loss, train
 
 # Every option occurs in one of these.
 SHAPES = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.format.manifest import MANIFEST
-from tests.distributed import run_ranks
+from megatron.verification.local_ranks import run_ranks
 from tests.runs import Ended, arguments, checkpoint, complete_checkpoints, digest, launch, report, run, saved_tensors
 
 STEPS, INTERVAL, STOP = 9, 3, 6

@@ -12,11 +12,11 @@ import torch
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.split import split_documents
+from megatron.verification.equality import assert_equal_tensors, number_differences
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from megatron.verification.reference.training import Batch, ReferenceRun, mean_loss, train
 from tests.byte_dataset import FLAGS, write_bytes
-from tests.equality import assert_equal_tensors, number_differences
 from tests.model_styles import STYLES
-from tests.reference.shape import ReferenceShape, gpt2_like, llama_like
-from tests.reference.training import Batch, ReferenceRun, mean_loss, train
 from tests.runs import TINY, arguments, read_metrics, run, saved_tensors
 
 STEPS, EVAL_ITERS = 4, 2

@@ -84,7 +84,7 @@ def test_the_start_up_log_tells_of_the_pipeline() -> None:
     assert "1-1 (1)" in lines[table + 2] or "1-2 (2)" in lines[table + 2]
     assert any(line.startswith("the weight gradients that it puts off keep at most ") for line in lines)
     assert any(line.startswith("pipeline schedule zb-v: 1 microbatches through 2 stages of 2 chunks, ") for line in lines)
-    assert any(line.startswith("warning: 1 microbatches for 2 pipeline stages leave ") for line in lines)
+    assert any(line.startswith("advice: 1 microbatches through 2 pipeline stages leave ") for line in lines)
 
 
 def test_the_pipeline_is_measured(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.equality import assert_same_bits
+from megatron.verification.equality import assert_same_bits
+from megatron.verification.reference.random_inputs import random_batches, random_weights
+from megatron.verification.reference.shape import gpt2_like
 from tests.layout import Layout, LayoutRun, Recipe, run_layout
-from tests.reference.random_inputs import random_batches, random_weights
-from tests.reference.shape import gpt2_like
 
 STEPS = 2
 LAYOUTS: dict[str, dict[str, Any]] = {

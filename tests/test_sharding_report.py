@@ -24,7 +24,7 @@ from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.schedule import Op, OpKind
 from megatron.pipeline_parallel.schedules.registry import make_schedule
-from megatron.training.state_report import amount, describe_state, state_report, writes
+from megatron.planner.state_report import amount, describe_state, state_report, writes
 from tests.lone_rank import lone_rank
 from tests.runs import arguments, run
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.distributed import run_ranks
-from tests.equality import assert_equal_tensors, number_differences
+from megatron.verification.equality import assert_equal_tensors, number_differences
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.random_inputs import random_batches, random_weights
+from megatron.verification.reference.shape import gpt2_like
+from megatron.verification.reference.training import train
 from tests.layout import Layout, Recipe, build_step, context_of, microbatches
-from tests.reference.random_inputs import random_batches, random_weights
-from tests.reference.shape import gpt2_like
-from tests.reference.training import train
 from tests.runs import arguments, digest, run, saved_tensors, timeless
 from tests.step_checkpoints import load, save
 

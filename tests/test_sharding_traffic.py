@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.data_parallel.buckets import Buckets
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.schedules.registry import make_schedule
-from megatron.training.state_report import state_report
-from tests.distributed import run_ranks
+from megatron.planner.state_report import state_report
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.random_inputs import random_batches, random_weights
+from megatron.verification.reference.shape import gpt2_like, llama_like
 from tests.layout import (
     Layout,
     Recipe,
@@ -27,8 +29,6 @@ from tests.layout import (
     optimizer_config,
     parallel_config,
 )
-from tests.reference.random_inputs import random_batches, random_weights
-from tests.reference.shape import gpt2_like, llama_like
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 

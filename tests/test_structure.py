@@ -33,9 +33,12 @@ ABOVE = {
     "data": {"config"},
     "metrics": {"config"},
 }
-"""What each room may import beside itself; training may import all but what comes after it."""
+"""What each room may import beside itself."""
 ABOVE["inference"] = {*ABOVE["checkpoint"], "checkpoint", "data"}
+ABOVE["planner"] = {*ABOVE["checkpoint"], "metrics"}
+ABOVE["audit"] = {*ABOVE["checkpoint"], "checkpoint"}
 ABOVE["training"] = set(ABOVE) - {"inference"}
+ABOVE["verification"] = set(ABOVE) - {"inference"}
 
 WITHOUT_TORCH = [
     *(str(file) for file in FILES if file.parts[1] == "config"),

@@ -30,7 +30,7 @@ from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.pipeline_parallel.schedules.registry import make_schedule
-from megatron.training.state_report import state_report
+from megatron.planner.state_report import state_report
 
 DATA_SIZES = (8, 64, 1024)
 STRATEGIES: tuple[ShardingStrategy, ...] = get_args(ShardingStrategy)

@@ -22,6 +22,7 @@ from megatron.config.effects import notes as effect_notes
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import build, flags, switch
 from megatron.config.given import Given, split
+from megatron.config.requests import DryRun, Requests, take, without_gaps
 from megatron.config.rules import violations
 from megatron.config.save import to_yaml
 from megatron.config.yaml_file import read_yaml
@@ -36,6 +37,8 @@ class LoadedConfig:
     config: Config
     notes: tuple[str, ...]
     """One line for each flag that has no effect, with the reason."""
+    dry_run: DryRun | None = None
+    """Lay this out instead of running."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class _Reading:
     problems: tuple[Violation, ...]
     doubtful: frozenset[str]
     """Flags whose value is not known because of a problem."""
+    requests: Requests
 
 
 def parse(argv: Sequence[str]) -> Config:
@@ -55,7 +59,7 @@ def parse(argv: Sequence[str]) -> Config:
     Raises:
         ConfigError: unknown or refused flags, values of a wrong form, a bad ``--config`` file, or a checkpoint in which
             ``--use-checkpoint-args`` finds no settings.
-        SystemExit: 0 after ``--help`` or ``--print-config``.
+        SystemExit: 0 after ``--help``, ``--explain`` or ``--print-config``.
     """
     reading = _read(argv)
     if reading.problems:
@@ -68,17 +72,20 @@ def load(argv: Sequence[str], world_size: int) -> LoadedConfig:
 
     Args:
         argv: the words after the program's name.
-        world_size: number of ranks.
+        world_size: number of ranks, but that of a dry run may be given in the command line.
 
     Raises:
         ConfigError: with all problems together: those of `parse` and the violated rules.
-        SystemExit: 0 after ``--help`` or ``--print-config``.
+        SystemExit: 0 after ``--help``, ``--explain`` or ``--print-config``.
     """
     reading = _read(argv)
-    ruled = [found for found in violations(reading.config, world_size) if not reading.doubtful.intersection(found.flags)]
+    dry_run = reading.requests.planned(world_size)
+    world_size = dry_run.world_size if dry_run else world_size
+    ruled = violations(without_gaps(reading.config) if dry_run else reading.config, world_size)
+    ruled = [found for found in ruled if not reading.doubtful.intersection(found.flags)]
     if reading.problems or ruled:
         raise ConfigError([*reading.problems, *ruled])
-    return LoadedConfig(reading.config, (*reading.notes, *effect_notes(reading.config, world_size)))
+    return LoadedConfig(reading.config, (*reading.notes, *effect_notes(reading.config, world_size)), dry_run)
 
 
 def load_or_exit(argv: Sequence[str], world_size: int) -> LoadedConfig:
@@ -97,9 +104,15 @@ def _read(argv: Sequence[str]) -> _Reading:
         from megatron.config.help import help_text  # its library takes 0.1 s, which only the help has to spend
 
         _write_and_exit(help_text(PROGRAM))
-    given, problems, wants_print = _expand(given)
+    given, requests, problems = take(given)
+    if requests.explain is not None:
+        from megatron.config.explain import explain  # reads the settings' source, which only it has to spend time on
+
+        _write_and_exit(explain(requests.explain))
+    from_files, unread = _read_files(requests.files)
+    given, problems = [*from_files, *given], [*problems, *unread]
     found = sort_given(stray, given)
-    if problems:  # a file was not read, so nothing is known for sure
+    if unread:  # nothing is known for sure
         found.doubtful.update(f"--{name}" for name in flags())
     config = _instantiate(found)
     explicit = {flag.field for flag, item in found.settings if item.values != ("None",)}
@@ -110,35 +123,21 @@ def _read(argv: Sequence[str]) -> _Reading:
         if contradictions:  # the model's shape is not known
             found.doubtful.update(flag for item in contradictions for flag in item.flags)
     problems = [*problems, *found.problems]
-    if wants_print and not problems:
+    if requests.print_config and not problems:
         _write_and_exit(to_yaml(config))
-    return _Reading(config, tuple(found.notes), tuple(problems), frozenset(found.doubtful))
+    return _Reading(config, tuple(found.notes), tuple(problems), frozenset(found.doubtful), requests)
 
 
-def _expand(given: Sequence[Given]) -> tuple[list[Given], list[Violation], bool]:
-    """Put the settings of ``--config`` files before the user's own, so that the user's count.
-
-    Returns:
-        All settings, problems of the files, and whether ``--print-config`` was given.
-    """
-    own: list[Given] = []
-    from_files: list[Given] = []
+def _read_files(paths: Sequence[str]) -> tuple[list[Given], list[Violation]]:
+    """The settings of ``--config`` files, which go before the user's own, so that the user's count; and problems of the files."""
+    found: list[Given] = []
     problems: list[Violation] = []
-    wants_print = False
-    for item in given:
-        if item.name == "print-config" and not item.values:
-            wants_print = True
-        elif item.name == "config" and len(item.values) == 1:
-            try:
-                from_files.extend(read_yaml(item.values[0]))
-            except ConfigError as error:
-                problems.extend(error.violations)
-        elif item.name in ("config", "print-config"):
-            needs = "takes one file" if item.name == "config" else "takes no value"
-            problems.append(Violation((f"--{item.name}",), f"{item}: --{item.name} {needs}."))
-        else:
-            own.append(item)
-    return [*from_files, *own], problems, wants_print
+    for path in paths:
+        try:
+            found.extend(read_yaml(path))
+        except ConfigError as error:
+            problems.extend(error.violations)
+    return found, problems
 
 
 def _instantiate(found: Sorted) -> Config:

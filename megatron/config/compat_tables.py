@@ -77,6 +77,7 @@ NO_EFFECT_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
 """Flags with one value: the values accepted (empty for any), and why they change nothing."""
 
 RENAMED: dict[str, str] = {
+    "check-weight-hash-across-dp-replicas-interval": "--check-replicas-every",
     "batch-size": "--micro-batch-size",
     "model-parallel-size": "--tensor-model-parallel-size",
     "warmup": "--lr-warmup-fraction",
@@ -189,7 +190,6 @@ REFUSED: dict[str, str] = {
     "no-check-for-nan-in-loss-and-grad": "A loss or gradient that is not a number always stops the run; leave it out.",
     "check-for-spiky-loss": "Only a loss or gradient that is not a number stops the run.",
     "check-for-large-grads": "Only a loss or gradient that is not a number stops the run.",
-    "check-weight-hash-across-dp-replicas-interval": "Comparing replicas during a run is not built yet.",
     "empty-unused-memory-level": "Buffers are allocated once, so the memory cache is never emptied.",
     "train-sync-interval": "The host already waits for the device once an iteration.",
     "no-manual-gc-eval": "With --manual-gc garbage is always collected around evaluations and saves.",
@@ -204,7 +204,6 @@ REFUSED: dict[str, str] = {
     "use-ring-exchange-p2p": "How tensors travel between pipeline stages is not a setting.",
     "local-rank": _LAUNCHER,
     "rank": _LAUNCHER,
-    "world-size": _LAUNCHER,
     "lazy-mpu-init": _LAUNCHER,
     "log-progress": "Use --metrics-file, one JSON object a line.",
     "log-energy": "Energy is not measured.",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
+from megatron.config.debug import DebugConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -26,3 +27,4 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)

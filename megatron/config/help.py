@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from megatron.config.config import Config
+from megatron.config.requests import GPUS_PER_NODE, HELP
 
 _DESCRIPTION = (
     "Pretrain a GPT- or Llama-style model with tensor, pipeline and data parallelism, by the same command on one CPU and on "
@@ -21,10 +22,13 @@ _DESCRIPTION = (
 class _CommandLine(Config):
     """The settings, and the flags that are not settings of the run."""
 
-    config: str | None = None
-    """YAML file of settings below the flags given here: flag names, flat or under the topics of this help. May be repeated."""
-    print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the resolved settings as YAML, which --config reads back, and stop."""
+    config: Annotated[str | None, tyro.conf.arg(help=HELP["config"])] = None
+    print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help=HELP["print-config"])] = False
+    explain: Annotated[str | None, tyro.conf.arg(help=HELP["explain"])] = None
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help=HELP["dry-run"])] = False
+    world_size: Annotated[int | None, tyro.conf.arg(help=HELP["world-size"])] = None
+    gpus_per_node: Annotated[int, tyro.conf.arg(help=HELP["gpus-per-node"])] = GPUS_PER_NODE
+    dry_run_json: Annotated[str | None, tyro.conf.arg(help=HELP["dry-run-json"])] = None
 
 
 def help_text(program: str) -> str:

@@ -66,7 +66,7 @@ def _evaluate(config: Config, world_size: int) -> list[list[Finding]]:
 
 
 def _nearest(finding: Finding, index: int, counts: list[int], config: Config, world_size: int) -> list[Change]:
-    """Of each group of candidates those that leave the fewest violations, the nearest first."""
+    """Of each group of candidates those that leave the fewest violations; all together the ones that change least first."""
     strict: list[Change] = []
     loose: list[Change] = []
     for group in finding.candidates:
@@ -78,4 +78,5 @@ def _nearest(finding: Finding, index: int, counts: list[int], config: Config, wo
         removing.sort(key=lambda item: item[0])
         strict += [change for _, adds_none, change in removing if adds_none][:_SHOWN]
         loose += [change for _, _, change in removing][:_SHOWN]
-    return strict or (loose if data_size(config, world_size) is None else [])
+    found = strict or (loose if data_size(config, world_size) is None else [])
+    return sorted(found, key=lambda change: change.distance(config, world_size))

@@ -15,6 +15,7 @@ from megatron.config.compat import NoEffect, Refused, find
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flag_of, flags, switch, topics
 from megatron.config.given import Given
+from megatron.config.requests import HELP
 
 _NULLS = ("null", "Null", "NULL", "~", "")
 
@@ -79,7 +80,7 @@ def _setting(path: str, key: yaml.Node, value: yaml.Node) -> list[Given] | Viola
     if not name:
         rule = f"Keys are flag names, or one of the topics {', '.join(topics())}; values are single values or lists."
         return Violation(("--config",), f"{where}: {_text(key) or 'the key'} is not a setting.", rule)
-    if name in ("config", "print-config"):
+    if name in HELP:
         return Violation((f"--{name}",), f"{where}: {_text(key)} may be given on the command line only.")
     if isinstance(value, yaml.ScalarNode):
         return _scalar(name, texts[0], value.style is None, where)

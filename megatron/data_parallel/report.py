@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
 from megatron.data_parallel.bucket import main_grad_dtype
-from megatron.data_parallel.fsdp_plan import is_fully_sharded, plan_units
+from megatron.data_parallel.fsdp_plan import UnitPlan, is_fully_sharded, plan_units
 from megatron.data_parallel.memory import Bytes, Memory, OptimizerState, bucket_memory, fsdp_memory
 from megatron.data_parallel.passing import play_steps
-from megatron.data_parallel.plan import plan_buckets
+from megatron.data_parallel.plan import BucketPlan, plan_buckets
 from megatron.data_parallel.traffic import Sent, bucket_traffic, fsdp_traffic, joined
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
@@ -29,49 +29,63 @@ class Report:
     """In a step, by group and kind."""
 
 
-def rank_report(
+@dataclass(frozen=True)
+class StateLayout:
+    """How the state of a pipeline stage is cut: the same for all of its ranks, of which each keeps some pieces."""
+
+    plans: Sequence[BucketPlan]
+    units: Sequence[Sequence[UnitPlan]]
+    """Of each chunk, in the order of the forward, under optim_grads_params."""
+    sharding: ShardingStrategy
+    """Of the buckets."""
+    reshard: FsdpReshard
+    dtype: torch.dtype
+    """Of the parameters where they are used."""
+    buffers: Bytes
+    """Of buckets."""
+    sent: tuple[Sent, ...]
+
+    def memory(self, context: ParallelContext, state: OptimizerState) -> Memory:
+        """Of a rank, by its places in its data groups."""
+        in_units, some = fsdp_memory(self.units, context, self.reshard, self.dtype)
+        in_buckets, others = bucket_memory(self.plans, context, self.sharding, self.dtype)
+        return in_units + in_buckets + Memory(buffers=self.buffers) + state.memory([some, others])
+
+
+def state_layout(
     entries: Iterable[ParamEntry],
     modules: Mapping[int, Sequence[nn.Module]],
     context: ParallelContext,
     config: ParallelConfig,
-    state: OptimizerState,
     *,
     dtype: torch.dtype,
     num_microbatches: int,
     writes: Iterable[str],
     granularity: Granularity = Granularity.ELEMENTS,
-) -> Report:
-    """What the strategy of the settings means for this rank.
+) -> StateLayout:
+    """What the strategy of the settings means for a pipeline stage.
 
     Args:
-        entries: the rank's parameters, perhaps on the meta device.
+        entries: the parameters of a rank of the stage, perhaps on the meta device.
         modules: those that hold them, in the order of the forward, by number of the chunk.
-        state: what the optimizer keeps.
         dtype: of the parameters where they are used.
         num_microbatches: of a step.
         writes: names of parameters in the order in which the backward passes of a step write their gradients.
         granularity: what the optimizer must see in one piece.
     """
-    entries, sharding = list(entries), config.sharding
-    memory, sent, shards = Memory(), [], []
+    entries, sharding, reshard = list(entries), config.sharding, config.fsdp_reshard_after_forward
+    units: list[list[UnitPlan]] = []
     if sharding == "optim_grads_params":
         sharding = "optim_grads"  # what is left
         inside = [entry for entry in entries if is_fully_sharded(entry, context)]
         entries = [entry for entry in entries if not is_fully_sharded(entry, context)]
         units = [plan_units(some, [e for e in inside if e.chunk == number]) for number, some in modules.items()]
-        reshard = config.fsdp_reshard_after_forward
-        found, some = fsdp_memory(units, context, reshard, dtype)
-        memory += found
-        shards.append(some)
-        sent += fsdp_traffic([unit for some in units for unit in some], context, reshard, dtype, num_microbatches)
     plans = plan_buckets(entries, context, bucket_size=config.ddp_bucket_size, granularity=granularity)
-    found, some = bucket_memory(plans, context, sharding, dtype)
-    memory += found
-    shards.append(some)
-    reductions = [1] * len(plans)
+    reductions, buffers = [1] * len(plans), Bytes()
     if sharding == "optim_grads":
         main = main_grad_dtype(dtype)
         passing, reductions = play_steps(plans, writes, main, overlap=config.overlap_grad_reduce)
-        memory += Memory(buffers=Bytes(passing * main.itemsize))
+        buffers = Bytes(passing * main.itemsize)
+    sent = fsdp_traffic([unit for some in units for unit in some], context, reshard, dtype, num_microbatches)
     sent += bucket_traffic(plans, context, sharding, dtype, reductions)
-    return Report(memory + state.memory(shards), tuple(joined(sent)))
+    return StateLayout(plans, units, sharding, reshard, dtype, buffers, tuple(joined(sent)))

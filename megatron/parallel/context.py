@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -98,6 +98,29 @@ class ParallelContext:
         return self._groups.get(("fsdp_replica",)) or Group("fsdp_replica", (self.rank,), 0)
 
 
+    def neighbour(self, tensor: int, data: int) -> ParallelContext:
+        """The rank at other places of the same stage, for arithmetic alone: of its groups only sizes and places are its own.
+
+        Args:
+            tensor: place on the tensor axis.
+            data: place in the group ("cp", "dp").
+        """
+        sizes, part = self.topology, self.fsdp_shard.size
+        dp, cp = divmod(data, sizes.cp)
+        places = {
+            ("tp",): tensor,
+            ("cp",): cp,
+            ("dp",): dp,
+            ("cp", "dp"): data,
+            ("tp", "cp", "dp"): tensor + sizes.tp * data,
+            ("fsdp_shard",): data % part,
+            ("fsdp_replica",): data // part,
+        }
+        groups = {key: replace(group, index=places.get(key, group.index)) for key, group in self._groups.items()}
+        rank = sizes.rank(tp=tensor, cp=cp, dp=dp, pp=self.group("pp").index)
+        return replace(self, rank=rank, _groups=groups)
+
+
 def _normal(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in DENSE_AXES if axis in axes)
 
@@ -110,11 +133,13 @@ def make_context(
     local_rank: int = 0,
     timeout_minutes: float = 10,
     fsdp_shard_size: int | None = None,
+    alone: bool = False,
 ) -> ParallelContext:
     """Make every group of the topology. All ranks of the default process group call this together; a world of one needs none.
 
     Args:
         fsdp_shard_size: data ranks in a part (see `fsdp_shard`); by default all.
+        alone: there are no other ranks that must take part: make only the groups that this one belongs to.
 
     Raises:
         ValueError: the data ranks do not divide into such parts.
@@ -139,15 +164,22 @@ def make_context(
             if rank in ranks:
                 context._groups[key] = Group(name, ranks, ranks.index(rank), process_group)
 
+    def groups(*axes: str) -> list[tuple[int, ...]]:
+        return [topology.group(rank, *axes)] if alone else topology.groups(*axes)
+
     for axes in _GROUP_AXES:
-        enter(axes, topology.groups(*axes))
-    pipelines = topology.groups("pp")
+        enter(axes, groups(*axes))
+    pipelines = groups("pp")
     enter(("pp_up",), pipelines, own_communicator=True)
     enter(("pp_down",), pipelines, own_communicator=True)
     context._groups[("ends",)] = Group("ends", (rank,), 0)
     enter(("ends",), [(ranks[0], ranks[-1]) for ranks in pipelines if len(ranks) > 1])
     if fsdp_shard_size is not None:
-        parts, across = topology.hybrid_groups(fsdp_shard_size)
+        if alone:
+            part, replicas = topology.hybrid_group(rank, fsdp_shard_size)
+            parts, across = [part], [replicas]
+        else:
+            parts, across = topology.hybrid_groups(fsdp_shard_size)
         enter(("fsdp_shard",), parts)
         enter(("fsdp_replica",), across)
     return context
@@ -190,12 +222,15 @@ def connect(config: ParallelConfig) -> ParallelContext:
 
 
 def connect_fake(topology: Topology, rank: int, fsdp_shard_size: int | None = None) -> ParallelContext:
-    """Be any rank of any world on the meta device: groups are real objects, collectives return at once."""
+    """Be any rank of any world on the meta device: its groups are real objects, collectives return at once.
+
+    No other rank's groups are made, so that a world of a million takes half a second.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if topology.world_size > 1:
         dist.init_process_group("fake", rank=rank, world_size=topology.world_size, store=FakeStore())
-    return make_context(topology, rank, torch.device("meta"), fsdp_shard_size=fsdp_shard_size)
+    return make_context(topology, rank, torch.device("meta"), fsdp_shard_size=fsdp_shard_size, alone=True)
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

@@ -130,14 +130,32 @@ class Topology:
         Raises:
             ValueError: the parts would not be equal.
         """
+        self._check_parts(shard_size)
         data = self.groups("cp", "dp")
-        if shard_size < 1 or len(data[0]) % shard_size:
-            raise ValueError(f"{len(data[0])} data ranks do not divide into parts of {shard_size}")
         parts = [ranks[start : start + shard_size] for ranks in data for start in range(0, len(ranks), shard_size)]
         return parts, [ranks[place::shard_size] for ranks in data for place in range(shard_size)]
 
+    def hybrid_group(self, rank: int, shard_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of `hybrid_groups`, the part and the group across that a rank belongs to.
+
+        Raises:
+            ValueError: the parts would not be equal.
+        """
+        self._check_parts(shard_size)
+        data = self.group(rank, "cp", "dp")
+        place = data.index(rank)
+        start = place // shard_size * shard_size
+        return data[start : start + shard_size], data[place % shard_size :: shard_size]
+
+    def _check_parts(self, shard_size: int) -> None:
+        data = self.size("cp", "dp")
+        if shard_size < 1 or data % shard_size:
+            raise ValueError(f"{data} data ranks do not divide into parts of {shard_size}")
+
     def _members(self, axes: tuple[str, ...], fixed: dict[str, int]) -> tuple[int, ...]:
         """Ranks that have these coordinates on the other axes of the grid."""
+        if not fixed:
+            return tuple(range(self.world_size))
         stride, base, free = 1, 0, []
         for axis in self._grid(axes)[:3]:  # pp, the last, is apart
             size = getattr(self, axis)

@@ -27,13 +27,13 @@ from megatron.pipeline_parallel.deferred_memory import kept_per_token, peak_kept
 from megatron.pipeline_parallel.partition import format_layer_table
 from megatron.pipeline_parallel.schedule import Schedule
 from megatron.pipeline_parallel.simulate import Costs, simulate
-from megatron.pipeline_parallel.split_advice import split_advice
 from megatron.pipeline_parallel.validate import peak_live_activations
+from megatron.planner.advice import advice
+from megatron.planner.state_report import describe_state, state_report
 from megatron.tensor_parallel.embedding import padded_vocab_size
 from megatron.training.batch_size import BatchSizePlan
 from megatron.training.checkpointing import Schedule as LearningSchedule
 from megatron.training.reporter import Reporter
-from megatron.training.state_report import describe_state, state_report
 from megatron.training.step import TrainStep
 from megatron.training.together import together
 
@@ -109,10 +109,9 @@ def describe(
         for count in dict.fromkeys(plan.num_microbatches(samples) for samples in (consumed_samples, plan.total_samples)):
             schedule = step.schedule(count)
             lines += describe_pipeline(schedule) + describe_deferred(schedule, model, config, topology.tp)
-        advice = split_advice(config.model, config.parallel, model.vocab_size)
-        lines += [advice] if advice else []
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
-    return lines
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
+    return lines + [f"advice: {line}" for line in advice(config, topology.world_size, ranks_per_node, model.vocab_size)]
 
 
 def describe_sharding(config: Config, context: ParallelContext, step: TrainStep, plan: BatchSizePlan) -> list[str]:
@@ -124,23 +123,17 @@ def describe_sharding(config: Config, context: ParallelContext, step: TrainStep,
 
 
 def describe_pipeline(schedule: Schedule) -> list[str]:
-    """What the order of operations costs in time and memory, and a warning if too few microbatches make most of it idle."""
+    """What the order of operations costs in time and memory."""
     stages, batch = schedule.num_stages, schedule.num_microbatches
     chunks = schedule.num_chunks // stages
     bubble = simulate(schedule, Costs().divided(chunks)).bubble_share
     live = max(peak_live_activations(schedule)) / chunks
-    lines = [
+    return [
         f"pipeline schedule {schedule.name}: {batch} microbatches through {stages} stages"
         + (f" of {chunks} chunks" if chunks > 1 else "")
         + f", {bubble:.1%} of the time idle if all operations cost the same, "
         f"at most {live:.3g} microbatches' activations of a stage alive"
     ]
-    if batch < stages:
-        lines.append(
-            f"warning: {batch} microbatches for {stages} pipeline stages leave {bubble:.0%} of the time idle; "
-            "a larger --global-batch-size or a smaller --micro-batch-size fills it"
-        )
-    return lines
 
 
 def describe_deferred(schedule: Schedule, model: Model, config: Config, tensor_size: int) -> list[str]:

@@ -25,7 +25,7 @@ from megatron.pipeline_parallel.p2p import Tensors, TensorSpec
 from megatron.pipeline_parallel.schedule import Op, Schedule
 from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
 from megatron.pipeline_parallel.simulate import Costs, simulate
-from tools.benchmarks.ranks import run_ranks
+from megatron.verification.local_ranks import run_ranks
 
 OFF_BOUND = 0.05
 """How far a measured step may be off the simulated one."""
@@ -127,7 +127,7 @@ def measure(settings: Settings) -> list[Result]:
     """Run every schedule; one step of each in turn, the first step of each left out."""
     simulated = {name: simulate(settings.schedule(name), settings.chunk_costs(name)).step_time for name in settings.schedules}
     timeout = 60.0 + 10.0 * (settings.repeats + 1) * sum(simulated.values())
-    ranks = run_ranks(settings.stages, lambda rank: _stage(rank, settings, timeout), timeout)
+    ranks = run_ranks(settings.stages, lambda rank: _stage(rank, settings, timeout), timeout=timeout)
     results = []
     for number, name in enumerate(settings.schedules):
         # All stages read the same clock. A step begins with the first chunk, which lies on stage 0, and ends with the last stage.

@@ -21,9 +21,9 @@ from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.loading.load import load_tensors
 from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.parallel.boxes import Box, PlacedBox
+from megatron.verification.local_ranks import run_ranks
 from tools.benchmarks.checkpoint_save import held_tensors
 from tools.benchmarks.pairs import Seconds, in_turns, show, slowest, timed_together
-from tools.benchmarks.ranks import run_ranks
 
 READ_BOUND = 0.7
 """Share of the speed of plain reads that a load must reach at the layout that saved."""
@@ -78,7 +78,7 @@ def run(ranks: int = 2, megabytes: int = 256, pairs: int = 15, folder: Path | No
     for count in dict.fromkeys((1, ranks)):
         print(f"{count} processes, {megabytes} MiB each, median (min to max) of {pairs} pairs")
         with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=folder) as name:
-            found = run_ranks(count, lambda rank: _read(rank, count, megabytes, pairs, Path(name)), _TIMEOUT_S)  # noqa: B023
+            found = run_ranks(count, lambda rank: _read(rank, count, megabytes, pairs, Path(name)), timeout=_TIMEOUT_S)  # noqa: B023
         for which, names in enumerate((("plain reads", "load"), ("plain reads", "load at another layout"))):
             ratios = show("from cache", names, slowest([one[which] for one in found]), count * (megabytes << 20))
             speed = 1 / statistics.median(ratios)

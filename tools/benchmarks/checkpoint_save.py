@@ -27,8 +27,8 @@ from megatron.checkpoint.saving.save import TensorSaver
 from megatron.checkpoint.storage.opening import open_storage
 from megatron.checkpoint.together import group_of
 from megatron.parallel.boxes import Box, PlacedBox
+from megatron.verification.local_ranks import run_ranks
 from tools.benchmarks.pairs import Seconds, in_turns, show, slowest, timed_together
-from tools.benchmarks.ranks import run_ranks
 from tools.benchmarks.shapes import Shape
 from tools.benchmarks.single import our_step
 
@@ -206,17 +206,20 @@ def run(ranks: int = 2, megabytes: int = 256, pairs: int = 15, folder: Path | No
     missed, num_bytes = [], ranks * (megabytes << 20)
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=folder) as name:
         place = Path(name)
-        found = run_ranks(ranks, lambda rank: _disk(rank, ranks, megabytes, pairs, place), _TIMEOUT_S)
+        found = run_ranks(ranks, lambda rank: _disk(rank, ranks, megabytes, pairs, place), timeout=_TIMEOUT_S)
         speed = 1 / statistics.median(show("to the disk", ("plain writes", "save"), slowest(found), num_bytes))
         if speed < DISK_BOUND:
             missed.append(f"a save has {speed:.2f} x the speed of plain writes; at least {DISK_BOUND} is asked for")
-        found = run_ranks(ranks, lambda rank: _blocking(rank, ranks, megabytes, pairs, place), _TIMEOUT_S)
+        found = run_ranks(ranks, lambda rank: _blocking(rank, ranks, megabytes, pairs, place), timeout=_TIMEOUT_S)
         ratio = statistics.median(show("blocking", ("copy in memory", "save in the background"), slowest(found), num_bytes))
         if ratio > COPY_BOUND:
             missed.append(f"a save in the background holds up training for {ratio:.2f} x a copy; at most {COPY_BOUND} is asked for")
         if len(os.sched_getaffinity(0)) > 1:
             # Larger, so that many steps fall into a write.
-            (alone, beside, memory), own = run_ranks(1, lambda _: _steps(2 * megabytes, pairs, place), _TIMEOUT_S)[0], 2 * megabytes
+            (alone, beside, memory), own = (
+                run_ranks(1, lambda _: _steps(2 * megabytes, pairs, place), timeout=_TIMEOUT_S)[0],
+                2 * megabytes,
+            )
             ratio = statistics.median(show("steps", ("alone", "while a save is written"), (alone, beside)))
             if ratio > STEP_BOUND:
                 missed.append(f"a step during a save takes {ratio:.2f} x as long; at most {STEP_BOUND} is asked for")

@@ -20,7 +20,7 @@ from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.shards import Shard, ShardGroup
 from megatron.parallel.topology import Topology
-from tools.benchmarks.ranks import run_ranks
+from megatron.verification.local_ranks import run_ranks
 
 BOUND = 1.1
 """Times torch's update that a step may take."""
@@ -133,7 +133,7 @@ def run(ranks: int = 2, elements: int = 25_000_000, turns: int = 9) -> bool:
     missed = []
     for dtype, reference in ((torch.float32, "torch's update"), (torch.bfloat16, "torch's update, then rounding")):
         name = str(dtype).removeprefix("torch.")
-        found = run_ranks(ranks, lambda rank: _rank(dtype, elements, turns), _TIMEOUT_S)  # noqa: B023 - called before the next turn
+        found = run_ranks(ranks, lambda rank: _rank(dtype, elements, turns), timeout=_TIMEOUT_S)  # noqa: B023 - called before the next turn
         ratio = show(name, _joined(found), reference)
         if ratio > BOUND:
             missed.append(f"{name}: the step takes {ratio:.2f} x {reference}; at most {BOUND} is asked for")

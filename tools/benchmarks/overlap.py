@@ -32,9 +32,9 @@ from megatron.optimizer.grad_scaler import ConstantGradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.training.step import TrainStep
+from megatron.verification.local_ranks import run_ranks
 from tools.benchmarks.overlap_bound import BucketTimes, shortest_step
 from tools.benchmarks.plain import CLIP, LR, WEIGHT_DECAY
-from tools.benchmarks.ranks import run_ranks
 from tools.benchmarks.shapes import Shape
 from tools.benchmarks.slow_link import SENT, SlowLink
 from tools.benchmarks.unit_times import UnitClock
@@ -121,7 +121,7 @@ def measure(settings: Settings, show: Callable[[Result], None]) -> list[Result]:
                     show(results[-1])
         return results
 
-    return run_ranks(_RANKS, live, _TIMEOUT)[0]
+    return run_ranks(_RANKS, live, timeout=_TIMEOUT)[0]
 
 
 def _run_case(case: Case, settings: Settings, context: ParallelContext, link: SlowLink) -> Result:

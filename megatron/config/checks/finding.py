@@ -27,6 +27,17 @@ class Change:
             config = dataclasses.replace(config, **{topic: dataclasses.replace(getattr(config, topic), **{name: value})})
         return config, world_size if self.world_size is None else self.world_size
 
+    def distance(self, config: Config, world_size: int) -> float:
+        """How much it changes: of a number the factor, as a power of 2; a switch or a choice counts as a factor of 2.
+
+        Another number of ranks is harder to get than another flag, and another model is another experiment: they count as more.
+        """
+        total = 0.0 if self.world_size is None else 1.0 + _steps(world_size, self.world_size)
+        for name, value in self.fields:
+            topic = _by_field(name).topic
+            total += _steps(getattr(getattr(config, topic), name), value) + (3.0 if topic == "model" else 0.0)
+        return total
+
     def __str__(self) -> str:
         """As a piece of a command line, or ``world size N``."""
         if self.world_size is not None:
@@ -109,6 +120,11 @@ def data_size(config: Config, world_size: int) -> int | None:
     if not positive(world_size, *sizes) or world_size % math.prod(sizes):
         return None
     return world_size // math.prod(sizes)
+
+
+def _steps(old: Any, new: Any) -> float:
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) and value > 0 for value in (old, new))
+    return abs(math.log2(new / old)) if numbers and new != old else float(new != old)
 
 
 def _by_field(field: str) -> Flag:

@@ -139,6 +139,7 @@ CONDITIONS = (
         _draws_curves,
         "with --tensorboard-dir or --wandb-project",
     ),
+    Condition(("trace_steps",), lambda config: config.debug.save_trace is not None, "with --save-trace"),
     Condition(
         ("log_layer_norms",),
         lambda config: _draws_curves(config) or config.logging.metrics_file is not None,

@@ -53,7 +53,7 @@ RANGES: dict[str, Range] = {
             *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
             *("expert_model_parallel_size", "ddp_bucket_size", "distributed_timeout_minutes", "loss_scale_window", "hysteresis"),
             *("vocab_size", "save_interval", "save_retain_interval", "keep_last", "log_interval", "tensorboard_log_interval"),
-            *("profile_step_start", "profile_step_end"),
+            *("profile_step_start", "profile_step_end", "check_replicas_every", "trace_steps"),
             *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
             *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "fsdp_shard_size"),
         ),

@@ -6,13 +6,20 @@ Shapes: B sequences, s tokens in each, h hidden, n query heads, g key-value head
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tests.reference.shape import ReferenceShape
+from megatron.verification.reference.shape import ReferenceShape
 
 Weights = dict[str, Tensor]
+Seen = Callable[[str, Tensor], None]
+"""Told of what the embedding, each layer, its attention and its MLP give, [B, s, h], by their names."""
+
+
+def by_nobody(name: str, values: Tensor) -> None:
+    """A `Seen` that looks away."""
 
 
 def token_losses(
@@ -22,29 +29,41 @@ def token_losses(
     labels: Tensor,
     positions: Tensor | None = None,
     documents: Tensor | None = None,
+    seen: Seen = by_nobody,
 ) -> Tensor:
     """Cross entropy of every token [B, s], for tokens and labels [B, s].
 
     Args:
         positions: [B, s]; by default 0 to s - 1.
         documents: number of the document of each token [B, s]; attention stays within it. By default all are of one.
+        seen: told of what layers give.
     """
-    scores = logits(shape, weights, tokens, positions, documents)
+    scores = logits(shape, weights, tokens, positions, documents, seen)
     return scores.logsumexp(dim=-1) - scores.gather(-1, labels[..., None])[..., 0]
 
 
 def logits(
-    shape: ReferenceShape, weights: Weights, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    shape: ReferenceShape,
+    weights: Weights,
+    tokens: Tensor,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    seen: Seen = by_nobody,
 ) -> Tensor:
     """Scores of the next token [B, s, V] for tokens [B, s]."""
     x = weights["embedding.word.weight"][tokens]
     if shape.positions == "learned":
         table = weights["embedding.position.weight"]
         x = x + (table[: tokens.shape[1]] if positions is None else table[positions])
+    seen("embedding", x)
     for i in range(shape.num_layers):
         layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
-        x = x + attention(shape, layer, norm(shape, layer, "attention_norm", x), positions, documents)
-        x = x + mlp(shape, layer, norm(shape, layer, "mlp_norm", x))
+        attended = attention(shape, layer, norm(shape, layer, "attention_norm", x), positions, documents)
+        x = x + attended
+        fed = mlp(shape, layer, norm(shape, layer, "mlp_norm", x))
+        x = x + fed
+        for name, values in ((f"layers.{i}.attention", attended), (f"layers.{i}.mlp", fed), (f"layers.{i}", x)):
+            seen(name, values)
     x = norm(shape, weights, "final_norm", x)
     return x @ weights["embedding.word.weight" if shape.tied else "output.weight"].T
 
@@ -88,12 +107,13 @@ def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None) ->
 
 
 def rotary_frequencies(shape: ReferenceShape, rotated: int) -> list[float]:
-    """Angle per position of each of the rotated / 2 pairs, perhaps stretched as Llama 3.1 does.
+    """Angle per position of each of the rotated / 2 pairs, perhaps stretched: all alike (positions are divided by a factor, Chen et
+    al. 2023), or as Llama 3.1 does.
 
     There wavelengths beyond the original context of 8192 tokens are stretched by the factor, those below a quarter of it stay,
     and between them the two are mixed, linearly in the number of turns that fit into the context (1 to 4).
     """
-    frequencies = [shape.rotary_base ** (-2 * i / rotated) for i in range(rotated // 2)]
+    frequencies = [shape.rotary_base ** (-2 * i / rotated) / shape.rotary_interpolation for i in range(rotated // 2)]
     if shape.rope_scaling_factor is None:
         return frequencies
     scaled = []

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.memory import OptimizerState
-from megatron.data_parallel.report import Report, rank_report
+from megatron.data_parallel.report import Report, StateLayout, state_layout
 from megatron.model.build import Model
 from megatron.optimizer.homes import ALIGN
 from megatron.optimizer.offload import choose_offloaded
@@ -24,24 +24,38 @@ def state_report(
     Args:
         schedule: of a step.
     """
-    rule = RULES[optimizer.optimizer]
-    fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
-    state = OptimizerState(
-        num_moments=len(rule.moments(optimizer)),
-        align=ALIGN,
-        offloaded=lambda sizes: choose_offloaded(sizes, fraction),
-        staged=context.device.type != "cpu",
-    )
-    return rank_report(
+    layout = layout_of(model, context, parallel, optimizer, schedule)
+    return Report(layout.memory(context, optimizer_state(optimizer, context.device.type)), layout.sent)
+
+
+def layout_of(
+    model: Model, context: ParallelContext, parallel: ParallelConfig, optimizer: OptimizerConfig, schedule: Schedule
+) -> StateLayout:
+    """How the state of this rank's pipeline stage is cut, by arithmetic.
+
+    Args:
+        schedule: of a step.
+    """
+    return state_layout(
         model.params,
         {number: chunk.units() for number, chunk in model.chunks.items()},
         context,
         parallel,
-        state,
         dtype=model.dtype,
         num_microbatches=schedule.num_microbatches,
         writes=writes(model, schedule.ops[context.group("pp").index]),
-        granularity=rule.granularity,
+        granularity=RULES[optimizer.optimizer].granularity,
+    )
+
+
+def optimizer_state(config: OptimizerConfig, device_type: str) -> OptimizerState:
+    """What the optimizer keeps on a device of this type and in host memory."""
+    fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+    return OptimizerState(
+        num_moments=len(RULES[config.optimizer].moments(config)),
+        align=ALIGN,
+        offloaded=lambda sizes: choose_offloaded(sizes, fraction),
+        staged=device_type != "cpu",
     )
 
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.reference.model import Weights, token_losses
-from tests.reference.shape import ReferenceShape
-from tests.reference.training import Batch
+from megatron.verification.reference.model import Seen, Weights, by_nobody, token_losses
+from megatron.verification.reference.shape import ReferenceShape
+from megatron.verification.reference.training import Batch
 
 
 class Rules(NamedTuple):
@@ -48,6 +48,18 @@ def loss_of_documents_apart(shape: ReferenceShape, weights: Weights, batch: Batc
 
 def loss_with_rules(shape: ReferenceShape, weights: Weights, batch: Batch, rules: Rules) -> Tensor:
     """Mean loss of a batch of packed samples, each rule by itself."""
+    losses, kept = losses_with_rules(shape, weights, batch, rules)
+    return (losses * kept).sum() / kept.sum()
+
+
+def losses_with_rules(
+    shape: ReferenceShape, weights: Weights, batch: Batch, rules: Rules, seen: Seen = by_nobody
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy of every token of packed samples, and whether it counts: two tensors [B, s].
+
+    Args:
+        seen: told of what layers give.
+    """
     tokens, labels, mask = batch
     positions, documents = torch.zeros_like(tokens), torch.zeros_like(tokens)
     for sample, row in enumerate(tokens.tolist()):
@@ -55,7 +67,6 @@ def loss_with_rules(shape: ReferenceShape, weights: Weights, batch: Batch, rules
             positions[sample, start:end] = torch.arange(end - start)
             documents[sample, start:end] = number
     losses = token_losses(
-        shape, weights, tokens, labels, positions if rules.positions else None, documents if rules.attention else None
+        shape, weights, tokens, labels, positions if rules.positions else None, documents if rules.attention else None, seen
     )
-    kept = mask * (tokens != rules.eod) if rules.loss else mask
-    return (losses * kept).sum() / kept.sum()
+    return losses, mask * (tokens != rules.eod) if rules.loss else mask

@@ -1,7 +1,7 @@
 """Run a function under several ranks on this machine.
 
-`run_ranks` forks the ranks from the test process, which has imported torch already: eight ranks are ready in a fraction of a
-second, and the function may be a closure. Nothing outlives a call: ranks die with their parent, at the timeout and after a failure.
+`run_ranks` forks the ranks from this process, which has imported torch already: eight ranks are ready in a fraction of a second,
+and the function may be a closure. Nothing outlives a call: ranks die with their parent, at the timeout and after a failure.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ _PR_SET_PDEATHSIG = 1
 _STACK_SIGNAL = signal.SIGUSR2
 
 
+class RanksError(RuntimeError):
+    """Ranks failed, died, or were not done in time."""
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],
@@ -62,8 +66,10 @@ def run_ranks(
     Returns:
         what the ranks returned, in order of rank.
 
+    Call it before this process has run a backward on a machine with CUDA: autograd's threads do not survive a fork.
+
     Raises:
-        AssertionError: a rank raised, died, or was not done in time; with every failing rank's traceback, the first failure
+        RanksError: a rank raised, died, or was not done in time; with every failing rank's traceback, the first failure
             first, and where the other ranks were.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -76,7 +82,7 @@ def run_ranks(
             failed = sorted((rank for rank in ranks if rank.failure), key=lambda rank: rank.finished_at)
             missing = [rank for rank in ranks if not rank.done]
             if failed or missing:
-                raise AssertionError(_explain(failed, missing, timeout, Path(folder)))
+                raise RanksError(_explain(failed, missing, timeout, Path(folder)))
             return [pickle.loads(rank.payload) for rank in ranks]
         finally:
             for rank in ranks:
@@ -153,7 +159,7 @@ def _outcome(rank: int, setup: _Setup, function: Callable[..., Any], args: tuple
             "MASTER_PORT": str(setup.port),
         }
         if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name need not resolve for tests on one machine
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name need not resolve
         torch.set_num_threads(1)
         torch.manual_seed(1000 + rank)  # a result that leans on the default generator then differs between ranks
         if setup.backend is not None:
@@ -165,7 +171,7 @@ def _outcome(rank: int, setup: _Setup, function: Callable[..., Any], args: tuple
                 timeout=datetime.timedelta(seconds=setup.timeout),
             )
         return pickle.dumps((True, pickle.dumps(function(rank, *args))))
-    except BaseException:  # noqa: BLE001 - the parent judges it; also SystemExit and pytest's own outcomes
+    except BaseException:  # noqa: BLE001 - the parent judges it; also SystemExit and outcomes of pytest
         return pickle.dumps((False, traceback.format_exc()))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tests.reference.model import Weights
-from tests.reference.shape import ReferenceShape, is_norm, weight_shapes
-from tests.reference.training import Batch
+from megatron.verification.reference.model import Weights
+from megatron.verification.reference.shape import ReferenceShape, is_norm, weight_shapes
+from megatron.verification.reference.training import Batch
 
 
 def random_weights(shape: ReferenceShape, seed: int, std: float = 0.1) -> Weights:

@@ -23,6 +23,8 @@ class ReferenceShape:
     """Rows of the learned position table; by default seq."""
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
+    rotary_interpolation: float = 1.0
+    """Positions are divided by it."""
     rope_scaling_factor: float | None = None
     """Llama 3.1's stretching of low frequencies."""
     norm: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tests.reference.model import Weights, token_losses
-from tests.reference.shape import ReferenceShape, decays
+from megatron.verification.reference.model import Weights, token_losses
+from megatron.verification.reference.shape import ReferenceShape
+from megatron.verification.reference.update import Rule, State, update
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Tokens, labels and loss mask of a global batch, each [B, s]."""
@@ -73,31 +73,16 @@ def train(
     assert all(w.dtype == torch.float64 for w in weights.values()), "the reference is float64 throughout"
     rates = [lr] * len(batches) if isinstance(lr, int | float) else list(lr)
     assert len(rates) == len(batches)
-    weights = {name: w.detach().clone() for name, w in weights.items()}
-    first_moments = {name: torch.zeros_like(w) for name, w in weights.items()}
-    second_moments = {name: torch.zeros_like(w) for name, w in weights.items()}
+    rule = Rule(optimizer, clip, betas, eps, momentum)
+    state = State(weights)
     losses, grad_norms, first_gradients = [], [], {}
 
-    for step, (batch, rate) in enumerate(zip(batches, rates, strict=True), start=1):
-        value, gradients = loss_and_gradients(shape, weights, batch, loss)
-        norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+    for batch, rate in zip(batches, rates, strict=True):
+        value, gradients = loss_and_gradients(shape, state.weights, batch, loss)
         losses.append(value)
-        grad_norms.append(norm)
-        if step == 1:
-            first_gradients = gradients
-        factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
-        for name, w in weights.items():
-            g = gradients[name] * factor
-            decay = weight_decay if decays(name) else 0.0
-            if optimizer == "adam":
-                first_moments[name] = m = betas[0] * first_moments[name] + (1 - betas[0]) * g
-                second_moments[name] = v = betas[1] * second_moments[name] + (1 - betas[1]) * g.square()
-                m, v = m / (1 - betas[0] ** step), v / (1 - betas[1] ** step)
-                weights[name] = w * (1 - rate * decay) - rate * m / (v.sqrt() + eps)
-            else:
-                first_moments[name] = m = momentum * first_moments[name] + g + decay * w
-                weights[name] = w - rate * m
-    return ReferenceRun(losses, grad_norms, first_gradients, weights)
+        first_gradients = first_gradients or gradients
+        grad_norms.append(update(state, gradients, rule, rate, weight_decay))
+    return ReferenceRun(losses, grad_norms, first_gradients, state.weights)
 
 
 def loss_and_gradients(

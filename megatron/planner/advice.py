@@ -1,0 +1,178 @@
+"""Advice about settings that can be run, but waste time or memory. Estimates: no rule is broken, nothing is refused.
+
+Each line says what is wasted and which nearest settings, all of them valid, would waste less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from megatron.config.checks.finding import Change, change, data_size, shown
+from megatron.config.config import Config
+from megatron.config.rules import violations
+from megatron.metrics.flops import count_parameters
+from megatron.pipeline_parallel.formulas import expected
+from megatron.pipeline_parallel.schedules.registry import make_schedule
+from megatron.pipeline_parallel.simulate import Costs, simulate
+from megatron.pipeline_parallel.split_advice import split_advice
+from megatron.tensor_parallel.embedding import padded_vocab_size
+
+MOST_IDLE = 0.2
+"""Share of the time in which pipeline stages may wait."""
+MOST_PADDING = 0.05
+"""Share of the vocabulary that padding may add."""
+ENOUGH_TOKENS = 4096
+"""Rows of a matrix product from which on a GPU hardly gets faster."""
+_WORTH_SHARDING = 10**9  # bytes of optimizer state that every data rank has beside the others
+_SHOWN = 3
+
+Waste = Callable[[Config, int], float]
+"""How much settings waste with so many ranks."""
+
+
+def advice(config: Config, world_size: int, gpus_per_node: int, vocab_size: int) -> list[str]:
+    """Lines of advice. The settings must have passed the rules."""
+    return [
+        *_idle_stages(config, world_size),
+        *_uneven_stages(config, vocab_size),
+        *_tensor_groups(config, world_size, gpus_per_node),
+        *_microbatch(config, world_size),
+        *_whole_residual(config, world_size),
+        *_whole_optimizer(config, world_size, vocab_size),
+        *_padding(config, world_size, vocab_size),
+    ]
+
+
+def bubble_share(config: Config, world_size: int) -> float:
+    """The part of their time in which pipeline stages wait, after any ramp-up, if all stages take equally long and a backward takes
+    as long as two forwards."""
+    stages, batch = config.parallel.pipeline_model_parallel_size, num_microbatches(config, world_size)
+    chunks, name = config.parallel.chunks_per_stage(config.model.num_layers), config.parallel.schedule
+    costs = Costs()
+    known = expected(name, stages, batch, chunks, costs).bubble_time
+    if known is None:
+        return simulate(make_schedule(name, stages, batch, chunks), costs.divided(chunks)).bubble_share
+    return known / (known + batch * (costs.forward + costs.input_grad + costs.weight_grad))
+
+
+def num_microbatches(config: Config, world_size: int) -> int:
+    """Of each data rank in a step, after any ramp-up."""
+    ranks, micro = data_size(config, world_size), config.training.micro_batch_size
+    assert ranks is not None
+    return (config.training.global_batch_size or micro * ranks) // (micro * ranks)
+
+
+def _idle_stages(config: Config, world_size: int) -> Iterator[str]:
+    training, stages = config.training, config.parallel.pipeline_model_parallel_size
+    if stages == 1 or (share := bubble_share(config, world_size)) <= MOST_IDLE:
+        return
+    batch, micro = num_microbatches(config, world_size), training.micro_batch_size
+    whole = training.global_batch_size or micro * (data_size(config, world_size) or 1)
+    tried = [
+        *(change(global_batch_size=whole * factor) for factor in (2, 4, 8, 16)),
+        *(change(micro_batch_size=micro // part) for part in (2, 4, 8) if micro % part == 0),
+        *(change(num_virtual_stages_per_pipeline_rank=count) for count in (2, 4, 8)),
+        *(change(pipeline_schedule=name) for name in ("zb-h1", "zb-v")),
+    ]
+    yield (
+        f"{batch} microbatches through {stages} pipeline stages leave {share:.0%} of the time idle "
+        f"(schedule {config.parallel.schedule}){_better(config, world_size, tried, bubble_share, MOST_IDLE, 'idle')}"
+    )
+
+
+def _uneven_stages(config: Config, vocab_size: int) -> Iterator[str]:
+    if config.parallel.pipeline_model_parallel_size > 1 and (line := split_advice(config.model, config.parallel, vocab_size)):
+        yield line
+
+
+def _tensor_groups(config: Config, world_size: int, gpus_per_node: int) -> Iterator[str]:
+    """Tensor ranks talk several times a layer, and nothing hides most of it: between nodes that takes long."""
+
+    def crosses(changed: Config, ranks: int) -> float:
+        return float(gpus_per_node % changed.parallel.tensor_model_parallel_size > 0)
+
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    if world_size <= gpus_per_node or not crosses(config, world_size):
+        return
+    sizes = [size for size in range(min(tp - 1, gpus_per_node), 0, -1) if gpus_per_node % size == 0]
+    deeper = [(size, pp * tp // size) for size in sizes if tp % size == 0]
+    tried = [
+        *(change(tensor_model_parallel_size=size, pipeline_model_parallel_size=stages) for size, stages in deeper),
+        *(change(tensor_model_parallel_size=size) for size in sizes),
+    ]
+    yield (
+        f"{shown(config, 'tensor_model_parallel_size')} puts tensor groups across nodes of {gpus_per_node} GPUs: every layer waits "
+        f"several times for links much slower than those inside a node{_better(config, world_size, tried, crosses, 0)}"
+    )
+
+
+def _microbatch(config: Config, world_size: int) -> Iterator[str]:
+    def wastes(changed: Config, ranks: int) -> float:
+        """Half of it would be plenty."""
+        micro = changed.training.micro_batch_size
+        return float(micro > 1 and micro // 2 * changed.model.seq_length >= 2 * ENOUGH_TOKENS)
+
+    if not wastes(config, world_size):
+        return
+    micro, length = config.training.micro_batch_size, config.model.seq_length
+    tried = [change(micro_batch_size=size) for size in range(1, micro) if micro % size == 0]
+    yield (
+        f"{shown(config, 'micro_batch_size')} x {length:,} tokens wastes memory: activations grow with the microbatch, while "
+        f"products of more than some {ENOUGH_TOKENS:,} rows hardly get faster{_better(config, world_size, tried, wastes, 0)}"
+    )
+
+
+def _whole_residual(config: Config, world_size: int) -> Iterator[str]:
+    if config.parallel.tensor_model_parallel_size == 1 or config.parallel.sequence_parallel:
+        return
+    if better := _better(config, world_size, [change(sequence_parallel=True)], lambda changed, ranks: 0.0, 0):
+        yield (
+            "every tensor rank keeps the activations of norms, dropout and the residual stream whole, and could keep its part of "
+            f"each sequence by sending as much{better}"
+        )
+
+
+def _whole_optimizer(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
+    copies, parallel = data_size(config, world_size), config.parallel
+    assert copies is not None
+    model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    bytes_each = (4 if config.precision.fp16 or config.precision.bf16 else 0) + (8 if config.optimizer.optimizer == "adam" else 4)
+    state = count_parameters(config.model, vocab_size) // model_ranks * bytes_each
+    if parallel.sharding != "no_shard" or state * (copies - 1) // copies <= _WORTH_SHARDING:
+        return
+    if better := _better(config, world_size, [change(use_distributed_optimizer=True)], lambda changed, ranks: 0.0, 0):
+        yield (
+            f"each of {copies} data ranks keeps the whole optimizer state of its parameters, about {state / 1e9:,.0f} GB; "
+            f"shared out it would be {state / copies / 1e9:,.1f} GB, for the same bytes sent{better}"
+        )
+
+
+def _padding(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
+    def share(changed: Config, ranks: int) -> float:
+        multiple, tp = changed.model.make_vocab_size_divisible_by, changed.parallel.tensor_model_parallel_size
+        return padded_vocab_size(vocab_size, multiple, tp) / vocab_size - 1
+
+    wasted = share(config, world_size)
+    if wasted > MOST_PADDING:
+        multiple = config.model.make_vocab_size_divisible_by
+        tried = [change(make_vocab_size_divisible_by=part) for part in (64, 32, 16, 8, 4, 2, 1) if part < multiple]
+        yield (
+            f"the vocabulary of {vocab_size:,} is padded by {wasted:.0%} ({shown(config, 'make_vocab_size_divisible_by')} x TP "
+            f"{config.parallel.tensor_model_parallel_size}): memory and time of embedding and output layer"
+            f"{_better(config, world_size, tried, share, MOST_PADDING, 'padding')}"
+        )
+
+
+def _better(config: Config, world_size: int, tried: Iterable[Change], waste: Waste, most: float, what: str = "") -> str:
+    """Of the changes that are valid those that waste no more than `most`, the nearest first, as the end of a line.
+
+    Args:
+        what: of which each change leaves a share, if that is to be told.
+    """
+    found = []
+    for one in tried:
+        changed, ranks = one.apply(config, world_size)
+        if not violations(changed, ranks) and (left := waste(changed, ranks)) <= most:
+            found.append((one.distance(config, world_size), f"{one} ({left:.0%} {what})" if what else str(one)))
+    found.sort(key=lambda item: item[0])
+    return f". Less with {' or '.join(text for _, text in found[:_SHOWN])}" if found else ""

@@ -1,0 +1,76 @@
+"""Batch size, learning rate and weight decay of each step, as their flags describe them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Course:
+    """The way of a value from `start` over a warm-up to `high`, and from there down to `low`. Places are counted in samples."""
+
+    high: float
+    low: float = 0.0
+    start: float = 0.0
+    warmup: float = 0.0
+    style: str = "linear"
+    """constant, linear, cosine, inverse-square-root, or WSD: `high` until the final decay begins."""
+    end: float = 0.0
+    """Place where `low` is reached."""
+    final: float = 0.0
+    """Length of the final decay of WSD, which is over at `end`."""
+    final_style: str = "exponential"
+    """exponential (halves from 1 to 1/2, stretched to reach 0), linear, cosine or minus_sqrt."""
+
+    def at(self, samples: int) -> float:
+        """The value of the next update, after updates with so many samples."""
+        if 0 < self.warmup and samples <= self.warmup:
+            return self.start + (self.high - self.start) * (samples / self.warmup)
+        if self.style == "constant":
+            return self.high
+        if samples > self.end:
+            return self.low
+        if self.style == "inverse-square-root":
+            return max(self.low, self.high * math.sqrt(max(1, self.warmup) / max(1, samples)))
+        begin, style = (self.end - self.final, self.final_style) if self.style == "WSD" else (self.warmup, self.style)
+        if samples <= begin:
+            return self.high
+        way = (samples - begin) / (self.end - begin)
+        left = {
+            "linear": 1 - way,
+            "cosine": (1 + math.cos(math.pi * way)) / 2,
+            "exponential": 2 ** (1 - way) - 1,
+            "minus_sqrt": 1 - math.sqrt(way),
+        }[style]
+        return self.low + left * (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A value that goes from `first` at 0 samples to `last` at `end` of them: constant, linear, or along half a cosine."""
+
+    first: float
+    last: float
+    end: int
+    style: str = "constant"
+
+    def at(self, samples: int) -> float:
+        """The value of the next update, after updates with so many samples."""
+        way = min(1.0, samples / self.end)
+        gone = {"constant": 0.0, "linear": way, "cosine": (1 - math.cos(math.pi * way)) / 2}[self.style]
+        return self.first + gone * (self.last - self.first)
+
+
+def batch_size(consumed: int, full: int, ramp: tuple[int, int, int] | None) -> int:
+    """Samples of the step that begins after `consumed` of them.
+
+    Args:
+        full: size at the end.
+        ramp: (first size, growth, samples): the sizes first, first + growth, ... below `full` share the samples equally.
+    """
+    if ramp is None or consumed >= ramp[2]:
+        return full
+    first, growth, samples = ramp
+    sizes = range(first, full, growth)
+    return sizes[consumed * len(sizes) // samples]
