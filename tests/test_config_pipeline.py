@@ -281,6 +281,6 @@ def test_a_long_table_is_cut_in_the_middle() -> None:
 
 def test_a_layout_too_long_to_show_is_answered() -> None:
     """Numbers that make tables and suggestions of many megabytes."""
-    for extra in (f"{LAYOUT} 'E(t|)*40000L'", f"{COUNT} 1000000000000000000", f"{FIRST} 1000000000000000000 {COUNT} 3"):
+    for extra in (f"{LAYOUT} 'E(t|)*40000L'", f"{COUNT} 100000000000000", f"{FIRST} 100000000000000 {COUNT} 3"):
         found = reported(f"{PP} 3 {extra}", 3)
         assert found and len(format_violations(found)) < 5000

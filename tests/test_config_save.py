@@ -30,7 +30,7 @@ def _values(flag: Flag) -> st.SearchStrategy[object]:
     else:
         kinds: dict[type, st.SearchStrategy[object]] = {
             bool: st.booleans(),
-            int: st.integers(-(10**20), 10**20),
+            int: st.integers(-(10**15) + 1, 10**15 - 1),
             float: st.floats(allow_nan=False),
             str: st.text(),
         }

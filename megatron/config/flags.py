@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,8 @@ from typing import Any, Literal
 from megatron.config.config import Config
 
 _KINDS = {int: "whole number", float: "number", str: "text"}
+_LARGEST = 10**15
+"""No setting means anything beyond it, and arithmetic with what is below stays quick and exact."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class Flag:
         if self.count is not None and len(values) != self.count:
             return f"takes {self.expects}, not {len(values) or 'none'}"
         if not all(self._accepts(value) for value in values):
-            return f"takes {self.expects}"
+            too_large = self.kind is int and all(re.fullmatch(r"[+-]?\d+", value) for value in values)
+            return f"takes {self.expects}{' below 10^15' if too_large else ''}"
         return None
 
     def _accepts(self, value: str) -> bool:
@@ -73,10 +77,10 @@ class Flag:
             # A value that looks like a flag is a flag whose value was forgotten.
             return bool(value) and not (self.count is None and value.startswith("--"))
         try:
-            self.kind(value)
+            number = self.kind(value)
         except ValueError:
             return False
-        return True
+        return self.kind is float or -_LARGEST < number < _LARGEST
 
     def read(self, values: Sequence[str]) -> Any:
         """The field's value from texts in which `fault` finds none. (The value of a switch is in its spelling: see `switch`.)"""
@@ -105,7 +109,7 @@ class Flag:
             return False
         if self.kind is float:
             return isinstance(item, int | float) and not isinstance(item, bool)
-        return type(item) is self.kind
+        return type(item) is self.kind and (type(item) is not int or -_LARGEST < item < _LARGEST)
 
 
 def _flag(topic: str, field: dataclasses.Field[Any], hint: Any) -> Flag:

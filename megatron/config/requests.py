@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatron.config.checks.ranges import LARGEST_WORLD
 from megatron.config.config import Config
 from megatron.config.data_words import has_own_splits
 from megatron.config.errors import Violation
 from megatron.config.given import Given
 
 GPUS_PER_NODE = 8
-LARGEST_WORLD = 1_048_576
 
 
 @dataclass(frozen=True)

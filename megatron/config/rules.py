@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.config.checks import (
     checkpoint,
     data,
@@ -46,19 +48,20 @@ def violations(config: Config, world_size: int) -> list[Violation]:
     The rules themselves check what is suggested: it removes its violation and adds no other. Only where ranks and layout do not
     fit may it bring up others that could not be seen before, as the batch could not be divided among ranks.
     """
+    if world_size > ranges.LARGEST_WORLD:  # rules that divide by it would take long, and what they say would not help
+        return [_worded(finding, ()) for finding in ranges.world_has_ranks(config, world_size)]
     found = _evaluate(config, world_size)
     counts = [len(findings) for findings in found]
     return [
-        Violation(
-            tuple(f"--{field.replace('_', '-')}" for field in finding.fields),
-            finding.message,
-            finding.rule,
-            tuple(map(str, _nearest(finding, index, counts, config, world_size))),
-            finding.table,
-        )
+        _worded(finding, _nearest(finding, index, counts, config, world_size))
         for index, findings in enumerate(found)
         for finding in findings
     ]
+
+
+def _worded(finding: Finding, nearest: Sequence[Change]) -> Violation:
+    flags = tuple(f"--{field.replace('_', '-')}" for field in finding.fields)
+    return Violation(flags, finding.message, finding.rule, tuple(map(str, nearest)), finding.table)
 
 
 def _evaluate(config: Config, world_size: int) -> list[list[Finding]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator
@@ -101,9 +102,10 @@ def positive(*values: float | None) -> bool:
     return all(value is not None and 0 < value < math.inf for value in values)
 
 
+@functools.lru_cache(maxsize=1024)
 def divisors(number: int) -> list[int]:
-    """Divisors of a positive number in ascending order (of one above 10^12: only pairs with a part up to 10^6, to stay quick)."""
-    small = [part for part in range(1, min(math.isqrt(number), 10**6) + 1) if number % part == 0]
+    """Divisors of a positive number in ascending order (of one above 10^10: only pairs with a part up to 10^5, to stay quick)."""
+    small = [part for part in range(1, min(math.isqrt(number), 10**5) + 1) if number % part == 0]
     return small + [number // part for part in reversed(small) if part * part != number]
 
 
@@ -124,7 +126,7 @@ def data_size(config: Config, world_size: int) -> int | None:
 
 def _steps(old: Any, new: Any) -> float:
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) and value > 0 for value in (old, new))
-    return abs(math.log2(new / old)) if numbers and new != old else float(new != old)
+    return abs(math.log2(new) - math.log2(old)) if numbers and new != old else float(new != old)
 
 
 def _by_field(field: str) -> Flag:

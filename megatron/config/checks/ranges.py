@@ -11,6 +11,8 @@ from megatron.config.checks.finding import Change, Finding, Rule, change, shown
 from megatron.config.config import Config
 from megatron.config.flags import flags
 
+LARGEST_WORLD = 1_048_576
+"""Ranks: no machine has as many."""
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr", "tokenizer_type")
 """Settings without a useful default."""
 
@@ -46,7 +48,7 @@ _SHARE = Range(0.0, 1.0, with_high=False)
 RANGES: dict[str, Range] = {
     **dict.fromkeys(
         (
-            *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
+            *("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
             *("seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "micro_batch_size", "global_batch_size"),
             *("rampup_batch_size", "train_iters", "train_samples", "eval_interval", "iterations_to_skip", "exit_interval"),
             *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
@@ -84,6 +86,7 @@ RANGES: dict[str, Range] = {
         ),
         _SHARE,
     ),
+    "num_layers": Range(1, 100_000),  # each is an entry of the layer table
     "loss_scale": Range(0.0, 2.0**127, with_low=False),  # it is a float32
     "initial_loss_scale": Range(0.0, 2.0**127, with_low=False),
     "rotary_percent": Range(0.0, 1.0, with_low=False),
@@ -118,9 +121,11 @@ def numbers_in_range(config: Config, world_size: int) -> Iterator[Finding]:
 
 
 def world_has_ranks(config: Config, world_size: int) -> Iterator[Finding]:
-    """There is at least one rank."""
-    if world_size < 1:
-        yield Finding((), f"The world size {world_size} is out of range.", "It must be at least 1.", ((Change(world_size=1),),))
+    """There is at least one rank, and not more than any machine has."""
+    if not 1 <= world_size <= LARGEST_WORLD:
+        nearest = Change(world_size=min(max(world_size, 1), LARGEST_WORLD))
+        bounds = f"It must be at least 1 and at most {LARGEST_WORLD:,}."
+        yield Finding((), f"The world size {world_size:,} is out of range.", bounds, ((nearest,),))
 
 
 def _value(config: Config, field: str) -> Any:
