@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 
 from megatron.config.cli import LoadedConfig, load_or_exit
+from megatron.config.launcher import launched
+from megatron.config.requests import DryRun
 from megatron.config.save import run_record
 
 
 def main(argv: list[str]) -> None:
     """Settings, then everything else. Nothing that needs torch is imported before the settings are known to be right."""
     started_at = time.monotonic()
-    loaded = load_or_exit(argv, int(os.environ.get("WORLD_SIZE", 1)))
+    loaded = load_or_exit(argv)
 
     from megatron.training.failure import leave_well, reported_failures
 
     with reported_failures():
-        pretrain(loaded, argv, started_at)
+        if loaded.dry_run is not None:
+            rehearse(loaded, loaded.dry_run)
+        else:
+            pretrain(loaded, argv, started_at)
     leave_well()
+
+
+def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
+    """Lay the job out instead of running it. One process tells what every rank will keep, send and compute."""
+    from megatron.data.tokenizers.build import planned_rows
+    from megatron.planner.dry_run import make_plan
+    from megatron.planner.plan_json import check_file, write_plan
+    from megatron.planner.plan_text import format_plan
+
+    if launched().rank > 0:
+        return
+    try:
+        if job.json_file is not None:
+            check_file(job.json_file)
+        plan = make_plan(loaded.config, job, planned_rows(loaded.config.data))
+        if job.json_file is not None:
+            write_plan(plan, job.json_file)
+    except ValueError as error:
+        sys.stderr.write(f"pretrain_gpt.py: {error}\n")
+        sys.exit(2)
+    print("\n".join([*format_plan(plan), *loaded.notes]))
 
 
 def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# Before torch is imported: thread pools that exist would be broken in the forked ranks of tests/distributed.py, and a process
+# Before torch is imported: thread pools that exist would be broken in the forked ranks, and a process
 # that has touched CUDA cannot be forked at all. Set CUDA_VISIBLE_DEVICES to let tests see a GPU.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.parallel import FsdpReshard
 from megatron.data_parallel.fsdp import FullyShardedParams
+from megatron.data_parallel.provider import Inspect
 from megatron.data_parallel.fsdp_plan import is_fully_sharded
 from megatron.model.build import Model, build_model
 from megatron.model.init import fill
@@ -88,7 +89,7 @@ def step(
     batch: Sequence[ModelInputs],
     *,
     factors: Sequence[float] = (1.0,) * 9,
-    inspect: bool = False,
+    inspect: Inspect | None = None,
 ) -> None:
     """Gradients of a step, the loss of each microbatch times a factor."""
     provider.start_step(len(batch), inspect=inspect)

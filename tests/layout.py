@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._dynamo  # fully_shard imports it: here once, not in every forked rank
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-import megatron.data_parallel.fsdp  # noqa: F401  # as well
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
@@ -19,18 +16,22 @@ from megatron.data.batches import DocumentRules
 from megatron.model.build import Model, build_model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import ConstantGradScaler, GradScaler
-from megatron.parallel.boxes import Box
 from megatron.parallel.context import ParallelContext, make_context
-from megatron.parallel.shards import Shard
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.training.batches import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
+from megatron.verification.join import where
 from megatron.verification.local_ranks import run_ranks
+from megatron.verification.observation import Part
+from megatron.verification.parts import parts_of_parameters, parts_of_shards, set_weights
+from megatron.verification.prepare import import_before_fork
 from megatron.verification.reference.model import Weights
 from megatron.verification.reference.shape import ReferenceShape
 from megatron.verification.reference.training import Batch, ReferenceRun
 from tests.windows import Windows
+
+import_before_fork()
 
 
 @dataclass(frozen=True)
@@ -199,22 +200,6 @@ def build_step(context: ParallelContext, recipe: Recipe, layout: Layout) -> Trai
     return step
 
 
-def set_weights(step: TrainStep, weights: Weights) -> None:
-    """Overwrite the mains of this rank's shards by their boxes of global weights, and publish them as a resume does."""
-    for shard in step.optimizer.shards:
-        assert weights[shard.record.name].shape == shard.record.shape
-        for placed in shard.boxes(step.context):
-            part = weights[shard.record.name][inside(placed.box)].reshape(-1)
-            shard.main[placed.start : placed.start + placed.box.numel].copy_(part)
-    step.optimizer.publish()
-    step.finish_publishing()
-
-
-def inside(box: Box) -> tuple[slice, ...]:
-    """The box as an index of the whole tensor."""
-    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-
-
 def microbatches(batch: Batch, context: ParallelContext, micro_batch_size: int) -> list[ModelInputs]:
     """This rank's microbatches of a global batch: those in turn that belong to its data rank."""
     tokens, labels, mask = batch
@@ -239,44 +224,16 @@ def read_microbatches(batch: Batch, step: TrainStep, micro_batch_size: int, rule
     return next(maker.evaluation(source, global_batch_size=len(tokens), num_batches=1))
 
 
-Boxed = list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
-"""Parts of global tensors: name, offsets, the global shape, the values in float64."""
-
-
-def boxed_shards(step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor]) -> Boxed:
-    """What this rank's shards have of something that has a number for each of their elements."""
-    boxed: Boxed = []
-    for shard in step.optimizer.shards:
-        flat = tensor_of(shard).detach()
-        assert flat.shape == (shard.weights.numel(),)
-        for placed in shard.boxes(step.context):
-            part = flat[placed.start : placed.start + placed.box.numel].to("cpu", torch.float64, copy=True)
-            boxed.append((shard.record.name, placed.box.offsets, shard.record.shape, part.view(placed.box.sizes)))
-    return boxed
-
-
-def boxed_parameters(step: TrainStep) -> Boxed:
-    """The parameters that this rank holds whole (its tensor rank's part of them), as the next forward will use them."""
-    step.finish_publishing()
-    boxed: Boxed = []
-    for entry in step.model.params:
-        if not isinstance(entry.param, DTensor):
-            box = entry.record.held_box(step.context.axis_sizes, step.context.coordinates)
-            part = entry.param.detach()[tuple(slice(n) for n in box.sizes)].to("cpu", torch.float64, copy=True)
-            boxed.append((entry.record.name, box.offsets, entry.record.shape, part))
-    return boxed
-
-
-def join(ranks: Sequence[Boxed]) -> dict[str, torch.Tensor]:
-    """Global tensors from all ranks' boxes; where several ranks hold an element, they must agree bit for bit."""
+def join(ranks: Sequence[list[Part]]) -> dict[str, torch.Tensor]:
+    """Global tensors from all ranks' parts; where several ranks hold an element, they must agree bit for bit."""
     whole: dict[str, torch.Tensor] = {}
-    for boxed in ranks:
-        for name, offsets, shape, part in boxed:
-            tensor = whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
-            view = tensor[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))]
+    for parts in ranks:
+        for part in parts:
+            tensor = whole.setdefault(part.name, torch.full(part.shape, torch.nan, dtype=torch.float64))
+            view = tensor[where(part)]
             fresh = torch.isnan(view)
-            assert torch.equal(view[~fresh], part[~fresh]), f"replicas of {name} differ"
-            view.copy_(part)
+            assert torch.equal(view[~fresh], part.values[~fresh]), f"replicas of {part.name} differ"
+            view.copy_(part.values)
     return whole
 
 
@@ -286,9 +243,9 @@ class _RankRun:
 
     losses: list[float]
     norms: list[float]
-    gradients: Boxed
-    mains: Boxed
-    parameters: Boxed
+    gradients: list[Part]
+    mains: list[Part]
+    parameters: list[Part]
     evaluations: list[float]
     num_shards: int
 
@@ -322,8 +279,8 @@ def run_layout(recipe: Recipe, layout: Layout, *, evaluate: Batch | None = None)
             found.losses.append(result.loss)
             found.norms.append(result.grad_norm)
             look()
-        found.parameters.extend(boxed_parameters(step))
-        found.mains.extend(boxed_shards(step, lambda shard: shard.main))
+        found.parameters.extend(parts_of_parameters(step))
+        found.mains.extend(parts_of_shards(step, lambda shard: shard.main))
         if dist.is_initialized():
             dist.barrier()
         return found
@@ -339,13 +296,13 @@ def run_layout(recipe: Recipe, layout: Layout, *, evaluate: Batch | None = None)
     return LayoutRun(first.losses, first.norms, gradients, weights, first.evaluations, [r.num_shards for r in ranks])
 
 
-def keep_gradients(step: TrainStep, kept: Boxed) -> None:
+def keep_gradients(step: TrainStep, kept: list[Part]) -> None:
     """At the next update, before it is made, keep the gradients, unscaled, not clipped."""
     update = step.optimizer.step
 
     def keeping(*args: Any, **named: Any) -> None:
         step.optimizer.step = update  # type: ignore[method-assign]
-        kept.extend(boxed_shards(step, lambda shard: shard.grad.double() / step.scaler.scale))
+        kept.extend(parts_of_shards(step, lambda shard: shard.grad.double() / step.scaler.scale))
         update(*args, **named)
 
     step.optimizer.step = keeping  # type: ignore[method-assign]

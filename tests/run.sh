@@ -2,9 +2,17 @@
 # All tests, on the CPU: bash tests/run.sh [--full] [pytest arguments, with paths from the repository root]
 #
 #   --full    every case of the large products of settings, instead of a subset in which every pair of settings occurs
+#
+# Random command lines, instead of the tests:
+#
+#   bash tests/run.sh --fuzz MINUTES [--fuzz-seed N]    draw, and run or see refused, until the time is over; tells the seed
+#   bash tests/run.sh --fuzz-repeat WORLD_SIZE ARG...   one command line alone, as a failure tells it
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/tools/setup_env.sh" dev
 cd "$root"
-exec python -m pytest "$@"
+case "${1:-}" in
+--fuzz*) exec python -m tests.fuzz "$@" ;;
+*) exec python -m pytest "$@" ;;
+esac

@@ -112,9 +112,13 @@ def test_a_step_that_inspects_leaves_each_rank_its_own_gradients(monkeypatch: py
     model = build(lone_rank())
     buckets = buckets_of(model, lone_rank(), 3000, overlap_grad_reduce=True)
     reductions = Reductions(monkeypatch)
-    buckets.start_step(1, inspect=True)
+    seen: list[torch.Tensor] = []
+    buckets.start_step(1, inspect=lambda entry, grad: seen.append(grad))
     write_all(model, 0)
-    assert not reductions.buffers and not buckets.nonfinite()
+    entries = reversed(list(model.params))
+    wanted = [gradient(entry, use, 0) for entry in entries for use in range(entry.uses_per_microbatch)]
+    assert not reductions.buffers and all(map(torch.equal, seen, wanted)) and len(seen) == len(wanted)
+    assert not any(bucket.own_grads.any() for bucket in buckets.buckets), "the shards' gradients stay as they are"
     buckets.start_step(1)
     write_all(model, 0)
     assert len(reductions.buffers) == len(buckets.buckets)
@@ -296,16 +300,23 @@ def test_a_bad_gradient_is_named_where_it_arose() -> None:
             model = build(context)
             buckets = buckets_of(model, context, 3000, sharding=sharding)
             entry = model.params["layers.1.mlp.down.weight"]
-            for inspect in (False, True):
+            own: set[str] = set()
+
+            def look(entry: ParamEntry, grad: torch.Tensor, own: set[str] = own) -> None:
+                if not torch.isfinite(grad).all():
+                    own.add(entry.record.name)
+
+            for inspect in (None, look):
                 buckets.start_step(2, inspect=inspect)
                 for m in range(2):
                     for other in model.params:
                         for use in range(other.uses_per_microbatch):
                             bad = other is entry and rank == 1 and m == 0
                             sink(other).add(gradient(other, use) * (torch.inf if bad else 1.0))
-                if not inspect:
+                if inspect is None:
                     buckets.finish_gradients()
-                seen.append(buckets.nonfinite())
+                    seen.append(buckets.nonfinite())
+            seen.append(own)
         dist.barrier()
         return seen
 

@@ -174,7 +174,7 @@ def test_only_the_first_rank_speaks(
         monkeypatch.setenv("RANK", rank)
     for words, code in ((["--lr", "abc"], 2), (["--help"], 0), (["--print-config"], 0)):
         with pytest.raises(SystemExit) as caught:
-            load_or_exit(words, 1)
+            load_or_exit(words)
         printed = capsys.readouterr()
         assert caught.value.code == code
         assert bool(printed.err) == (speaks and code == 2)
@@ -182,7 +182,7 @@ def test_only_the_first_rank_speaks(
 
 
 def test_load_or_exit_returns_what_load_does(capsys: pytest.CaptureFixture[str]) -> None:
-    assert load_or_exit(BASE, 1) == load(BASE, 1)
+    assert load_or_exit(BASE) == load(BASE, 1)
     assert capsys.readouterr() == ("", "")
 
 
@@ -193,7 +193,7 @@ def test_answers_without_torch_and_numpy(argv: list[str], code: int) -> None:
     program = (
         "import sys\n"
         "from megatron.config.cli import load_or_exit\n"
-        "try:\n    load_or_exit(sys.argv[1:], 1)\n"
+        "try:\n    load_or_exit(sys.argv[1:])\n"
         "finally:\n    assert not {'torch', 'numpy'} & set(sys.modules), 'heavy imports'\n"
     )
     done = subprocess.run([sys.executable, "-c", program, *argv], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -11,6 +11,7 @@ import torch
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import ParamEntry
 from megatron.parallel.topology import Topology
 from tests.fsdp_world import MICROBATCHES, NUM_UNITS, Trace, backward, build, in_world, inputs, numel, shard, step
 from tests.lone_rank import lone_rank
@@ -61,27 +62,36 @@ def test_each_element_counts_once_in_the_world() -> None:
     assert sum(in_world(Topology(tp=2, dp=4), counted, 2)) == numel(build(lone_rank()))
 
 
-def poisoned(context: ParallelContext) -> tuple[set[str], set[str], list[int], set[str]]:
-    """Rank 1's second loss is not a number. Names after a step that sums, after one that inspects, what that one sums, and names
-    after one that inspects and is well."""
+def poisoned(context: ParallelContext) -> tuple[set[str], set[str], list[int], bool]:
+    """Rank 1's second loss is not a number. Names after a step that sums; names that a step that inspects finds, what that one sums,
+    and whether it leaves the gradients as they were."""
     model = build(context)
     provider = shard(model, context)
     factors = (1.0, math.nan if context.rank == 1 else 1.0)
     step(model, provider, inputs(context), factors=factors)
     provider.finish_gradients()
     summed = provider.nonfinite()
+    step(model, provider, inputs(context))
+    provider.finish_gradients()
+    before = [shard.grad.clone() for group in provider.groups for shard in group.shards]
+    own: set[str] = set()
+
+    def look(entry: ParamEntry, grad: torch.Tensor) -> None:
+        assert grad.shape == entry.record.shape
+        if not torch.isfinite(grad).all():
+            own.add(entry.record.name)
+
     with Trace(context.fsdp_shard.size) as trace:
-        step(model, provider, inputs(context), factors=factors, inspect=True)
-    own = provider.nonfinite()
-    step(model, provider, inputs(context), inspect=True)
-    return summed, own, trace.sizes("scatter"), provider.nonfinite()
+        step(model, provider, inputs(context), factors=factors, inspect=look)
+    after = [shard.grad for group in provider.groups for shard in group.shards]
+    return summed, own, trace.sizes("scatter"), all(map(torch.equal, before, after))
 
 
 def test_a_step_that_inspects_tells_whose_gradients_are_not_finite() -> None:
     names = {entry.record.name for entry in build(lone_rank()).params}
     first, second = in_world(Topology(dp=2), poisoned)
-    assert first == (names, set(), [], set())
-    assert second == (names, names, [], set())
+    assert first == (names, set(), [], True)
+    assert second == (names, names, [], True)
 
 
 NAME = "layers.1.mlp.up.weight"

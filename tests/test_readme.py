@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
+import math
 import os
 import re
 import shlex
@@ -18,12 +18,13 @@ from examples.make_corpus import write_corpus
 from megatron.config.cli import load
 from megatron.config.compat_tables import FAMILIES, NO_EFFECT, REFUSED
 from megatron.config.flags import flags
+from megatron.config.requests import HELP
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.schedules.simple import one_f_one_b
 from tests.cli import ROOT, spawn_cli
 from tests.runs import arguments, run
 from tests.vocabularies import sentencepiece
-from tools import checkpoint, generate_text
+from tools import checkpoint, generate_text, verify_layout
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.name: path.read_text() for path in DOCUMENTS}
@@ -78,6 +79,9 @@ def suite(command: str, folder: Path) -> None:
     python.chmod(0o755)
     shell(command, folder)
     words = noted.read_text().split()
+    if "--fuzz" in command:
+        assert words == ["tests/fuzz.py"]
+        return
     assert words == command.split()[2:]
     for word in words:
         assert word == "--full" or (ROOT / word).exists()
@@ -147,21 +151,25 @@ def launch(command: str, folder: Path) -> None:
 
 
 def launch_script(command: str, folder: Path) -> None:
-    """With programs in the place of torchrun, srun and scontrol that note or pass on their arguments."""
-    noted = folder / "noted.json"
-    programs = {
-        "torchrun": f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open({str(noted)!r}, 'w'))\n",
-        "srun": '#!/usr/bin/env bash\nwhile [[ $1 == --* ]]; do shift 2; done\nexec "$@"\n',
-        "scontrol": "#!/usr/bin/env bash\nprintf '%s\\n' node0 node1\n",
-    }
-    for name, text in programs.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    shell(command, folder, SLURM_JOB_NODELIST="node[0-1]", **({"SLURM_NNODES": "8", "HEAD": "node0"} if "srun" in command else {}))
-    if "torchrun" in {path.name for path in folder.iterdir()} and noted.exists():
-        accepted(json.loads(noted.read_text()))
-    else:
-        assert command.startswith("export HEAD=")
+    """Rehearsed instead of started (tests/test_examples.py starts what can be started here); with the variables that it knows."""
+    words = shlex.split(command)
+    script = (ROOT / words[-1]).read_text() + (ROOT / "examples/launch.sh").read_text()
+    given = [word.partition("=")[0] for word in words if "=" in word]
+    assert all(re.search(rf"\b{name}\b", script) for name in given)
+    rehearsal(command.replace("sbatch ", "bash "), folder, DRY_RUN="1")
+
+
+def rehearsal(command: str, folder: Path, **variables: str) -> None:
+    said = shell(command, folder, **variables)
+    assert re.search(r"needs [\d.]+ GB of device memory", said), said[-2000:]
+
+
+def page_of_a_flag(command: str, folder: Path) -> None:
+    assert shell(command, folder).startswith(f"--{command.split()[-1]}\n")
+
+
+def proof(command: str, folder: Path) -> None:
+    assert "EQUAL" in shell(command, folder).splitlines()[0].upper()
 
 
 KINDS: list[tuple[str, Callable[[str, Path], None]]] = [
@@ -173,7 +181,10 @@ KINDS: list[tuple[str, Callable[[str, Path], None]]] = [
     (r"python tools/(checkpoint|generate_text)\.py ", on_a_checkpoint),
     (r"python tools/bench\.py", bench),
     (r"torchrun ", launch),
-    (r"(\w+=\S+ )+(srun --ntasks-per-node 1 )?bash examples/train_\w+\.sh$|export HEAD=", launch_script),
+    (r"(\w+=\S+ )+(bash|sbatch) examples/train_\w+\.sh$", launch_script),
+    (r"python pretrain_gpt\.py --dry-run ", rehearsal),
+    (r"python pretrain_gpt\.py --explain ", page_of_a_flag),
+    (r"python tools/verify_layout\.py ", proof),
 ]
 
 
@@ -191,7 +202,16 @@ def test_the_readme_opens_with_the_two_commands() -> None:
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "examples").glob("train_*.sh")))
 def test_every_launch_script_is_in_the_readme(script: str) -> None:
-    assert any(script in command for command in COMMANDS)
+    (row,) = re.findall(rf"^\| `examples/{script}` \| .* \| (\d+) x (\d+) x (\d+) \| (.*) \|$", TEXTS["README.md"], re.MULTILINE)
+    text = (ROOT / "examples" / script).read_text()
+    nodes, ranks = map(int, re.search(r"^launch (\d+) (\d+) ", text, re.MULTILINE).groups())  # type: ignore[union-attr]
+    assert math.prod(map(int, row[:3])) == nodes * ranks
+    for flag, size in zip(("tensor", "pipeline"), row, strict=False):
+        given = re.search(rf"--{flag}-model-parallel-size (\d+)", text)
+        assert size == (given[1] if given else "1")
+    assert re.search(rf"memory per \w+ +{re.escape(row[3])}$", text, re.MULTILINE), (
+        "as the script says; tests/test_examples.py checks that"
+    )
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -205,13 +225,14 @@ def test_files_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_flags_exist(name: str) -> None:
-    others = {"config", "print-config", "help", "no-", "flag"}
-    launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
-    scripts = {"short", "folder", "full", "ntasks-per-node"}
+    others = {*HELP, "help", "no-", "flag"}
+    launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts"}
+    scripts = {"short", "folder", "full", "fuzz"}
     sources = [path.read_text() for path in (ROOT / "tools").rglob("*.py")]
     added = [names for source in sources for names in re.findall(r'\badd(?:_argument)?\(((?:\s*"-[\w-]+",?)+)', source)]
     tools = {flag for names in added for flag in re.findall(r'"--([\w-]+)"', names)}
-    known = {*flags(), *others, *launcher, *scripts, *tools}
+    told = re.findall(r"^  --([\w-]+) ", verify_layout.HELP, re.MULTILINE)
+    known = {*flags(), *others, *launcher, *scripts, *tools, *told}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
         assert flag in known or flag.removeprefix("no-") in flags(), f"{name} names --{flag}"
 

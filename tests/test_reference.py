@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import megatron.verification.reference
+from megatron.verification.reference.documents import Rules, losses_with_rules
 from megatron.verification.reference.model import attention, logits, mlp, norm, rotary_frequencies, rotate, token_losses
 from megatron.verification.reference.random_inputs import random_batches, random_weights
 from megatron.verification.reference.shape import ReferenceShape, decays, gpt2_like, llama_like, weight_shapes
@@ -44,11 +46,14 @@ def assert_close(a: Tensor, b: Tensor, tolerance: float = 1e-12) -> None:
 
 
 def test_shares_no_code_with_the_framework() -> None:
-    for path in (Path(__file__).parent / "reference").glob("*.py"):
+    files = list(Path(megatron.verification.reference.__file__).parent.glob("*.py"))
+    assert len(files) > 5
+    for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not any(module.split(".")[0] == "megatron" for module in modules), path
+            ours = [module for module in modules if module.split(".")[0] == "megatron"]
+            assert all(module.startswith("megatron.verification.reference.") for module in ours), path
 
 
 def test_model_solved_by_hand() -> None:
@@ -201,6 +206,33 @@ def test_llama_3_frequencies() -> None:
         kinds.add(kind)
         assert after == pytest.approx(expected, rel=1e-14)
     assert kinds == {"short", "between", "long"}
+
+
+def test_interpolated_positions_are_positions_divided() -> None:
+    """At position 12 with a factor of 4 a head is turned as at position 3."""
+    plain, stretched = llama_like(), llama_like(rotary_interpolation=4.0)
+    x = randn(1, 16, 2, 8)
+    x[:, 12] = x[:, 3]
+    assert_close(rotate(stretched, x)[:, 12], rotate(plain, x)[:, 3])
+    assert not torch.allclose(rotate(plain, x)[:, 12], rotate(plain, x)[:, 3])
+
+
+def test_what_layers_give_is_seen(shape: ReferenceShape) -> None:
+    """The parts add up to the residual stream, and the last of it gives the logits."""
+    weights = random_weights(shape, 1)
+    tokens, labels, mask = random_batches(shape, 1, 2, 1, seed=2)[0]
+    seen: dict[str, Tensor] = {}
+    rules = Rules(eod=0, positions=False, attention=False, loss=False)
+    losses, kept = losses_with_rules(shape, weights, (tokens, labels, mask), rules, seen.__setitem__)
+    assert list(seen) == ["embedding", *(f"layers.{i}{part}" for i in range(2) for part in (".attention", ".mlp", ""))]
+    stream = seen["embedding"]
+    for i in range(2):
+        stream = stream + seen[f"layers.{i}.attention"] + seen[f"layers.{i}.mlp"]
+        assert_close(stream, seen[f"layers.{i}"])
+    scores = norm(shape, weights, "final_norm", stream) @ weights["embedding.word.weight" if shape.tied else "output.weight"].T
+    assert_close(scores, logits(shape, weights, tokens))
+    assert_close(losses, token_losses(shape, weights, tokens, labels))
+    assert torch.equal(kept, mask)
 
 
 def test_gradients_agree_with_finite_differences(shape: ReferenceShape) -> None:

@@ -130,7 +130,7 @@ def test_no_two_microbatches_have_the_same_masks() -> None:
                 print(f"key: {inputs.dropout_key}", flush=True)
             return gradients(self, batch)
 
-        TrainStep.gradients = telling  # type: ignore[method-assign]
+        TrainStep.gradients = telling  # type: ignore[method-assign, assignment]
 
     ended = launch(arguments(**DROPOUT, train_iters=3), 2, before=before)
     keys = [line for end in ended for line in end.stdout.splitlines() if line.startswith("key: ")]

@@ -22,6 +22,7 @@ from megatron.config.effects import notes as effect_notes
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import build, flags, switch
 from megatron.config.given import Given, split
+from megatron.config.launcher import launched
 from megatron.config.requests import DryRun, Requests, take, without_gaps
 from megatron.config.rules import violations
 from megatron.config.save import to_yaml
@@ -88,10 +89,10 @@ def load(argv: Sequence[str], world_size: int) -> LoadedConfig:
     return LoadedConfig(reading.config, (*reading.notes, *effect_notes(reading.config, world_size)), dry_run)
 
 
-def load_or_exit(argv: Sequence[str], world_size: int) -> LoadedConfig:
-    """`load` for a program's main: problems are printed by rank 0 and every rank exits with code 2."""
+def load_or_exit(argv: Sequence[str]) -> LoadedConfig:
+    """`load` for a program's main, in its launcher's world: problems are printed by rank 0, and every rank exits with code 2."""
     try:
-        return load(argv, world_size)
+        return load(argv, launched().world_size)
     except ConfigError as error:
         if _is_first_rank():
             sys.stderr.write(f"{PROGRAM}: {error}\n")
@@ -160,4 +161,5 @@ def _write_and_exit(text: str) -> NoReturn:
 
 
 def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") in ("0", "")
+    rank = os.environ.get("RANK", "0")
+    return not rank.isdigit() or not int(rank)  # what is no number is a problem to be told

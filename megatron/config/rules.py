@@ -75,11 +75,14 @@ def _nearest(finding: Finding, index: int, counts: list[int], config: Config, wo
     for group in finding.candidates:
         removing = []
         for change in group[:_TRIED]:
-            after = [len(findings) for findings in _evaluate(*change.apply(config, world_size))]
+            changed = change.apply(config, world_size)
+            after = [len(findings) for findings in _evaluate(*changed)]
             if after[index] < counts[index] and sum(after) <= sum(counts):
-                removing.append((sum(after), all(new <= old for new, old in zip(after, counts, strict=True)), change))
+                adds_none = all(new <= old for new, old in zip(after, counts, strict=True))
+                fits_now = data_size(config, world_size) is None and data_size(*changed) is not None
+                removing.append((sum(after), adds_none, fits_now, change))
         removing.sort(key=lambda item: item[0])
-        strict += [change for _, adds_none, change in removing if adds_none][:_SHOWN]
-        loose += [change for _, _, change in removing][:_SHOWN]
-    found = strict or (loose if data_size(config, world_size) is None else [])
+        strict += [change for _, adds_none, _, change in removing if adds_none][:_SHOWN]
+        loose += [change for _, _, fits_now, change in removing if fits_now][:_SHOWN]
+    found = strict or loose
     return sorted(found, key=lambda change: change.distance(config, world_size))

@@ -31,7 +31,7 @@ def read_yaml(path: str) -> list[Given]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
         raise ConfigError([Violation(("--config",), f"--config {path} cannot be read: {reason}.")]) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         rule = " ".join(str(error).split())
         raise ConfigError([Violation(("--config",), f"--config {path} is not valid YAML.", f"{rule}.")]) from error
     if root is None:

@@ -18,6 +18,7 @@ from torch import nn
 from megatron.data_parallel.completeness import WriteCount, complain
 from megatron.data_parallel.plan import BucketPlan, Placed
 from megatron.data_parallel.pool import BufferPool
+from megatron.data_parallel.provider import Inspect
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.boxes import FlatPiece, PlacedBox, place
 from megatron.parallel.collectives import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
@@ -56,7 +57,8 @@ class Bucket(ABC):
         ]
         self._count = WriteCount([placed.entry.uses_per_microbatch for placed in plan.params])
         self._microbatches = 0
-        self._early = self._inspects = False
+        self._early = False
+        self._inspect: Inspect | None = None
         self._gathering: Pending | None = None
 
     @property
@@ -106,17 +108,17 @@ class Bucket(ABC):
         self.shard_group = ShardGroup(shards, self._publish)
         return self.shard_group
 
-    def start_step(self, num_microbatches: int, *, early: bool, inspects: bool) -> None:
+    def start_step(self, num_microbatches: int, *, early: bool, inspect: Inspect | None) -> None:
         """Forget the last step's gradients.
 
         Args:
             early: reduce what is complete while backward goes on.
-            inspects: do not reduce at all.
+            inspect: is handed the gradients instead; each gets memory of its own, and is not reduced.
         """
-        self._microbatches, self._early, self._inspects = num_microbatches, early and not inspects, inspects
+        self._microbatches, self._early, self._inspect = num_microbatches, early, inspect
         self._count.start()
         for sink in self._sinks:
-            sink.written = False
+            sink.main_grad, sink.written = None, False
 
     def join_ends(self) -> None:
         """Add the gradient of the other pipeline stage that holds the parameters: sums commute, so only this rank's elements."""
@@ -125,7 +127,7 @@ class Bucket(ABC):
             self._announce(Pending(self.own_grads))
 
     def nonfinite(self) -> set[str]:
-        """Parameters whose gradient is not finite: this rank's part of the sum, or in a step that inspects its own gradient."""
+        """Parameters whose gradient, this rank's part of the sum, is not finite."""
         return {shard.record.name for shard in self.shard_group.shards if not torch.isfinite(shard.grad).all()}
 
     def finish_publishing(self) -> None:
@@ -141,7 +143,7 @@ class Bucket(ABC):
 
     def _attach(self, number: int, placed: Placed, param: nn.Parameter) -> GradSink:
         placed.entry.replace(param)
-        sink = GradSink(self.dtype, partial(self._wrote, number), provide=self._provide)
+        sink = GradSink(self.dtype, partial(self._wrote, number), provide=partial(self._provide_for, number))
         param.grad_sink = sink  # type: ignore[attr-defined]
         return sink
 
@@ -149,8 +151,24 @@ class Bucket(ABC):
         if self._count.writes[number] == self._count.uses[number] * self._microbatches:
             self._count.writes[number] += 1
             self._complain()
-        if self._count.add(number):
+        completes = self._count.add(number)
+        if self._inspect is not None:
+            self._hand_over(number, self._inspect)
+        elif completes:
             self._complete(self._count.rounds)
+
+    def _provide_for(self, number: int) -> None:
+        if self._inspect is None:
+            self._provide()
+        else:
+            shape = self.plan.params[number].entry.param.shape
+            self._sinks[number].main_grad = torch.empty(shape, dtype=self.dtype, device=self.context.device)
+
+    def _hand_over(self, number: int, inspect: Inspect) -> None:
+        sink = self._sinks[number]
+        grad, sink.main_grad, sink.written = sink.main_grad, None, False
+        assert grad is not None
+        inspect(self.plan.params[number].entry, grad)
 
     def _complain(self) -> NoReturn:
         counts = zip(self.plan.params, self._count.writes, self._count.uses, strict=True)
@@ -179,8 +197,8 @@ class WholeBucket(Bucket):
     def __init__(self, plan: BucketPlan, context: ParallelContext, *, sharded: bool, fill: Fill) -> None:
         super().__init__(plan, context, sharded=sharded, fill=fill)
         self.grads = torch.zeros(plan.size, dtype=self.dtype, device=context.device)
-        for placed, sink in zip(plan.params, self._sinks, strict=True):
-            sink.main_grad = self._view(self.grads, placed)
+        self._views = [self._view(self.grads, placed) for placed in plan.params]
+        self._provide()
         self._reducing: Pending | None = None
 
     @property
@@ -200,15 +218,9 @@ class WholeBucket(Bucket):
         self._reducing.wait()
         self._reducing = None
 
-    def nonfinite(self) -> set[str]:
-        """Also of elements that another rank updates, where they are this rank's own."""
-        if not self._inspects:
-            return super().nonfinite()
-        sinks = zip(self.plan.params, self._sinks, strict=True)
-        return {p.entry.record.name for p, s in sinks if s.written and not torch.isfinite(self._view(self.grads, p)).all()}
-
     def _provide(self) -> None:
-        raise AssertionError("the gradients have memory from the start")
+        for view, sink in zip(self._views, self._sinks, strict=True):
+            sink.main_grad = view
 
     def _complete(self, microbatches: int) -> None:
         if self._early and microbatches == self._microbatches:
@@ -234,29 +246,23 @@ class SlicedBucket(Bucket):
         self._borrowed: torch.Tensor | None = None
         self._reducing: Pending | None = None
         self._reduced_once = False
-        self._bad: set[str] = set()
 
     @property
     def own_grads(self) -> torch.Tensor:
         """The slice."""
         return self._grads
 
-    def start_step(self, num_microbatches: int, *, early: bool, inspects: bool) -> None:
+    def start_step(self, num_microbatches: int, *, early: bool, inspect: Inspect | None) -> None:
         """Forget the last step's gradients, and what a step that failed has left."""
-        super().start_step(num_microbatches, early=early, inspects=inspects)
+        super().start_step(num_microbatches, early=early, inspect=inspect)
         self._settle()
         self._reduced_once = False
-        self._bad = set()
         if self._borrowed is not None:
             self._return(Pending(self._borrowed))
 
     def finish(self) -> None:
         """Wait for the last reduction."""
         self._settle()
-
-    def nonfinite(self) -> set[str]:
-        """As of any bucket; a step that inspects has looked at each microbatch's gradients."""
-        return set(self._bad) if self._inspects else super().nonfinite()
 
     def _provide(self) -> None:
         self._borrowed = self._pool.take(self.plan.size)
@@ -266,10 +272,6 @@ class SlicedBucket(Bucket):
     def _complete(self, microbatches: int) -> None:
         buffer = self._borrowed
         assert buffer is not None
-        if self._inspects:
-            self._inspect(buffer)
-            self._return(Pending(buffer))
-            return
         for placed, sink in zip(self.plan.params, self._sinks, strict=True):
             if not sink.written:  # it was ahead
                 self._view(buffer, placed).zero_()
@@ -295,11 +297,6 @@ class SlicedBucket(Bucket):
         if self._reducing is not None:
             self._reducing.wait()
             self._reducing = None
-
-    def _inspect(self, buffer: torch.Tensor) -> None:
-        for placed, sink in zip(self.plan.params, self._sinks, strict=True):
-            if sink.written and not torch.isfinite(self._view(buffer, placed)).all():
-                self._bad.add(placed.entry.record.name)
 
 
 def _move(placed: Placed, view: torch.Tensor, context: ParallelContext, fill: Fill) -> nn.Parameter:

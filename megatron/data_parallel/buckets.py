@@ -17,7 +17,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.bucket import Bucket, Fill, SlicedBucket, WholeBucket, main_grad_dtype
 from megatron.data_parallel.plan import BucketPlan, plan_buckets
 from megatron.data_parallel.pool import BufferPool
-from megatron.data_parallel.provider import Held
+from megatron.data_parallel.provider import Held, Inspect
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import Granularity, ShardGroup
@@ -57,10 +57,10 @@ class Buckets:
         if self._overlap_gather:
             self._wait_in(units)
 
-    def start_step(self, num_microbatches: int, *, inspect: bool = False) -> None:
+    def start_step(self, num_microbatches: int, *, inspect: Inspect | None = None) -> None:
         """See `Provider`."""
         for bucket in self.buckets:
-            bucket.start_step(num_microbatches, early=self._overlap_reduce, inspects=inspect)
+            bucket.start_step(num_microbatches, early=self._overlap_reduce, inspect=inspect)
 
     def before_backward(self, chunk: int) -> None:
         """Nothing: the gradients that arrive say it all."""

@@ -30,7 +30,7 @@ from megatron.data_parallel.bucket import Fill
 from megatron.data_parallel.completeness import complain
 from megatron.data_parallel.fsdp_plan import plan_units
 from megatron.data_parallel.fsdp_unit import FsdpUnit
-from megatron.data_parallel.provider import Held
+from megatron.data_parallel.provider import Held, Inspect
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import ShardGroup
@@ -99,13 +99,13 @@ class FullyShardedParams:
         self._units = [unit for root in self._roots.values() for unit in root.units]
         self.groups: list[ShardGroup] = [unit.group for unit in self._units]
 
-    def start_step(self, num_microbatches: int, *, inspect: bool = False) -> None:
+    def start_step(self, num_microbatches: int, *, inspect: Inspect | None = None) -> None:
         """See `Provider`."""
         self._microbatches = num_microbatches
         for root in self._roots.values():
             root.rounds = 0
         for unit in self._units:
-            unit.start_step(num_microbatches, inspects=inspect)
+            unit.start_step(num_microbatches, inspect=inspect)
 
     def before_backward(self, chunk: int) -> None:
         """See `Provider`."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard as ShardedDim
 from megatron.data_parallel.bucket import Fill, main_grad_dtype
 from megatron.data_parallel.completeness import complain
 from megatron.data_parallel.fsdp_plan import UnitPlan, own_piece
+from megatron.data_parallel.provider import Inspect
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
@@ -54,8 +55,7 @@ class FsdpUnit:
         self._dtype, self._main_dtype = dtype, main_grad_dtype(dtype)
         self._microbatches = self._rounds = self._num_added = 0
         self._writes = [0] * len(plan.entries)
-        self._inspects = False
-        self._bad: set[str] = set()
+        self._inspect: Inspect | None = None
 
         empty = {entry.record.name for entry in plan.entries if entry.param.is_meta}
         for entry in plan.entries:
@@ -77,13 +77,13 @@ class FsdpUnit:
             if shard.record.name in empty:
                 self._fill(shard, fill)
 
-    def start_step(self, num_microbatches: int, *, inspects: bool) -> None:
+    def start_step(self, num_microbatches: int, *, inspect: Inspect | None) -> None:
         """Forget the last step's gradients, and what a step that failed has left."""
-        self.grads.zero_()
+        if inspect is None:
+            self.grads.zero_()
         self._microbatches, self._rounds, self._num_added = num_microbatches, 0, 0
         self._writes = [0] * len(self._entries)
-        self._inspects = inspects
-        self._bad = set()
+        self._inspect = inspect
         for param, sink in zip(self._gathered, self._sinks, strict=True):
             param.grad = sink.main_grad = None
             sink.written = False
@@ -97,9 +97,7 @@ class FsdpUnit:
         return [(entry.record.name, found, self._microbatches) for entry, found in zip(self._entries, self._writes, strict=True)]
 
     def nonfinite(self) -> set[str]:
-        """Parameters whose gradient is not finite: of the sum, or in a step that inspects, of this rank's own in any microbatch."""
-        if self._inspects:
-            return set(self._bad)
+        """Parameters whose gradient, this rank's part of the sum, is not finite."""
         return {shard.record.name for shard in self.group.shards if not torch.isfinite(shard.grad).all()}
 
     def gathered(self) -> list[torch.Tensor]:
@@ -159,17 +157,17 @@ class FsdpUnit:
         self._sinks[number].main_grad = torch.empty(shape, dtype=self._main_dtype, device=self._context.device)
 
     def _wrote(self, number: int) -> None:
-        name = self._entries[number].record.name
+        entry = self._entries[number]
         self._writes[number] += 1
         if self._writes[number] > self._rounds:
-            complain(self._context.rank, [(name, self._writes[number], self._rounds)])
+            complain(self._context.rank, [(entry.record.name, self._writes[number], self._rounds)])
         sink = self._sinks[number]
         grad, sink.main_grad, sink.written = sink.main_grad, None, False
         assert grad is not None
-        if not self._inspects:
+        if self._inspect is None:
             self._gathered[number].grad = grad
-        elif not torch.isfinite(grad).all():
-            self._bad.add(name)
+        else:
+            self._inspect(entry, grad)
 
     def _added(self, param: torch.Tensor) -> None:
         """FSDP has added a sum to a shard's gradient (on CUDA: is about to, on the current stream, which is a side stream)."""

@@ -28,7 +28,7 @@ from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.data_parallel.fsdp_plan import UnitPlan, own_piece
 from megatron.data_parallel.plan import BucketPlan
 from megatron.parallel.boxes import DimPiece
-from megatron.parallel.context import ParallelContext
+from megatron.parallel.context import Group
 from megatron.parallel.params import ParamEntry
 
 
@@ -68,7 +68,13 @@ class Memory:
         return sum((getattr(self, kind.name) for kind in fields(self)), Bytes())
 
     def __add__(self, other: Memory) -> Memory:
-        return Memory(*(getattr(self, kind.name) + getattr(other, kind.name) for kind in fields(self)))
+        return Memory(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.mains + other.mains,
+            self.moments + other.moments,
+            self.buffers + other.buffers,
+        )
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,8 @@ class OptimizerState:
     """Each shard's place in a buffer is a multiple of so many elements long."""
     offloaded: Callable[[Sequence[int]], Collection[int]] = lambda sizes: ()
     """Of shards of so many elements, the indices of those whose mains and moments lie in host memory."""
+    apart: bool = True
+    """What is offloaded of some shards does not depend on what others there are."""
     staged: bool = False
     """Host memory is apart from the device's: what is offloaded has copies of its parameters and gradients there."""
 
@@ -115,29 +123,24 @@ class OptimizerState:
         return Bytes(0 if on_host else room * each, room * each if on_host else 0, (room - size) * each)
 
 
-def bucket_memory(
-    plans: Iterable[BucketPlan], context: ParallelContext, sharding: str, dtype: torch.dtype
-) -> tuple[Memory, Shards]:
-    """Parameters and gradients in buckets, and the shards that this rank updates.
+def bucket_memory(plan: BucketPlan, index: int, sharding: str, dtype: torch.dtype) -> tuple[Memory, Shards]:
+    """Parameters and gradients in a bucket, and the shards that a rank updates.
 
     Args:
+        index: of the slice that is the rank's.
         sharding: no_shard, optim or optim_grads.
         dtype: of the parameters.
     """
-    memory, sizes = Memory(), []
     main = main_grad_dtype(dtype)
-    for plan in plans:
-        own = [piece.stop - piece.start for _, piece in plan.pieces(context.group(*plan.axes).index)]
-        whole = [placed.numel for placed in plan.params]
-        parameters = _padded(plan.size, whole, dtype)
-        gradients = _padded(plan.slice_size, own, main) if sharding == "optim_grads" else _padded(plan.size, whole, main)
-        memory += Memory(parameters, gradients)
-        sizes += whole if sharding == "no_shard" else own
-    return memory, Shards(tuple(sizes), dtype)
+    own = [piece.stop - piece.start for _, piece in plan.pieces(index)]
+    whole = [placed.numel for placed in plan.params]
+    parameters = _padded(plan.size, whole, dtype)
+    gradients = _padded(plan.slice_size, own, main) if sharding == "optim_grads" else _padded(plan.size, whole, main)
+    return Memory(parameters, gradients), Shards(tuple(whole if sharding == "no_shard" else own), dtype)
 
 
 def fsdp_memory(
-    chunks: Iterable[Sequence[UnitPlan]], context: ParallelContext, reshard: FsdpReshard, dtype: torch.dtype
+    chunks: Iterable[Sequence[UnitPlan]], group: Group, replicas: int, reshard: FsdpReshard, dtype: torch.dtype
 ) -> tuple[Memory, Shards]:
     """Sharded parameters, which are their own mains, their gradients, and units at work; and the shards that this rank updates.
 
@@ -147,9 +150,11 @@ def fsdp_memory(
 
     Args:
         chunks: the units of each, in the order of the forward.
+        group: that shards, as the rank sees it.
+        replicas: of what the group holds.
         dtype: in which parameters are gathered.
     """
-    group, main = context.fsdp_shard, main_grad_dtype(dtype)
+    main = main_grad_dtype(dtype)
     sizes, parts, at_work, gathered = [], 0, 0, 0
     for units in chunks:
         before = 0
@@ -165,7 +170,7 @@ def fsdp_memory(
     passing = at_work
     if reshard == "never":
         passing += gathered * dtype.itemsize
-    if context.fsdp_replica.size > 1:
+    if replicas > 1:
         passing += parts * main.itemsize
     memory = Memory(_padded(parts, sizes, main), Bytes(sum(sizes) * main.itemsize), buffers=Bytes(passing))
     return memory, Shards(tuple(sizes), main)

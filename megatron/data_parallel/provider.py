@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import ShardGroup
+
+Inspect = Callable[[ParamEntry, torch.Tensor], None]
+"""Is handed a parameter and one gradient of it on this rank: of one use in one microbatch, in the parameter's local shape."""
 
 
 @dataclass
@@ -30,11 +35,12 @@ class Provider(Protocol):
     groups: list[ShardGroup]
     """This rank's shards, in about the order in which the forward needs them: the optimizer updates and publishes them so."""
 
-    def start_step(self, num_microbatches: int, *, inspect: bool = False) -> None:
+    def start_step(self, num_microbatches: int, *, inspect: Inspect | None = None) -> None:
         """Forget the last step's gradients and expect this many microbatches.
 
         Args:
-            inspect: look at each rank's own gradients instead of reducing them; `nonfinite` then names those that are not finite.
+            inspect: is handed each gradient as it is written. Nothing is summed or reduced then, and the shards keep the gradients
+                that they have.
         """
 
     def before_backward(self, chunk: int) -> None:
@@ -48,7 +54,7 @@ class Provider(Protocol):
         """
 
     def nonfinite(self) -> set[str]:
-        """Parameters whose gradient, as this rank holds it, is not finite."""
+        """Parameters whose gradient, this rank's part of the sum, is not finite."""
 
     def finish_publishing(self) -> None:
         """Wait until every parameter holds its new values; nothing if it does."""

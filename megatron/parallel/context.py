@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from megatron.config.launcher import launched
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.topology import DENSE_AXES, Topology
 
@@ -97,28 +98,31 @@ class ParallelContext:
         """Data ranks that hold the same slice, one in each part; a group of one unless there are several parts."""
         return self._groups.get(("fsdp_replica",)) or Group("fsdp_replica", (self.rank,), 0)
 
-
-    def neighbour(self, tensor: int, data: int) -> ParallelContext:
-        """The rank at other places of the same stage, for arithmetic alone: of its groups only sizes and places are its own.
+    def elsewhere(self, *, tensor: int | None = None, data: int | None = None, stage: int | None = None) -> ParallelContext:
+        """The rank at other places of the grid, for arithmetic alone: of its groups along the axes only sizes and places are right.
 
         Args:
-            tensor: place on the tensor axis.
+            tensor: place on the tensor axis; as each, by default this rank's.
             data: place in the group ("cp", "dp").
+            stage: place on the pipeline axis.
         """
         sizes, part = self.topology, self.fsdp_shard.size
+        tensor = self.group("tp").index if tensor is None else tensor
+        data = self.group("cp", "dp").index if data is None else data
+        stage = self.group("pp").index if stage is None else stage
         dp, cp = divmod(data, sizes.cp)
         places = {
             ("tp",): tensor,
             ("cp",): cp,
             ("dp",): dp,
+            ("pp",): stage,
             ("cp", "dp"): data,
             ("tp", "cp", "dp"): tensor + sizes.tp * data,
             ("fsdp_shard",): data % part,
             ("fsdp_replica",): data // part,
         }
         groups = {key: replace(group, index=places.get(key, group.index)) for key, group in self._groups.items()}
-        rank = sizes.rank(tp=tensor, cp=cp, dp=dp, pp=self.group("pp").index)
-        return replace(self, rank=rank, _groups=groups)
+        return replace(self, rank=sizes.rank(tp=tensor, cp=cp, dp=dp, pp=stage), _groups=groups)
 
 
 def _normal(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -191,8 +195,8 @@ def connect(config: ParallelConfig) -> ParallelContext:
     Raises:
         ValueError: CUDA is asked for and missing, there are more local ranks than devices, or the backend does not fit the device.
     """
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    job = launched()
+    rank, local_rank, world_size = job.rank, job.local_rank, job.world_size
     device = choose_device(config.device, local_rank)
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":

@@ -46,7 +46,7 @@ def weight_product(grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tenso
             into.addmm_(grad_output.t(), x)
         else:
             torch.mm(grad_output.t(), x, out=into)
-    elif x.device.type == "cuda" and into.dtype == torch.float32:
+    elif x.is_cuda and into.dtype == torch.float32:
         # The product accumulates in float32 anyway; asking for it in float32 loses nothing to rounding.
         product = torch.mm(grad_output.t(), x, out_dtype=torch.float32)
         _ = into.add_(product) if add else into.copy_(product)

@@ -24,17 +24,24 @@ def state_report(
     Args:
         schedule: of a step.
     """
-    layout = layout_of(model, context, parallel, optimizer, schedule)
+    ops = schedule.ops[context.group("pp").index]
+    layout = layout_of(model, context, parallel, optimizer, ops, schedule.num_microbatches)
     return Report(layout.memory(context, optimizer_state(optimizer, context.device.type)), layout.sent)
 
 
 def layout_of(
-    model: Model, context: ParallelContext, parallel: ParallelConfig, optimizer: OptimizerConfig, schedule: Schedule
+    model: Model,
+    context: ParallelContext,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    ops: Iterable[Op],
+    num_microbatches: int,
 ) -> StateLayout:
     """How the state of this rank's pipeline stage is cut, by arithmetic.
 
     Args:
-        schedule: of a step.
+        ops: operations of the stage in a step.
+        num_microbatches: of a step.
     """
     return state_layout(
         model.params,
@@ -42,8 +49,8 @@ def layout_of(
         context,
         parallel,
         dtype=model.dtype,
-        num_microbatches=schedule.num_microbatches,
-        writes=writes(model, schedule.ops[context.group("pp").index]),
+        num_microbatches=num_microbatches,
+        writes=writes(model, ops),
         granularity=RULES[optimizer.optimizer].granularity,
     )
 
@@ -55,6 +62,7 @@ def optimizer_state(config: OptimizerConfig, device_type: str) -> OptimizerState
         num_moments=len(RULES[config.optimizer].moments(config)),
         align=ALIGN,
         offloaded=lambda sizes: choose_offloaded(sizes, fraction),
+        apart=fraction in (0.0, 1.0),
         staged=device_type != "cpu",
     )
 

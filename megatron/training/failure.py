@@ -10,13 +10,14 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from megatron.audit.errors import AuditError
 from megatron.checkpoint.errors import CheckpointError
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.training.nonfinite import NonFiniteError
 from megatron.training.together import SetupError
 
 # Raised on every rank with the same words, so one rank's voice is enough.
-_SHARED = (SetupError, NonFiniteError, LossScaleError, CheckpointError)
+_SHARED = (SetupError, NonFiniteError, LossScaleError, CheckpointError, AuditError)
 _LOST_CONTACT = (
     "connection closed by peer",
     "connection reset",

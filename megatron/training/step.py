@@ -10,6 +10,7 @@ import torch
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.data_parallel.provider import Inspect
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.inputs import ModelInputs
@@ -19,6 +20,7 @@ from megatron.optimizer.optimizer import make_optimizer
 from megatron.optimizer.rules import RULES
 from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import ParamEntry
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors
 from megatron.pipeline_parallel.schedule import Schedule
@@ -34,6 +36,8 @@ class StepResult:
 
     loss: float
     """Sum over all tokens of the global batch of mask x loss, divided by the sum of the mask."""
+    num_tokens: float
+    """The sum of the mask."""
     grad_norm: float
     """Global norm of the unscaled gradient, before clipping."""
     num_zeros: float | None
@@ -75,6 +79,8 @@ class TrainStep:
         self._skip_overflow, self._count_zeros = skip_overflow, count_zeros
         self._wide = torch.promote_types(model.dtype, torch.float32)
         self._timers = timers or Timers(level=0)
+        self.before_update: list[Callable[[StepResult], None]] = []
+        """Called before each update: the gradients of the shards are complete, neither unscaled nor clipped."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         granularity = RULES[optimizer.optimizer].granularity
         self.providers = make_providers(model, context, parallel, granularity=granularity)
@@ -122,17 +128,11 @@ class TrainStep:
         loss, norm = sums[0] / sums[1], math.sqrt(sums[2]) / scale
         overflow = not math.isfinite(norm)
         if not self._skip_overflow and (overflow or not math.isfinite(loss)):
-            bad, again = self._nonfinite_gradients(), self._nonfinite_gradients(batch)
-            raise_nonfinite(iteration, float(loss_sum), bad, again, self.context)
-        if not overflow:
-            clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0
-            with self._timers("optimizer", level=1):
-                self.optimizer.step(learning_rate, weight_decay, clip / scale)
-                if not self._overlap_gather:
-                    self.finish_publishing()
-        self.scaler.update(overflow)
-        return StepResult(
+            bad = sorted(set().union(*(provider.nonfinite() for provider in self.providers)))
+            raise_nonfinite(iteration, float(loss_sum), bad, self._own_nonfinite_gradients(batch), self.context)
+        result = StepResult(
             loss,
+            sums[1],
             norm,
             num_zeros=sums[3] if self._count_zeros else None,
             skipped=overflow,
@@ -140,6 +140,16 @@ class TrainStep:
             attended_sequences=sums[6] if batch[0].documents is not None else None,
             exit_votes=(sums[4] > 0, sums[5] > 0),
         )
+        if not overflow:
+            for look in self.before_update:
+                look(result)
+            clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0
+            with self._timers("optimizer", level=1):
+                self.optimizer.step(learning_rate, weight_decay, clip / scale)
+                if not self._overlap_gather:
+                    self.finish_publishing()
+        self.scaler.update(overflow)
+        return result
 
     def _sums(self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool], attended: float) -> list[float]:
         """Loss, mask, squares, zeros, votes and attended sequences summed over the world: the step's only reduction of scalars and
@@ -160,8 +170,13 @@ class TrainStep:
         counts = self.model.computes_loss and self._counts_loss
         return sum(inputs.documents.attended_sequences for inputs in batch if inputs.documents is not None) if counts else 0.0
 
-    def gradients(self, batch: Sequence[ModelInputs]) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradients(self, batch: Sequence[ModelInputs], *, inspect: Inspect | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill the shards' gradients with (loss scale) x the gradient of the mean loss, summed over all ranks.
+
+        Args:
+            batch: this data rank's microbatches.
+            inspect: is handed this rank's own gradients as they are written; they are then not summed, and the shards' stay as they
+                are.
 
         Returns:
             this rank's share of the global sums of the loss and of the loss mask: float64 scalars, zero where another rank counts.
@@ -176,13 +191,15 @@ class TrainStep:
                 scale.append((self.scaler.scale / pending.wait().clamp(min=1.0)).to(self._wide))
             return loss * scale[0]
 
-        self._start_step(len(batch))
+        for provider in self.providers:
+            provider.start_step(len(batch), inspect=inspect)
         with self._timers("forward-backward", level=1):
             loss_sum = self._run(batch, scaled)
         pending.wait()
-        with self._timers("grads-reduce", level=1):
-            for provider in self.providers:
-                provider.finish_gradients()
+        if inspect is None:
+            with self._timers("grads-reduce", level=1):
+                for provider in self.providers:
+                    provider.finish_gradients()
         return loss_sum, local_count
 
     def finish_publishing(self) -> None:
@@ -190,24 +207,23 @@ class TrainStep:
         for provider in self.providers:
             provider.finish_publishing()
 
-    def _start_step(self, num_microbatches: int, *, inspect: bool = False) -> None:
-        for provider in self.providers:
-            provider.start_step(num_microbatches, inspect=inspect)
-
     def _before_backward(self, chunk: int) -> None:
         for provider in self.providers:
             provider.before_backward(chunk)
 
-    def _nonfinite_gradients(self, run_again: Sequence[ModelInputs] = ()) -> list[str]:
-        """Parameters whose gradient is not finite on this rank.
+    def _own_nonfinite_gradients(self, batch: Sequence[ModelInputs]) -> list[str]:
+        """Parameters of which some gradient is not finite on this rank before it is summed over ranks, which hides where it began.
 
-        The sums over ranks hide where it began, so the step can be run again without them first (it is a function of its inputs,
-        dropout included).
+        For that the step is run again (it is a function of its inputs, dropout included).
         """
-        if run_again:
-            self._start_step(len(run_again), inspect=True)
-            self._run(run_again, lambda loss: loss)
-        return sorted(set().union(*(provider.nonfinite() for provider in self.providers)))
+        bad: set[str] = set()
+
+        def look(entry: ParamEntry, grad: torch.Tensor) -> None:
+            if not torch.isfinite(grad).all():
+                bad.add(entry.record.name)
+
+        self.gradients(batch, inspect=look)
+        return sorted(bad)
 
     def evaluate(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
         """Global sums of loss and loss mask over one global batch, without gradients."""

@@ -31,6 +31,19 @@ def embedding_rows(tokenizer: Tokenizer, config: DataConfig) -> int:
     return asked
 
 
+def planned_rows(config: DataConfig) -> int:
+    """Rows of the word embedding, from --vocab-size alone where it says so: of a job that is only laid out.
+
+    Raises:
+        ValueError: no size is known, or a file is missing or of another kind.
+    """
+    if config.vocab_size is not None and config.tokenizer_type != "NullTokenizer":
+        return config.vocab_size
+    if config.tokenizer_type is None:
+        raise ValueError("the size of the vocabulary is not known: --vocab-size N says it, or --tokenizer-type with its files.")
+    return embedding_rows(build_tokenizer(config), config)
+
+
 def build_tokenizer(config: DataConfig) -> Tokenizer:
     """Make the tokenizer from local files; nothing is downloaded.
 

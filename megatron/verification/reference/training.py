@@ -75,7 +75,9 @@ def train(
     assert len(rates) == len(batches)
     rule = Rule(optimizer, clip, betas, eps, momentum)
     state = State(weights)
-    losses, grad_norms, first_gradients = [], [], {}
+    losses: list[float] = []
+    grad_norms: list[float] = []
+    first_gradients: dict[str, Tensor] = {}
 
     for batch, rate in zip(batches, rates, strict=True):
         value, gradients = loss_and_gradients(shape, state.weights, batch, loss)

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# One node's part of a job: torchrun with the ranks of this node. Started by launch.sh, under Slurm once on every node.
+#
+#   launch_node.sh NODES RANKS_PER_NODE HEAD:PORT NAME PYTHON PROGRAM [flags]
+#
+# SIGTERM goes to the ranks, which save and exit; torchrun then ends as after any other run. (A torchrun that gets SIGTERM itself
+# kills ranks that have not ended after 30 s, which may be in the middle of a save. So it is told to take no notice.) A second
+# SIGTERM ends the ranks at once.
+set -euo pipefail
+
+nodes=$1 per_node=$2 endpoint=$3 name=$4 python=$5
+shift 5
+meeting=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdzv-id "$name")
+((nodes > 1)) || meeting=(--standalone)
+
+# Otherwise ranks that torchrun starts again would find in its store the addresses of those that have ended, and wait for them.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
+stops=0
+trap 'stops=$((stops + 1))' TERM INT USR1
+(
+    trap '' TERM INT HUP
+    exec "$python" -m torch.distributed.run "${meeting[@]}" --nproc-per-node "$per_node" --max-restarts "${MAX_RESTARTS:-3}" \
+        --signals-to-handle SIGUSR2 "$@"
+) &
+agent=$!
+
+status=0
+wait "$agent" || status=$?
+((stops)) || exit "$status"
+
+# Again every second, because a rank that is only starting hears nothing yet.
+without_ranks=0
+while kill -0 "$agent" 2> /dev/null; do
+    if ((stops == 1)) && pkill -TERM -P "$agent"; then
+        without_ranks=0
+    elif ((stops > 1 || (without_ranks += 1) > 30)); then # it still waits for other nodes: there is nothing to save
+        kill -USR2 "$agent" 2> /dev/null || true
+    fi
+    sleep 1 &
+    wait "$!" || true
+done
+status=0
+wait "$agent" || status=$?
+exit "$status"

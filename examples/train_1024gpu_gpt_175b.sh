@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+#SBATCH --nodes=128 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0
+#SBATCH --time=24:00:00 --signal=B:USR1@600 --requeue --open-mode=append
+# GPT-3 175B (Brown et al. 2020, table 2.1) on 128 nodes of 8 GPUs of 80 GB: tensor 8 x pipeline 8 (each with 3 virtual stages) x
+# data 16.
+#
+# Under Slurm, from the repository (with --partition and --account as your cluster wants them), or once on each of the 128 nodes:
+#
+#   DATA=/shared/corpus_text_document sbatch examples/train_1024gpu_gpt_175b.sh
+#   HEAD=node0 DATA=/shared/corpus_text_document bash examples/train_1024gpu_gpt_175b.sh
+#
+#   DATA             prefix of the dataset, as tools/preprocess_data.py writes it, on a file system that all nodes see
+#   VOCAB, MERGES    files of the GPT-2 tokenizer (vocab.json, merges.txt)
+#   Flags behind the name are added, or count instead of those here. More variables: examples/launch.sh.
+#
+# By the dry run (DRY_RUN=1):
+#   memory per GPU       31.9 GB
+#   tokens per step      3,145,728
+#   pipeline idle        4.6 %
+set -euo pipefail
+
+here=$(dirname "${BASH_SOURCE[0]}")
+[[ -f $here/launch.sh ]] || here=$SLURM_SUBMIT_DIR/examples # sbatch runs a copy that lies elsewhere
+source "$here/launch.sh"
+need DATA "the prefix of a dataset, as tools/preprocess_data.py writes it, on a file system that all nodes see"
+
+model=(--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --attention-dropout 0 --hidden-dropout 0)
+layout=(--device cuda --bf16 --tensor-model-parallel-size 8 --sequence-parallel
+    --pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 3
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather)
+# 300 billion tokens; warm-up over 375 million, decay over 260 billion (appendix B).
+batch=(--micro-batch-size 1 --global-batch-size 1536 --train-samples 146484375 --manual-gc --manual-gc-interval 100)
+optimizer=(--lr 6e-5 --min-lr 6e-6 --lr-decay-style cosine --lr-warmup-samples 183105 --lr-decay-samples 126953125
+    --weight-decay 0.1 --adam-beta2 0.95)
+data=(--data-path "$DATA" --vocab-size 50257
+    --tokenizer-type GPT2BPETokenizer --vocab-file "${VOCAB:-vocab.json}" --merge-file "${MERGES:-merges.txt}")
+
+launch 128 8 gpt-175b "$@"

@@ -1,0 +1,169 @@
+"""The audit of a step: what the optimizer is about to use is the sum of what all ranks computed, each element counted once.
+
+For every parameter the signatures of the ranks' own gradients (see `own_gradients.py`), summed over the ranks that its record
+names, must be the signature of the gradients in the shards. And the boxes that the ranks count in the global norm must make up the
+whole parameter, and the norm be that of what is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.audit.errors import MOST_LINES, ranks_in_words
+from megatron.audit.own_gradients import OwnGradients, Seen
+from megatron.audit.signature import NUM_SIGNS, shard_signatures
+from megatron.checkpoint.format.tiling import tiles
+from megatron.parallel.boxes import Box
+from megatron.parallel.collectives import all_reduce, gather_objects
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import ParamRecord
+from megatron.parallel.shards import Shard
+from megatron.parallel.topology import Topology
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What an audit found; the same on every rank."""
+
+    problems: list[str]
+    all_zero: list[str]
+    """Parameters whose gradient is zero in every element."""
+
+
+def audit(
+    own: OwnGradients,
+    shards: Sequence[Shard],
+    records: Mapping[str, ParamRecord],
+    context: ParallelContext,
+    *,
+    norm: float,
+    squares: torch.Tensor,
+    dtype: torch.dtype,
+) -> Audited:
+    """Compare what the ranks computed with what they are about to use. All ranks call it together, before the update.
+
+    Args:
+        own: of the same step, run without sums.
+        shards: those that the step counts in the norm, their gradients complete.
+        norm: the global norm as the step has it, of the gradients as they are (with the loss scale).
+        squares: this rank's terms of its square.
+        dtype: of the model. Gradients of the same step computed twice may differ by as much as its rounding.
+    """
+    uncounted = _not_counted_once(shards, records, context)
+    found = shard_signatures(shards, records, context, lambda shard: shard.counted_grad)
+    sums = all_reduce(torch.stack([own.addends(), found]), context.world).cpu()
+    spread = own.spread_over_tensor_ranks().tolist()
+    wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    band = max(1e4 * wide, 4 * torch.finfo(dtype).eps)
+    # A gradient that is zero but for rounding (of the bias of a norm of the keys) is not the same twice.
+    least = 1e-3 * math.sqrt(float(sums[0, :, NUM_SIGNS].sum()))
+    problems = dict(uncounted)
+    for row, name in enumerate(records):
+        expected, here = sums[0, row], sums[1, row]
+        size = max(math.sqrt(max(expected[NUM_SIGNS], here[NUM_SIGNS])), least)
+        if spread[row] > band * size:
+            problems[name] = "its gradient differs between tensor ranks, though its record says that each has the whole of it"
+        elif name not in problems and (expected - here)[:NUM_SIGNS].abs().max() > band * size:
+            problems[name] = "the optimizer gets something else than the sum of its gradients"
+            if len(problems) <= MOST_LINES:  # what is shown
+                seen = dict(enumerate(gather_objects(own.seen(name, band), context.world)))
+                held = {rank: state for rank, state in seen.items() if state is not None}
+                problems[name] = _wrong_sum(expected, here, held, context.topology)
+    total = float(sums[1, :, NUM_SIGNS].sum())
+    if not uncounted and not math.isclose(norm * norm, total, rel_tol=1e3 * wide):
+        words = f"it is {norm:.6g}, and that of the gradients {math.sqrt(total):.6g}"
+        counted = dict(zip(records, found[:, NUM_SIGNS].tolist(), strict=True))
+        odd = gather_objects(_wrongly_counted(float(squares.sum()), counted, 1e3 * wide), context.world)
+        problems["the norm"] = "; ".join([words, *(f"{what} on rank {rank}" for rank, what in enumerate(odd) if what)])
+    zero = [name for row, name in enumerate(records) if not sums[1, row, NUM_SIGNS] and name not in problems]
+    return Audited([f"{name}: {words}" for name, words in problems.items()], zero)
+
+
+def _not_counted_once(shards: Sequence[Shard], records: Mapping[str, ParamRecord], context: ParallelContext) -> dict[str, str]:
+    """Parameters some elements of which are counted in the norm by no rank, or by several."""
+    mine = [(shard.record.name, placed.box) for shard in shards for placed in shard.counted_boxes(context)]
+    boxes: dict[str, list[tuple[int, Box]]] = {name: [] for name in records}
+    for rank, theirs in enumerate(gather_objects(mine, context.world)):
+        for name, box in theirs:
+            boxes[name].append((rank, box))
+    return {
+        name: _counted_in_words(records[name], held)
+        for name, held in boxes.items()
+        if not tiles(records[name].shape, [box for _, box in held])
+    }
+
+
+def _counted_in_words(record: ParamRecord, held: Sequence[tuple[int, Box]]) -> str:
+    """Which ranks count what twice, or how much nobody counts."""
+    for at, (rank, box) in enumerate(held):
+        for other, second in held[at + 1 :]:
+            common = box.intersect(second)
+            if common is not None:
+                both = [rank] if rank == other else [rank, other]
+                where = (
+                    f"an element at {common.offsets}"
+                    if common.numel == 1
+                    else f"{common.numel:,} elements from {common.offsets} on"
+                )
+                return f"counted twice in the norm by {ranks_in_words(both)}: {where}"
+    missing = math.prod(record.shape) - sum(box.numel for _, box in held)
+    return f"{missing:,} of {math.prod(record.shape):,} elements are counted in the norm by no rank"
+
+
+def _wrong_sum(expected: torch.Tensor, here: torch.Tensor, held: Mapping[int, Seen], topology: Topology) -> str:
+    """In what way the gradients in the shards are not the sum of the ranks' own.
+
+    Args:
+        expected: signature of the sum.
+        here: signature of what is in the shards.
+        held: what each rank that has a shard of it knows.
+    """
+    record = next(iter(held.values()))
+    axes = [axis for axis in record.partial_over if topology.size(axis) > 1]
+    parts = [*(_RANKS[axis] for axis in axes), *(["the stages that share it"] if record.tied and topology.pp > 1 else [])]
+    over, where = " and ".join(parts), f"; it is held by {ranks_in_words(list(held))}"
+    signed, wanted = here[:NUM_SIGNS], expected[:NUM_SIGNS]
+    factor = float(signed @ wanted / (wanted @ wanted)) if wanted.any() else math.nan
+    if not math.isclose(factor, 1.0, rel_tol=1e-3) and (signed - factor * wanted).abs().max() < 1e-3 * wanted.abs().max():
+        return f"the optimizer gets {factor:.4g} x the sum of its gradients{_fact(factor, topology)}{where}"
+    alone = [rank for rank, state in held.items() if state.only_own]
+    if over and alone:
+        groups = sorted({topology.group(rank, *axes) for rank in alone}) if axes else []
+        named = f" (group {', '.join(str(list(ranks)) for ranks in groups[:4])})" if groups else ""
+        return f"not summed over {over}: {ranks_in_words(alone)} would use the own gradient alone{named}"
+    off = float((signed - wanted).square().mean().sqrt()) / math.sqrt(max(float(expected[NUM_SIGNS]), 1e-300))
+    return f"the optimizer gets something else than the sum over {over or 'microbatches'} (off by about {off:.0%} of it){where}"
+
+
+_RANKS = {"tp": "tensor ranks", "cp": "context ranks", "dp": "data ranks"}
+
+
+def _fact(factor: float, topology: Topology) -> str:
+    """Sizes of the layout that are the factor, or one over it."""
+    sizes = {"tensor": topology.tp, "data": topology.dp, "pipeline": topology.pp}
+    for words, number in (("", factor), ("one over ", 1 / factor if factor else 0.0)):
+        same = [f"the {axis} size" for axis, size in sizes.items() if size > 1 and math.isclose(number, size, rel_tol=1e-3)]
+        if same:
+            return f" ({words}{' or '.join(same)})"
+    return ""
+
+
+def _wrongly_counted(terms: float, counted: Mapping[str, float], band: float) -> str | None:
+    """What is wrong with this rank's part of the square of the norm, if anything.
+
+    Args:
+        terms: the sum of its terms.
+        counted: square of what it should count of each parameter.
+    """
+    total = sum(counted.values())
+    excess = terms - total
+    if math.isclose(terms, total, rel_tol=band):
+        return None
+    for name, square in counted.items():
+        if math.isclose(abs(excess), square, rel_tol=1e-3):
+            return f"{name} is counted {'twice' if excess > 0 else 'not at all'}"
+    return f"{'too much' if excess > 0 else 'too little'} is counted"

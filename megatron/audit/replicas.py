@@ -1,0 +1,174 @@
+"""Weights that several ranks hold are the same, bit for bit: on tensor ranks, data ranks, and both holders of a tied embedding.
+
+A digest of each is compared by one small reduction a group. Only where something differs, ranks tell each other what they have, and
+all raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.audit.bits import bit_digest
+from megatron.audit.errors import raise_audit, ranks_in_words
+from megatron.parallel.boxes import Box, DimPiece
+from megatron.parallel.collectives import all_reduce, gather_objects
+from megatron.parallel.context import Group, ParallelContext
+from megatron.parallel.params import ParamEntry, ParamTable
+from megatron.parallel.random import stable_seed
+from megatron.parallel.shards import Shard
+from megatron.parallel.topology import Topology
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Some boxes of a parameter that this rank holds, and perhaps others too."""
+
+    name: str
+    what: str
+    """`weights`, or `main weights` where those are kept apart."""
+    boxes: tuple[Box, ...]
+    tensor: Callable[[], torch.Tensor]
+
+    @property
+    def key(self) -> int:
+        """The same for the same part of the model, on whatever rank."""
+        return stable_seed(self.what, self.name, repr(self.boxes))
+
+    def __str__(self) -> str:
+        return self.name if self.what == "weights" else f"{self.name} ({self.what})"
+
+
+def copies_held(params: ParamTable, shards: Sequence[Shard], context: ParallelContext) -> list[Copy]:
+    """What this rank holds that another may hold too: its parameters (of those that data ranks share out, its part), and the mains
+    that are kept apart from them."""
+    shared_out = {shard.record.name for shard in shards if isinstance(shard.piece, DimPiece)}
+    copies = [_whole(entry, context) for entry in params if entry.record.name not in shared_out]
+    for shard in shards:
+        boxes = tuple(placed.box for placed in shard.boxes(context))
+        if shard.record.name in shared_out:
+            copies.append(Copy(shard.record.name, "weights", boxes, lambda shard=shard: shard.weights))  # type: ignore[misc]
+        if shard.main.data_ptr() != shard.weights.data_ptr():
+            copies.append(Copy(shard.record.name, "main weights", boxes, lambda shard=shard: shard.main))  # type: ignore[misc]
+    return [copy for copy in copies if any(box.numel for box in copy.boxes)]
+
+
+def _whole(entry: ParamEntry, context: ParallelContext) -> Copy:
+    held = entry.record.held_box(context.axis_sizes, context.coordinates)
+    return Copy(entry.record.name, "weights", (held,), lambda: entry.param)
+
+
+class Replicas:
+    """The copies of each group of ranks, and their comparison. All ranks make it together, and compare together.
+
+    Args:
+        copies: this rank's.
+    """
+
+    def __init__(self, copies: Sequence[Copy], context: ParallelContext) -> None:
+        self._context, self._copies = context, list(copies)
+        groups = {
+            "tensor": context.group("tp"),
+            "data": context.group("cp", "dp"),
+            "data parts": context.fsdp_replica,
+            "first and last stage": context.pipeline_ends,
+        }
+        self._common = {what: (group, self._held_by_all(group)) for what, group in groups.items() if group.size > 1}
+        self._needed = sorted({index for _, indices in self._common.values() for index in indices})
+
+    def describe(self) -> str:
+        """How many copies are compared, for the log."""
+        words = [f"{len(indices)} over {_group_name(what)}" for what, (_, indices) in self._common.items() if indices]
+        return ", ".join(words) or "none is held twice"
+
+    def compare(self, iteration: int, checked_before: int | None) -> None:
+        """Compare all copies.
+
+        Args:
+            iteration: steps done, for the error.
+            checked_before: the iteration of the last comparison, if there was one.
+
+        Raises:
+            AuditError: on every rank, if any two copies differ in any bit.
+        """
+        device = self._context.device
+        digests = torch.zeros(len(self._copies), dtype=torch.int64, device=device)
+        for index in self._needed:
+            digests[index] = bit_digest(self._copies[index].tensor()).to(device)
+        differs = torch.zeros_like(digests)
+        for group, indices in self._common.values():
+            if indices:
+                mine = digests[indices]
+                largest = all_reduce(mine.clone(), group, dist.ReduceOp.MAX)
+                differs[indices] |= (mine != largest).to(torch.int64)  # on one rank at least, if they are not all the same
+        anywhere = all_reduce(differs.sum(), self._context.world, dist.ReduceOp.MAX)
+        if anywhere.item():
+            self._explain(digests.tolist(), differs.tolist(), iteration, checked_before)
+
+    def _held_by_all(self, group: Group) -> list[int]:
+        """Indices of the copies that every rank of the group holds, in an order that all agree on."""
+        mine = {copy.key: index for index, copy in enumerate(self._copies)}
+        common = set.intersection(*map(set, gather_objects(list(mine), group)))
+        return [mine[key] for key in sorted(common)]
+
+    def _explain(self, digests: list[int], differs: list[int], iteration: int, checked_before: int | None) -> None:
+        world = self._context.world
+        mine = list(zip(self._copies, digests, differs, strict=True))
+        suspects = set().union(*gather_objects({copy.key for copy, _, bad in mine if bad}, world))
+        seen = gather_objects([(copy.key, str(copy), digest) for copy, digest, _ in mine if copy.key in suspects], world)
+        found: dict[tuple[int, str], dict[int, int]] = {}
+        for rank, copies in enumerate(seen):
+            for key, words, digest in copies:
+                found.setdefault((key, words), {})[rank] = digest
+        lines = [f"{words}: {_odd_ones(by_rank, self._context.topology)}" for (_, words), by_rank in found.items()]
+        since = "" if checked_before is None else f" (at iteration {checked_before} they did not)"
+        raise_audit(
+            f"iteration {iteration}: ranks that must hold the same weights differ{since}, so training stops and saves nothing.",
+            sorted(lines),
+            "A fault of memory or of a link does that, or a gradient that is not summed over these ranks. Start again from the\n"
+            "  last checkpoint; if the same rank differs again, take its machine out.",
+        )
+
+
+def _odd_ones(by_rank: dict[int, int], topology: Topology) -> str:
+    """Which ranks have something else than most, and the groups in which they do.
+
+    Args:
+        by_rank: digest by rank, of the ranks that must have the same.
+    """
+    counts = Counter(by_rank.values()).most_common()
+    if len(counts) > 1 and counts[0][1] == counts[1][1]:
+        parts = [[rank for rank, digest in by_rank.items() if digest == value] for value, _ in counts]
+        odd = [rank for ranks in parts[1:] for rank in ranks]
+        words = f"{' and '.join(map(ranks_in_words, parts))} have different values, and there is no telling which are wrong"
+    else:
+        odd = [rank for rank, digest in by_rank.items() if digest != counts[0][0]]
+        usual = [rank for rank in by_rank if rank not in odd]
+        words = f"{ranks_in_words(odd)} {'has' if len(odd) == 1 else 'have'} other values than {ranks_in_words(usual)}"
+    groups: list[str] = []
+    for rank in odd:
+        for what, ranks in _groups_of(rank, topology).items():
+            text = f"{what} [{', '.join(map(str, ranks))}]"
+            here = [other for other in ranks if other in by_rank]
+            if text not in groups and len({by_rank[other] for other in here}) > 1:
+                groups.append(text)
+    return f"{words} ({', '.join(groups[:4])}{', ...' if len(groups) > 4 else ''})"
+
+
+def _groups_of(rank: int, topology: Topology) -> dict[str, tuple[int, ...]]:
+    pipeline = topology.group(rank, "pp")
+    ends = {"first and last stage": (pipeline[0], pipeline[-1])} if rank in (pipeline[0], pipeline[-1]) else {}
+    return {"tensor group": topology.group(rank, "tp"), "data group": topology.group(rank, "cp", "dp"), **ends}
+
+
+def _group_name(what: str) -> str:
+    return {
+        "tensor": "tensor ranks",
+        "data": "data ranks",
+        "data parts": "the data ranks that hold the same part",
+        "first and last stage": "the first and the last stage",
+    }[what]

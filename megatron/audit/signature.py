@@ -1,0 +1,119 @@
+"""A few numbers of a tensor of the whole model that do not depend on how it is cut: what a trace keeps of gradients and weights.
+
+For k = 0 .. 3, the sum over all elements of the element times a sign; the sign is a product of one sign for each dimension, which
+depends on the name, on k and on the index along the dimension. And the sum of squares. All are sums over elements, in float64, so
+those of disjoint boxes add up; the first four are linear in the tensor too. For two tensors x and y the mean of
+(s_k(x) - s_k(y))^2 is an unbiased estimate of ||x - y||^2 (Alon, Matias and Szegedy 1996, section 2.2).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from megatron.parallel.boxes import Box, PlacedBox
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import ParamRecord
+from megatron.parallel.random import stable_seed
+from megatron.parallel.shards import Shard
+
+NUM_SIGNS = 4
+SIGNATURE_SIZE = NUM_SIGNS + 1
+"""The signed sums, then the sum of squares."""
+
+_BLOCK = 1 << 20
+"""Elements that are looked at together: what is taken in memory beside the tensor is a few times this."""
+_PERIOD = 1 << 12
+"""Indices whose signs are drawn at once."""
+
+
+def box_signature(name: str, box: Box, part: torch.Tensor) -> torch.Tensor:
+    """Signature of one box of a tensor: float64 [5], on the device of `part`.
+
+    Args:
+        name: global name of the tensor.
+        part: the box's elements, contiguous, of any floating-point dtype.
+    """
+    total = torch.zeros(SIGNATURE_SIZE, dtype=torch.float64, device=part.device)
+    if not box.numel:
+        return total
+    columns = box.sizes[-1] if box.sizes else 1
+    rows = part.detach().reshape(-1, columns)
+    row_signs, column_signs = _signs_of_rows(name, box, part.device), _signs(name, box, len(box.sizes) - 1, part.device)
+    step = max(1, _BLOCK // columns)
+    for start in range(0, len(rows), step):
+        block = rows[start : start + step].to(torch.float64)
+        signed = block @ column_signs.t()
+        total[:NUM_SIGNS] += (signed * row_signs[:, start : start + step].t()).sum(0)
+        total[NUM_SIGNS] += torch.linalg.vector_norm(block).square()
+    return total
+
+
+def signature_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Signature of a whole tensor: float64 [5]."""
+    shape = tuple(tensor.shape)
+    return box_signature(name, Box((0,) * len(shape), shape), tensor.contiguous())
+
+
+def placed_signature(name: str, boxes: Sequence[PlacedBox], flat: torch.Tensor) -> torch.Tensor:
+    """Signature of several boxes whose elements lie in one flat tensor; what no box covers (padding) is left out."""
+    total = torch.zeros(SIGNATURE_SIZE, dtype=torch.float64, device=flat.device)
+    for placed in boxes:
+        total += box_signature(name, placed.box, flat[placed.start : placed.start + placed.box.numel])
+    return total
+
+
+def shard_signatures(
+    shards: Sequence[Shard],
+    records: Mapping[str, ParamRecord],
+    context: ParallelContext,
+    tensor_of: Callable[[Shard], torch.Tensor],
+) -> torch.Tensor:
+    """This rank's share of the signatures of all parameters, by the elements that it counts: float64 [len(records), 5] on the
+    context's device. The sum over the world has each element once.
+
+    Args:
+        records: of the whole model; the rows are in their order.
+        tensor_of: something of the shard's counted elements, flat: `lambda shard: shard.counted_grad`.
+    """
+    row_of = {name: row for row, name in enumerate(records)}
+    found = torch.zeros(len(records), SIGNATURE_SIZE, dtype=torch.float64, device=context.device)
+    for shard in shards:
+        name = shard.record.name
+        found[row_of[name]] += placed_signature(name, shard.counted_boxes(context), tensor_of(shard)).to(context.device)
+    return found
+
+
+def named(signature: torch.Tensor) -> tuple[float, ...]:
+    """As a trace has it: the norm, then the signed sums."""
+    *signed, squares = signature.tolist()
+    return (squares**0.5, *signed)
+
+
+def _signs_of_rows(name: str, box: Box, device: torch.device) -> torch.Tensor:
+    """Signs of all dimensions but the last, multiplied: float64 [4, product of their sizes]."""
+    rows = torch.ones(NUM_SIGNS, 1, dtype=torch.float64, device=device)
+    for dim in range(len(box.sizes) - 1):
+        rows = (rows.unsqueeze(2) * _signs(name, box, dim, device).unsqueeze(1)).flatten(1)
+    return rows
+
+
+def _signs(name: str, box: Box, dim: int, device: torch.device) -> torch.Tensor:
+    """Signs along one dimension of a box: float64 [4, size] of 1 and -1. A scalar has the sign 1."""
+    if not box.sizes:
+        return torch.ones(NUM_SIGNS, 1, dtype=torch.float64, device=device)
+    start, stop = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+    drawn = np.concatenate([_drawn(name, dim, part) for part in range(start // _PERIOD, (stop - 1) // _PERIOD + 1)], axis=1)
+    first = start // _PERIOD * _PERIOD
+    return torch.from_numpy(drawn[:, start - first : stop - first].astype(np.float64)).to(device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _drawn(name: str, dim: int, part: int) -> np.ndarray:
+    """Signs of the indices [part * 4096, (part + 1) * 4096): int8 [4, 4096]."""
+    generator = np.random.Generator(np.random.Philox(stable_seed("signature", name, dim, part)))
+    bits = np.frombuffer(generator.bytes(NUM_SIGNS * _PERIOD // 8), dtype=np.uint8)
+    return (1 - 2 * np.unpackbits(bits).astype(np.int8)).reshape(NUM_SIGNS, _PERIOD)

@@ -1,0 +1,183 @@
+"""The file of a trace (--save-trace): JSON lines, one header for each start of the run, then one line a step. Needs no torch.
+
+A header says how the run was set up, a start line what the weights were, a step line what came of the step. What is told of a
+tensor is its norm and the four signed sums of its signature (see `signature.py`), the same at every layout to rounding. Numbers
+have full digits; one that is not finite is written as null. A run that resumes appends to the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+
+Signature = tuple[float, ...]
+"""Norm, and the signed sums."""
+
+
+@dataclass(frozen=True)
+class TraceHeader:
+    """How a run was set up."""
+
+    settings: dict[str, Any]
+    """By topic, as `config.save.to_dict` makes them."""
+    layout: dict[str, int]
+    """Sizes of the axes tp, cp, dp and pp."""
+    layers: list[tuple[int, list[int]]]
+    """Of each chunk, in order: its pipeline stage and its layers."""
+    dtype: str
+    """Of the model's parameters, e.g. bfloat16."""
+    torch: str
+    vocab_size: int
+    parameters: dict[str, list[int]]
+    """Global shapes by name, in the order of the forward."""
+
+
+@dataclass(frozen=True)
+class TraceStep:
+    """One training step."""
+
+    iteration: int
+    samples: int
+    """Sequences of the global batch."""
+    consumed_samples: int
+    """After it."""
+    loss: float
+    tokens: float
+    """Sum of the loss mask over the global batch."""
+    grad_norm: float
+    learning_rate: float
+    weight_decay: float
+    loss_scale: float
+    skipped: bool
+    """No update was made, because the gradient overflowed; the line then has no gradients."""
+    gradients: dict[str, Signature]
+    """Of the mean loss, before clipping."""
+    weights: dict[str, Signature]
+    """After the update, as exact as the run keeps them."""
+
+
+@dataclass
+class TraceRun:
+    """What one start of a run wrote."""
+
+    header: TraceHeader
+    iteration: int = 0
+    """Steps that were done at the start."""
+    weights: dict[str, Signature] = field(default_factory=dict)
+    """Before the first step."""
+    steps: list[TraceStep] = field(default_factory=list)
+
+
+class TraceWriter:
+    """Writes whole lines, each at once.
+
+    Args:
+        append: keep what is there (a resumed run) instead of beginning a new file.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, *, append: bool) -> None:
+        path = Path(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            broken = append and path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+            self._file = path.open("a" if append else "w", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"--save-trace {path} cannot be written ({error.strerror}). Give a path in a folder that you may write to."
+            ) from error
+        if broken:  # the run was killed while it wrote
+            self._file.write("\n")
+
+    def header(self, header: TraceHeader) -> None:
+        """Begin a run."""
+        self._write({"kind": "header", "version": VERSION, **dataclasses.asdict(header)})
+
+    def start(self, iteration: int, weights: Mapping[str, Signature]) -> None:
+        """The weights before the first step."""
+        self._write({"kind": "start", "iteration": iteration, "weights": dict(weights)})
+
+    def step(self, step: TraceStep) -> None:
+        """One step."""
+        self._write({"kind": "step", **dataclasses.asdict(step)})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def read_trace(path: str | Path) -> list[TraceRun]:
+    """Every start of a run that is in a trace file. A last line that was cut off, and lines of another kind, are left out.
+
+    Raises:
+        ValueError: it is no trace; names the file and the line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"trace {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    runs: list[TraceRun] = []
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            read = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines) or (number < len(lines) and _is_header(lines[number])):
+                continue  # cut off when the run was killed
+            raise ValueError(f"trace {path}, line {number}: no JSON ({error.msg})") from error
+        try:
+            _enter(runs, read)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise ValueError(f"trace {path}, line {number}: not as --save-trace writes it ({error!r})") from error
+    if not runs:
+        raise ValueError(f"trace {path} holds no run: the file of --save-trace begins with a header")
+    return runs
+
+
+def _enter(runs: list[TraceRun], line: dict[str, Any]) -> None:
+    kind = line.pop("kind")
+    if kind == "header":
+        version = line.pop("version")
+        if version != VERSION:
+            raise ValueError(f"version {version}, and this program reads {VERSION}")
+        layers = [(int(stage), list(layers)) for stage, layers in line.pop("layers")]
+        runs.append(TraceRun(TraceHeader(layers=layers, **line)))
+    elif kind == "start":
+        runs[-1].iteration, runs[-1].weights = line["iteration"], _signatures(line["weights"])
+    elif kind == "step":
+        for name in ("gradients", "weights"):
+            line[name] = _signatures(line[name])
+        values: dict[str, Any] = {name: math.nan if value is None else value for name, value in line.items()}
+        runs[-1].steps.append(TraceStep(**values))
+
+
+def _is_header(line: str) -> bool:
+    return line.startswith('{"kind": "header"')
+
+
+def _signatures(read: Mapping[str, list[float | None]]) -> dict[str, Signature]:
+    return {name: tuple(math.nan if number is None else number for number in numbers) for name, numbers in read.items()}
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return value

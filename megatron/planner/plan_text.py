@@ -1,0 +1,220 @@
+"""A plan as lines of text: first whether it fits and where the time goes, then what each kind of rank keeps and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+
+from megatron.pipeline_parallel.partition import Chunk
+from megatron.planner.plan import Kind, Plan, RankMemory
+from megatron.planner.plan_rows import Row, bytes_sent, leaving, rows_of, table
+from megatron.planner.state_report import amount
+
+GPU_MEMORY_GB = (16, 24, 32, 40, 48, 80, 94, 141, 180, 288)
+"""Sizes that are sold."""
+FLOPS_PER_S, INSIDE_PER_S, BETWEEN_PER_S = 500e12, 300e9, 25e9
+"""Speeds of a rank by which the parts of a step are compared: about half the peak of an H100 in bfloat16, and of its links what
+long messages reach (bytes)."""
+_PARTS = [(part.name, part.name.replace("_", " ")) for part in fields(RankMemory)]
+_COLUMNS = 6
+"""Stages side by side in the table of what is sent."""
+
+
+def format_plan(plan: Plan) -> list[str]:
+    """The whole report."""
+    rows = rows_of(plan)
+    return [
+        *_verdict(plan),
+        *_time(plan, rows),
+        "",
+        *_job(plan),
+        "",
+        *_memory_table(plan, rows),
+        "",
+        *_traffic_table(rows),
+        "",
+        *_layer_table(plan),
+        "",
+        *(f"note: {note}" for note in plan.notes),
+        *(f"advice: {line}" for line in plan.advice),
+    ]
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    kind = plan.kinds[plan.fullest]
+    total = kind.memory.total
+    where = f"stage {kind.stages[0]}, rank {kind.first_rank}" if plan.job.pipeline > 1 else f"rank {kind.first_rank}"
+    yield f"fullest rank ({where}): needs {amount(total.device)} of device memory{_fits(plan, total.device)}"
+    yield f"  {_listed(kind, lambda part: part.device)}"
+    if total.host:
+        each = min(plan.job.gpus_per_node, plan.job.world_size)
+        parts = _listed(kind, lambda part: part.host)
+        yield f"  and {amount(total.host)} of host memory, {amount(each * total.host)} on a node: {parts}"
+
+
+def _fits(plan: Plan, needed: int) -> str:
+    if plan.job.device == "cpu":
+        return ""
+    larger = [size for size in GPU_MEMORY_GB if size * 1e9 > needed]
+    smaller = [size for size in GPU_MEMORY_GB if size * 1e9 <= needed]
+    if not larger:
+        return f": more than any GPU has (the largest has {GPU_MEMORY_GB[-1]} GB)"
+    too_small = f"more than a GPU of {smaller[-1]} GB has, " if smaller else ""
+    return f": {too_small}fits one of {larger[0]} GB with {amount(larger[0] * 1e9 - needed)} to spare"
+
+
+def _time(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
+    job, work = plan.job, plan.work
+    each = work.flops_per_rank(job.world_size)
+    idle = f"; {work.bubble:.1%} of the time idle in the pipeline" if job.pipeline > 1 else ""
+    yield f"a step: {work.tokens:,} tokens, {_flops(work.flops)}, {_flops(each)} on each rank{idle}"
+    if job.world_size == 1:
+        return
+    busiest = max(rows, key=lambda row: sum(bytes_sent(row)))
+    inside, between = bytes_sent(busiest)
+    yield f"  a rank of {busiest.name} sends {amount(inside)} inside its node and {amount(between)} to other nodes"
+    if job.device == "cpu":
+        return
+    computing = each / FLOPS_PER_S
+    yield (
+        f"  to compare: {_seconds(computing)} of computing at {_flops(FLOPS_PER_S)}/s"
+        + (f", {_seconds(computing / (1 - work.bubble) - computing)} of waiting" if job.pipeline > 1 else "")
+        + f"; {_seconds(inside / INSIDE_PER_S)} of sending at {amount(INSIDE_PER_S)}/s inside a node"
+        + (f", {_seconds(between / BETWEEN_PER_S)} at {amount(BETWEEN_PER_S)}/s between nodes" if job.nodes > 1 else "")
+    )
+
+
+def _job(plan: Plan) -> Iterator[str]:
+    job = plan.job
+    yield (
+        f"{_count(job.world_size, 'rank')} on {_count(job.nodes, 'node')} of {job.gpus_per_node}: "
+        f"tensor {job.tensor} x pipeline {job.pipeline} x data {job.data}"
+        + (", sequence parallel" if job.sequence_parallel else "")
+        + f"; {job.sharding}"
+    )
+    padding = job.padded_vocab_size - job.vocab_size
+    yield (
+        f"model of {plan.parameters:,} parameters in {job.dtype}, vocabulary {job.vocab_size:,}"
+        + (f" and {_count(padding, 'row')} of padding" if padding else "")
+    )
+    microbatches = _count(job.num_microbatches, "microbatch", "microbatches")
+    yield (
+        f"batch of {job.global_batch_size:,} x {job.seq_length:,} tokens in {microbatches} of {job.micro_batch_size}, "
+        f"schedule {job.schedule}" + (f" with {job.chunks_per_stage} chunks a stage" if job.chunks_per_stage > 1 else "")
+    )
+
+
+def _memory_table(plan: Plan, rows: Sequence[Row]) -> list[str]:
+    """A row for stages that keep as much, and a column for each part."""
+    parts = [(name, words) for name, words in _PARTS if any(getattr(kind.memory, name).total for kind in plan.kinds)]
+    columns: list[tuple[str, Callable[[Kind], float]]] = [
+        (words, lambda kind, name=name: getattr(kind.memory, name).total)  # type: ignore[misc]
+        for name, words in parts
+    ]
+    columns.append(("device", lambda kind: kind.memory.total.device))
+    if any(kind.memory.total.host for kind in plan.kinds):
+        columns.append(("host", lambda kind: kind.memory.total.host))
+    head = ["memory of a rank", "ranks", "elements", *(words for words, _ in columns)]
+    body = [
+        [
+            row.name,
+            f"{row.ranks:,}",
+            row.spread(lambda kind: kind.parameters, _elements),
+            *(row.spread(number, amount) for _, number in columns),
+        ]
+        for row in rows
+    ]
+    return table(head, body)
+
+
+def _traffic_table(rows: Sequence[Row]) -> list[str]:
+    """A row for each group and purpose, and a column for stages that send alike; one for all if these are many."""
+    if len(rows) > _COLUMNS:
+        kinds = tuple(dict.fromkeys(kind for row in rows for kind in row.kinds))
+        rows = [Row(rows[0].first, rows[-1].last, sum(row.ranks for row in rows), kinds)]
+    found = [one for row in rows for kind in row.kinds for one in kind.sent if one.over != "world"]
+    if not found:
+        return ["a rank sends nothing in a step"]
+    found.sort(key=lambda one: one.bytes)
+    sent = dict(reversed({(one.over, one.what): one for one in found}.items()))
+    body = [
+        [
+            f"{over}: {what}",
+            f"{one.group_size:,}",
+            _where(leaving([kind for row in rows for kind in row.kinds], over, what)),
+            *(row.spread(lambda kind, key=(over, what): kind.sent_over(*key), amount) for row in rows),  # type: ignore[misc]
+        ]
+        for (over, what), one in sent.items()
+    ]
+    return table(["sent by a rank in a step", "ranks", "to", *(row.name for row in rows)], body)
+
+
+def _layer_table(plan: Plan) -> list[str]:
+    """A line for each stage, and one for neighbours with as many layers."""
+    by_stage = [[chunk for chunk in plan.layers if chunk.stage == stage] for stage in range(plan.job.pipeline)]
+    runs: list[list[int]] = []
+    for stage, chunks in enumerate(by_stage):
+        if runs and _parts(by_stage[runs[-1][-1]]) == _parts(chunks) and len(chunks) == 1:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    body = []
+    for run in runs:
+        first, last = by_stage[run[0]], by_stage[run[-1]]
+        each = " each" if len(run) > 1 else ""
+        texts = [_chunk(low, high, each) for low, high in zip(first, last, strict=True)]
+        body.append([f"stage {run[0]}" if len(run) == 1 else f"stages {run[0]}-{run[-1]}", *texts])
+    return table(["layers", *(f"chunk {i}" if len(by_stage[0]) > 1 else "" for i in range(len(by_stage[0])))], body)
+
+
+def _parts(chunks: Sequence[Chunk]) -> list[tuple[int, bool, bool]]:
+    return [(len(chunk.layers), chunk.first, chunk.last) for chunk in chunks]
+
+
+def _chunk(chunk: Chunk, last: Chunk, each: str) -> str:
+    """What a chunk holds; `last` is that of the last of several stages."""
+    parts = ["embedding"] if chunk.first else []
+    if len(chunk.layers):
+        parts.append(f"{_count(len(chunk.layers), 'layer')}{each}: {_run(chunk.layers.start, last.layers.stop - 1)}")
+    parts += ["norm, output, loss"] if chunk.last else []
+    return ", ".join(parts) or "no layer"
+
+
+def _run(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def _where(between: float) -> str:
+    if between in (0, 1):
+        return "other nodes" if between else "inside the node"
+    return f"{between:.0%} to other nodes"
+
+
+def _listed(kind: Kind, size: Callable[..., int]) -> str:
+    parts = ((words, size(getattr(kind.memory, name))) for name, words in _PARTS)
+    return ", ".join(f"{words} {amount(part)}" for words, part in parts if part)
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def _elements(number: float) -> str:
+    return _in_units(number, ["", " k", " M", " G", " T"])
+
+
+def _flops(number: float) -> str:
+    return _in_units(number, [" FLOP", " kFLOP", " MFLOP", " GFLOP", " TFLOP", " PFLOP", " EFLOP", " ZFLOP"])
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.3g} s" if number >= 0.0995 else f"{1000 * number:.3g} ms"
+
+
+def _in_units(number: float, units: Sequence[str]) -> str:
+    """In three digits, in powers of 1,000."""
+    for unit in units[:-1]:
+        if number < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}{units[-1]}"

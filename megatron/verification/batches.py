@@ -1,0 +1,74 @@
+"""Random samples with ends of documents, and loss masks that differ much between microbatches. The same number gives the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.batches import Piece
+
+_DOCUMENTS = 3
+"""In a sample, on average."""
+
+
+@dataclass
+class RandomSamples:
+    """Numbered samples (a `SampleSource`) and the mask of each. Any number can be asked for.
+
+    Args:
+        seed: others give other samples.
+        seq_length: tokens in a sample.
+        vocab_size: rows of the word embedding.
+        eod: the end-of-document token.
+        micro_batch_size: samples that share a kind of mask.
+        empty_masks: whether the mask of a microbatch may leave no token; only where a step has several.
+    """
+
+    seed: int
+    seq_length: int
+    vocab_size: int
+    eod: int
+    micro_batch_size: int
+    empty_masks: bool
+
+    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+        """Tokens of `count` samples from number `first` on, [count, s + 1]."""
+        return np.stack([self._tokens(number) for number in range(first, first + count)])
+
+    def masks(self, first: int, count: int) -> NDArray[np.float32]:
+        """1 where the position counts in the loss, else 0, [count, s].
+
+        Microbatch after microbatch all tokens count, half of them, a single one, none (or a quarter). Each sample of which some
+        count has one among them whose input is no end of a document, so that other rules do not take the last away.
+        """
+        return np.stack([self._mask(number) for number in range(first, first + count)])
+
+    def lineage(self, number: int) -> list[Piece]:
+        """One piece a sample."""
+        return [Piece("random", number, 0, self.seq_length + 1)]
+
+    def describe(self, num_samples: int) -> list[str]:
+        """That they are random."""
+        return [f"{num_samples} samples of random tokens"]
+
+    def _tokens(self, number: int) -> NDArray[np.int64]:
+        random = np.random.default_rng((self.seed, number))
+        tokens = random.integers(self.vocab_size - 1, size=self.seq_length + 1)
+        tokens += tokens >= self.eod  # every other token, as likely as each other
+        ends = random.random(self.seq_length + 1) < min(0.5, _DOCUMENTS / self.seq_length)
+        ends[0] = False
+        tokens[ends] = self.eod
+        return tokens
+
+    def _mask(self, number: int) -> NDArray[np.float32]:
+        microbatch, place = divmod(number, self.micro_batch_size)
+        count = (self.seq_length, (self.seq_length + 1) // 2, int(place == 0), 0 if self.empty_masks else self.seq_length // 4 + 1)
+        mask = np.zeros(self.seq_length, dtype=np.float32)
+        if kept := count[microbatch % len(count)]:
+            random = np.random.default_rng((self.seed, number, 1))
+            inner = random.permutation(np.flatnonzero(self._tokens(number)[:-1] != self.eod))
+            rest = random.permutation(np.setdiff1d(np.arange(self.seq_length), inner[:1]))
+            mask[np.concatenate([inner[:1], rest[: kept - 1]])] = 1.0
+        return mask

@@ -1,0 +1,184 @@
+"""Both runs side by side: every tensor joined and measured once, for those who look for the cause of a difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from megatron.pipeline_parallel.partition import Chunk
+from megatron.verification.join import Joined, join
+from megatron.verification.measure import Measured, joint_norm, measure
+from megatron.verification.observation import Observation, Part, PlainStep, RankObservation, RankStep
+from megatron.verification.places import backward_order, place_words, stages_of
+from megatron.verification.ratios import Facts
+from megatron.verification.tolerance import NEGLIGIBLE, relative
+
+_ROUNDING = 1e-14
+"""Error of an element of a gradient, in parts of the global norm."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of one step, measured against the reference."""
+
+    step: int
+    what: str
+    """gradient or weight."""
+    name: str
+    stages: tuple[int, ...]
+    measured: Measured
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Tensors of one kind at one moment."""
+
+    joined: Mapping[str, Joined]
+    """Of the layout."""
+    reference: Mapping[str, Tensor]
+    measured: Mapping[str, Measured]
+    """Of those that both have, in the order of the forward."""
+
+    @property
+    def differing(self) -> list[str]:
+        """In the order in which backward reaches them."""
+        return backward_order(name for name, found in self.measured.items() if found.differs)
+
+
+class Comparison:
+    """What is compared, made when it is first asked for."""
+
+    def __init__(self, observation: Observation) -> None:
+        self.observation = observation
+        self.ranks: Sequence[RankObservation] = observation.layout.ranks
+        self.plain = observation.plain
+        self.table: Sequence[Chunk] = observation.layout.layer_table
+        self.num_steps = min(len(self.plain.steps), *(len(rank.steps) for rank in self.ranks))
+        self._compared: dict[tuple[str, int], Compared] = {}
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis."""
+        return {axis: 1 + max(rank.coordinates[axis] for rank in self.ranks) for axis in ("tp", "dp", "pp")}
+
+    def facts(self, index: int) -> Facts:
+        """The numbers of a step from which wrong factors are made."""
+        config, sizes = self.observation.config, self.sizes
+        precision = config.precision
+        microbatches = self.ranks[0].steps[index].num_microbatches
+        samples = microbatches * sizes["dp"] * config.training.micro_batch_size
+        scale = precision.loss_scale or (precision.initial_loss_scale if precision.fp16 else 1.0)
+        return Facts(
+            tensor=sizes["tp"],
+            data=sizes["dp"],
+            stages=sizes["pp"],
+            microbatches=microbatches,
+            kept=self.plain.steps[index].token_count,
+            tokens=samples * config.model.seq_length,
+            loss_scale=scale,
+        )
+
+    def initial(self) -> Compared:
+        """The values that the layout initialises, and one process."""
+        return self._compare("initial", 0, lambda rank: rank.initial, self.observation.initial)
+
+    def start(self) -> Compared:
+        """The values before the first step, and those that were given."""
+        return self._compare("start", 0, lambda rank: rank.start, self.observation.start)
+
+    def gradients(self, index: int) -> Compared:
+        """As the optimizer gets them in the step of this index."""
+        return self._compare("gradient", index, lambda rank: rank.steps[index].gradients, self.plain.steps[index].gradients)
+
+    def weights(self, index: int) -> Compared:
+        """What the optimizer holds after the step."""
+        return self._compare(
+            "weight", index, lambda rank: rank.steps[index].mains, self.plain.steps[index].weights, self._slack(index)
+        )
+
+    def parameters(self, index: int) -> Compared:
+        """What the next forward will use, of ranks that hold parameters whole."""
+        return self._compare(
+            "parameter", index, lambda rank: rank.steps[index].parameters, self.plain.steps[index].weights, self._slack(index)
+        )
+
+    def steps(self, index: int) -> tuple[RankStep, PlainStep]:
+        """The step of this index, as rank 0 and the reference report it."""
+        return self.ranks[0].steps[index], self.plain.steps[index]
+
+    def place(self, name: str) -> str:
+        """A parameter or module with its layer and stage."""
+        return place_words(name, self.table, stages=self.stages(name))
+
+    def stages(self, name: str) -> tuple[int, ...]:
+        """The pipeline stages whose ranks hold a parameter; of a module, those that the layer table tells."""
+        held = self.start().joined.get(name)
+        if held is not None:
+            return tuple(sorted({each.coordinates["pp"] for each in held.held}))
+        return tuple(stages_of(name, self.table))
+
+    def rows(self) -> list[Row]:
+        """Every gradient and weight of every step, the worst first; but those of the first step in which any differs before all
+        others, which are their consequences."""
+        found = [
+            Row(self.plain.steps[index].iteration, what, name, self.stages(name), measured)
+            for index in range(self.num_steps)
+            for what, compared in (("gradient", self.gradients(index)), ("weight", self.weights(index)))
+            for name, measured in compared.measured.items()
+        ]
+        first = min((row.step for row in found if row.measured.differs), default=None)
+        return sorted(found, key=lambda row: (row.step == first, row.measured.excess), reverse=True)
+
+    def numbers(self) -> list[tuple[int, str, float]]:
+        """Step, what, and relative difference of every loss, gradient norm and evaluation."""
+        found = []
+        for index in range(self.num_steps):
+            mine, plain = self.steps(index)
+            found.append((plain.iteration, "loss", relative(mine.loss - plain.loss, plain.loss)))
+            found.append((plain.iteration, "gradient norm", relative(mine.grad_norm - plain.grad_norm, plain.grad_norm)))
+        for number, (a, b) in enumerate(zip(self.ranks[0].evaluations, self.plain.evaluations, strict=False)):
+            iteration = self.plain.steps[number - 1].iteration if number else 0
+            found.append((iteration, "evaluation", relative(a - b, b)))
+        return found
+
+    def _slack(self, index: int) -> dict[str, float]:
+        """How far weights may be apart because Adam divides rounding by little: the true gradient of some elements is zero (of a
+        key bias without rotary positions), what is computed is not, and the update is that over no less than its epsilon."""
+        optimizer = self.observation.config.optimizer
+        slack = dict.fromkeys(self.plain.steps[index].gradients, 0.0)
+        if optimizer.optimizer == "adam":
+            for step in self.plain.steps[: index + 1]:
+                update = step.learning_rate * _ROUNDING * step.grad_norm / optimizer.adam_eps
+                for name, gradient in step.gradients.items():
+                    noise = (gradient != 0) & (gradient.abs() <= NEGLIGIBLE * step.grad_norm)
+                    slack[name] += update * math.sqrt(int(noise.sum()))
+        return slack
+
+    def _compare(
+        self,
+        what: str,
+        index: int,
+        parts_of: Callable[[RankObservation], Sequence[Part]],
+        reference: Mapping[str, Tensor],
+        slack: Mapping[str, float] | None = None,
+    ) -> Compared:
+        if (what, index) not in self._compared:
+            joined = join(self.ranks, parts_of)
+            total = joint_norm(reference.values())
+            measured = {
+                name: _worst_of(joined[name], wanted, total, (slack or {}).get(name, 0.0))
+                for name, wanted in reference.items()
+                if name in joined
+            }
+            self._compared[what, index] = Compared(joined, reference, measured)
+        return self._compared[what, index]
+
+
+def _worst_of(joined: Joined, wanted: Tensor, global_norm: float, slack: float) -> Measured:
+    """Of the tensor as any of its holders would have it: where replicas differ, one may be right and another not."""
+    found = [measure(tensor, wanted, global_norm=global_norm, slack=slack) for tensor in joined.versions()]
+    return max(found, key=lambda each: each.excess)

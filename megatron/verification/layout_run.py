@@ -1,0 +1,171 @@
+"""A run at a layout as one of its ranks lives it: that of pretrain_gpt.py, but for samples, masks, start weights and dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.config.config import Config
+from megatron.data.batches import DocumentRules
+from megatron.metrics.flops import flops_per_step
+from megatron.metrics.timers import Timers
+from megatron.model.build import build_model
+from megatron.model.inputs import ModelInputs
+from megatron.optimizer.grad_scaler import make_grad_scaler
+from megatron.parallel.collectives import gather_objects
+from megatron.parallel.context import ParallelContext, connect
+from megatron.pipeline_parallel.partition import table_of
+from megatron.training import startup
+from megatron.training.batch_size import BatchSizePlan
+from megatron.training.batches import BatchMaker, reads_samples
+from megatron.training.evaluate import evaluate
+from megatron.training.loop import Loop
+from megatron.training.progress import Progress
+from megatron.training.reporter import Reporter
+from megatron.training.saver import Saver
+from megatron.training.step import TrainStep
+from megatron.verification.batches import RandomSamples
+from megatron.verification.observation import RankObservation
+from megatron.verification.parts import parts_of_shards, set_weights
+from megatron.verification.recording import Recorder
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank is told."""
+
+    config: Config
+    vocab_size: int
+    rules: DocumentRules
+    start: dict[str, Tensor]
+    """Weights to begin with."""
+    samples: RandomSamples
+    held_out: RandomSamples
+
+
+def observe_rank(rank: int, job: Job) -> RankObservation:
+    """Train to the end of the run, evaluate before the first step and after each, and tell what was seen. The group exists."""
+    config = job.config
+    startup.set_numerics(config.training.deterministic_mode)
+    context = connect(config.parallel)
+    plan = BatchSizePlan(config.training, context.group("cp", "dp").size)
+    config = startup.with_batch_size(config, plan)
+    step = _build_step(job, config, context)
+    startup.check_parameter_count(config.model, job.vocab_size, step.counted_shards, context)
+    initial = parts_of_shards(step, lambda shard: shard.main)
+    set_weights(step, job.start)
+    start = parts_of_shards(step, lambda shard: shard.main)
+    step.prepare(plan.num_microbatches(0))
+
+    feed = _Feed(job, context, plan, step)
+    evaluations = [feed.evaluate()]
+    recorder = Recorder(step, config.training.micro_batch_size, look=lambda: evaluations.append(feed.evaluate()))
+    _loop(job, config, context, plan, step, feed).run(Progress())
+    coordinates = {axis: context.coordinates[axis] for axis in ("tp", "cp", "dp", "pp")}
+    return RankObservation(rank, coordinates, initial, start, recorder.steps, evaluations, recorder.activations, recorder.forwards)
+
+
+def _build_step(job: Job, config: Config, context: ParallelContext) -> TrainStep:
+    model = build_model(
+        config.model,
+        context,
+        dtype=torch.float64,
+        vocab_size=job.vocab_size,
+        sequence_parallel=config.parallel.sequence_parallel,
+        seed=config.training.seed,
+        table=table_of(config.model, config.parallel, job.vocab_size),
+        materialized=False,
+    )
+    return TrainStep(
+        model,
+        context,
+        make_grad_scaler(config.precision),
+        parallel=config.parallel,
+        optimizer=config.optimizer,
+        micro_batch_size=config.training.micro_batch_size,
+        skip_overflow=config.precision.fp16,
+    )
+
+
+class _Feed:
+    """The batches of this rank, with the masks that the rules of documents do not make."""
+
+    def __init__(self, job: Job, context: ParallelContext, plan: BatchSizePlan, step: TrainStep) -> None:
+        self.job, self.plan, self.step = job, plan, step
+        training = job.config.training
+        self.micro_batch_size, self.num_workers = training.micro_batch_size, job.config.data.num_workers
+        self.data = context.group("cp", "dp")
+        self.maker = BatchMaker(context, training.seed, job.config.model.seq_length, self.micro_batch_size, job.rules)
+        self.reads = reads_samples(context, [chunk.stage for chunk in step.model.layer_table], job.rules)
+
+    def first_samples(self, consumed: int) -> range:
+        """First sample of each of this data rank's microbatches in the step that begins after `consumed` samples."""
+        first = consumed + self.data.index * self.micro_batch_size
+        return range(first, consumed + self.plan.global_batch_size(consumed), self.data.size * self.micro_batch_size)
+
+    def training(self, consumed: int) -> Iterator[list[ModelInputs]]:
+        """Steps from `consumed` samples on, without dropout."""
+        steps = self.maker.training(
+            self.job.samples if self.reads else None,
+            global_batch_size_at=self.plan.global_batch_size,
+            consumed_samples=consumed,
+            total_samples=self.plan.total_samples,
+            num_workers=self.num_workers,
+        )
+        for batch in steps:
+            masked = self._masked(batch, self.job.samples, self.first_samples(consumed))
+            yield [dataclasses.replace(inputs, dropout_key=None) for inputs in masked]
+            consumed += self.plan.global_batch_size(consumed)
+
+    def evaluate(self) -> float:
+        """Mean loss of one whole batch."""
+        size = self.plan.final_global_batch_size
+        batches = self.maker.evaluation(self.job.held_out if self.reads else None, global_batch_size=size, num_batches=1)
+        firsts = range(self.data.index * self.micro_batch_size, size, self.data.size * self.micro_batch_size)
+        return evaluate(self.step, (self._masked(batch, self.job.held_out, firsts) for batch in batches))
+
+    def _masked(self, batch: list[ModelInputs], samples: RandomSamples, firsts: range) -> list[ModelInputs]:
+        found = []
+        for inputs, first in zip(batch, firsts, strict=True):
+            if inputs.loss_mask is not None:
+                mask = torch.from_numpy(samples.masks(first, self.micro_batch_size)).t()
+                inputs = dataclasses.replace(inputs, loss_mask=inputs.loss_mask * mask)
+            found.append(inputs)
+        return found
+
+
+def _loop(job: Job, config: Config, context: ParallelContext, plan: BatchSizePlan, step: TrainStep, feed: _Feed) -> Loop:
+    """The training loop; it evaluates and saves nothing and is silent."""
+    timers = Timers(level=0)
+    reporter = Reporter(
+        config.logging,
+        speaks=False,
+        gather=lambda value: gather_objects(value, context.world),
+        timers=timers,
+        total_iterations=plan.total_iterations,
+        flops_of=lambda samples, attended: flops_per_step(config.model, job.vocab_size, samples, attended),
+        tokens_per_sample=config.model.seq_length,
+        num_devices=context.topology.world_size,
+        peak=None,
+        resumed=False,
+        settings={},
+    )
+    return Loop(
+        config,
+        context,
+        step,
+        plan,
+        startup.make_schedule(config, plan),
+        Saver(config.checkpoint, context, {}, job.vocab_size),
+        reporter,
+        timers,
+        train_batches=feed.training,
+        valid_batches=None,
+        test_batches=None,
+        started_at=time.monotonic(),
+    )

@@ -1,0 +1,144 @@
+"""The plain reference on a run's settings and samples: one process, one model, nothing of the framework but the settings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.config.config import Config
+from megatron.verification.batches import RandomSamples
+from megatron.verification.observation import PlainRun, PlainStep
+from megatron.verification.reference.documents import Rules, losses_with_rules
+from megatron.verification.reference.model import Seen, Weights, by_nobody
+from megatron.verification.reference.schedules import batch_size
+from megatron.verification.reference.training import Batch
+from megatron.verification.reference.update import State, update
+from megatron.verification.settings import decay_growth, learning_rate_course, reference_shape, update_rule
+
+
+@dataclass(frozen=True)
+class PlainTask:
+    """What the reference needs to know."""
+
+    config: Config
+    data_size: int
+    """Data ranks: with the micro-batch size they make the default batch, and number the microbatches."""
+    vocab_size: int
+    """Rows of the word embedding."""
+    start: dict[str, Tensor]
+    """Weights to begin with."""
+    samples: RandomSamples
+    held_out: RandomSamples
+    """Samples to evaluate on: the first of them, as many as a whole batch."""
+    most_steps: int | None
+    """Iterations at most; None for the whole run."""
+
+    @property
+    def full_batch(self) -> int:
+        """Samples of a step after any ramp-up."""
+        training = self.config.training
+        return training.global_batch_size or training.micro_batch_size * self.data_size
+
+    def batch_sizes(self) -> Iterator[int]:
+        """Of every step of the run."""
+        training, consumed, made = self.config.training, 0, 0
+        while training.train_iters is None or made < training.train_iters:
+            size = batch_size(consumed, self.full_batch, training.rampup_batch_size)
+            consumed, made = consumed + size, made + 1
+            if training.train_samples is not None and consumed > training.train_samples:
+                return
+            yield size
+
+
+def run_plain(task: PlainTask) -> PlainRun:
+    """Train, and evaluate before the first step and after each."""
+    return _Reference(task).run()
+
+
+class _Reference:
+    def __init__(self, task: PlainTask) -> None:
+        self.task, self.config, self.data = task, task.config, task.config.data
+        self.shape = reference_shape(self.config.model, task.vocab_size)
+        self.state = State(task.start)
+        self.activations: dict[str, Tensor] = {}
+        self.contributions: dict[str, Tensor] = {}
+        self.microbatch_tokens: list[float] = []
+
+    def run(self) -> PlainRun:
+        began = time.monotonic()
+        task, training = self.task, self.config.training
+        total = training.train_samples or sum(task.batch_sizes())
+        course, growth = learning_rate_course(self.config, task.full_batch, total), decay_growth(self.config.optimizer, total)
+        rule = update_rule(self.config.optimizer)
+        steps: list[PlainStep] = []
+        microbatches: list[tuple[int, int]] = []
+        evaluations = [self._evaluate()]
+        consumed = updated = 0
+        for iteration, size in enumerate(task.batch_sizes(), start=1):
+            if task.most_steps is not None and iteration > task.most_steps:
+                break
+            first, consumed = consumed, consumed + size
+            if iteration in training.iterations_to_skip:
+                continue
+            if not steps:
+                count = size // training.micro_batch_size
+                microbatches = [(number % task.data_size, number // task.data_size) for number in range(count)]
+                loss_sum, tokens, gradients = self._first_gradients(first, size)
+            else:
+                loss_sum, tokens, gradients = self._gradients(first, size)
+            rate, decay = course.at(updated), growth.at(updated)
+            norm = update(self.state, gradients, rule, rate, decay)
+            updated += size
+            weights = dict(self.state.weights)
+            steps.append(PlainStep(iteration, loss_sum / tokens, norm, rate, decay, loss_sum, tokens, gradients, weights))
+            evaluations.append(self._evaluate())
+        seconds = time.monotonic() - began
+        return PlainRun(steps, evaluations, self.activations, microbatches, self.microbatch_tokens, self.contributions, seconds)
+
+    def _evaluate(self) -> float:
+        with torch.no_grad():
+            loss_sum, tokens = self._losses(self.state.weights, _batch(self.task.held_out, 0, self.task.full_batch))
+        return (loss_sum / tokens).item()
+
+    def _gradients(self, first: int, size: int) -> tuple[float, float, dict[str, Tensor]]:
+        """Sum of the loss, tokens that count, and the gradient of their quotient."""
+        leaves = self._leaves()
+        loss_sum, tokens = self._losses(leaves, _batch(self.task.samples, first, size))
+        gradients = torch.autograd.grad(loss_sum / tokens, list(leaves.values()))
+        return loss_sum.item(), tokens.item(), dict(zip(leaves, gradients, strict=True))
+
+    def _first_gradients(self, first: int, size: int) -> tuple[float, float, dict[str, Tensor]]:
+        """The same, microbatch after microbatch, to see what each adds."""
+        leaves, micro = self._leaves(), self.config.training.micro_batch_size
+        seen: dict[str, list[Tensor]] = {}
+
+        def keep(name: str, values: Tensor) -> None:
+            seen.setdefault(name, []).append(values.detach())
+
+        parts = [self._losses(leaves, _batch(self.task.samples, start, micro), keep) for start in range(first, first + size, micro)]
+        self.microbatch_tokens = [count.item() for _, count in parts]
+        tokens = torch.stack([count for _, count in parts]).sum()
+        apart = [torch.autograd.grad(loss_sum / tokens, list(leaves.values())) for loss_sum, _ in parts]
+        self.activations = {name: torch.cat(values) for name, values in seen.items()}
+        self.contributions = {name: torch.stack(each) for name, each in zip(leaves, zip(*apart, strict=True), strict=True)}
+        gradients = {name: each.sum(dim=0) for name, each in self.contributions.items()}
+        return sum(loss_sum.item() for loss_sum, _ in parts), tokens.item(), gradients
+
+    def _leaves(self) -> Weights:
+        return {name: w.detach().requires_grad_() for name, w in self.state.weights.items()}
+
+    def _losses(self, weights: Weights, batch: Batch, seen: Seen = by_nobody) -> tuple[Tensor, Tensor]:
+        """Sum of mask x loss, and of the mask."""
+        data = self.data
+        rules = Rules(self.task.samples.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+        each, kept = losses_with_rules(self.shape, weights, batch, rules, seen)
+        return (each * kept).sum(), kept.sum()
+
+
+def _batch(samples: RandomSamples, first: int, size: int) -> Batch:
+    windows = torch.from_numpy(samples.samples(first, size))
+    return windows[:, :-1], windows[:, 1:], torch.from_numpy(samples.masks(first, size)).double()

@@ -1,0 +1,116 @@
+"""Sees what a training step does on a rank. It hangs hooks on the model and around the step; the framework knows nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.model.block import Block
+from megatron.model.gpt import GPTChunk
+from megatron.model.inputs import ModelInputs
+from megatron.training.step import StepResult, TrainStep
+from megatron.verification.observation import Activation, Part, RankStep
+from megatron.verification.parts import counted_squares, parts_of_parameters, parts_of_shards
+
+
+@dataclass
+class Recorder:
+    """Records every step that `step` makes from now on.
+
+    Args:
+        micro_batch_size: samples in a microbatch.
+        look: called after each step, before anything else is done with the model.
+    """
+
+    step: TrainStep
+    micro_batch_size: int
+    look: Callable[[], None]
+    steps: list[RankStep] = field(default_factory=list)
+    activations: list[Activation] = field(default_factory=list)
+    forwards: list[tuple[int, int]] = field(default_factory=list)
+    _gradients: list[Part] = field(default_factory=list)
+    _shares: tuple[float, float] = (0.0, 0.0)
+    _microbatch: int = -1
+
+    def __post_init__(self) -> None:
+        self._run, self._sums = self.step.run, self.step.gradients
+        self.step.run = self._recorded_run  # type: ignore[method-assign]
+        self.step.gradients = self._recorded_gradients  # type: ignore[method-assign]
+        self.step.before_update.append(self._keep_gradients)
+
+    def _recorded_run(self, batch: Sequence[ModelInputs], **named: Any) -> StepResult:
+        self._gradients = []
+        result = self._run(batch, **named)
+        squares, gradients = counted_squares(self.step, result.loss_scale), self._gradients
+        self.look()
+        self.steps.append(
+            RankStep(
+                iteration=named["iteration"],
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                skipped=result.skipped,
+                learning_rate=named["learning_rate"],
+                weight_decay=named["weight_decay"],
+                num_microbatches=len(batch),
+                loss_sum=self._shares[0],
+                token_count=self._shares[1],
+                gradients=gradients,
+                counted_squares=squares,
+                mains=parts_of_shards(self.step, lambda shard: shard.main),
+                parameters=parts_of_parameters(self.step),
+            )
+        )
+        return result
+
+    def _recorded_gradients(self, batch: Sequence[ModelInputs], **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if named.get("inspect") is not None:  # the step run once more, to be looked at by others
+            return self._sums(batch, **named)
+        hooks = [] if self.steps else self._watch(batch)
+        loss_sum, count = self._sums(batch, **named)
+        for hook in hooks:
+            hook.remove()
+        self._shares = (loss_sum.item(), count.item())
+        return loss_sum, count
+
+    def _keep_gradients(self, result: StepResult) -> None:
+        self._gradients = parts_of_shards(self.step, lambda shard: shard.grad.double() / result.loss_scale)
+
+    def _watch(self, batch: Sequence[ModelInputs]) -> list[Any]:
+        """Hooks on this rank's chunks for one step. An evaluation has other inputs, which are not looked at."""
+        numbers = {id(inputs): number for number, inputs in enumerate(batch)}
+        hooks = []
+        for index, chunk in self.step.model.chunks.items():
+
+            def begin(module: nn.Module, args: tuple[Any, ...], index: int = index) -> None:
+                self._microbatch = numbers[id(args[0])]
+                self.forwards.append((index, self._microbatch))
+
+            hooks.append(chunk.register_forward_pre_hook(begin))
+            for name, module in _seen_modules(chunk).items():
+
+                def keep(module: nn.Module, args: object, out: torch.Tensor, name: str = name) -> None:
+                    self._keep(name, out)
+
+                hooks.append(module.register_forward_hook(keep))
+        return hooks
+
+    def _keep(self, name: str, out: torch.Tensor) -> None:
+        position = out.shape[0] * self.step.context.group("tp").index if self.step.model.sequence_parallel else 0
+        values = out.detach().transpose(0, 1).cpu().to(torch.float64, copy=True).contiguous()
+        data = self.step.context.group("cp", "dp")
+        first = (self._microbatch * data.size + data.index) * self.micro_batch_size
+        self.activations.append(Activation(name, self._microbatch, first, position, values))
+
+
+def _seen_modules(chunk: GPTChunk) -> dict[str, nn.Module]:
+    """Modules of a chunk by the names of `Activation`."""
+    found: dict[str, nn.Module] = {} if chunk.embedding is None else {"embedding": chunk.embedding}
+    for block in chunk.layers:
+        assert isinstance(block, Block)
+        name = f"layers.{block.layer}"
+        found |= {f"{name}.attention": block.attention, f"{name}.mlp": block.mlp, name: block}
+    return found

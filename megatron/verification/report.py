@@ -1,0 +1,213 @@
+"""What a proof is told as: the verdict first, then where and what, then figures. As lines of text and as JSON."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.verification.comparison import Row
+from megatron.verification.diagnosis import Diagnosis
+from megatron.verification.finding import Finding
+from megatron.verification.tolerance import TOLERANCE, short
+
+WORST = 8
+"""Rows of the table."""
+WORST_OF_EQUAL = 3
+FURTHER = 6
+"""Findings that are told beside the first."""
+TRACEBACK = 60
+"""Lines of an error."""
+WIDTH = 120
+"""Columns."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One run that was compared, or that did not come to an end."""
+
+    title: str
+    """Its layout: `tensor 2 x pipeline 2 x data 2`."""
+    diagnosis: Diagnosis | None
+    failure: str = ""
+    """Why there is nothing to compare."""
+    seen: Sequence[Finding] = ()
+    """What is wrong before anything runs; told where there is nothing to compare."""
+    kept: Sequence[str] = ()
+    """What of the user's settings is as it was."""
+    changed: Sequence[str] = ()
+    """What was made smaller or replaced."""
+    alone: Sequence[str] = ()
+    """With which settings a difference comes and goes."""
+    seconds: float = 0.0
+    trace: Sequence[str] = ()
+    """How it compares with a trace."""
+    parts_from_trace: bool = False
+    """Whether it parts from the trace."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the layout trains as one process does."""
+        return self.diagnosis is not None and self.diagnosis.equal
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        """What differs, in the order of cause."""
+        return self.seen if self.diagnosis is None else self.diagnosis.findings
+
+
+def format_report(proofs: Sequence[Proof]) -> list[str]:
+    """Lines for somebody who is tired."""
+    lines = [_verdict(proofs)]
+    kept, changed = (_common([getattr(proof, what) for proof in proofs]) for what in ("kept", "changed"))
+    for proof in proofs:
+        lines.append("")
+        if len(proofs) > 1:
+            lines.append(f"{proof.title}: {'equal' if proof.equal else 'DIFFERENT' if proof.findings else 'FAILS'}")
+        lines += _body(proof)
+        own = [note for note in proof.kept if note not in kept], [note for note in proof.changed if note not in changed]
+        lines += [*_notes(*own), f"took {proof.seconds:.1f} s"]
+    if kept or changed:
+        lines += ["", *(["in all of these"] if len(proofs) > 1 else []), *_notes(kept, changed)]
+    return lines
+
+
+def report_json(proofs: Sequence[Proof]) -> dict[str, Any]:
+    """The same for programs; numbers that are not finite are null."""
+    return {"equal": all(proof.equal for proof in proofs), "tolerance": TOLERANCE, "runs": [_proof_json(proof) for proof in proofs]}
+
+
+def _verdict(proofs: Sequence[Proof]) -> str:
+    for proof in proofs:
+        if proof.equal and proof.parts_from_trace:
+            return f"EQUAL to one process, but not to the trace: {proof.title}: {proof.trace[0]}"
+        if proof.findings:
+            return f"DIFFERENT from one process: {proof.title}: {proof.findings[0].line()}"
+        if proof.diagnosis is None:
+            return f"FAILS: {proof.title} does not run to its end: {_error(proof.failure)}"
+    found = [proof.diagnosis for proof in proofs if proof.diagnosis]
+    worst = max((each.worst for each in found), key=lambda worst: worst.relative / worst.allowed)
+    what = f"{proofs[0].title}" if len(proofs) == 1 else f"{len(proofs)} layouts ({'; '.join(proof.title for proof in proofs)})"
+    return (
+        f"EQUAL to one process: {what}: loss, {found[0].num_parameters} gradients and weights of {found[0].num_steps} steps; "
+        f"largest relative difference {worst.relative:.1e}, allowed {worst.allowed:.0e}"
+    )
+
+
+def _error(failure: str) -> str:
+    """Of the rank that failed first, the last line; or who was not done."""
+    return failure.strip().split("\n\n")[0].splitlines()[-1]
+
+
+def _body(proof: Proof) -> Iterator[str]:
+    if proof.findings:
+        yield from _findings(proof.findings)
+    if proof.diagnosis is None:
+        lines = proof.failure.strip().splitlines()
+        yield from lines[:TRACEBACK]
+        if len(lines) > TRACEBACK:
+            yield f"... and {len(lines) - TRACEBACK} more lines of the other ranks"
+    else:
+        worst = proof.diagnosis.worst
+        yield f"largest relative difference  {_relative(worst.relative)}  ({worst.what}; allowed {worst.allowed:.0e})"
+    if proof.alone:
+        yield "comes and goes with"
+        yield from (f"  {line}" for line in proof.alone)
+    if proof.diagnosis is not None:
+        yield from _table(proof.diagnosis.rows[: WORST_OF_EQUAL if proof.equal else WORST])
+    if proof.trace:
+        yield "against the trace"
+        yield from (f"  {line}" for line in proof.trace)
+
+
+def _notes(kept: Sequence[str], changed: Sequence[str]) -> Iterator[str]:
+    for heading, notes in (("kept", kept), ("reduced or replaced", changed)):
+        if notes:
+            yield heading
+            yield from (f"  {note}" for note in notes)
+
+
+def _common(notes: Sequence[Sequence[str]]) -> list[str]:
+    """Those that are in all of them."""
+    return [note for note in notes[0] if all(note in others for others in notes[1:])]
+
+
+def _findings(findings: Sequence[Finding]) -> Iterator[str]:
+    first = findings[0]
+    yield f"where   {first.place}"
+    yield f"when    {'step ' + str(first.step) if first.step else 'before the first step'}"
+    yield f"kind    {first.kind}"
+    if first.group:
+        yield f"group   {first.group}"
+    if first.ranks:
+        yield f"ranks   {', '.join(map(str, first.ranks[:16]))}{', ...' if len(first.ranks) > 16 else ''}"
+    yield from textwrap.wrap(first.text, WIDTH, initial_indent="what    ", subsequent_indent=" " * 8)
+    if len(findings) > 1:
+        yield "what differs too, perhaps as a consequence"
+        yield from (textwrap.shorten(f"- {finding.line()}", WIDTH, placeholder=" ...") for finding in findings[1 : 1 + FURTHER])
+        if len(findings) > 1 + FURTHER:
+            yield f"  and {len(findings) - 1 - FURTHER} more"
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    width = max([len("parameter"), *(len(row.name) for row in rows)])
+    yield f"  {'step':>4}  {'of':8}  {'parameter':{width}}  {'stage':>5}  {'difference':>10}  ratio"
+    for row in rows:
+        stages = ",".join(map(str, row.stages))
+        ratio = "" if row.measured.ratio is None else f"{short(row.measured.ratio)}x"
+        far = _relative(row.measured.relative)
+        yield f"  {row.step:4d}  {row.what:8}  {row.name:{width}}  {stages:>5}  {far:>10}  {ratio}".rstrip()
+
+
+def _relative(value: float) -> str:
+    return f"{value:.1e}" if math.isfinite(value) else "all of it"
+
+
+def _proof_json(proof: Proof) -> dict[str, Any]:
+    found = proof.diagnosis
+    return {
+        "layout": proof.title,
+        "equal": proof.equal,
+        "failure": proof.failure or None,
+        "steps": found.num_steps if found else None,
+        "parameters": found.num_parameters if found else None,
+        "largest": {"relative": _number(found.worst.relative), "of": found.worst.what} if found else None,
+        "findings": [_finding_json(finding) for finding in proof.findings],
+        "worst": [_row_json(row) for row in found.rows[:WORST]] if found else [],
+        "alone": list(proof.alone),
+        "kept": list(proof.kept),
+        "changed": list(proof.changed),
+        "trace": list(proof.trace),
+        "seconds": round(proof.seconds, 2),
+    }
+
+
+def _finding_json(finding: Finding) -> dict[str, Any]:
+    return {
+        "kind": str(finding.kind),
+        "step": finding.step,
+        "place": finding.place,
+        "text": finding.text,
+        "relative": _number(finding.relative),
+        "names": list(finding.names),
+        "stages": list(finding.stages),
+        "group": finding.group or None,
+        "ranks": list(finding.ranks),
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    return {
+        "step": row.step,
+        "of": row.what,
+        "parameter": row.name,
+        "stages": list(row.stages),
+        "relative": _number(row.measured.relative),
+        "ratio": None if row.measured.ratio is None else _number(row.measured.ratio),
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

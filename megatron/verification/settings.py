@@ -1,0 +1,81 @@
+"""The settings of a run in the words of the reference."""
+
+from __future__ import annotations
+
+from megatron.config.config import Config
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.verification.reference.schedules import Course, Growth
+from megatron.verification.reference.shape import ReferenceShape
+from megatron.verification.reference.update import Rule
+
+
+def reference_shape(model: ModelConfig, vocab_size: int) -> ReferenceShape:
+    """The model."""
+    return ReferenceShape(
+        num_layers=model.num_layers,
+        hidden=model.hidden_size,
+        ffn=model.ffn_size,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_key_value_heads,
+        head_size=model.head_size,
+        vocab=vocab_size,
+        seq=model.seq_length,
+        positions="learned" if model.position_embedding_type == "learned_absolute" else model.position_embedding_type,
+        num_positions=model.num_positions,
+        rotary_base=model.rotary_base,
+        rotary_percent=model.rotary_percent,
+        rotary_interpolation=model.rotary_seq_len_interpolation_factor,
+        rope_scaling_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
+        norm=model.normalization,
+        epsilon=model.norm_epsilon,
+        activation="swiglu" if model.swiglu else "squared_relu" if model.squared_relu else "gelu",
+        bias=not model.disable_bias_linear,
+        qkv_bias=model.add_qkv_bias,
+        qk_norm=model.qk_layernorm,
+        tied=not model.untie_embeddings_and_output_weights,
+    )
+
+
+def update_rule(optimizer: OptimizerConfig) -> Rule:
+    """The optimizer."""
+    return Rule(
+        optimizer.optimizer,
+        optimizer.clip_grad or None,
+        (optimizer.adam_beta1, optimizer.adam_beta2),
+        optimizer.adam_eps,
+        optimizer.sgd_momentum,
+    )
+
+
+def learning_rate_course(config: Config, full_batch: int, total_samples: int) -> Course:
+    """The learning rate. A step counts as a whole batch where lengths are given in steps, ramp-up or not."""
+    settings = config.optimizer
+    assert settings.lr is not None, "required"
+    if config.training.train_samples is None:
+        warmup: float = settings.lr_warmup_iters * full_batch
+        end = None if settings.lr_decay_iters is None else settings.lr_decay_iters * full_batch
+        final = (settings.lr_wsd_decay_iters or 0) * full_batch
+    else:
+        warmup, end, final = settings.lr_warmup_samples, settings.lr_decay_samples, settings.lr_wsd_decay_samples or 0
+    end = total_samples if end is None else end
+    if settings.lr_warmup_fraction is not None:
+        warmup = settings.lr_warmup_fraction * end
+    return Course(
+        settings.lr,
+        settings.min_lr,
+        settings.lr_warmup_init,
+        warmup,
+        settings.lr_decay_style,
+        end,
+        final,
+        settings.lr_wsd_decay_style,
+    )
+
+
+def decay_growth(settings: OptimizerConfig, total_samples: int) -> Growth:
+    """Weight decay, which may change over the whole run."""
+    if settings.weight_decay_incr_style == "constant":
+        return Growth(settings.weight_decay, settings.weight_decay, total_samples)
+    assert settings.start_weight_decay is not None and settings.end_weight_decay is not None, "required"
+    return Growth(settings.start_weight_decay, settings.end_weight_decay, total_samples, settings.weight_decay_incr_style)

@@ -1,0 +1,133 @@
+"""Few layers on few stages, in the pattern that many have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.checks.chunks import COUNT, LAYERS_EACH, LAYOUT, chunks_of, layout_text
+from megatron.config.checks.pipeline_split import FIRST, LAST, SPLITS
+from megatron.config.flags import flags
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.pipeline_parallel.partition import table_of
+from megatron.pipeline_parallel.schedules.registry import placement
+
+_MOST_CHUNKS = 3
+"""Of one stage: the first, the last and one between them."""
+_ROOM = 4
+"""Chunks up to which each holds two layers where the model has as many, so that layers of one chunk follow each other."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Layers of every chunk, in the order of the depth, and where the chunks lie."""
+
+    sizes: list[int]
+    stage_of_chunk: tuple[int, ...]
+
+    @property
+    def stages(self) -> list[list[int]]:
+        """The sizes of each stage's chunks."""
+        found: list[list[int]] = [[] for _ in range(max(self.stage_of_chunk) + 1)]
+        for size, stage in zip(self.sizes, self.stage_of_chunk, strict=True):
+            found[stage].append(size)
+        return found
+
+    def __str__(self) -> str:
+        """Layers by stage, chunks joined by +; long pipelines are cut."""
+        texts = ["+".join(map(str, sizes)) for sizes in self.stages]
+        if len(texts) > 8:
+            texts[4:-3] = ["..."]
+        return " ".join(texts)
+
+
+def pattern_of(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> Pattern:
+    """The pattern that settings make."""
+    table = table_of(model, parallel, vocab_size)
+    return Pattern([len(chunk.layers) for chunk in table], tuple(chunk.stage for chunk in table))
+
+
+def reduced_pattern(whole: Pattern, schedule: str, num_stages: int) -> Pattern:
+    """Fewer stages and chunks, and fewer layers: chunks that differ in length still do, and in the same direction.
+
+    First and last stage stay, and those between them that differ from the others; likewise the chunks of a stage.
+    """
+    stages = whole.stages
+    kept_stages = _kept([tuple(sizes) for sizes in stages], num_stages)
+    per_stage = len(stages[0])
+    columns = [tuple(stages[stage][chunk] for stage in kept_stages) for chunk in range(per_stage)]
+    kept_chunks = _kept(columns, min(per_stage, _MOST_CHUNKS))
+    places = placement(schedule, num_stages, len(kept_chunks))
+    seen = [0] * num_stages
+    sizes = []
+    for stage in places:
+        sizes.append(stages[kept_stages[stage]][kept_chunks[seen[stage]]])
+        seen[stage] += 1
+    held = sorted({size for size in sizes if size})
+    least = min(2 if len(places) <= _ROOM else 1, *held) if held else 1
+    small = {size: least + rank for rank, size in enumerate(held)} | {0: 0}
+    sizes = [small[size] for size in sizes]
+    if not held:  # the ends alone were empty: a model has a layer
+        sizes[-1] = 1
+    return Pattern(sizes, tuple(places))
+
+
+def with_pattern(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, pattern: Pattern) -> tuple[ParallelConfig, bool]:
+    """Settings that make a pattern: those given, with other numbers, or else a layout by hand.
+
+    Args:
+        model: of the pattern's number of layers.
+        parallel: as given, with the reduced number of stages.
+
+    Returns:
+        the settings, and whether the way in which they split is still the given one.
+    """
+    stages = pattern.stages
+    numbers = {
+        COUNT: len(stages[0]),
+        LAYERS_EACH: max(pattern.sizes),
+        FIRST: sum(stages[0]),
+        LAST: sum(stages[-1]),
+    }
+    given: dict[str, Any] = {field: value for field, value in numbers.items() if getattr(parallel, field) is not None}
+    if parallel.pipeline_model_parallel_layout is not None:
+        given[LAYOUT] = layout_text(chunks_of(pattern.sizes))
+    same = dataclasses.replace(parallel, **given)
+    if _makes(model, same, vocab_size, pattern):
+        return same, True
+    by_hand = without_split(parallel)
+    own: dict[str, Any] = {LAYOUT: layout_text(chunks_of(pattern.sizes)), "pipeline_schedule": parallel.schedule}
+    by_hand = dataclasses.replace(by_hand, **own)
+    assert _makes(model, by_hand, vocab_size, pattern), f"no settings make {pattern}"
+    return by_hand, False
+
+
+def without_split(parallel: ParallelConfig) -> ParallelConfig:
+    """Settings that say nothing of how layers are spread."""
+    return dataclasses.replace(parallel, **{field: flags()[field.replace("_", "-")].default for field in (*SPLITS, LAYOUT)})
+
+
+def _makes(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, pattern: Pattern) -> bool:
+    try:
+        return pattern_of(model, parallel, vocab_size) == pattern
+    except ValueError:
+        return False
+
+
+def _kept(kinds: Sequence[tuple[int, ...]], count: int) -> list[int]:
+    """Places of `count` of them, in order: the first, the last, then those of a new kind, then others, evenly spread."""
+    last = len(kinds) - 1
+    if count == 1:
+        return [0]
+    kept = [0, last]
+    for place in range(1, last):
+        if len(kept) < count and kinds[place] not in {kinds[other] for other in kept}:
+            kept.append(place)
+    spread = [round(step * last / (count - 1)) for step in range(count)]
+    for place in [*spread, *range(last)]:
+        if len(kept) < count and place not in kept:
+            kept.append(place)
+    return sorted(kept)

@@ -1,0 +1,263 @@
+"""Where two runs part: their traces, step by step, in the order in which one thing is the cause of the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep, read_trace
+from megatron.verification.places import backward_order, layer_of, listing
+from megatron.verification.tolerance import NEGLIGIBLE, relative, short
+
+LISTED = 8
+_JUMP = 10.0
+"""What comes to differ by so many times more than in the step before has a cause in that step."""
+
+
+class Band(NamedTuple):
+    """What two right runs may be apart, in parts."""
+
+    loss: float
+    tensor: float
+    """Gradients, weights, and the gradient norm."""
+
+
+BANDS = {
+    "float64": Band(1e-10, 1e-9),
+    "float32": Band(1e-5, 1e-3),
+    "float16": Band(2e-3, 0.1),
+    "bfloat16": Band(1e-2, 0.3),
+}
+"""By the dtype of the parameters. A signature tells a distance within a factor of about three, so tensors have more room than where
+they are compared in full."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that two traces tell differently."""
+
+    step: int
+    what: str
+    name: str
+    """Of the parameter, if it is one's."""
+    relative: float
+    allowed: float
+    note: str = ""
+
+    @property
+    def parts(self) -> bool:
+        """Whether it is more than rounding."""
+        return self.excess > 1
+
+    @property
+    def excess(self) -> float:
+        """Times what is allowed."""
+        return math.inf if math.isnan(self.relative) else self.relative / self.allowed
+
+    def line(self) -> str:
+        """In one line."""
+        what = f"{self.what} of {self.name}" if self.name else self.what
+        far = f"{self.relative:.1e}" if math.isfinite(self.relative) else "all of it"
+        return f"step {self.step}: {what} differs by {far} (allowed {self.allowed:.0e}){self.note}"
+
+
+@dataclass(frozen=True)
+class TraceComparison:
+    """What two traces have in common, and where they part."""
+
+    first: tuple[Part, ...]
+    """What differs by more than rounding in the first step in which anything does, in the order of cause."""
+    drifts: bool
+    """They come there bit by bit, each step little further than the one before, as rounding does when a run carries it on."""
+    largest: Part | None
+    """Of all that was compared, measured by what is allowed."""
+    steps: tuple[int, ...]
+    """That both have."""
+    notes: tuple[str, ...]
+    """How the runs were set up differently."""
+
+    @property
+    def parts(self) -> bool:
+        """Whether there is something to be found."""
+        return bool(self.first) and not self.drifts
+
+
+def compare_files(path: str, other: str) -> tuple[bool, list[str]]:
+    """Whether two trace files part, and lines that say where.
+
+    Raises:
+        ValueError: one cannot be read, or they are not of the same model or have no step in common.
+    """
+    found = compare(read_whole(path), read_whole(other))
+    return found.parts, format_traces(found, path, other)
+
+
+def read_whole(path: str) -> TraceRun:
+    """The run in a trace file. One that was stopped and went on is one run: what was done again counts as it was done last.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    runs = read_trace(path)
+    steps = {step.iteration: step for run in runs for step in run.steps}
+    return TraceRun(runs[-1].header, runs[0].iteration, runs[0].weights, [steps[iteration] for iteration in sorted(steps)])
+
+
+def compare(run: TraceRun, other: TraceRun) -> TraceComparison:
+    """Compare a run with another, which counts as the reference.
+
+    Raises:
+        ValueError: they are not of the same model, or have no step in common.
+    """
+    if run.header.parameters != other.header.parameters:
+        raise ValueError(f"the traces are of different models: {_model_words(run.header, other.header)}")
+    mine, theirs = ({step.iteration: step for step in each.steps} for each in (run, other))
+    common = sorted(set(mine) & set(theirs))
+    if not common:
+        raise ValueError(
+            f"the traces have no step in common: steps {listing(mine) or 'none'} and {listing(theirs) or 'none'}. "
+            "Save both from the same iteration on."
+        )
+    band = max((BANDS[each.header.dtype] for each in (run, other)), key=lambda band: band.tensor)
+    order = backward_order(other.header.parameters)
+    all_parts: list[Part] = []
+    first: tuple[Part, ...] = ()
+    drifts, before, moved = False, 0.0, 0.0
+    if run.iteration == other.iteration:
+        all_parts += _tensors(run.iteration, "start weight", run.weights, other.weights, order[::-1], band)
+        first = tuple(part for part in all_parts if part.parts)
+    for iteration in common:
+        moved += theirs[iteration].learning_rate
+        parts = list(_step_parts(mine[iteration], theirs[iteration], order, band, _reach(other.header, moved, band)))
+        all_parts += parts
+        excess = max(part.excess for part in parts)
+        if not first and excess > 1:
+            first, drifts = tuple(part for part in parts if part.parts), excess < _JUMP * before
+        before = excess
+    largest = max(all_parts, key=lambda part: part.excess, default=None)
+    return TraceComparison(first, drifts, largest, tuple(common), tuple(_setup_notes(run.header, other.header)))
+
+
+def _reach(header: TraceHeader, moved: float, band: Band) -> dict[str, float]:
+    """How far rounding alone may have taken the weights apart: Adam makes a whole step, this way or that, of a gradient that is
+    nothing but rounding. In float64 its epsilon is larger than that."""
+    if band == BANDS["float64"]:
+        return {}
+    return {name: 2 * moved * math.sqrt(math.prod(shape)) for name, shape in header.parameters.items()}
+
+
+def format_traces(found: TraceComparison, name: str, other: str) -> list[str]:
+    """Verdict first."""
+    steps = f"steps {listing(found.steps)}" if len(found.steps) > 1 else f"step {found.steps[0]}"
+    if found.first:
+        verdict = "PART"
+        if found.drifts:
+            verdict = "DRIFT apart as rounding does, without a jump; beyond what is allowed from here on"
+        lines = [f"{verdict}: {found.first[0].line()}"]
+        lines += [f"  {part.line()}" for part in found.first[1:LISTED]]
+        lines += [f"  and {len(found.first) - LISTED} more in this step"] if len(found.first) > LISTED else []
+    else:
+        lines = [f"EQUAL to rounding: {steps} of {name} and {other}"]
+    if found.largest is not None:
+        lines.append(f"largest of all that was compared: {found.largest.line()}")
+    lines.append(f"compared: {steps}; {name} with {other}, which counts as the reference")
+    return lines + [f"  {note}" for note in found.notes]
+
+
+def _step_parts(mine: TraceStep, theirs: TraceStep, order: Sequence[str], band: Band, reach: Mapping[str, float]) -> Iterator[Part]:
+    """One step, in the order of cause: the batch, the loss, gradients from the end to the beginning, their norm, the update."""
+    step = mine.iteration
+    for what, a, b in (
+        ("the number of samples", mine.samples, theirs.samples),
+        ("the samples consumed", mine.consumed_samples, theirs.consumed_samples),
+        ("the count of tokens", mine.tokens, theirs.tokens),
+    ):
+        yield Part(step, what, "", relative(a - b, b), 1e-12, f": {a:,.0f} and {b:,.0f}, so the batches are not the same")
+    yield Part(
+        step, "the loss", "", relative(mine.loss - theirs.loss, theirs.loss), band.loss, f": {mine.loss!r} and {theirs.loss!r}"
+    )
+    if mine.skipped != theirs.skipped:
+        yield Part(step, "the update", "", math.inf, band.tensor, ": skipped in one of them, for an overflow")
+    yield from _tensors(step, "gradient", mine.gradients, theirs.gradients, order, band)
+    far = relative(mine.grad_norm - theirs.grad_norm, theirs.grad_norm)
+    yield Part(step, "the gradient norm", "", far, band.tensor, f": {mine.grad_norm!r} and {theirs.grad_norm!r}")
+    for what in ("learning_rate", "weight_decay"):
+        a, b = getattr(mine, what), getattr(theirs, what)
+        yield Part(step, f"the {what.replace('_', ' ')}", "", relative(a - b, b), 1e-9, f": {a!r} and {b!r}")
+    yield from _tensors(step, "weight", mine.weights, theirs.weights, order[::-1], band, reach)
+
+
+def _tensors(
+    step: int,
+    what: str,
+    mine: Mapping[str, Signature],
+    theirs: Mapping[str, Signature],
+    order: Sequence[str],
+    band: Band,
+    reach: Mapping[str, float] | None = None,
+) -> Iterator[Part]:
+    total = math.hypot(*(numbers[0] for numbers in theirs.values()))
+    for name in order:
+        if name not in mine or name not in theirs:
+            if (name in mine) != (name in theirs):
+                yield Part(step, what, name, math.inf, band.tensor, ": only one of the traces has it")
+            continue
+        a, b = mine[name], theirs[name]
+        factor = _factor(a, b, band)
+        if factor is not None:
+            apart = abs(factor - 1) * b[0]
+        else:  # four signed sums: the mean square of their differences estimates that of the tensors
+            signed = math.sqrt(sum((x - y) ** 2 for x, y in zip(a[1:], b[1:], strict=True)) / len(b[1:]))
+            apart = max(signed, abs(a[0] - b[0]))
+        scale = b[0] if b[0] > _least(band) * total else total
+        allowed = band.tensor + relative((reach or {}).get(name, 0.0), scale)
+        layer = layer_of(name)
+        note = "" if layer is None else f", layer {layer}"
+        note += "" if factor is None else f": {short(factor)}x the other"
+        yield Part(step, what, name, relative(apart, scale), allowed, note)
+
+
+def _least(band: Band) -> float:
+    """A tensor smaller than this part of all together is rounding: its true gradient may be zero."""
+    return NEGLIGIBLE * band.tensor / BANDS["float64"].tensor
+
+
+def _factor(a: Signature, b: Signature, band: Band) -> float | None:
+    """The number that one tensor is the other times, if there is one and it is not 1."""
+    if not a[0] or not b[0] or not all(b):
+        return None
+    ratios = [x / y for x, y in zip(a[1:], b[1:], strict=True)]
+    close = max(1e-6, band.loss)
+    if not all(math.isclose(ratio, ratios[0], rel_tol=close) for ratio in (*ratios, math.copysign(a[0] / b[0], ratios[0]))):
+        return None
+    return ratios[0] if abs(ratios[0] - 1) > 10 * close else None
+
+
+def _model_words(mine: TraceHeader, theirs: TraceHeader) -> str:
+    names = sorted(set(mine.parameters) ^ set(theirs.parameters))
+    if names:
+        return f"only one has {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    name = next(name for name, shape in mine.parameters.items() if theirs.parameters[name] != shape)
+    return f"{name} has the shape {mine.parameters[name]} in one and {theirs.parameters[name]} in the other"
+
+
+def _setup_notes(mine: TraceHeader, theirs: TraceHeader) -> Iterator[str]:
+    for what in ("layout", "layers", "dtype", "torch", "vocab_size"):
+        a, b = getattr(mine, what), getattr(theirs, what)
+        if a != b:
+            yield f"{what} differs: {_words(a)} and {_words(b)}"
+    for topic in sorted(set(mine.settings) | set(theirs.settings)):
+        one, two = mine.settings.get(topic, {}), theirs.settings.get(topic, {})
+        for field in sorted(set(one) | set(two)):
+            if topic not in ("checkpoint", "logging", "debug", "parallel") and one.get(field) != two.get(field):
+                yield f"--{field.replace('_', '-')} differs: {one.get(field)} and {two.get(field)}"
+
+
+def _words(value: object) -> str:
+    if isinstance(value, dict):
+        return " x ".join(f"{name} {size}" for name, size in value.items())
+    if isinstance(value, list):
+        return " | ".join(f"{len(layers)}" for _, layers in value) + " layers"
+    return str(value)

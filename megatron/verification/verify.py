@@ -1,0 +1,79 @@
+"""Proves the layout of a user's settings: made small, run, compared, and where it differs, run again with less of the layout."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megatron.audit.trace_file import TraceRun
+from megatron.config.config import Config
+from megatron.pipeline_parallel.partition import table_of
+from megatron.verification.diagnose_start import layer_findings
+from megatron.verification.diagnosis import diagnose
+from megatron.verification.isolation import conclusions, isolate
+from megatron.verification.local_ranks import RanksError
+from megatron.verification.report import Proof
+from megatron.verification.run import prove
+from megatron.verification.shrink import Reduced, shrink
+from megatron.verification.trace_of import trace_of, write_trace
+from megatron.verification.traces import compare, format_traces, read_whole
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is run."""
+
+    steps: int = 4
+    max_ranks: int = 8
+    """At once."""
+    isolates: bool = True
+    """Look for the settings with which a difference comes and goes."""
+    isolation_s: float = 60.0
+    """No further run of those is begun after so long."""
+
+
+def verify_layout(config: Config, world_size: int, vocab_size: int, effort: Effort, *, trace: str | None = None) -> list[Proof]:
+    """One proof for each of the small layouts that stand for the settings' own.
+
+    Args:
+        config: settings that are valid with this many ranks, of any size.
+        vocab_size: rows of the word embedding, without padding.
+        trace: of an earlier proof of such settings, to compare the first with. Where the settings save one, the first does.
+
+    Raises:
+        ValueError: the trace cannot be read, or is of another model.
+    """
+    lost = list(layer_findings(table_of(config.model, config.parallel, vocab_size), config.model.num_layers))
+    if lost:
+        return [Proof(title_of(config, world_size), None, "nothing was run: the layer table of the settings is wrong", lost)]
+    reduced = shrink(config, world_size, vocab_size, max_ranks=effort.max_ranks, steps=effort.steps)
+    earlier = None if trace is None else read_whole(trace)
+    first = _proof(reduced[0], effort, config.debug.save_trace, earlier, trace or "")
+    return [first, *(_proof(each, effort) for each in reduced[1:])]
+
+
+def _proof(reduced: Reduced, effort: Effort, saved: str | None = None, earlier: TraceRun | None = None, trace: str = "") -> Proof:
+    started = time.monotonic()
+    run = partial(prove, steps=effort.steps)
+    proof = Proof(title_of(reduced.config, reduced.world_size), None, kept=reduced.kept, changed=reduced.changed)
+    try:
+        observation = run(reduced.config, reduced.world_size)
+        proof = replace(proof, diagnosis=diagnose(observation), changed=[*reduced.changed, *observation.replaced])
+        if saved is not None:
+            write_trace(trace_of(observation), saved)
+        if earlier is not None:
+            found = compare(trace_of(observation), earlier)
+            proof = replace(proof, trace=format_traces(found, "this run", trace), parts_from_trace=found.parts)
+    except RanksError as error:
+        proof = replace(proof, failure=str(error))
+    if not proof.equal and effort.isolates:
+        lines = isolate(reduced.config, reduced.world_size, run, seconds=effort.isolation_s)
+        proof = replace(proof, alone=list(conclusions(lines)))
+    return replace(proof, seconds=time.monotonic() - started)
+
+
+def title_of(config: Config, world_size: int) -> str:
+    """`tensor 2 x pipeline 2 x data 1`."""
+    tensor, stages = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    return f"tensor {tensor} x pipeline {stages} x data {world_size // (tensor * stages)}"

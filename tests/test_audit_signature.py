@@ -1,0 +1,140 @@
+"""Signatures do not depend on how a tensor is cut, and digests of bits on nothing but the bits."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from megatron.audit import bits, signature
+from megatron.audit.bits import bit_digest
+from megatron.audit.signature import NUM_SIGNS, box_signature, named, placed_signature, signature_of
+from megatron.parallel.boxes import Box, PlacedBox, flat_range_boxes
+
+
+def random_tensor(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+SHAPES = [(), (7,), (5, 8), (2, 9, 4), (3, 1)]
+
+
+@given(st.sampled_from(SHAPES), st.lists(st.floats(0, 1), max_size=4))
+def test_boxes_of_flat_slices_add_up(shape: tuple[int, ...], cuts: list[float]) -> None:
+    whole = random_tensor(*shape)
+    ends = sorted({0, whole.numel(), *(int(cut * whole.numel()) for cut in cuts)})
+    total = torch.zeros(signature.SIGNATURE_SIZE, dtype=torch.float64)
+    for start, stop in pairwise(ends):
+        placed, at = [], 0
+        for box in flat_range_boxes(shape, start, stop):
+            placed.append(PlacedBox(box, at))
+            at += box.numel
+        total += placed_signature("w", placed, whole.reshape(-1)[start:stop])
+    torch.testing.assert_close(total, signature_of("w", whole), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_slices_of_a_dimension_add_up(dim: int) -> None:
+    """Also far from the start, where signs come from another drawing."""
+    whole = random_tensor(*(9000 if d == dim else 3 for d in range(3)))
+    total = torch.zeros(signature.SIGNATURE_SIZE, dtype=torch.float64)
+    for start, stop in ((0, 4095), (4095, 8193), (8193, 9000)):
+        offsets = [start if d == dim else 0 for d in range(3)]
+        part = whole.narrow(dim, start, stop - start)
+        total += box_signature("w", Box(tuple(offsets), tuple(part.shape)), part)
+    torch.testing.assert_close(total, signature_of("w", whole), rtol=1e-13, atol=1e-10)
+
+
+def test_it_does_not_depend_on_the_blocks_that_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = random_tensor(33, 17)
+    before = signature_of("w", whole)
+    monkeypatch.setattr(signature, "_BLOCK", 40)
+    torch.testing.assert_close(signature_of("w", whole), before, rtol=0, atol=1e-12)
+
+
+def test_it_is_linear_and_ends_with_the_sum_of_squares() -> None:
+    x, y = random_tensor(12, 30), random_tensor(12, 30, seed=1)
+    both = signature_of("w", 2 * x - y)[:NUM_SIGNS]
+    torch.testing.assert_close(both, (2 * signature_of("w", x) - signature_of("w", y))[:NUM_SIGNS])
+    assert named(signature_of("w", x))[0] == pytest.approx(float(x.norm()))
+
+
+def test_signs_are_signs() -> None:
+    """Of one element each, so that the signed sum is the element or its negative; half of them of each kind, and k by k others."""
+    signs = torch.stack([signature_of("w", torch.eye(400)[i])[:NUM_SIGNS] for i in range(400)])
+    assert signs.abs().eq(1).all()
+    assert (signs.mean(0).abs() < 0.15).all()
+    products = signs.t() @ signs / 400 - torch.eye(NUM_SIGNS, dtype=torch.float64)
+    assert products.abs().max() < 0.2
+
+
+def test_squared_differences_tell_how_far_two_tensors_are_apart() -> None:
+    found = []
+    for seed in range(100):
+        x, y = random_tensor(20, 30, seed=seed), random_tensor(20, 30, seed=1000 + seed)
+        apart = (signature_of(f"w{seed}", x) - signature_of(f"w{seed}", y))[:NUM_SIGNS]
+        found.append(float(apart.square().mean() / (x - y).square().sum()))
+    assert sum(found) / 100 == pytest.approx(1.0, abs=0.25)
+    assert all(0.001 < share < 10 for share in found)
+
+
+def test_it_sees_where_and_of_what() -> None:
+    x = random_tensor(6, 8)
+    turned = x[torch.tensor([1, 0, 2, 3, 4, 5])]
+    for other in (signature_of("w", turned), signature_of("v", x), signature_of("w", x.t().reshape(6, 8))):
+        assert (other - signature_of("w", x))[:NUM_SIGNS].abs().max() > 0.1
+
+
+def test_signatures_stay_what_they_are() -> None:
+    """Files of older versions are compared with those of newer ones."""
+    found = named(signature_of("layers.0.mlp.up.weight", torch.arange(30.0).view(5, 6)))
+    assert found == pytest.approx((math.sqrt(8555), 135, -55, -23, -5), rel=1e-12)
+
+
+def test_dtypes_are_widened_first() -> None:
+    x = random_tensor(64, 64).to(torch.bfloat16)
+    assert torch.equal(signature_of("w", x), signature_of("w", x.double()))
+
+
+# ---- bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1, 3, 8, 1001])
+def test_any_bit_changes_the_digest(dtype: torch.dtype, numel: int) -> None:
+    tensor = random_tensor(numel).to(dtype)
+    digests = {int(bit_digest(tensor))}
+    for byte in {0, tensor.nbytes // 2, tensor.nbytes - 1}:
+        for bit in range(8):
+            other = tensor.clone()
+            other.view(torch.uint8)[byte] ^= 1 << bit
+            digests.add(int(bit_digest(other)))
+    assert len(digests) == 1 + 8 * len({0, tensor.nbytes // 2, tensor.nbytes - 1})
+
+
+def test_the_digest_is_of_bits_not_of_places_in_memory() -> None:
+    tensor = random_tensor(1001).to(torch.bfloat16)
+    for shift in range(5):
+        moved = torch.zeros(1010, dtype=torch.bfloat16)[shift : shift + 1001]
+        moved.copy_(tensor)
+        assert torch.equal(bit_digest(moved), bit_digest(tensor))
+    assert torch.equal(bit_digest(tensor.view(7, 143).t().contiguous().t()), bit_digest(tensor))
+
+
+def test_the_digest_sees_order_in_long_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words, rows of words, and blocks of rows."""
+    monkeypatch.setattr(bits, "_ROWS_AT_ONCE", 2)
+    tensor = random_tensor(5 * bits._ROW + 77)
+    digests = {int(bit_digest(tensor))}
+    for i, j in ((0, 1), (3, 3 + bits._ROW), (3, 3 + 2 * bits._ROW), (4, 4 + 5 * bits._ROW)):
+        other = tensor.clone()
+        other[i], other[j] = tensor[j], tensor[i]
+        digests.add(int(bit_digest(other)))
+    assert len(digests) == 5
+    assert int(bit_digest(torch.tensor([0.0]))) != int(bit_digest(torch.tensor([-0.0])))
+    nan = torch.tensor([math.nan])
+    assert torch.equal(bit_digest(nan), bit_digest(nan.clone()))

@@ -1,0 +1,30 @@
+"""Command lines that random testing found to fail, each made as simple as it would still fail, with what was wrong."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from tests.random_configs import CommandLine
+from tests.random_runs import Outcome, judge
+
+_SMALL = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 2 --lr 0.01 --num-workers 0 "
+_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 21 "
+
+FOUND = {
+    # The first step made is not that of the first samples, and had more of them than was allowed for.
+    "skipped-in-a-ramp-up": (1, "--global-batch-size 12 --rampup-batch-size 4 4 2 --train-iters 3 --iterations-to-skip 1"),
+    # Without rotary positions the true gradient of a key norm's bias is zero, and Adam divided what rounding made of it.
+    "truly-zero-gradient": (
+        1,
+        "--hidden-size 32 --num-attention-heads 8 --qk-layernorm --ffn-hidden-size 4 --seq-length 8 --position-embedding-type none "
+        "--vocab-size 8 --pipeline-model-parallel-layout Et,L --train-samples 11 --clip-grad 0.0 --adam-beta1 0.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_random_lines_found(name: str) -> None:
+    world_size, extra = FOUND[name]
+    assert judge(CommandLine(tuple(shlex.split(_SMALL + _DATA + extra)), world_size), started=True) is Outcome.EQUAL

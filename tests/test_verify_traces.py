@@ -1,0 +1,177 @@
+"""Where two traces part: made-up ones, and those of the tool's own runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.audit.signature import named, signature_of
+from megatron.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep
+from megatron.verification.trace_of import trace_of, write_trace
+from megatron.verification.traces import TraceComparison, compare, compare_files, format_traces, read_whole
+from tests.verify_observations import DATA, STAGES, observed
+
+SHAPES = {
+    "embedding.word.weight": [16, 8],
+    "layers.0.mlp.up.weight": [12, 8],
+    "layers.1.mlp.up.weight": [12, 8],
+    "final_norm.weight": [8],
+}
+STEPS = 5
+
+
+def tensors(seed: int, noise: float = 0.0, noise_seed: int = 99) -> dict[str, torch.Tensor]:
+    """Of norm about the root of their size, with relative noise."""
+    generator, other = (torch.Generator().manual_seed(n) for n in (seed, noise_seed))
+    made = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    return {name: t + noise * torch.randn(t.shape, generator=other, dtype=torch.float64) for name, t in made.items()}
+
+
+def signed(values: dict[str, torch.Tensor]) -> dict[str, Signature]:
+    return {name: named(signature_of(name, value)) for name, value in values.items()}
+
+
+def trace(*, noise: list[float] | None = None, dtype: str = "float64", first: int = 1) -> TraceRun:
+    """A run of five steps; `noise` is that of the gradients of each."""
+    header = TraceHeader({"optimizer": {"lr": 1e-3}}, {"tp": 1, "cp": 1, "dp": 1, "pp": 1}, [(0, [0, 1])], dtype, "2", 16, SHAPES)
+    run = TraceRun(header, first - 1, signed(tensors(0)))
+    for number in range(STEPS):
+        far = noise[number] if noise else 0.0
+        run.steps.append(
+            TraceStep(
+                iteration=first + number,
+                samples=4,
+                consumed_samples=4 * (first + number),
+                loss=3.0 - 0.1 * number,
+                tokens=100.0,
+                grad_norm=2.0,
+                learning_rate=1e-3,
+                weight_decay=0.1,
+                loss_scale=1.0,
+                skipped=False,
+                gradients=signed(tensors(10 + number, far)),
+                weights=signed(tensors(50 + number)),
+            )
+        )
+    return run
+
+
+def changed(run: TraceRun, step: int, **changes: object) -> TraceRun:
+    steps = list(run.steps)
+    steps[step] = dataclasses.replace(steps[step], **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(run, steps=steps)
+
+
+def verdict(found: TraceComparison) -> str:
+    return format_traces(found, "A", "B")[0]
+
+
+@pytest.mark.parametrize(("dtype", "noise"), [("float64", 1e-14), ("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_rounding_is_equal(dtype: str, noise: float) -> None:
+    found = compare(trace(noise=[noise] * STEPS, dtype=dtype), trace(dtype=dtype))
+    assert not found.parts and not found.first and found.steps == (1, 2, 3, 4, 5)
+    assert verdict(found) == "EQUAL to rounding: steps 1 to 5 of A and B"
+    assert found.largest is not None and 0.1 * noise < found.largest.relative < 10 * noise
+
+
+@pytest.mark.parametrize(("dtype", "noise"), [("float64", 1e-7), ("float32", 1e-1), ("bfloat16", 3.0)])
+def test_the_first_step_that_jumps_is_found(dtype: str, noise: float) -> None:
+    found = compare(trace(noise=[0, 0, noise, noise, noise], dtype=dtype), trace(dtype=dtype))
+    assert found.parts and {part.step for part in found.first} == {3}
+    assert found.first[0].name == "final_norm.weight"  # the first in the order of backward
+
+
+def test_what_grows_bit_by_bit_is_rounding() -> None:
+    found = compare(trace(noise=[0.02, 0.08, 0.3, 1.0, 3.0], dtype="bfloat16"), trace(dtype="bfloat16"))
+    assert found.first and not found.parts and verdict(found).startswith("DRIFT apart as rounding does")
+
+
+def test_a_factor_is_told() -> None:
+    run = trace()
+    doubled = dict(run.steps[1].gradients)
+    doubled["layers.1.mlp.up.weight"] = tuple(2 * number for number in doubled["layers.1.mlp.up.weight"])
+    found = compare(changed(run, 1, gradients=doubled), trace())
+    assert [part.name for part in found.first] == ["layers.1.mlp.up.weight"]
+    assert verdict(found).startswith("PART: step 2: gradient of layers.1.mlp.up.weight differs by 1.0e+00")
+    assert verdict(found).endswith("layer 1: 2.0x the other")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (dict(samples=8), "the number of samples differs"),
+        (dict(tokens=99.0), "the count of tokens differs by 1.0e-02 (allowed 1e-12): 99 and 100, so the batches are not the same"),
+        (dict(loss=2.81), "the loss differs"),
+        (dict(loss=math.nan), "the loss differs by all of it"),
+        (dict(grad_norm=2.1), "the gradient norm differs by 5.0e-02"),
+        (dict(learning_rate=2e-3), "the learning rate differs by 1.0e+00"),
+        (dict(skipped=True, gradients={}), "the update differs by all of it"),
+    ],
+)
+def test_what_differs_is_named(changes: dict[str, object], says: str) -> None:
+    found = compare(changed(trace(), 2, **changes), trace())
+    assert found.parts and found.first[0].step == 3 and says in verdict(found)
+
+
+def test_start_weights_that_differ_come_first() -> None:
+    run = trace()
+    other = dataclasses.replace(run, weights=signed(tensors(1)))
+    found = compare(other, run)
+    assert verdict(found).startswith("PART: step 0: start weight of embedding.word.weight differs")
+
+
+def test_a_batch_that_differs_comes_before_its_loss() -> None:
+    found = compare(changed(trace(), 0, tokens=50.0, loss=9.0), trace())
+    assert [part.what for part in found.first] == ["the count of tokens", "the loss"]
+
+
+def test_weights_in_few_bits_may_be_a_whole_step_apart() -> None:
+    """Adam makes a step this way or that of a gradient that is only rounding; in float64 it does not."""
+    apart = signed({name: t + 0.8 * torch.ones_like(t) for name, t in tensors(50).items()})
+    for dtype, parts in (("bfloat16", False), ("float64", True)):
+        run = changed(trace(dtype=dtype), 0, learning_rate=0.5)
+        assert compare(changed(run, 0, weights=apart), run).parts is parts
+        assert compare(changed(run, 0, weights=signed({name: 4 * t for name, t in tensors(50).items()})), run).parts
+
+
+def test_other_models_and_other_steps_are_refused() -> None:
+    run = trace()
+    with pytest.raises(ValueError, match=r"different models: final_norm.weight has the shape \[9\] in one and \[8\]"):
+        compare(
+            dataclasses.replace(run, header=dataclasses.replace(run.header, parameters={**SHAPES, "final_norm.weight": [9]})), run
+        )
+    with pytest.raises(ValueError, match="different models: only one has output.weight"):
+        compare(dataclasses.replace(run, header=dataclasses.replace(run.header, parameters={**SHAPES, "output.weight": [9]})), run)
+    with pytest.raises(ValueError, match="no step in common: steps 1 to 5 and 11 to 15"):
+        compare(run, trace(first=11))
+
+
+def test_how_the_runs_were_set_up_is_told() -> None:
+    run = trace()
+    settings = dataclasses.replace(run.header, settings={"optimizer": {"lr": 2e-3}}, layout={"tp": 2, "cp": 1, "dp": 1, "pp": 1})
+    lines = format_traces(compare(dataclasses.replace(run, header=settings), run), "A", "B")
+    assert "  --lr differs: 0.002 and 0.001" in lines and any("layout differs: tp 2" in line for line in lines)
+
+
+def test_a_resumed_run_is_one_run(tmp_path: Path) -> None:
+    """Steps that were done again count as they were done last."""
+    run, again = trace(), trace(first=4)
+    write_trace(changed(run, 4, loss=7.0), str(tmp_path / "a"))
+    write_trace(again, str(tmp_path / "b"))
+    (tmp_path / "a").write_text((tmp_path / "a").read_text() + (tmp_path / "b").read_text() + '{"kind": "st')
+    whole = read_whole(str(tmp_path / "a"))
+    assert [step.iteration for step in whole.steps] == [1, 2, 3, 4, 5, 6, 7, 8] and whole.steps[4].loss != 7.0
+    write_trace(run, str(tmp_path / "c"))
+    assert compare_files(str(tmp_path / "a"), str(tmp_path / "c"))[0]  # from step 4 on
+
+
+def test_the_traces_of_two_layouts_are_equal(tmp_path: Path) -> None:
+    for name, flags in (("stages", STAGES), ("data", DATA)):
+        write_trace(trace_of(observed(flags)), str(tmp_path / name))
+    apart, lines = compare_files(str(tmp_path / "stages"), str(tmp_path / "data"))
+    assert not apart and lines[0].startswith("EQUAL"), lines
+    assert any("layout differs" in line and "pp 2" in line for line in lines)

@@ -1,0 +1,71 @@
+"""Observations of small runs, each made once, and copies of them in which something is changed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from megatron.config.cli import load
+from megatron.verification.diagnosis import Diagnosis, diagnose
+from megatron.verification.finding import Finding
+from megatron.verification.observation import Observation, Part, RankObservation
+from megatron.verification.run import prove
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 8 --ffn-hidden-size 12 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1e-2 "
+    "--global-batch-size 6 --train-iters 3 --eval-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 15 "
+    "--make-vocab-size-divisible-by 1"
+)
+TENSOR = "--tensor-model-parallel-size 2"
+STAGES = "--pipeline-model-parallel-size 2"
+DATA = ""
+
+
+@functools.cache
+def _observed(flags: str, world_size: int) -> Observation:
+    config = load([*FLAGS.split(), *flags.split()], world_size).config
+    return prove(config, world_size, steps=2)
+
+
+def observed(flags: str = TENSOR) -> Observation:
+    """A copy of what was seen of two ranks; whoever takes it may change it."""
+    return copy.deepcopy(_observed(flags, 2))
+
+
+def first_finding(observation: Observation) -> Finding:
+    """The cause."""
+    found: Diagnosis = diagnose(observation)
+    assert not found.equal and found.worst.what
+    return found.findings[0]
+
+
+def parts(observation: Observation, of: Callable[[RankObservation], list[Part]], name: str) -> Iterator[tuple[int, Part]]:
+    """The parts of a tensor with their ranks."""
+    for rank in observation.layout.ranks:
+        for part in of(rank):
+            if part.name == name:
+                yield rank.rank, part
+
+
+def gradients(step: int = 0) -> Callable[[RankObservation], list[Part]]:
+    return lambda rank: rank.steps[step].gradients
+
+
+def box(part: Part, whole: Tensor) -> Tensor:
+    """The part's elements of a whole tensor."""
+    return whole[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.values.shape, strict=True))]
+
+
+def scale_gradients(observation: Observation, factor: float, *, step: int = 0) -> None:
+    """Of all parameters."""
+    for rank in observation.layout.ranks:
+        for part in rank.steps[step].gradients:
+            part.values.mul_(factor)
+
+
+def random_like(tensor: Tensor) -> Tensor:
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

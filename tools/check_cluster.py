@@ -1,0 +1,93 @@
+"""Look at all nodes of a job before it starts; say in words what is wrong, and which node has it.
+
+    python tools/check_cluster.py --nodes 16 --ranks-per-node 8 --head node0:29501 -- FLAGS      on every node
+
+FLAGS are those of pretrain_gpt.py. Every node looks at its own files and GPUs: datasets, tokenizer, the save folder and its room,
+as many GPUs as ranks. Then the nodes meet at the head and compare: versions of torch, driver and NCCL, kinds of GPU, clocks, and
+whether all see the same save folder. Then each starts a process for every rank. These look at the memory of their GPUs, make a sum
+over all ranks, and measure the links inside each node and to its neighbours, so that a slow node has a name.
+
+Exit status on every node: 0 all is well; 1 something is wrong, which the head tells, or a node that does not reach it; 2 the
+command line is wrong. Nothing waits longer than --wait for the nodes to come and --limit for the ranks to be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
+
+from megatron.config.cli import load
+from megatron.config.errors import ConfigError
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, prog="check_cluster.py"
+    )
+    flags.add_argument("--nodes", type=_positive, default=1, metavar="N", help="nodes of the job (1)")
+    flags.add_argument("--ranks-per-node", type=_positive, required=True, metavar="N", help="ranks of a node")
+    flags.add_argument(
+        "--head", type=_place, default=("localhost", 29501), metavar="HOST:PORT", help="where the nodes meet: one of them"
+    )
+    flags.add_argument(
+        "--expect", type=_names, default=[], metavar="A,B,...", help="names of the nodes, to name those that do not come"
+    )
+    flags.add_argument("--device-bytes", type=_positive, metavar="N", help="memory that the run takes on a GPU, as --dry-run says")
+    flags.add_argument("--wait", type=_positive, default=600, metavar="S", help="seconds for all nodes to come (600)")
+    flags.add_argument("--limit", type=_positive, default=300, metavar="S", help="seconds for the ranks' part (300)")
+    flags.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of pretrain_gpt.py")
+    return flags
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def _place(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return host, int(port)
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def main(arguments: list[str] | None = None, program: tuple[str, ...] | None = None) -> int:
+    """Run the check; returns the exit status.
+
+    Args:
+        program: what a rank runs, if not `tools.cluster.links`.
+    """
+    given = parser().parse_args(arguments)
+    try:
+        config = load(given.flags, given.nodes * given.ranks_per_node).config
+    except ConfigError as error:
+        print(f"check_cluster: {error}", file=sys.stderr)
+        return 2
+
+    from tools.cluster.check import Job, run_check
+    from tools.cluster.meeting import MeetingError
+    from tools.cluster.ranks import PROGRAM
+
+    head, port = given.head
+    job = Job(given.nodes, given.ranks_per_node, head, port, given.expect, given.device_bytes, given.wait, given.limit)
+    try:
+        faults = run_check(job, config, program or PROGRAM)
+    except MeetingError as error:
+        print(f"check_cluster: {error}", file=sys.stderr)
+        return 1
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of the blocks that end what was started
+    sys.exit(main())
