@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.parallel import FsdpReshard
 from megatron.data_parallel.fsdp import FullyShardedParams
-from megatron.data_parallel.provider import Inspect
 from megatron.data_parallel.fsdp_plan import is_fully_sharded
+from megatron.data_parallel.provider import Inspect
 from megatron.model.build import Model, build_model
 from megatron.model.init import fill
 from megatron.model.inputs import ModelInputs

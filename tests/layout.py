@@ -21,11 +21,11 @@ from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.training.batches import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
-from megatron.verification.join import where
+from megatron.verification.diagnosis.join import where
 from megatron.verification.local_ranks import run_ranks
-from megatron.verification.observation import Part
-from megatron.verification.parts import parts_of_parameters, parts_of_shards, set_weights
-from megatron.verification.prepare import import_before_fork
+from megatron.verification.observing.observation import Part
+from megatron.verification.observing.parts import parts_of_parameters, parts_of_shards, set_weights
+from megatron.verification.observing.prepare import import_before_fork
 from megatron.verification.reference.model import Weights
 from megatron.verification.reference.shape import ReferenceShape
 from megatron.verification.reference.training import Batch, ReferenceRun

@@ -10,7 +10,7 @@ from megatron.checkpoint.source import TensorInfo
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
-from megatron.verification.parts import inside
+from megatron.verification.observing.parts import inside
 from megatron.verification.reference.model import Weights
 from megatron.verification.reference.shape import ReferenceShape
 from tests.layout import model_config

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.format.manifest import read_manifest
 from megatron.training.step import TrainStep
-from megatron.verification.equality import assert_equal_tensors, number_differences
+from megatron.verification.diagnosis.equality import assert_equal_tensors, number_differences
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.random_inputs import random_batches, random_weights
 from megatron.verification.reference.shape import gpt2_like

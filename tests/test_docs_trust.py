@@ -6,8 +6,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from megatron.verification.equality import TOLERANCE
-from megatron.verification.measure import NEGLIGIBLE
+from megatron.verification.diagnosis.equality import TOLERANCE
+from megatron.verification.diagnosis.tolerance import NEGLIGIBLE
 from tests.cli import ROOT
 from tests.runs import arguments, run
 from tests.test_readme import commands, proof

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from megatron.verification.equality import assert_equal_runs, assert_equal_tensors, assert_same_bits
+from megatron.verification.diagnosis.equality import assert_equal_runs, assert_equal_tensors, assert_same_bits
 from megatron.verification.reference.training import ReferenceRun
 
 

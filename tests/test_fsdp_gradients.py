@@ -63,8 +63,8 @@ def test_each_element_counts_once_in_the_world() -> None:
 
 
 def poisoned(context: ParallelContext) -> tuple[set[str], set[str], list[int], bool]:
-    """Rank 1's second loss is not a number. Names after a step that sums; names that a step that inspects finds, what that one sums,
-    and whether it leaves the gradients as they were."""
+    """Rank 1's second loss is not a number. Names after a step that sums; names that a step that inspects finds, what that one
+    sums, and whether it leaves the gradients as they were."""
     model = build(context)
     provider = shard(model, context)
     factors = (1.0, math.nan if context.rank == 1 else 1.0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.data.batches import DocumentRules
-from megatron.verification.equality import assert_equal_runs
+from megatron.verification.diagnosis.equality import assert_equal_runs
 from megatron.verification.reference.documents import Rules, loss_of_documents_apart, loss_with_rules
 from megatron.verification.reference.random_inputs import random_weights
 from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like

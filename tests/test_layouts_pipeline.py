@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.pipeline_parallel.schedules.registry import GENERATORS
-from megatron.verification.equality import assert_equal_runs
+from megatron.verification.diagnosis.equality import assert_equal_runs
 from megatron.verification.reference.random_inputs import random_batches, random_weights
 from megatron.verification.reference.shape import gpt2_like, llama_like
 from megatron.verification.reference.training import ReferenceRun, train

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.verification.equality import assert_equal_runs, number_differences
+from megatron.verification.diagnosis.equality import assert_equal_runs, number_differences
 from megatron.verification.reference.random_inputs import random_batches, random_weights
 from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
 from megatron.verification.reference.training import ReferenceRun, mean_loss, train

@@ -16,7 +16,7 @@ from megatron.inference.model import model_from
 from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
-from megatron.verification.parts import inside
+from megatron.verification.observing.parts import inside
 from megatron.verification.reference.model import Weights, logits
 from megatron.verification.reference.random_inputs import random_weights
 from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like

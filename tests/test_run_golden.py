@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron.verification.equality import number_differences
+from megatron.verification.diagnosis.equality import number_differences
 from tests.model_styles import STYLES
 from tests.runs import arguments, losses, read_metrics, run
 

@@ -12,7 +12,7 @@ import torch
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.split import split_documents
-from megatron.verification.equality import assert_equal_tensors, number_differences
+from megatron.verification.diagnosis.equality import assert_equal_tensors, number_differences
 from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
 from megatron.verification.reference.training import Batch, ReferenceRun, mean_loss, train
 from tests.byte_dataset import FLAGS, write_bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.verification.equality import assert_equal_tensors, number_differences
+from megatron.verification.diagnosis.equality import assert_equal_tensors, number_differences
 from tests.runs import (
     arguments,
     at_iteration,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.verification.equality import assert_same_bits
+from megatron.verification.diagnosis.equality import assert_same_bits
 from megatron.verification.reference.random_inputs import random_batches, random_weights
 from megatron.verification.reference.shape import gpt2_like
 from tests.layout import Layout, LayoutRun, Recipe, run_layout

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.verification.equality import assert_equal_tensors, number_differences
+from megatron.verification.diagnosis.equality import assert_equal_tensors, number_differences
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.random_inputs import random_batches, random_weights
 from megatron.verification.reference.shape import gpt2_like

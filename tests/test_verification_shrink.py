@@ -10,11 +10,11 @@ import pytest
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.rules import violations
-from megatron.verification.diagnosis import diagnose
-from megatron.verification.run import prove
-from megatron.verification.shrink import Reduced, shrink, sizes_of
+from megatron.verification.diagnosis.diagnose import diagnose
+from megatron.verification.observing.run import prove
 from megatron.verification.shrinking.model import Cuts, padded, padding_of, reduced_vocabulary
 from megatron.verification.shrinking.ranks import RankSizes, reduced_sizes
+from megatron.verification.shrinking.shrink import Reduced, shrink, sizes_of
 from megatron.verification.shrinking.stages import Pattern, pattern_of, reduced_pattern
 
 COMMON = (

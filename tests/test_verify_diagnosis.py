@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from megatron.verification.diagnosis import diagnose
-from megatron.verification.finding import Kind
+from megatron.verification.diagnosis.diagnose import diagnose
+from megatron.verification.diagnosis.finding import Kind
 from tests.verify_observations import (
     DATA,
     STAGES,

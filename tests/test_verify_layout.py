@@ -15,14 +15,14 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags
-from megatron.verification.diagnosis import diagnose
-from megatron.verification.isolation import conclusions, isolate
+from megatron.verification.diagnosis.diagnose import diagnose
+from megatron.verification.diagnosis.isolation import conclusions, isolate
+from megatron.verification.diagnosis.ratios import Facts, ratio_group, ratio_words
+from megatron.verification.diagnosis.variants import axes_alone, one_process, without_each
 from megatron.verification.local_ranks import RanksError
-from megatron.verification.observation import Observation
-from megatron.verification.ratios import Facts, ratio_group, ratio_words
+from megatron.verification.observing.observation import Observation
+from megatron.verification.observing.vocabulary import vocabulary_of
 from megatron.verification.report import Proof, format_report, report_json
-from megatron.verification.variants import axes_alone, one_process, without_each
-from megatron.verification.vocabulary import vocabulary_of
 from tests.cli import ROOT
 from tests.verify_observations import FLAGS, TENSOR, observed, scale_gradients
 from tools.verify_layout import HELP, main, take

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron.verification.diagnosis import diagnose
-from megatron.verification.finding import Kind
-from megatron.verification.observation import Observation, RankObservation
+from megatron.verification.diagnosis.diagnose import diagnose
+from megatron.verification.diagnosis.finding import Kind
+from megatron.verification.observing.observation import Observation, RankObservation
 from tests.verify_observations import DATA, box, first_finding, observed, parts
 
 QKV = "layers.1.attention.qkv.weight"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron.config.cli import load
-from megatron.verification.diagnosis import Diagnosis, diagnose
-from megatron.verification.finding import Finding
-from megatron.verification.observation import Observation, Part, RankObservation
-from megatron.verification.run import prove
+from megatron.verification.diagnosis.diagnose import Diagnosis, diagnose
+from megatron.verification.diagnosis.finding import Finding
+from megatron.verification.observing.observation import Observation, Part, RankObservation
+from megatron.verification.observing.run import prove
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --ffn-hidden-size 12 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1e-2 "

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
             sys.stdout.write(HELP)
             return 0
         if len(own.traces) == 2 and not rest:
-            from megatron.verification.traces import compare_files
+            from megatron.verification.traces.compare import compare_files
 
             apart, lines = compare_files(*own.traces)
             print("\n".join(lines))
@@ -139,9 +139,9 @@ def settings(rest: Sequence[str], own: Own) -> tuple[LoadedConfig, int]:
 
 def verify(loaded: LoadedConfig, world_size: int, own: Own) -> int:
     """Run, compare, tell."""
+    from megatron.verification.observing.vocabulary import vocabulary_of
     from megatron.verification.report import format_report, report_json
     from megatron.verification.verify import Effort, verify_layout
-    from megatron.verification.vocabulary import vocabulary_of
 
     started = time.monotonic()
     try:

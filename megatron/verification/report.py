@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.verification.comparison import Row
-from megatron.verification.diagnosis import Diagnosis
-from megatron.verification.finding import Finding
-from megatron.verification.tolerance import TOLERANCE, short
+from megatron.verification.diagnosis.comparison import Row
+from megatron.verification.diagnosis.diagnose import Diagnosis
+from megatron.verification.diagnosis.finding import Finding
+from megatron.verification.diagnosis.tolerance import TOLERANCE, short
 
 WORST = 8
 """Rows of the table."""

@@ -9,15 +9,15 @@ from functools import partial
 from megatron.audit.trace_file import TraceRun
 from megatron.config.config import Config
 from megatron.pipeline_parallel.partition import table_of
-from megatron.verification.diagnose_start import layer_findings
-from megatron.verification.diagnosis import diagnose
-from megatron.verification.isolation import conclusions, isolate
+from megatron.verification.diagnosis.diagnose import diagnose
+from megatron.verification.diagnosis.isolation import conclusions, isolate
+from megatron.verification.diagnosis.start import layer_findings
 from megatron.verification.local_ranks import RanksError
+from megatron.verification.observing.run import prove
 from megatron.verification.report import Proof
-from megatron.verification.run import prove
-from megatron.verification.shrink import Reduced, shrink
-from megatron.verification.trace_of import trace_of, write_trace
-from megatron.verification.traces import compare, format_traces, read_whole
+from megatron.verification.shrinking.shrink import Reduced, shrink
+from megatron.verification.traces.compare import compare, format_traces, read_whole
+from megatron.verification.traces.of_proof import trace_of, write_trace
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""How each part of a run's settings is made small; `megatron.verification.shrink` puts the parts together."""
+"""Make a user's settings small enough to be proved in a minute, keeping what matters of the layout."""

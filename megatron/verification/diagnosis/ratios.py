@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.verification.tolerance import short
+from megatron.verification.diagnosis.tolerance import short
 
 _CLOSE = 1e-6
 """Relative: a factor is a fact of the layout if they agree so far."""

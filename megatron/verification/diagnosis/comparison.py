@@ -10,12 +10,12 @@ from functools import cached_property
 from torch import Tensor
 
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.verification.join import Joined, join
-from megatron.verification.measure import Measured, joint_norm, measure
-from megatron.verification.observation import Observation, Part, PlainStep, RankObservation, RankStep
-from megatron.verification.places import backward_order, place_words, stages_of
-from megatron.verification.ratios import Facts
-from megatron.verification.tolerance import NEGLIGIBLE, relative
+from megatron.verification.diagnosis.join import Joined, join
+from megatron.verification.diagnosis.measure import Measured, joint_norm, measure
+from megatron.verification.diagnosis.places import backward_order, place_words, stages_of
+from megatron.verification.diagnosis.ratios import Facts
+from megatron.verification.diagnosis.tolerance import NEGLIGIBLE, relative
+from megatron.verification.observing.observation import Observation, Part, PlainStep, RankObservation, RankStep
 
 _ROUNDING = 1e-14
 """Error of an element of a gradient, in parts of the global norm."""

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from megatron.parallel.boxes import Box
 from megatron.parallel.shards import Shard
 from megatron.training.step import TrainStep
-from megatron.verification.observation import CountedSquare, Part
+from megatron.verification.observing.observation import CountedSquare, Part
 
 
 def parts_of_shards(step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor]) -> list[Part]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.verification.tolerance import NEGLIGIBLE, TOLERANCE, relative, relative_words, short
+from megatron.verification.diagnosis.tolerance import NEGLIGIBLE, TOLERANCE, relative, relative_words, short
 
 _CONSTANT = 1e-6
 """What is left of a tensor, relative, when a constant factor has been taken out, for the factor to be one."""

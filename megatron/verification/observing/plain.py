@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron.config.config import Config
-from megatron.verification.batches import RandomSamples
-from megatron.verification.observation import PlainRun, PlainStep
+from megatron.verification.observing.batches import RandomSamples
+from megatron.verification.observing.observation import PlainRun, PlainStep
+from megatron.verification.observing.settings import decay_growth, learning_rate_course, reference_shape, update_rule
 from megatron.verification.reference.documents import Rules, losses_with_rules
 from megatron.verification.reference.model import Seen, Weights, by_nobody
 from megatron.verification.reference.schedules import batch_size
 from megatron.verification.reference.training import Batch
 from megatron.verification.reference.update import State, update
-from megatron.verification.settings import decay_growth, learning_rate_course, reference_shape, update_rule
 
 
 @dataclass(frozen=True)

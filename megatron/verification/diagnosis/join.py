@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron.verification.measure import norm
-from megatron.verification.observation import Part, RankObservation
-from megatron.verification.tolerance import TOLERANCE, relative
+from megatron.verification.diagnosis.measure import norm
+from megatron.verification.diagnosis.tolerance import TOLERANCE, relative
+from megatron.verification.observing.observation import Part, RankObservation
 
 GROUP_WORDS = {"tp": "tensor", "dp": "data", "pp": "pipeline", "cp": "context"}
 """What the ranks along an axis are called together."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.verification.comparison import Compared, Comparison
-from megatron.verification.finding import Finding, Kind
-from megatron.verification.places import layer_of, listing, place_words, stages_of
+from megatron.verification.diagnosis.comparison import Compared, Comparison
+from megatron.verification.diagnosis.finding import Finding, Kind
+from megatron.verification.diagnosis.places import layer_of, listing, place_words, stages_of
 
 
 def start_findings(runs: Comparison) -> Iterator[Finding]:

@@ -10,9 +10,9 @@ import torch
 from megatron.audit.signature import named, signature_of
 from megatron.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep, TraceWriter
 from megatron.config.save import to_dict
-from megatron.verification.comparison import Comparison
-from megatron.verification.join import Joined
-from megatron.verification.observation import Observation
+from megatron.verification.diagnosis.comparison import Comparison
+from megatron.verification.diagnosis.join import Joined
+from megatron.verification.observing.observation import Observation
 
 
 def trace_of(observation: Observation) -> TraceRun:

@@ -8,10 +8,10 @@ from itertools import chain
 from typing import Protocol
 
 from megatron.config.config import Config
-from megatron.verification.diagnosis import Diagnosis, diagnose
+from megatron.verification.diagnosis.diagnose import Diagnosis, diagnose
+from megatron.verification.diagnosis.variants import Variant, axes_alone, one_process, without_each
 from megatron.verification.local_ranks import RanksError
-from megatron.verification.observation import Observation
-from megatron.verification.variants import Variant, axes_alone, one_process, without_each
+from megatron.verification.observing.observation import Observation
 
 
 class Prove(Protocol):

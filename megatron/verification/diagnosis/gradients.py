@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.verification.comparison import Compared, Comparison
-from megatron.verification.contributions import Microbatch, explain, mixture_words
-from megatron.verification.finding import Finding, Kind
-from megatron.verification.join import GROUP_WORDS, Held, Joined, Replicas, cut
-from megatron.verification.measure import constant_ratio, norm
-from megatron.verification.places import listing
-from megatron.verification.ratios import ratio_group, ratio_words
-from megatron.verification.tolerance import TOLERANCE
+from megatron.verification.diagnosis.comparison import Compared, Comparison
+from megatron.verification.diagnosis.contributions import Microbatch, explain, mixture_words
+from megatron.verification.diagnosis.finding import Finding, Kind
+from megatron.verification.diagnosis.join import GROUP_WORDS, Held, Joined, Replicas, cut
+from megatron.verification.diagnosis.measure import constant_ratio, norm
+from megatron.verification.diagnosis.places import listing
+from megatron.verification.diagnosis.ratios import ratio_group, ratio_words
+from megatron.verification.diagnosis.tolerance import TOLERANCE
 
 LISTED = 6
 

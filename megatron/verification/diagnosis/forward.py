@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.verification.comparison import Comparison
-from megatron.verification.finding import Finding, Kind
-from megatron.verification.join import GROUP_WORDS
-from megatron.verification.measure import constant_ratio, norm
-from megatron.verification.observation import Activation, RankObservation
-from megatron.verification.places import forward_order, layer_of, listing
-from megatron.verification.ratios import ratio_words
-from megatron.verification.tolerance import TOLERANCE, relative
+from megatron.verification.diagnosis.comparison import Comparison
+from megatron.verification.diagnosis.finding import Finding, Kind
+from megatron.verification.diagnosis.join import GROUP_WORDS
+from megatron.verification.diagnosis.measure import constant_ratio, norm
+from megatron.verification.diagnosis.places import forward_order, layer_of, listing
+from megatron.verification.diagnosis.ratios import ratio_words
+from megatron.verification.diagnosis.tolerance import TOLERANCE, relative
+from megatron.verification.observing.observation import Activation, RankObservation
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
-from megatron.verification.batches import RandomSamples
-from megatron.verification.observation import RankObservation
-from megatron.verification.parts import parts_of_shards, set_weights
-from megatron.verification.recording import Recorder
+from megatron.verification.observing.batches import RandomSamples
+from megatron.verification.observing.observation import RankObservation
+from megatron.verification.observing.parts import parts_of_shards, set_weights
+from megatron.verification.observing.recording import Recorder
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from megatron.model.block import Block
 from megatron.model.gpt import GPTChunk
 from megatron.model.inputs import ModelInputs
 from megatron.training.step import StepResult, TrainStep
-from megatron.verification.observation import Activation, Part, RankStep
-from megatron.verification.parts import counted_squares, parts_of_parameters, parts_of_shards
+from megatron.verification.observing.observation import Activation, Part, RankStep
+from megatron.verification.observing.parts import counted_squares, parts_of_parameters, parts_of_shards
 
 
 @dataclass

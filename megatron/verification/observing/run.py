@@ -18,14 +18,14 @@ from megatron.model.build import build_model
 from megatron.parallel.context import choose_device, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
-from megatron.verification.batches import RandomSamples
-from megatron.verification.layout_run import Job, observe_rank
 from megatron.verification.local_ranks import run_ranks
-from megatron.verification.observation import LayoutRun, Observation
-from megatron.verification.plain import PlainTask, run_plain
-from megatron.verification.prepare import import_before_fork
+from megatron.verification.observing.batches import RandomSamples
+from megatron.verification.observing.layout_run import Job, observe_rank
+from megatron.verification.observing.observation import LayoutRun, Observation
+from megatron.verification.observing.plain import PlainTask, run_plain
+from megatron.verification.observing.prepare import import_before_fork
+from megatron.verification.observing.settings import reference_shape
 from megatron.verification.reference.random_inputs import random_weights
-from megatron.verification.settings import reference_shape
 
 DROPOUT = 0.1
 """Probability where the settings have none."""

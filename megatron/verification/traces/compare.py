@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep, read_trace
-from megatron.verification.places import backward_order, layer_of, listing
-from megatron.verification.tolerance import NEGLIGIBLE, relative, short
+from megatron.verification.diagnosis.places import backward_order, layer_of, listing
+from megatron.verification.diagnosis.tolerance import NEGLIGIBLE, relative, short
 
 LISTED = 8
 _JUMP = 10.0

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.verification.comparison import Comparison, Row
-from megatron.verification.diagnose_forward import forward_findings, loss_findings
-from megatron.verification.diagnose_gradients import gradient_findings
-from megatron.verification.diagnose_start import start_findings
-from megatron.verification.diagnose_update import evaluation_findings, norm_findings, update_findings
-from megatron.verification.finding import Finding, Kind
-from megatron.verification.observation import Observation
-from megatron.verification.tolerance import TOLERANCE
+from megatron.verification.diagnosis.comparison import Comparison, Row
+from megatron.verification.diagnosis.finding import Finding, Kind
+from megatron.verification.diagnosis.forward import forward_findings, loss_findings
+from megatron.verification.diagnosis.gradients import gradient_findings
+from megatron.verification.diagnosis.start import start_findings
+from megatron.verification.diagnosis.tolerance import TOLERANCE
+from megatron.verification.diagnosis.update import evaluation_findings, norm_findings, update_findings
+from megatron.verification.observing.observation import Observation
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Run settings at a layout on local processes, and plainly in one, and keep everything that can be compared."""

@@ -1,0 +1,1 @@
+"""Where two traces part, which runs have saved."""
