@@ -73,9 +73,12 @@ def suite(command: str, folder: Path) -> None:
     """With a python that notes how it was to run pytest, and does everything else."""
     noted = folder / "noted"
     python = folder / "python"
-    python.write_text(
-        f'#!/usr/bin/env bash\n[[ "$1 $2" == "-m pytest" || "$1 $2" == "-m tests.fuzz" ]] || exec {sys.executable} "$@"\necho "${{@:3}}" > {noted}\n'
+    program = (
+        "#!/usr/bin/env bash",
+        f'[[ "$1 $2" == "-m pytest" || "$1 $2" == "-m tests.fuzz" ]] || exec {sys.executable} "$@"',
+        f'echo "${{@:3}}" > {noted}',
     )
+    python.write_text("\n".join(program) + "\n")
     python.chmod(0o755)
     shell(command, folder)
     words = noted.read_text().split()
