@@ -297,3 +297,20 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
         check_file(str(tmp_path / "folder"))
     with pytest.raises(ValueError, match="cannot be written"):
         write_plan(plan(), str(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize(
+    ("needed", "words"),
+    [
+        (30 * 10**9, ": more than a GPU of 24 GB has, fits one of 32 GB with 2 GB to spare"),
+        (31 * 10**9, ": too tight for a GPU of 32 GB (1 GB to spare), fits one of 40 GB with 9 GB to spare"),
+        (32 * 10**9, ": more than a GPU of 32 GB has, fits one of 40 GB with 8 GB to spare"),
+        (10**9, ": fits one of 16 GB with 15 GB to spare"),
+        (280 * 10**9, ": too tight for a GPU of 288 GB (8 GB to spare)"),
+        (288 * 10**9, ": more than any GPU has (the largest has 288 GB)"),
+    ],
+)
+def test_what_the_plan_does_not_count_must_fit_too(needed: int, words: str) -> None:
+    memory = RankMemory(Bytes(needed), *(Bytes() for _ in range(5)))
+    kinds = tuple(dataclasses.replace(kind, memory=memory) for kind in plan().kinds)
+    assert format_plan(plan(kinds=kinds))[0].endswith(f" of device memory{words}")

@@ -12,6 +12,8 @@ from megatron.planner.state_report import amount
 
 GPU_MEMORY_GB = (16, 24, 32, 40, 48, 80, 94, 141, 180, 288)
 """Sizes that are sold."""
+SPARE = 0.05
+"""Share of a GPU's memory that must be left for what the plan does not count: driver, communication library, allocator."""
 FLOPS_PER_S, INSIDE_PER_S, BETWEEN_PER_S = 500e12, 300e9, 25e9
 """Speeds of a rank by which the parts of a step are compared: about half the peak of an H100 in bfloat16, and of its links what
 long messages reach (bytes)."""
@@ -55,12 +57,19 @@ def _verdict(plan: Plan) -> Iterator[str]:
 def _fits(plan: Plan, needed: int) -> str:
     if plan.job.device == "cpu":
         return ""
-    larger = [size for size in GPU_MEMORY_GB if size * 1e9 > needed]
-    smaller = [size for size in GPU_MEMORY_GB if size * 1e9 <= needed]
-    if not larger:
+    too_small = [size for size in GPU_MEMORY_GB if size * 1e9 <= needed]
+    too_tight = [size for size in GPU_MEMORY_GB if 0 < size * 1e9 - needed < SPARE * size * 1e9]
+    larger = [size for size in GPU_MEMORY_GB if size * 1e9 - needed >= SPARE * size * 1e9]
+    if not (larger or too_tight):
         return f": more than any GPU has (the largest has {GPU_MEMORY_GB[-1]} GB)"
-    too_small = f"more than a GPU of {smaller[-1]} GB has, " if smaller else ""
-    return f": {too_small}fits one of {larger[0]} GB with {amount(larger[0] * 1e9 - needed)} to spare"
+    words = []
+    if too_tight:
+        words.append(f"too tight for a GPU of {too_tight[-1]} GB ({amount(too_tight[-1] * 1e9 - needed)} to spare)")
+    elif too_small:
+        words.append(f"more than a GPU of {too_small[-1]} GB has")
+    if larger:
+        words.append(f"fits one of {larger[0]} GB with {amount(larger[0] * 1e9 - needed)} to spare")
+    return f": {', '.join(words)}"
 
 
 def _time(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
