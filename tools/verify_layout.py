@@ -18,12 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
+from megatron.config.checks.ranges import LARGEST_WORLD
 from megatron.config.cli import LoadedConfig, load, parse
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.given import split
+from megatron.config.given import is_count, split
 
 PROGRAM = "verify_layout.py"
-LARGEST_WORLD = 1_048_576
 HELP = """\
 usage: python tools/verify_layout.py FLAGS [--world-size N] [--steps N] [--max-ranks N] [--quick] [--json FILE]
        python tools/verify_layout.py FLAGS --trace FILE
@@ -98,7 +98,7 @@ def take(argv: Sequence[str]) -> tuple[list[str] | None, Own]:
             return None, own
         if item.name == "quick" and not item.values:
             own.quick = True
-        elif item.name in _NUMBERS and len(item.values) == 1 and _is_count(item.values[0], _NUMBERS[item.name]):
+        elif item.name in _NUMBERS and len(item.values) == 1 and is_count(item.values[0], _NUMBERS[item.name]):
             setattr(own, item.name.replace("-", "_"), int(item.values[0]))
         elif item.name == "trace" and len(item.values) == 1:
             own.traces.append(item.values[0])
@@ -171,10 +171,6 @@ def _try_to_write(path: str) -> None:
         raise ValueError(
             f"--json {path} cannot be written ({error.strerror}). Give a path in a folder that you may write to."
         ) from error
-
-
-def _is_count(text: str, most: int) -> bool:
-    return text.isascii() and text.isdigit() and 1 <= int(text[:12]) <= most
 
 
 if __name__ == "__main__":

@@ -51,6 +51,11 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[Given]]:
     return stray, found
 
 
+def is_count(text: str, most: int) -> bool:
+    """Whether a text is a whole number from 1 to `most`, of less than a million million."""
+    return text.isascii() and text.isdigit() and 1 <= int(text[:12]) <= most
+
+
 def _is_number(word: str) -> bool:
     try:
         float(word)

@@ -9,7 +9,7 @@ from megatron.config.checks.ranges import LARGEST_WORLD
 from megatron.config.config import Config
 from megatron.config.data_words import has_own_splits
 from megatron.config.errors import Violation
-from megatron.config.given import Given
+from megatron.config.given import Given, is_count
 
 GPUS_PER_NODE = 8
 
@@ -123,7 +123,7 @@ def _enter(item: Given, found: Requests) -> str | None:
     elif item.name in ("explain", "dry-run-json"):
         setattr(found, item.name.replace("-", "_"), item.values[0])
     else:
-        if not item.values[0].isascii() or not item.values[0].isdigit() or not 1 <= int(item.values[0][:12]) <= LARGEST_WORLD:
+        if not is_count(item.values[0], LARGEST_WORLD):
             return f"takes a whole number from 1 to {LARGEST_WORLD:,}"
         setattr(found, item.name.replace("-", "_"), int(item.values[0]))
     return None
