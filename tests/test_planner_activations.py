@@ -11,10 +11,10 @@ from megatron.model.inputs import ModelInputs
 from megatron.pipeline_parallel.exchange import plan_receives
 from megatron.pipeline_parallel.schedule import OpKind
 from megatron.pipeline_parallel.schedules.registry import make_schedule
-from megatron.planner import chunk_trace
-from megatron.planner.cuda_kernels import attention_kernel
-from megatron.planner.mail import Mail
-from megatron.planner.storages import StorageLedger
+from megatron.planner.activations import chunk_trace
+from megatron.planner.activations.cuda_kernels import attention_kernel
+from megatron.planner.activations.mail import Mail
+from megatron.planner.activations.storages import StorageLedger
 from megatron.verification.local_ranks import run_ranks
 from tests.activation_runs import build_step, plan_rank, settings
 from tests.test_planner_activations_measured import DROPOUT, LLAMA, PACKED, PP2, TP2

@@ -14,9 +14,9 @@ from megatron.pipeline_parallel.partition import Chunk, table_of
 from megatron.pipeline_parallel.schedule import Op, OpKind
 from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.planner import advice
-from megatron.planner.activations import peak_activations, receive_plans, step_transfers
-from megatron.planner.chunk_trace import ChunkTrace, trace_chunks
-from megatron.planner.collective_calls import Transfer
+from megatron.planner.activations.chunk_trace import ChunkTrace, trace_chunks
+from megatron.planner.activations.collective_calls import Transfer
+from megatron.planner.activations.peak import peak_activations, receive_plans, step_transfers
 from megatron.planner.kinds import Groups, Sending, StagePlan, make_kinds
 from megatron.planner.links import Links
 from megatron.planner.places import Held, parameters_of_stage, places_by_content

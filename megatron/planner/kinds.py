@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.data_parallel.memory import Bytes, Memory
 from megatron.data_parallel.traffic import axes_in_words
 from megatron.parallel.context import ParallelContext
-from megatron.planner.activations import Activations
+from megatron.planner.activations.peak import Activations
 from megatron.planner.links import Crossing, Links
 from megatron.planner.places import Held
 from megatron.planner.plan import Kind, Places, RankMemory, Traffic

@@ -19,8 +19,8 @@ from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.schedule import OpKind
-from megatron.planner.microbatch import make_inputs
-from megatron.planner.storages import Span, StorageLedger
+from megatron.planner.activations.microbatch import make_inputs
+from megatron.planner.activations.storages import Span, StorageLedger
 
 
 class ChunkRun:

@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.planner.collective_calls import Call, call_of
-from megatron.planner.kernel_memory import bytes_inside
+from megatron.planner.activations.collective_calls import Call, call_of
+from megatron.planner.activations.kernel_memory import bytes_inside
 
 
 @dataclass(frozen=True)
