@@ -45,7 +45,8 @@ def _draw_attention(draw: Draw, tp: int, parts: int) -> dict[str, Any]:
     if chance(draw, 2):
         settings["group_query_attention"] = True
         settings["num_query_groups"] = one_of(draw, *(tp * n for n in range(1, heads // tp + 1) if heads % (tp * n) == 0))
-    return settings | switches(draw, "qk_layernorm", one_in=3)
+    # A LayerNorm of two channels tells which is the larger, and little else: rounding would decide.
+    return settings | (switches(draw, "qk_layernorm", one_in=3) if head > 2 else {})
 
 
 def _draw_mlp(draw: Draw, tp: int, parts: int, hidden: int) -> dict[str, Any]:

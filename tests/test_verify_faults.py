@@ -150,6 +150,20 @@ FAULTS = {
         None,
         ("the count ignores the loss mask",),
     ),
+    "gradients that are not clipped": Fault(
+        (
+            (
+                "megatron/training/step.py",
+                "clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0",
+                "clip = 1.0",
+            ),
+        ),
+        "--world-size 2",
+        "update",
+        "embedding.word.weight",
+        None,
+        ("the gradient is right, the update is not",),
+    ),
 }
 
 

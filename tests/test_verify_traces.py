@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,9 +36,15 @@ def signed(values: dict[str, torch.Tensor]) -> dict[str, Signature]:
     return {name: named(signature_of(name, value)) for name, value in values.items()}
 
 
+def settings(dropout: float = 0.0, micro_batch_size: int = 2, lr: float = 1e-3) -> dict[str, dict[str, Any]]:
+    """What a trace tells of its run, as far as it is read."""
+    model = {"attention_dropout": dropout, "hidden_dropout": 0.0}
+    return {"optimizer": {"lr": lr}, "model": model, "training": {"micro_batch_size": micro_batch_size}}
+
+
 def trace(*, noise: list[float] | None = None, dtype: str = "float64", first: int = 1) -> TraceRun:
     """A run of five steps; `noise` is that of the gradients of each."""
-    header = TraceHeader({"optimizer": {"lr": 1e-3}}, {"tp": 1, "cp": 1, "dp": 1, "pp": 1}, [(0, [0, 1])], dtype, "2", 16, SHAPES)
+    header = TraceHeader(settings(), {"tp": 1, "cp": 1, "dp": 1, "pp": 1}, [(0, [0, 1])], dtype, "2", 16, SHAPES)
     run = TraceRun(header, first - 1, signed(tensors(0)))
     for number in range(STEPS):
         far = noise[number] if noise else 0.0
@@ -152,8 +159,8 @@ def test_other_models_and_other_steps_are_refused() -> None:
 
 def test_how_the_runs_were_set_up_is_told() -> None:
     run = trace()
-    settings = dataclasses.replace(run.header, settings={"optimizer": {"lr": 2e-3}}, layout={"tp": 2, "cp": 1, "dp": 1, "pp": 1})
-    lines = format_traces(compare(dataclasses.replace(run, header=settings), run), "A", "B")
+    header = dataclasses.replace(run.header, settings=settings(lr=2e-3), layout={"tp": 2, "cp": 1, "dp": 1, "pp": 1})
+    lines = format_traces(compare(dataclasses.replace(run, header=header), run), "A", "B")
     assert "  --lr differs: 0.002 and 0.001" in lines and any("layout differs: tp 2" in line for line in lines)
 
 
@@ -175,3 +182,18 @@ def test_the_traces_of_two_layouts_are_equal(tmp_path: Path) -> None:
     apart, lines = compare_files(str(tmp_path / "stages"), str(tmp_path / "data"))
     assert not apart and lines[0].startswith("EQUAL"), lines
     assert any("layout differs" in line and "pp 2" in line for line in lines)
+
+
+def test_runs_with_other_dropout_masks_are_not_compared() -> None:
+    def run(dropout: float, tp: int, micro_batch_size: int = 2) -> TraceRun:
+        made = trace()
+        header = dataclasses.replace(
+            made.header, settings=settings(dropout, micro_batch_size), layout={**made.header.layout, "tp": tp}
+        )
+        return dataclasses.replace(made, header=header)
+
+    assert not compare(run(0.0, 2, 4), run(0.0, 1)).parts and not compare(run(0.1, 2), run(0.1, 2)).parts
+    with pytest.raises(ValueError, match=r"dropout, which draws other masks at another tensor size \(2 and 1\)"):
+        compare(run(0.1, 2), run(0.1, 1))
+    with pytest.raises(ValueError, match=r"another micro-batch size \(2 and 4\). Repeat both with --attention-dropout 0"):
+        compare(run(0.1, 2), run(0.1, 2, 4))

@@ -10,6 +10,7 @@ The exit status is 0 if all is equal, 1 if anything differs or the layout does n
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -113,6 +114,9 @@ def take(argv: Sequence[str]) -> tuple[list[str] | None, Own]:
     if len(own.traces) > 2 or (len(own.traces) == 2 and rest):
         told = "Two --trace files are compared without any other flags, one with what the flags of a run give."
         problems.append(Violation(("--trace",), told))
+    if len(own.traces) == 1 and not rest:
+        told = "One --trace is compared with a run, whose flags are missing here; two are compared with each other."
+        problems.append(Violation(("--trace",), told))
     if problems:
         raise ConfigError(problems)
     return rest, own
@@ -153,9 +157,12 @@ def verify(loaded: LoadedConfig, world_size: int, own: Own) -> int:
     except ValueError as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 2
-    print("\n".join([*format_report(proofs), f"all together {time.monotonic() - started:.1f} s"]))
     if own.json is not None:
         Path(own.json).write_text(json.dumps(report_json(proofs), indent=1, allow_nan=False) + "\n")
+    try:
+        print("\n".join([*format_report(proofs), f"all together {time.monotonic() - started:.1f} s"]), flush=True)
+    except BrokenPipeError:  # `| head`: nobody reads on, and Python must not try to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if all(proof.equal and not proof.parts_from_trace for proof in proofs) else 1
 
 

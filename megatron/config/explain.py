@@ -66,7 +66,7 @@ def _takes(flag: Flag) -> str:
     if flag.kind is bool:
         return "no value: it is a switch"
     bound = f", {'each ' if flag.is_tuple else ''}{RANGES[flag.field]}" if flag.field in RANGES else ""
-    return f"{flag.expects}{bound}{', or None' if flag.optional else ''}"
+    return f"{flag.expects}{bound}{', or None' if flag.optional and flag.field not in REQUIRED else ''}"
 
 
 def _default(flag: Flag) -> str:

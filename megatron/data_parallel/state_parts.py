@@ -1,5 +1,5 @@
-"""What of a stage's state is divided as one thing: a bucket, or all that `fully_shard` takes. Which part of it a rank keeps follows
-from the rank's place in the group that divides it."""
+"""What of a stage's state is divided as one thing: a bucket, or all that `fully_shard` takes. Which part of it a rank
+keeps follows from the rank's place in the group that divides it."""
 
 from __future__ import annotations
 

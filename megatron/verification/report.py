@@ -90,8 +90,9 @@ def _verdict(proofs: Sequence[Proof]) -> str:
     found = [proof.diagnosis for proof in proofs if proof.diagnosis]
     worst = max((each.worst for each in found), key=lambda worst: worst.relative / worst.allowed)
     what = f"{proofs[0].title}" if len(proofs) == 1 else f"{len(proofs)} layouts ({'; '.join(proof.title for proof in proofs)})"
+    steps = f"{found[0].num_steps} step{'s' * (found[0].num_steps > 1)}"
     return (
-        f"EQUAL to one process: {what}: loss, {found[0].num_parameters} gradients and weights of {found[0].num_steps} steps; "
+        f"EQUAL to one process: {what}: loss, {found[0].num_parameters} gradients and weights of {steps}; "
         f"largest relative difference {worst.relative:.1e}, allowed {worst.allowed:.0e}"
     )
 

@@ -105,7 +105,7 @@ def constant_ratio(a: Tensor, b: Tensor) -> float | None:
     if not a.isfinite().all() or not (square := b.square().sum().item()):
         return None
     ratio = (a * b).sum().item() / square
-    constant = norm(a - ratio * b) <= _CONSTANT * norm(b)
+    constant = norm(a - ratio * b) <= _CONSTANT * norm(a)
     return ratio if constant and abs(ratio - 1) > _CONSTANT else None
 
 

@@ -28,5 +28,7 @@ def relative_words(difference: float, size: float) -> str:
 
 
 def short(ratio: float) -> str:
-    """A factor in few digits."""
+    """A factor in few digits, but as many as tell it from 1."""
+    if 0 < abs(ratio - 1) < 1e-5:
+        return f"{ratio:.12g}"
     return f"{ratio:.1f}" if math.isclose(ratio, round(ratio, 1), rel_tol=1e-5) else f"{ratio:.6g}"

@@ -56,7 +56,6 @@ def observe_rank(rank: int, job: Job) -> RankObservation:
     plan = BatchSizePlan(config.training, context.group("cp", "dp").size)
     config = startup.with_batch_size(config, plan)
     step = _build_step(job, config, context)
-    startup.check_parameter_count(config.model, job.vocab_size, step.counted_shards, context)
     initial = parts_of_shards(step, lambda shard: shard.main)
     set_weights(step, job.start)
     start = parts_of_shards(step, lambda shard: shard.main)

@@ -76,13 +76,15 @@ def prove(
 def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, list[str]]:
     """The settings as both runs take them, and what was replaced."""
     replaced = [
-        "dtype: everything is float64; what 16-bit storage rounds is not looked at",
+        "dtype: everything is float64. Not run: 16-bit storage, and main parameters apart from the weights with their copy back",
         "dropout: off in training"
         + ("; its probability stays, as evaluation must be without" if dropout else " and in evaluation"),
         "data: random tokens with ends of documents, and random loss masks beside those of the flags",
         "checkpoints, logs, profiler and exits: none",
     ]
     model, training, optimizer = config.model, config.training, config.optimizer
+    if optimizer.optimizer_cpu_offload:
+        replaced.append("--optimizer-cpu-offload: on a CPU there is one memory. Not run: what moves between host and device")
     if optimizer.use_apex:
         replaced.append("--use-apex: torch's optimizer, which does the same on a CPU")
     if optimizer.optimizer == "adam" and optimizer.adam_eps < LEAST_EPS:

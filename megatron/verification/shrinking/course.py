@@ -11,6 +11,8 @@ from megatron.verification.reference.schedules import batch_size
 
 _LEAST_RATE = 1e-3
 """Highest learning rate below which a step would hardly change the weights."""
+_MOST_CLIP = 0.05
+"""Greatest norm of the gradient that is left: small models have larger ones, so that clipping is seen to act."""
 _MOST_SAMPLES = 2
 """Of a microbatch."""
 
@@ -29,7 +31,8 @@ def reduced_training(training: TrainingConfig, pp: int, dp: int, small_pp: int, 
     small_full, small_ramp = None, None
     if ramp is not None and full is not None:
         stages = min(2, (full - ramp[0]) // ramp[1])
-        small_full, small_ramp = (1 + stages) * unit, (unit, unit, 2 * stages * unit)
+        between = ramp[2] % (training.micro_batch_size * dp) > 0  # the batch grows in the middle of a step
+        small_full, small_ramp = (1 + stages) * unit, (unit, unit, 2 * stages * unit + between)
     elif full is not None:
         small_full = unit * _microbatches(full // (training.micro_batch_size * dp), pp, small_pp)
     samples = None
@@ -61,7 +64,7 @@ def _microbatches(count: int, pp: int, small_pp: int) -> int:
 
 
 def reduced_rates(config: Config, training: TrainingConfig, steps: int) -> OptimizerConfig:
-    """Learning rates and the lengths of their schedules.
+    """Learning rates, the lengths of their schedules, and clipping.
 
     Args:
         config: before.
@@ -87,4 +90,5 @@ def reduced_rates(config: Config, training: TrainingConfig, steps: int) -> Optim
         changed[rate] = min(getattr(settings, rate) * factor, max(settings.lr, _LEAST_RATE))
     if not warms_up:
         changed["lr_warmup_init"] = 0.0
+    changed["clip_grad"] = min(settings.clip_grad, _MOST_CLIP)
     return dataclasses.replace(settings, **changed)  # type: ignore[arg-type]

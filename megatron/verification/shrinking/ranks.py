@@ -32,6 +32,9 @@ def reduced_sizes(whole: RankSizes, max_ranks: int, *, hybrid: bool) -> list[Ran
     Args:
         max_ranks: of one run.
         hybrid: groups of data ranks each share a copy of the model, which takes four data ranks to be seen.
+
+    Raises:
+        ValueError: so few ranks show nothing of it.
     """
     if whole.world_size <= max_ranks:
         return [whole]
@@ -43,7 +46,7 @@ def reduced_sizes(whole: RankSizes, max_ranks: int, *, hybrid: bool) -> list[Ran
     else:
         if hybrid and whole.dp >= 2:
             return reduced_sizes(whole, max_ranks, hybrid=False)
-        return [RankSizes(1, 1, 1)]
+        raise ValueError(f"--max-ranks {max_ranks} runs nothing of this layout. Give at least 2.")
     found = [_with_middle(each, whole, max_ranks) if each.pp > 1 else each for each in found]
     if whole.pp >= _MIDDLE and not any(each.pp >= _MIDDLE for each in found):
         longer = (RankSizes(tp, pp, 1) for tp in (small.tp, 1) for pp in range(min(whole.pp, _MOST_STAGES), _MIDDLE - 1, -1))

@@ -15,6 +15,8 @@ _PACKING = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 _TOLD = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "make_vocab_size_divisible_by"),
     *("num_attention_heads", "num_query_groups"),
+    # Everything runs in float64 and in one memory.
+    *("bf16", "fp16", "fp32_residual_connection", "optimizer_cpu_offload", "optimizer_offload_fraction"),
 )
 """Settings of which other lines tell."""
 

@@ -105,14 +105,34 @@ def read_whole(path: str) -> TraceRun:
     return TraceRun(runs[-1].header, runs[0].iteration, runs[0].weights, [steps[iteration] for iteration in sorted(steps)])
 
 
+def _other_masks(header: TraceHeader, other: TraceHeader) -> str | None:
+    """Why two runs with dropout cannot be compared, if they cannot: masks depend on the tensor size and on the micro-batch size."""
+    models = [each.settings["model"] for each in (header, other)]
+    if not any(model[name] for model in models for name in ("attention_dropout", "hidden_dropout")):
+        return None
+    tensor = [each.layout["tp"] for each in (header, other)]
+    micro = [each.settings["training"]["micro_batch_size"] for each in (header, other)]
+    if tensor[0] == tensor[1] and micro[0] == micro[1]:
+        return None
+    what = (
+        f"tensor size ({tensor[0]} and {tensor[1]})" if tensor[0] != tensor[1] else f"micro-batch size ({micro[0]} and {micro[1]})"
+    )
+    return (
+        f"the runs cannot be compared: they have dropout, which draws other masks at another {what}. "
+        "Repeat both with --attention-dropout 0 --hidden-dropout 0."
+    )
+
+
 def compare(run: TraceRun, other: TraceRun) -> TraceComparison:
     """Compare a run with another, which counts as the reference.
 
     Raises:
-        ValueError: they are not of the same model, or have no step in common.
+        ValueError: they are not of the same model, draw other dropout masks, or have no step in common.
     """
     if run.header.parameters != other.header.parameters:
         raise ValueError(f"the traces are of different models: {_model_words(run.header, other.header)}")
+    if told := _other_masks(run.header, other.header):
+        raise ValueError(told)
     mine, theirs = ({step.iteration: step for step in each.steps} for each in (run, other))
     common = sorted(set(mine) & set(theirs))
     if not common:
