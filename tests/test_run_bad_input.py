@@ -62,7 +62,12 @@ def test_an_impossible_layout(tmp_path: Path) -> None:
 def test_a_world_of_another_size(world_size: int, settings: dict[str, Any]) -> None:
     """Fewer ranks than the model-parallel sizes need."""
     product = 2 * world_size
-    words = [f"world size {world_size} does not divide", f"Nearest valid: world size {product}", "--tensor-model-parallel-size 1"]
+    words = [
+        f"world size {world_size} does not divide",
+        "Nearest valid: ",
+        f"world size {product}",
+        "--tensor-model-parallel-size 1",
+    ]
     _refused(arguments(train_iters=1, **settings), world_size, *words, code=2)
 
 
