@@ -131,7 +131,6 @@ def test_settings_that_choose_stay() -> None:
         ((8, 64, 6), 2, [(2, 1, 1), (1, 2, 1), (1, 1, 2)]),
         ((1, 64, 6), 8, [(1, 4, 2)]),
         ((1, 1, 60), 8, [(1, 1, 2)]),
-        ((8, 64, 6), 1, [(1, 1, 1)]),
     ],
 )
 def test_layouts_of_few_ranks(whole: tuple[int, int, int], max_ranks: int, expected: list[tuple[int, int, int]]) -> None:
