@@ -7,6 +7,9 @@ from typing import Any
 
 from tests.random_draws import Draw, chance, number, one_of, switches
 
+_FEW = 2
+"""A LayerNorm of two channels tells which is the larger, and little else: rounding would decide."""
+
 
 def draw_model(draw: Draw, tp: int, parts: int, sequence_parallel: bool) -> dict[str, Any]:
     """Shape and parts of a small model.
@@ -20,7 +23,7 @@ def draw_model(draw: Draw, tp: int, parts: int, sequence_parallel: bool) -> dict
     settings |= _draw_mlp(draw, tp, parts, settings["hidden_size"])
     settings |= _draw_positions(draw, tp, parts, settings.pop("head"), sequence_parallel)
     settings |= _draw_vocabulary(draw, parts)
-    if chance(draw, 2):
+    if chance(draw, 2) or settings["hidden_size"] == _FEW:
         settings["normalization"] = "RMSNorm"
     if chance(draw, 4):
         settings["norm_epsilon"] = 1e-2
@@ -45,8 +48,7 @@ def _draw_attention(draw: Draw, tp: int, parts: int) -> dict[str, Any]:
     if chance(draw, 2):
         settings["group_query_attention"] = True
         settings["num_query_groups"] = one_of(draw, *(tp * n for n in range(1, heads // tp + 1) if heads % (tp * n) == 0))
-    # A LayerNorm of two channels tells which is the larger, and little else: rounding would decide.
-    return settings | (switches(draw, "qk_layernorm", one_in=3) if head > 2 else {})
+    return settings | (switches(draw, "qk_layernorm", one_in=3) if head > _FEW else {})
 
 
 def _draw_mlp(draw: Draw, tp: int, parts: int, hidden: int) -> dict[str, Any]:

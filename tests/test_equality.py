@@ -80,6 +80,16 @@ def test_negligible_tensors_are_compared_by_size() -> None:
         assert_equal_tensors({**reference, "noise": torch.full((4,), 1e-11, dtype=torch.float64)}, reference)
 
 
+@pytest.mark.parametrize(("size", "allowed"), [(1.0, 1e-10), (1e-3, 1e-13), (1e-8, 1e-14), (2e-12, 1e-14), (1e-13, 1e-12)])
+def test_no_tensor_is_held_to_digits_that_rounding_has_taken(size: float, allowed: float) -> None:
+    """A sum of numbers as large as the global norm is off by parts of that norm, however small it comes out."""
+    reference = {"large": torch.ones(1, dtype=torch.float64), "small": torch.full((1,), size, dtype=torch.float64)}
+    allowed *= math.hypot(1.0, size)  # in parts of the norm of both
+    assert_equal_tensors({**reference, "small": reference["small"] + 0.6 * allowed}, reference)
+    with pytest.raises(AssertionError, match="small"):
+        assert_equal_tensors({**reference, "small": reference["small"] + 1.6 * allowed}, reference)
+
+
 def test_tensors_that_are_exactly_zero_must_stay_so_among_zeros() -> None:
     zeros = {"a": torch.zeros(3, dtype=torch.float64)}
     assert_equal_tensors(zeros, zeros)

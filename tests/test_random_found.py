@@ -21,6 +21,12 @@ FOUND = {
         "--hidden-size 32 --num-attention-heads 8 --qk-layernorm --ffn-hidden-size 4 --seq-length 8 --position-embedding-type none "
         "--vocab-size 8 --pipeline-model-parallel-layout Et,L --train-samples 11 --clip-grad 0.0 --adam-beta1 0.0",
     ),
+    # A norm over two numbers gives their signs, so its gradient is a billionth of the others' and rounded as those are.
+    "tiny-gradient": (
+        1,
+        "--num-layers 11 --hidden-size 2 --num-attention-heads 1 --ffn-hidden-size 4 --seq-length 16 --position-embedding-type none "
+        "--vocab-size 70 --make-vocab-size-divisible-by 2 --micro-batch-size 1 --global-batch-size 2 --train-samples 2 --swiglu",
+    ),
 }
 
 

@@ -117,8 +117,9 @@ FAULTS = {
         (
             (
                 "megatron/data_parallel/bucket.py",
-                "if self._early and microbatches == self._microbatches:",
-                "if self._early and microbatches == self._microbatches - 1:",
+                "if self._early and microbatches == self._microbatches:\n            self._reduce()",
+                "if self._early and microbatches == self._microbatches - 1:\n            self._reduce()\n"
+                "            self._reducing.wait()",  # else chance would decide what gets in after all, and so what is found first
             ),
         ),
         "--world-size 2 --overlap-grad-reduce",

@@ -14,11 +14,8 @@ from megatron.verification.diagnosis.join import Joined, join
 from megatron.verification.diagnosis.measure import Measured, joint_norm, measure
 from megatron.verification.diagnosis.places import backward_order, place_words, stages_of
 from megatron.verification.diagnosis.ratios import Facts
-from megatron.verification.diagnosis.tolerance import NEGLIGIBLE, relative
+from megatron.verification.diagnosis.tolerance import NEGLIGIBLE, ROUNDING, relative
 from megatron.verification.observing.observation import Observation, Part, PlainStep, RankObservation, RankStep
-
-_ROUNDING = 1e-14
-"""Error of an element of a gradient, in parts of the global norm."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ class Comparison:
         slack = dict.fromkeys(self.plain.steps[index].gradients, 0.0)
         if optimizer.optimizer == "adam":
             for step in self.plain.steps[: index + 1]:
-                update = step.learning_rate * _ROUNDING * step.grad_norm / optimizer.adam_eps
+                update = step.learning_rate * ROUNDING * step.grad_norm / optimizer.adam_eps
                 for name, gradient in step.gradients.items():
                     noise = (gradient != 0) & (gradient.abs() <= NEGLIGIBLE * step.grad_norm)
                     slack[name] += update * math.sqrt(int(noise.sum()))

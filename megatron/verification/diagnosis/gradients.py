@@ -150,6 +150,8 @@ def _left_over(runs: Comparison, index: int, compared: Compared, name: str) -> _
 def _some_ranks(joined: Joined, wanted: Tensor, apart: list[Replicas]) -> _Cause | None:
     """Some ranks hold what is right."""
     wrong = [each for each in joined.held if not _near(each.part.values, cut(wanted, each.part))]
+    if not wrong:  # by little, on all
+        return None
     ranks = tuple(sorted({each.rank for each in wrong}))
     groups = " and ".join(GROUP_WORDS[axis] for axis in dict.fromkeys(replicas.axis for replicas in apart))
     differ = f"the {groups} ranks hold different values for the same elements" if apart else ""

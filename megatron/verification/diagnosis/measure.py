@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.verification.diagnosis.tolerance import NEGLIGIBLE, TOLERANCE, relative, relative_words, short
+from megatron.verification.diagnosis.tolerance import NEGLIGIBLE, ROUNDING, TOLERANCE, relative, relative_words, short
 
 _CONSTANT = 1e-6
 """What is left of a tensor, relative, when a constant factor has been taken out, for the factor to be one."""
@@ -29,7 +29,8 @@ class Measured:
     allowed: float
     """Of the difference."""
     scale: float
-    """What the difference is told in parts of: the reference's norm, or where that is negligible the global one."""
+    """What the difference is told in parts of: the reference's norm, a small part of the global norm where that is more, or all of
+    the global norm where the reference is negligible."""
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     ratio: float | None = None
     """What the reference is to be multiplied by, where that is all that differs."""
@@ -72,14 +73,16 @@ def measure(
     """Compare a tensor with its reference.
 
     Args:
-        global_norm: of all tensors of the kind together; what is negligible beside it is compared absolutely.
+        global_norm: of all tensors of the kind together; its rounding is allowed, and what is negligible beside it is compared
+            absolutely.
         tolerance: relative.
         slack: allowed besides, absolute.
     """
     shapes = tuple(actual.shape), tuple(reference.shape)
     a, b = actual.detach().double().cpu(), reference.detach().double().cpu()
     size, negligible = norm(b), NEGLIGIBLE * global_norm
-    allowed, scale = (tolerance * size, size) if size >= negligible else (negligible, global_norm)
+    scale = max(size, ROUNDING / tolerance * global_norm)
+    allowed, scale = (tolerance * scale, scale) if size >= negligible else (negligible, global_norm)
     allowed += slack
     if shapes[0] != shapes[1]:
         return Measured(math.inf, size, allowed, scale, shapes)

@@ -6,6 +6,9 @@ import math
 
 TOLERANCE = 1e-10
 """Relative, of tensors, losses and norms."""
+ROUNDING = 1e-14
+"""Error of a number that sums others as large as the global norm, in parts of that: what is much smaller than they are has lost the
+digits below it, and agrees to no better."""
 NEGLIGIBLE = 1e-12
 """A tensor whose reference is below this part of the global norm is rounding error (the true gradient of a key bias is zero): it is
 compared absolutely at that scale."""
