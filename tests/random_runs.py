@@ -95,15 +95,22 @@ def check_refusal(line: CommandLine, error: ConfigError) -> None:
     """
     found = error.violations
     assert found and str(error).strip()
-    fits = not any(violation.message.startswith("The world size ") for violation in found)
+    fits = not any(_hides_the_data_size(violation) for violation in found)
     for violation in found:
         assert violation.message.endswith(".") and len(violation.message.split()) > 2, violation
         assert violation.flags or "world size" in violation.message or "belongs to no flag" in violation.message, violation
         for suggestion in violation.nearest:
             left = violations_of(*with_suggestion(line, suggestion))
-            # While ranks and layout do not fit, the rules about batches are silent: then others may come up instead.
+            # While there is no data size, the rules about batches are silent: then others may come up instead.
             fewer = len(left) <= len(found) - fits and violation.message not in [other.message for other in left]
             assert fewer, f"{suggestion} does not help against: {violation.message}\nleft: {left}"
+
+
+def _hides_the_data_size(violation: Violation) -> bool:
+    """Ranks and layout do not fit, or the layout has a size that cannot be."""
+    sizes = {"--tensor-model-parallel-size", "--pipeline-model-parallel-size"}
+    out_of_range = "out of range" in violation.message and not sizes.isdisjoint(violation.flags)
+    return out_of_range or violation.message.startswith("The world size ")
 
 
 def with_suggestion(line: CommandLine, suggestion: str) -> tuple[tuple[str, ...], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.training import TrainingConfig
 from megatron.optimizer.lr_schedule import ScheduleLengths, learning_rate, schedule_lengths, weight_decay
+from megatron.training.batch_size import BatchSizePlan
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -98,23 +100,40 @@ def test_rate_rises_to_the_peak_then_never_rises(
         assert second >= floor - slack
 
 
+def batches_of(size: int) -> Callable[[int], int]:
+    return lambda iterations: iterations * size
+
+
 def test_iterations_count_as_global_batches() -> None:
     optimizer = OptimizerConfig(lr=1.0, lr_decay_iters=80, lr_warmup_iters=5, lr_wsd_decay_iters=7, lr_decay_style="WSD")
-    lengths = schedule_lengths(optimizer, TrainingConfig(train_iters=100), global_batch_size=32, total_samples=3200)
+    lengths = schedule_lengths(optimizer, TrainingConfig(train_iters=100), batches_of(32), total_samples=3200)
     assert lengths == ScheduleLengths(warmup_samples=160, decay_samples=2560, wsd_decay_samples=224, total_samples=3200)
+
+
+def test_iterations_of_a_ramp_up_count_as_the_samples_they_take() -> None:
+    """So a warm-up of 3 steps ends with the third step, and one that is shorter than the decay is so in samples too."""
+    training = TrainingConfig(train_iters=6, micro_batch_size=2, global_batch_size=8, rampup_batch_size=(2, 2, 12))
+    plan = BatchSizePlan(training, data_size=1)
+    sizes = [2, 2, 4, 6, 8, 8]
+    assert [plan.samples_after(n) for n in range(7)] == [sum(sizes[:n]) for n in range(7)]
+    optimizer = OptimizerConfig(lr=1.0, lr_warmup_iters=3, lr_wsd_decay_iters=2, lr_decay_style="WSD")
+    lengths = schedule_lengths(optimizer, training, plan.samples_after, plan.total_samples)
+    assert lengths == ScheduleLengths(warmup_samples=8, decay_samples=30, wsd_decay_samples=16, total_samples=30)
+    late = OptimizerConfig(lr=1.0, lr_warmup_iters=5, lr_decay_style="linear")  # 5 whole batches would be more than the run has
+    assert schedule_lengths(late, training, plan.samples_after, plan.total_samples).warmup_samples == 22
 
 
 def test_sample_flags_count_with_train_samples() -> None:
     optimizer = OptimizerConfig(
         lr=1.0, lr_decay_samples=900, lr_warmup_samples=33, lr_wsd_decay_samples=100, lr_decay_iters=1, lr_warmup_iters=1
     )
-    lengths = schedule_lengths(optimizer, TrainingConfig(train_samples=1000), global_batch_size=32, total_samples=1000)
+    lengths = schedule_lengths(optimizer, TrainingConfig(train_samples=1000), batches_of(32), total_samples=1000)
     assert lengths == ScheduleLengths(warmup_samples=33, decay_samples=900, wsd_decay_samples=100, total_samples=1000)
 
 
 def test_decay_defaults_to_the_run_and_a_fraction_counts_of_it() -> None:
     optimizer = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.015, lr_warmup_iters=3)
-    lengths = schedule_lengths(optimizer, TrainingConfig(train_iters=100), global_batch_size=1, total_samples=100)
+    lengths = schedule_lengths(optimizer, TrainingConfig(train_iters=100), batches_of(1), total_samples=100)
     assert lengths == ScheduleLengths(warmup_samples=1.5, decay_samples=100, wsd_decay_samples=0, total_samples=100)
     assert learning_rate(1, optimizer, lengths) == pytest.approx(1 / 1.5)
 
@@ -122,17 +141,17 @@ def test_decay_defaults_to_the_run_and_a_fraction_counts_of_it() -> None:
 def test_wsd_without_a_length_names_the_flag() -> None:
     optimizer = OptimizerConfig(lr=1.0, lr_decay_style="WSD")
     with pytest.raises(ValueError, match=r"--lr-wsd-decay-iters \(often a tenth of the run, here 10\)"):
-        schedule_lengths(optimizer, TrainingConfig(train_iters=100), global_batch_size=4, total_samples=400)
+        schedule_lengths(optimizer, TrainingConfig(train_iters=100), batches_of(4), total_samples=400)
     with pytest.raises(ValueError, match=r"--lr-wsd-decay-samples \(often a tenth of the run, here 40\)"):
-        schedule_lengths(optimizer, TrainingConfig(train_samples=400), global_batch_size=4, total_samples=400)
+        schedule_lengths(optimizer, TrainingConfig(train_samples=400), batches_of(4), total_samples=400)
 
 
 def test_warmup_as_long_as_the_decay_is_refused_unless_constant() -> None:
     training = TrainingConfig(train_iters=10)
     with pytest.raises(ValueError, match="Lower --lr-warmup-iters"):
-        schedule_lengths(OptimizerConfig(lr=1.0, lr_warmup_iters=10), training, global_batch_size=4, total_samples=40)
+        schedule_lengths(OptimizerConfig(lr=1.0, lr_warmup_iters=10), training, batches_of(4), total_samples=40)
     constant = OptimizerConfig(lr=1.0, lr_warmup_iters=10, lr_decay_style="constant")
-    assert schedule_lengths(constant, training, global_batch_size=4, total_samples=40).warmup_samples == 40
+    assert schedule_lengths(constant, training, batches_of(4), total_samples=40).warmup_samples == 40
 
 
 def test_weight_decay_grows_from_start_to_end() -> None:

@@ -21,11 +21,14 @@ FOUND = {
         "--hidden-size 32 --num-attention-heads 8 --qk-layernorm --ffn-hidden-size 4 --seq-length 8 --position-embedding-type none "
         "--vocab-size 8 --pipeline-model-parallel-layout Et,L --train-samples 11 --clip-grad 0.0 --adam-beta1 0.0",
     ),
+    # A step of warm-up counted as a whole batch, which was all that the run had.
+    "warm-up-in-a-ramp-up": (1, "--global-batch-size 36 --rampup-batch-size 12 12 24 --train-iters 2 --lr-warmup-iters 1"),
     # A norm over two numbers gives their signs, so its gradient is a billionth of the others' and rounded as those are.
     "tiny-gradient": (
         1,
-        "--num-layers 11 --hidden-size 2 --num-attention-heads 1 --ffn-hidden-size 4 --seq-length 16 --position-embedding-type none "
-        "--vocab-size 70 --make-vocab-size-divisible-by 2 --micro-batch-size 1 --global-batch-size 2 --train-samples 2 --swiglu",
+        "--num-layers 11 --hidden-size 2 --num-attention-heads 1 --ffn-hidden-size 4 --seq-length 16 --vocab-size 70 --swiglu "
+        "--position-embedding-type none --make-vocab-size-divisible-by 2 --micro-batch-size 1 --train-samples 2 "
+        "--global-batch-size 2",
     ),
 }
 

@@ -7,6 +7,7 @@ The formulas are those of Megatron-Core's OptimizerParamScheduler, so that a lau
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.config.optimizer import OptimizerConfig
@@ -28,14 +29,14 @@ class ScheduleLengths:
 
 
 def schedule_lengths(
-    optimizer: OptimizerConfig, training: TrainingConfig, global_batch_size: int, total_samples: int
+    optimizer: OptimizerConfig, training: TrainingConfig, samples_after: Callable[[int], int], total_samples: int
 ) -> ScheduleLengths:
     """Turn the flags, in iterations or in samples, into samples.
 
     Args:
         optimizer: The settings of the schedules.
         training: Says whether the run is counted in iterations (--train-iters) or in samples (--train-samples).
-        global_batch_size: Sequences in a step after any ramp-up; an iteration counts as this many samples.
+        samples_after: Samples of the first iterations of the run, as many as it is given; those of a ramp-up are small.
         total_samples: Samples of the whole run; the rate decays over them unless a decay length is given.
 
     Raises:
@@ -45,11 +46,16 @@ def schedule_lengths(
     wsd_decay: int | None
     if training.train_samples is None:
         unit = "iters"
-        warmup: float = optimizer.lr_warmup_iters * global_batch_size
-        decay = None if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters * global_batch_size
-        wsd_decay = None if optimizer.lr_wsd_decay_iters is None else optimizer.lr_wsd_decay_iters * global_batch_size
+        run = training.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
+        assert run is not None, "the length is required and checked with the configuration"
+        last = optimizer.lr_wsd_decay_iters
+        warmup: float = samples_after(optimizer.lr_warmup_iters)
+        decay = samples_after(run)
+        wsd_decay = None if last is None else decay - samples_after(max(0, run - last))
+        tenth = run / 10
     else:
         unit = "samples"
+        tenth = total_samples / 10
         warmup = optimizer.lr_warmup_samples
         decay = optimizer.lr_decay_samples
         wsd_decay = optimizer.lr_wsd_decay_samples
@@ -62,7 +68,7 @@ def schedule_lengths(
     if optimizer.lr_decay_style == "WSD" and wsd_decay is None:
         raise ValueError(
             f"--lr-decay-style WSD needs the length of its final decay: give --lr-wsd-decay-{unit} "
-            f"(often a tenth of the run, here {_in_unit(total_samples / 10, unit, global_batch_size)})."
+            f"(often a tenth of the run, here {max(1, round(tenth))})."
         )
     if optimizer.lr_decay_style != "constant" and warmup >= decay:
         raise ValueError(
@@ -139,7 +145,3 @@ def _share_above_floor(samples: int, config: OptimizerConfig, lengths: ScheduleL
 def _half_cosine(ratio: float) -> float:
     """From 1 at ratio 0 to 0 at ratio 1."""
     return 0.5 * (1.0 + math.cos(math.pi * ratio))
-
-
-def _in_unit(samples: float, unit: str, global_batch_size: int) -> int:
-    return max(1, round(samples / global_batch_size if unit == "iters" else samples))

@@ -165,7 +165,7 @@ def make_timers(config: LoggingConfig, context: ParallelContext) -> Timers:
 
 def make_schedule(config: Config, plan: BatchSizePlan) -> LearningSchedule:
     """The schedules of learning rate and weight decay that the settings describe."""
-    lengths = schedule_lengths(config.optimizer, config.training, plan.final_global_batch_size, plan.total_samples)
+    lengths = schedule_lengths(config.optimizer, config.training, plan.samples_after, plan.total_samples)
     return LearningSchedule(config.optimizer, lengths)
 
 

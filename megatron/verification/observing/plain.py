@@ -53,6 +53,13 @@ class PlainTask:
                 return
             yield size
 
+    def samples_of(self, steps: int) -> int:
+        """Of so many steps from the start of the run on, which may be more than it makes."""
+        ramp, consumed = self.config.training.rampup_batch_size, 0
+        while steps and ramp is not None and consumed < ramp[2]:
+            consumed, steps = consumed + batch_size(consumed, self.full_batch, ramp), steps - 1
+        return consumed + steps * self.full_batch
+
 
 def run_plain(task: PlainTask) -> PlainRun:
     """Train, and evaluate before the first step and after each."""
@@ -72,7 +79,7 @@ class _Reference:
         began = time.monotonic()
         task, training = self.task, self.config.training
         total = training.train_samples or sum(task.batch_sizes())
-        course, growth = learning_rate_course(self.config, task.full_batch, total), decay_growth(self.config.optimizer, total)
+        course, growth = learning_rate_course(self.config, task.samples_of, total), decay_growth(self.config.optimizer, total)
         rule = update_rule(self.config.optimizer)
         steps: list[PlainStep] = []
         microbatches: list[tuple[int, int]] = []

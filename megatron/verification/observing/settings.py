@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -48,14 +50,21 @@ def update_rule(optimizer: OptimizerConfig) -> Rule:
     )
 
 
-def learning_rate_course(config: Config, full_batch: int, total_samples: int) -> Course:
-    """The learning rate. A step counts as a whole batch where lengths are given in steps, ramp-up or not."""
+def learning_rate_course(config: Config, samples_of: Callable[[int], int], total_samples: int) -> Course:
+    """The learning rate.
+
+    Args:
+        samples_of: the first steps of the run, of which there may be more than it has.
+        total_samples: of the run.
+    """
     settings = config.optimizer
     assert settings.lr is not None, "required"
     if config.training.train_samples is None:
-        warmup: float = settings.lr_warmup_iters * full_batch
-        end = None if settings.lr_decay_iters is None else settings.lr_decay_iters * full_batch
-        final = (settings.lr_wsd_decay_iters or 0) * full_batch
+        steps = config.training.train_iters if settings.lr_decay_iters is None else settings.lr_decay_iters
+        assert steps is not None, "required"
+        warmup: float = samples_of(settings.lr_warmup_iters)
+        end: int | None = samples_of(steps)
+        final = samples_of(steps) - samples_of(steps - (settings.lr_wsd_decay_iters or 0))
     else:
         warmup, end, final = settings.lr_warmup_samples, settings.lr_decay_samples, settings.lr_wsd_decay_samples or 0
     end = total_samples if end is None else end
