@@ -117,9 +117,8 @@ FAULTS = {
         (
             (
                 "megatron/data_parallel/bucket.py",
-                "if self._early and microbatches == self._microbatches:\n            self._reduce()",
-                "if self._early and microbatches == self._microbatches - 1:\n            self._reduce()\n"
-                "            self._reducing.wait()",  # else chance would decide what gets in after all, and so what is found first
+                "if self._early and microbatches == self._microbatches:",
+                "if self._early and microbatches == self._microbatches - 1:",
             ),
         ),
         "--world-size 2 --overlap-grad-reduce",
@@ -127,6 +126,36 @@ FAULTS = {
         "final_norm.bias",
         "data",
         ("microbatch 2 of data rank", "missing: reduced before the last gradient was in it"),
+    ),
+    "weights gathered while others compute, and not waited for": Fault(
+        (
+            (
+                "megatron/data_parallel/buckets.py",
+                "unit.register_forward_pre_hook(partial(_finish_publishing, needed))",
+                "pass",
+            ),
+        ),
+        "--world-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "loss",
+        "output",
+        None,
+        ("the sum of the loss over the tokens is",),
+        step=2,
+    ),
+    "a message read before it is here": Fault(
+        (
+            (
+                "megatron/pipeline_parallel/p2p.py",
+                "        for work in works:\n            work.wait()\n        return buffers",
+                "        return buffers",
+            ),
+        ),
+        "--pipeline-model-parallel-size 2",
+        "forward",
+        "layers.2.attention (layer 2, stage 1)",
+        None,
+        ("what arrived from stage 0 may be wrong too",),
+        stages=(1,),
     ),
     "dropout on in evaluation": Fault(
         (

@@ -75,7 +75,9 @@ class TrainStep:
             timers: where the parts of a step are timed.
         """
         self.model, self.context, self.scaler = model, context, scaler
-        self._pipeline, self._clip, self._overlap_gather = parallel.schedule, optimizer.clip_grad, parallel.overlap_param_gather
+        self._pipeline, self._clip = parallel.schedule, optimizer.clip_grad
+        self.overlaps_publishing = parallel.overlap_param_gather
+        """Whether the new values of parameters may still be on their way when `run` is through."""
         self._skip_overflow, self._count_zeros = skip_overflow, count_zeros
         self._wide = torch.promote_types(model.dtype, torch.float32)
         self._timers = timers or Timers(level=0)
@@ -146,7 +148,7 @@ class TrainStep:
             clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0
             with self._timers("optimizer", level=1):
                 self.optimizer.step(learning_rate, weight_decay, clip / scale)
-                if not self._overlap_gather:
+                if not self.overlaps_publishing:
                     self.finish_publishing()
         self.scaler.update(overflow)
         return result

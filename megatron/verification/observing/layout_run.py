@@ -30,6 +30,7 @@ from megatron.training.reporter import Reporter
 from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
 from megatron.verification.observing.batches import RandomSamples
+from megatron.verification.observing.late import late_delivery
 from megatron.verification.observing.observation import RankObservation
 from megatron.verification.observing.parts import parts_of_shards, set_weights
 from megatron.verification.observing.recording import Recorder
@@ -49,7 +50,15 @@ class Job:
 
 
 def observe_rank(rank: int, job: Job) -> RankObservation:
-    """Train to the end of the run, evaluate before the first step and after each, and tell what was seen. The group exists."""
+    """Train to the end of the run, evaluate before the first step and after each, and tell what was seen. The group exists.
+
+    Whatever the ranks send arrives only when it is waited for.
+    """
+    with late_delivery():
+        return _observe(rank, job)
+
+
+def _observe(rank: int, job: Job) -> RankObservation:
     config = job.config
     startup.set_numerics(config.training.deterministic_mode)
     context = connect(config.parallel)

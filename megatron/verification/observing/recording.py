@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron.model.block import Block
 from megatron.model.gpt import GPTChunk
@@ -46,7 +47,10 @@ class Recorder:
         self._gradients = []
         result = self._run(batch, **named)
         squares, gradients = counted_squares(self.step, result.loss_scale), self._gradients
+        resume = self._pause_publishing()
+        parameters = parts_of_parameters(self.step)
         self.look()
+        resume()
         self.steps.append(
             RankStep(
                 iteration=named["iteration"],
@@ -61,10 +65,25 @@ class Recorder:
                 gradients=gradients,
                 counted_squares=squares,
                 mains=parts_of_shards(self.step, lambda shard: shard.main),
-                parameters=parts_of_parameters(self.step),
+                parameters=parameters,
             )
         )
         return result
+
+    def _pause_publishing(self) -> Callable[[], None]:
+        """Who looks at the parameters waits for those that are on their way. What is returned puts them back on it, so that the
+        next step has to wait by itself."""
+        if not self.step.overlaps_publishing:
+            return lambda: None
+        held = [entry.param.detach() for entry in self.step.model.params if not isinstance(entry.param, DTensor)]
+        before = [values.clone() for values in held]
+
+        def resume() -> None:
+            self.step.optimizer.publish()
+            for values, old in zip(held, before, strict=True):
+                values.copy_(old)
+
+        return resume
 
     def _recorded_gradients(self, batch: Sequence[ModelInputs], **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if named.get("inspect") is not None:  # the step run once more, to be looked at by others

@@ -80,6 +80,7 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         "dropout: off in training"
         + ("; its probability stays, as evaluation must be without" if dropout else " and in evaluation"),
         "data: random tokens with ends of documents, and random loss masks beside those of the flags",
+        "network: what is sent arrives when it is waited for, and not before",
         "checkpoints, logs, profiler and exits: none",
     ]
     model, training, optimizer = config.model, config.training, config.optimizer
