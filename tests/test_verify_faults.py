@@ -139,7 +139,7 @@ FAULTS = {
         "loss",
         "output",
         None,
-        ("the sum of the loss over the tokens is",),
+        ("the weights are right", "values of parameters that are used before they arrive"),
         step=2,
     ),
     "a message read before it is here": Fault(

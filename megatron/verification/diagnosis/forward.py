@@ -66,6 +66,8 @@ def loss_findings(runs: Comparison, index: int) -> Iterator[Finding]:
         text = f"the sum of the loss over the tokens is {summed:.12g}, the reference's {plain.loss_sum:.12g} ({ratio})"
         if index == 0:
             text += "; all layers agree, so it is the final norm, the output layer, the cross entropy or the loss mask"
+        else:
+            text += "; the weights are right, so it is the samples of the step, or values of parameters that are used before they arrive"
         place = runs.place("output")
         yield Finding(Kind.LOSS, plain.iteration, place, text, relative(summed - plain.loss_sum, plain.loss_sum))
     elif differ(mine.loss, plain.loss):
