@@ -67,7 +67,7 @@ def loss_findings(runs: Comparison, index: int) -> Iterator[Finding]:
         if index == 0:
             text += "; all layers agree, so it is the final norm, the output layer, the cross entropy or the loss mask"
         else:
-            text += "; the weights are right, so it is the samples of the step, or values of parameters that are used before they arrive"
+            text += "; the weights are right, so it is the samples, or values of parameters that are used before they arrive"
         place = runs.place("output")
         yield Finding(Kind.LOSS, plain.iteration, place, text, relative(summed - plain.loss_sum, plain.loss_sum))
     elif differ(mine.loss, plain.loss):
