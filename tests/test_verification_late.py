@@ -35,7 +35,7 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
     context = make_context(Topology(tp=2), rank, CPU)
     group = context.group("tp")
     found: dict[str, Any] = {}
-    with late_delivery():
+    with late_delivery() as notes:
         mine = torch.tensor([1.0 + rank, 10.0])
         pending = start_all_reduce(mine, group)
         mine += 100  # too late to be summed
@@ -46,6 +46,13 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
         parts = torch.tensor([1.0, 2.0]) * (1 + rank)
         own = parts[rank : rank + 1]
         found["scattered"] = seen(start_reduce_scatter(parts, group, out=own), own)
+        for name, start in {"gather": start_all_gather, "reduce-scatter": start_reduce_scatter}.items():
+            sent = torch.ones(2)
+            pending = start(sent, group)
+            if rank:
+                sent[0] = 2.0  # before it has left
+            found[name] = [pending._result.tolist(), pending.wait().tolist()]
+        found["notes"] = list(notes)
         found["at once"] = all_reduce(torch.ones(2), group).tolist()
     found["restored"] = [collectives.dist is dist, p2p.dist is dist]
     on_time = start_all_reduce(torch.ones(1), group)
@@ -68,22 +75,33 @@ def test_collectives_are_in_place_when_they_were_waited_for(rank: int) -> None:
     assert found["at once"] == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_written_to_on_its_way_is_noted(rank: int) -> None:
+    """What comes is what was there when it began; meanwhile new memory holds zeros."""
+    found = two_ranks()[rank]
+    assert found["gather"] == [[0.0] * 4, [1.0] * 4] and found["reduce-scatter"] == [[0.0], [2.0]]
+    noted = [f"the input of a {what} of 2 elements over ranks 0, 1" for what in ("gather", "reduce-scatter")]
+    assert found["notes"] == (noted if rank else [])
+
+
 def test_delivery_is_on_time_afterwards() -> None:
     assert [found["restored"] for found in two_ranks()] == [[True, True]] * 2
     assert [found["on time"] for found in two_ranks()] == [[True, 2.0]] * 2
 
 
-def mail(rank: int) -> list[list[float]]:
-    """What is in the receiver's buffer before it waits, and after."""
+def mail(rank: int) -> list[Any]:
+    """What is in the receiver's buffer before it waits, and after; what was noted about the sender."""
     context = make_context(Topology(pp=2), rank, CPU)
     messenger = Messenger(context, {"hidden": TensorSpec((2,), torch.float32)})
     message = Message(False, 1, 0)
-    with late_delivery():
+    with late_delivery() as notes:
         messenger.connect([(0, 1)])
         if rank == 0:
-            messenger.send(message, 1, {"hidden": torch.tensor([5.0, 6.0])})
+            hidden = torch.tensor([5.0, 6.0])
+            messenger.send(message, 1, {"hidden": hidden})
+            hidden += 1
             messenger.finish()
-            return []
+            return notes
         messenger.post(message, 0)
         buffer = messenger._arriving[message][0]["hidden"]
         before = buffer.tolist()
@@ -91,7 +109,7 @@ def mail(rank: int) -> list[list[float]]:
 
 
 def test_messages_are_in_place_when_they_were_waited_for() -> None:
-    assert run_ranks(2, mail)[1] == [[0.0, 0.0], [5.0, 6.0]]
+    assert run_ranks(2, mail) == [["a message of shape [2] to rank 1"], [[0.0, 0.0], [5.0, 6.0]]]
 
 
 def test_delivery_is_on_time_after_an_error() -> None:

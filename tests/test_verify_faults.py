@@ -157,6 +157,20 @@ FAULTS = {
         ("what arrived from stage 0 may be wrong too",),
         stages=(1,),
     ),
+    "a buffer used again while it is reduced": Fault(
+        (
+            (
+                "megatron/data_parallel/bucket.py",
+                "self._pool.give_back(self._borrowed, pending.wait)",
+                "self._pool.give_back(self._borrowed, lambda: None)",
+            ),
+        ),
+        "--world-size 2 --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce --ddp-bucket-size 2000",
+        "transfer",
+        "the input of a reduce-scatter of",
+        None,
+        ("elements over ranks 0, 1", "it was written to before it had left"),
+    ),
     "dropout on in evaluation": Fault(
         (
             (

@@ -51,6 +51,16 @@ def test_a_norm_that_leaves_something_out() -> None:
     assert f"{QKV} is not counted" in first_finding(observation).text
 
 
+def test_what_is_written_to_on_its_way() -> None:
+    """It may have done no harm here."""
+    observation = observed()
+    kinds = ["a message of shape [2] to rank 1", "b", "c", "d"]
+    observation.layout.ranks[1].steps[1].overwritten.extend(kinds)
+    found = first_finding(observation)
+    assert (found.kind, found.step, found.place, found.ranks) == (Kind.TRANSFER, 2, kinds[0], (1,))
+    assert "written to before it had left" in found.text and found.text.endswith("; likewise b, c and 1 others")
+
+
 def test_a_norm_that_is_summed_too_often() -> None:
     observation = observed()
     change_steps(observation, 0, grad_norm=2**0.5 * observation.plain.steps[0].grad_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ TRACEBACK = 60
 """Lines of an error."""
 WIDTH = 120
 """Columns."""
+_ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit|Warning)\b")
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,9 @@ def _verdict(proofs: Sequence[Proof]) -> str:
 
 
 def _error(failure: str) -> str:
-    """Of the rank that failed first, the last line; or who was not done."""
-    return failure.strip().split("\n\n")[0].splitlines()[-1]
+    """Of the rank that failed first, the line of its error; or who was not done."""
+    lines = failure.strip().split("\n\n")[0].splitlines()
+    return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
 
 
 def _body(proof: Proof) -> Iterator[str]:

@@ -15,7 +15,7 @@ from megatron.verification.diagnosis.forward import forward_findings, loss_findi
 from megatron.verification.diagnosis.gradients import gradient_findings
 from megatron.verification.diagnosis.start import start_findings
 from megatron.verification.diagnosis.tolerance import TOLERANCE
-from megatron.verification.diagnosis.update import evaluation_findings, norm_findings, update_findings
+from megatron.verification.diagnosis.update import evaluation_findings, norm_findings, overwritten_findings, update_findings
 from megatron.verification.observing.observation import Observation
 
 
@@ -79,6 +79,7 @@ def _step_findings(runs: Comparison) -> list[Finding]:
             found += norm_findings(runs, index)
         if not found:
             found += update_findings(runs, index)
+        found += overwritten_findings(runs, index)
         if found:
             break
         agreed = index + 1

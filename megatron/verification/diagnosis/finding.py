@@ -21,6 +21,7 @@ class Kind(StrEnum):
     UPDATE = "update"
     REPLICAS = "replicas"
     EVALUATION = "evaluation"
+    TRANSFER = "transfer"
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,17 @@ def _replicas(runs: Comparison, index: int) -> Iterator[Finding]:
                     return
 
 
+def overwritten_findings(runs: Comparison, index: int) -> Iterator[Finding]:
+    """What a step wrote to while it was being sent. Here others got what was there before; elsewhere it is a matter of chance."""
+    found = {rank.rank: rank.steps[index].overwritten for rank in runs.ranks if rank.steps[index].overwritten}
+    if found:
+        first, *others = next(iter(found.values()))
+        text = "it was written to before it had left, so that chance decides what arrives"
+        if others:
+            text += f"; likewise {', '.join(others[:2])}" + (f" and {len(others) - 2} others" if len(others) > 2 else "")
+        yield Finding(Kind.TRANSFER, runs.plain.steps[index].iteration, first, text, math.inf, ranks=tuple(found))
+
+
 def evaluation_findings(runs: Comparison, up_to: int) -> Iterator[Finding]:
     """Evaluations with weights that agree.
 
@@ -184,7 +195,8 @@ def evaluation_findings(runs: Comparison, up_to: int) -> Iterator[Finding]:
             text += (
                 kept
                 if "," in kept
-                else "dropout is on where it should be off, or the batches, their masks or their count are others than in training"
+                else "dropout is on where it should be off, parameters are used before they arrive, or the batches, their masks or "
+                "their count are others than in training"
             )
         yield Finding(Kind.EVALUATION, iteration, "the held-out batches", text, relative(a - b, b))
         return

@@ -54,11 +54,11 @@ def observe_rank(rank: int, job: Job) -> RankObservation:
 
     Whatever the ranks send arrives only when it is waited for.
     """
-    with late_delivery():
-        return _observe(rank, job)
+    with late_delivery() as overwritten:
+        return _observe(rank, job, overwritten)
 
 
-def _observe(rank: int, job: Job) -> RankObservation:
+def _observe(rank: int, job: Job, overwritten: list[str]) -> RankObservation:
     config = job.config
     startup.set_numerics(config.training.deterministic_mode)
     context = connect(config.parallel)
@@ -72,7 +72,9 @@ def _observe(rank: int, job: Job) -> RankObservation:
 
     feed = _Feed(job, context, plan, step)
     evaluations = [feed.evaluate()]
-    recorder = Recorder(step, config.training.micro_batch_size, look=lambda: evaluations.append(feed.evaluate()))
+    recorder = Recorder(
+        step, config.training.micro_batch_size, look=lambda: evaluations.append(feed.evaluate()), overwritten=overwritten
+    )
     _loop(job, config, context, plan, step, feed).run(Progress())
     coordinates = {axis: context.coordinates[axis] for axis in ("tp", "cp", "dp", "pp")}
     return RankObservation(rank, coordinates, initial, start, recorder.steps, evaluations, recorder.activations, recorder.forwards)

@@ -101,6 +101,8 @@ class RankStep:
     parameters: list[Part]
     """After the update, those that this rank holds whole (its tensor rank's part of them), as the next forward uses them. Under
     --data-parallel-sharding-strategy optim_grads_params there are none: the shards are all that is held."""
+    overwritten: list[str]
+    """What was written to while it was on its way to other ranks."""
 
 
 @dataclass(frozen=True)

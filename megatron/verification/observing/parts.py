@@ -27,7 +27,8 @@ def parts_of_shards(step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor])
 
 def parts_of_parameters(step: TrainStep) -> list[Part]:
     """The parameters that this rank holds whole (its tensor rank's part of them), as the next forward will use them."""
-    step.finish_publishing()
+    if step.overlaps_publishing:  # the next forward waits; else they are there
+        step.finish_publishing()
     parts = []
     for entry in step.model.params:
         if not isinstance(entry.param, DTensor):

@@ -25,11 +25,13 @@ class Recorder:
     Args:
         micro_batch_size: samples in a microbatch.
         look: called after each step, before anything else is done with the model.
+        overwritten: grows by what is written to while it is on its way.
     """
 
     step: TrainStep
     micro_batch_size: int
     look: Callable[[], None]
+    overwritten: list[str]
     steps: list[RankStep] = field(default_factory=list)
     activations: list[Activation] = field(default_factory=list)
     forwards: list[tuple[int, int]] = field(default_factory=list)
@@ -48,8 +50,8 @@ class Recorder:
         result = self._run(batch, **named)
         squares, gradients = counted_squares(self.step, result.loss_scale), self._gradients
         resume = self._pause_publishing()
-        parameters = parts_of_parameters(self.step)
         self.look()
+        parameters = parts_of_parameters(self.step)
         resume()
         self.steps.append(
             RankStep(
@@ -66,8 +68,10 @@ class Recorder:
                 counted_squares=squares,
                 mains=parts_of_shards(self.step, lambda shard: shard.main),
                 parameters=parameters,
+                overwritten=list(dict.fromkeys(self.overwritten)),
             )
         )
+        self.overwritten.clear()
         return result
 
     def _pause_publishing(self) -> Callable[[], None]:
@@ -105,7 +109,8 @@ class Recorder:
         for index, chunk in self.step.model.chunks.items():
 
             def begin(module: nn.Module, args: tuple[Any, ...], index: int = index) -> None:
-                self._microbatch = numbers[id(args[0])]
+                made = sum(chunk == index for chunk, _ in self.forwards)
+                self._microbatch = numbers.get(id(args[0]), made)  # should the step have made others of them, in their order
                 self.forwards.append((index, self._microbatch))
 
             hooks.append(chunk.register_forward_pre_hook(begin))
