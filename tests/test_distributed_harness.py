@@ -101,6 +101,7 @@ def test_every_failing_rank_is_told_and_the_blocked_one_shown() -> None:
     message = str(error.value)
     assert "ValueError: reason 1" in message and "ValueError: reason 2" in message
     assert "not done when the others failed: rank 0" in message
+    assert not error.value.timed_out
     assert "in barrier" in message.split("rank 0 was here")[1]
 
 
@@ -110,8 +111,9 @@ def test_timeout_shows_where_ranks_are_and_kills_them(tmp_path: Path) -> None:
         (tmp_path / str(rank)).write_text(f"{os.getpid()} {child.pid}")
         time.sleep(1000)
 
-    with pytest.raises(RanksError, match=r"not done after 1.5 s: rank 0, 1(?s:.*)in function"):
+    with pytest.raises(RanksError, match=r"not done after 1.5 s: rank 0, 1(?s:.*)in function") as error:
         run_ranks(2, function, timeout=1.5)
+    assert error.value.timed_out
     pids = [int(pid) for rank in range(2) for pid in (tmp_path / str(rank)).read_text().split()]
     assert len(pids) == 4 and all(wait_until_gone(pid) for pid in pids)
 

@@ -8,8 +8,10 @@ import math
 import pytest
 import torch
 
+from megatron.pipeline_parallel.partition import Chunk
 from megatron.verification.diagnosis.diagnose import diagnose
 from megatron.verification.diagnosis.finding import Kind
+from megatron.verification.diagnosis.start import layer_findings
 from tests.verify_observations import (
     DATA,
     STAGES,
@@ -119,6 +121,47 @@ def test_a_missing_microbatch() -> None:
     microbatch = plain.microbatches[lost][1]
     why = "reduced before the last gradient was in it" if microbatch == last else "reduced too early, or never added"
     assert f"microbatch {microbatch} of data rank 1 is missing: {why}" in found.text and found.ranks == (0,)
+
+
+def test_a_missing_microbatch_of_a_lone_data_rank() -> None:
+    """Nothing is reduced there."""
+    observation = observed()
+    plain = observation.plain
+    lost = next(number for number, tokens in enumerate(plain.microbatch_tokens) if tokens)
+    for _, part in parts(observation, gradients(), NORM):
+        part.values.sub_(box(part, plain.contributions[NORM][lost]))
+    found = first_finding(observation)
+    assert f"microbatch {lost} of data rank 0 is missing: never added" in found.text and found.group == ""
+
+
+def test_microbatches_that_overwrite_those_before() -> None:
+    """On every data rank: it is no matter of the reduction."""
+    observation = observed(DATA)
+    plain = observation.plain
+    counted = [place for place, tokens in zip(plain.microbatches, plain.microbatch_tokens, strict=True) if tokens]
+    last = {rank: max(number for of, number in counted if of == rank) for rank in (0, 1)}
+    kept = [float(last[rank] == number) for rank, number in plain.microbatches]
+    found_sum = torch.einsum("m,m...->...", torch.tensor(kept, dtype=torch.float64), plain.contributions[NORM])
+    for _, part in parts(observation, gradients(), NORM):
+        part.values.copy_(box(part, found_sum))
+    found = first_finding(observation)
+    assert "only the last microbatch is in it: each overwrites those before it" in found.text and found.group == ""
+
+
+def test_layers_out_of_order() -> None:
+    table = [Chunk(0, 4, 0, range(2)), Chunk(1, 4, 1, range(4, 6)), Chunk(2, 4, 0, range(2, 4)), Chunk(3, 4, 1, range(6, 8))]
+    (found,) = layer_findings(table, 8)
+    assert found.kind is Kind.PARAMETERS and found.names == ("layers.2",) and found.stages == (0,)
+    assert found.text == "the layers are out of order: chunk 2 begins with layer 2, behind layer 5 of chunk 1"
+    assert not list(layer_findings([table[0], dataclasses.replace(table[1], layers=range(2, 4))], 4))
+
+
+def test_a_step_of_the_wrong_size() -> None:
+    observation = observed(DATA)
+    plain = observation.plain
+    plain.steps[1] = dataclasses.replace(plain.steps[1], num_samples=4)
+    found = first_finding(observation)
+    assert (found.kind, found.step) == (Kind.COUNT, 2) and "takes 6 samples, and should take 4" in found.text
 
 
 def test_a_microbatch_counted_twice() -> None:

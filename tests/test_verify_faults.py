@@ -186,6 +186,22 @@ FAULTS = {
         ("though training with the same weights agrees", "dropout is on where it should be off"),
         step=0,
     ),
+    "an evaluation that reads its first batch again": Fault(
+        (
+            (
+                "megatron/training/batches.py",
+                "return self._steps(source, lambda _: global_batch_size, 0, total, num_workers, dropout=False)",
+                "return (batch for _ in range(num_batches) for batch in "
+                "self._steps(source, lambda _: global_batch_size, 0, global_batch_size, num_workers, dropout=False))",
+            ),
+        ),
+        "--world-size 2",
+        "evaluation",
+        "the held-out batches",
+        None,
+        ("though training with the same weights agrees", "the batches, their masks or their count"),
+        step=0,
+    ),
     "the mask ignored in the count": Fault(
         (("megatron/training/step.py", "total += inputs.loss_mask.sum()", "total += inputs.loss_mask.numel()"),),
         "--tensor-model-parallel-size 2",

@@ -89,7 +89,7 @@ def test_an_update_that_is_too_large() -> None:
     for _, part in parts(observation, mains(), QKV):
         start = box(part, observation.start[QKV])
         part.values.add_(part.values - start)
-    assert "the change is 2.0x, the tensor size" in first_finding(observation).text
+    assert "the change is 2.0x what it should be" in first_finding(observation).text, "sums over groups are right"
 
 
 def test_weight_decay_where_none_belongs() -> None:
@@ -114,6 +114,15 @@ def test_replicas_that_differ_in_a_bit() -> None:
     part.values[3] *= 1 + 2**-52
     found = first_finding(observation)
     assert found.kind is Kind.REPLICAS and found.group == "tensor" and found.ranks == (0, 1) and "not the same bits" in found.text
+
+
+def test_an_update_that_is_another_on_one_replica() -> None:
+    """The ranks are told, which tells more than that the update is wrong."""
+    observation = observed(DATA)
+    for rank, part in parts(observation, mains(), QKV):
+        part.values.add_(1e-3 * rank)
+    found = first_finding(observation)
+    assert found.kind is Kind.REPLICAS and found.group == "data" and found.ranks == (0, 1) and found.names == (QKV,)
 
 
 def test_a_skipped_step() -> None:
@@ -141,7 +150,7 @@ def test_a_run_that_is_too_short() -> None:
     observation = observed()
     for rank in observation.layout.ranks:
         rank.steps.pop()
-    assert "ranks made [1] steps, the reference 2" in first_finding(observation).text
+    assert "ranks made 1 steps, the reference 2: the run does not end where it should" in first_finding(observation).text
 
 
 def test_rounding_that_adam_makes_an_update_of_is_no_difference() -> None:

@@ -39,7 +39,11 @@ _STACK_SIGNAL = signal.SIGUSR2
 
 
 class RanksError(RuntimeError):
-    """Ranks failed, died, or were not done in time."""
+    """Ranks failed, died, or were not done in time (`timed_out`, and none failed)."""
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 def run_ranks(
@@ -82,7 +86,7 @@ def run_ranks(
             failed = sorted((rank for rank in ranks if rank.failure), key=lambda rank: rank.finished_at)
             missing = [rank for rank in ranks if not rank.done]
             if failed or missing:
-                raise RanksError(_explain(failed, missing, timeout, Path(folder)))
+                raise RanksError(_explain(failed, missing, timeout, Path(folder)), timed_out=not failed)
             return [pickle.loads(rank.payload) for rank in ranks]
         finally:
             for rank in ranks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 
 from megatron.audit.trace_file import TraceRun
 from megatron.config.config import Config
@@ -54,11 +53,10 @@ def verify_layout(config: Config, world_size: int, vocab_size: int, effort: Effo
 
 
 def _proof(reduced: Reduced, effort: Effort, saved: str | None = None, earlier: TraceRun | None = None, trace: str = "") -> Proof:
-    started = time.monotonic()
-    run = partial(prove, steps=effort.steps)
+    started, hangs = time.monotonic(), False
     proof = Proof(title_of(reduced.config, reduced.world_size), None, kept=reduced.kept, changed=reduced.changed)
     try:
-        observation = run(reduced.config, reduced.world_size)
+        observation = prove(reduced.config, reduced.world_size)
         proof = replace(proof, diagnosis=diagnose(observation), changed=[*reduced.changed, *observation.replaced])
         if saved is not None:
             write_trace(trace_of(observation), saved)
@@ -66,9 +64,9 @@ def _proof(reduced: Reduced, effort: Effort, saved: str | None = None, earlier: 
             found = compare(trace_of(observation), earlier)
             proof = replace(proof, trace=format_traces(found, "this run", trace), parts_from_trace=found.parts)
     except RanksError as error:
-        proof = replace(proof, failure=str(error))
-    if not proof.equal and effort.isolates:
-        lines = isolate(reduced.config, reduced.world_size, run, seconds=effort.isolation_s)
+        proof, hangs = replace(proof, failure=str(error)), error.timed_out
+    if not proof.equal and effort.isolates and not hangs:  # a run that hangs takes all the time that there is
+        lines = isolate(reduced.config, reduced.world_size, prove, seconds=effort.isolation_s)
         proof = replace(proof, alone=list(conclusions(lines)))
     return replace(proof, seconds=time.monotonic() - started)
 

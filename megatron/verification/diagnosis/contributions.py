@@ -37,6 +37,17 @@ class Mixture:
         """Whether each counts a whole number of times."""
         return all(abs(found - round(found)) < _WHOLE for found in self.coefficients.values())
 
+    def last(self, data_rank: int) -> int:
+        """The last microbatch of a data rank."""
+        return max(number for rank, number in self.coefficients if rank == data_rank)
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether the last of several microbatches of each data rank counts once, and all others not at all."""
+        lasts = [place for place in self.coefficients if place[1] == self.last(place[0])]
+        others = [place for place in self.coefficients if place not in lasts]
+        return bool(others) and self.with_coefficient(1) == lasts and self.with_coefficient(0) == others
+
 
 def explain(found: Tensor, contributions: Mapping[Microbatch, Tensor]) -> Mixture | None:
     """The coefficients, by least squares; None where the contributions do not explain the gradient, or do so in several ways.
@@ -75,8 +86,12 @@ def mixture_words(mixture: Mixture, tokens: Mapping[Microbatch, float], data_ran
     if others and set(missing) == set(others):
         return "only the rank's own microbatches are in it: the sum over the data group is missing"
     if missing and mixture.whole:
-        last = missing and all(place[1] == _last(mixture, place[0]) for place in missing)
+        if mixture.overwritten:
+            return "only the last microbatch is in it: each overwrites those before it"
+        last = all(place[1] == mixture.last(place[0]) for place in missing)
         why = "reduced before the last gradient was in it" if last else "reduced too early, or never added"
+        if len({rank for rank, _ in mixture.coefficients}) == 1:
+            why = "never added"  # nothing is reduced over one data rank
         return f"{_names(missing)} {'is' if len(missing) == 1 else 'are'} missing: {why}"
     if mixture.whole:
         counted = [f"{_names([place])} counts {round(c)} times" for place, c in mixture.coefficients.items() if round(c) != 1]
@@ -89,10 +104,6 @@ def mixture_words(mixture: Mixture, tokens: Mapping[Microbatch, float], data_ran
         return "each data rank weighs the same, however many tokens count on it: a mean of means"
     listed = [f"{_names([place])} by {c:.6g}" for place, c in mixture.coefficients.items() if abs(c - 1) >= _WHOLE]
     return f"microbatches are weighed wrongly: {', '.join(listed[:6])}{', ...' if len(listed) > 6 else ''}"
-
-
-def _last(mixture: Mixture, data_rank: int) -> int:
-    return max(number for rank, number in mixture.coefficients if rank == data_rank)
 
 
 def _names(places: list[Microbatch]) -> str:

@@ -13,6 +13,7 @@ from megatron.verification.diagnosis.comparison import Comparison, Row
 from megatron.verification.diagnosis.finding import Finding, Kind
 from megatron.verification.diagnosis.forward import forward_findings, loss_findings
 from megatron.verification.diagnosis.gradients import gradient_findings
+from megatron.verification.diagnosis.places import listing
 from megatron.verification.diagnosis.start import start_findings
 from megatron.verification.diagnosis.tolerance import TOLERANCE
 from megatron.verification.diagnosis.update import evaluation_findings, norm_findings, overwritten_findings, update_findings
@@ -85,7 +86,7 @@ def _step_findings(runs: Comparison) -> list[Finding]:
         agreed = index + 1
     if not found and any(len(rank.steps) != len(runs.plain.steps) for rank in runs.ranks):
         counts = sorted({len(rank.steps) for rank in runs.ranks})
-        text = f"ranks made {counts} steps, the reference {len(runs.plain.steps)}"
+        text = f"ranks made {listing(counts)} steps, the reference {len(runs.plain.steps)}: the run does not end where it should"
         found.append(Finding(Kind.UPDATE, agreed, "the run", text, math.inf))
     forward_agrees = not any(finding.kind in (Kind.FORWARD, Kind.LOSS) and agreed == 0 for finding in found)
     return [*found, *(evaluation_findings(runs, agreed) if forward_agrees else ())]

@@ -51,6 +51,12 @@ def loss_findings(runs: Comparison, index: int) -> Iterator[Finding]:
     """The count of tokens, the sum of the loss, and their quotient in the step of this index."""
     mine, plain = runs.steps(index)
     facts = runs.facts(index)
+    samples = facts.tokens // runs.observation.config.model.seq_length
+    if samples != plain.num_samples:
+        text = f"the step takes {samples} samples, and should take {plain.num_samples}: the batch size, or its ramp-up"
+        far = relative(samples - plain.num_samples, plain.num_samples)
+        yield Finding(Kind.COUNT, plain.iteration, "the global batch", text, far)
+        return
     counted = sum(rank.steps[index].token_count for rank in runs.ranks)
     summed = sum(rank.steps[index].loss_sum for rank in runs.ranks)
     if differ(counted, plain.token_count):
@@ -65,7 +71,7 @@ def loss_findings(runs: Comparison, index: int) -> Iterator[Finding]:
         ratio = ratio_words(summed / plain.loss_sum, facts) if math.isfinite(summed) else "not finite"
         text = f"the sum of the loss over the tokens is {summed:.12g}, the reference's {plain.loss_sum:.12g} ({ratio})"
         if index == 0:
-            text += "; all layers agree, so it is the final norm, the output layer, the cross entropy or the loss mask"
+            text += "; all layers agree, so it is the final norm, the output layer, the cross entropy, labels or masks"
         else:
             text += "; the weights are right, so it is the samples, or values of parameters that are used before they arrive"
         place = runs.place("output")

@@ -110,6 +110,7 @@ def _microbatches(runs: Comparison, index: int, joined: Joined, apart: bool) -> 
     places = runs.plain.microbatches
     tokens = dict(zip(places, getattr(runs.plain, "microbatch_tokens", [1.0] * len(places)), strict=True))
     found: dict[str, list[Held]] = {}
+    reduces = False
     for rank in dict.fromkeys(each.rank for each in joined.held):
         mine = [each for each in joined.held if each.rank == rank]
         flat = torch.cat([each.part.values.flatten() for each in mine])
@@ -122,12 +123,13 @@ def _microbatches(runs: Comparison, index: int, joined: Joined, apart: bool) -> 
         text = mixture_words(mixture, tokens, mine[0].coordinates["dp"] if sliced else None)
         if text is not None:
             found.setdefault(text, []).extend(mine)
+            reduces = reduces or not mixture.overwritten
     if not found:
         return None
     several = len(found) > 1
     texts = [f"on rank {listing(each.rank for each in held)}: {text}" if several else text for text, held in found.items()]
     ranks = tuple(sorted({each.rank for held in found.values() for each in held}))
-    return _Cause("; ".join(texts[:4]), GROUP_WORDS["dp"] if runs.sizes["dp"] > 1 else "", ranks)
+    return _Cause("; ".join(texts[:4]), GROUP_WORDS["dp"] if reduces and runs.sizes["dp"] > 1 else "", ranks)
 
 
 def _flat_contributions(whole: Tensor, places: list[Microbatch], mine: list[Held]) -> Mapping[Microbatch, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.verification.diagnosis.comparison import Compared, Comparison
@@ -26,7 +27,7 @@ def start_findings(runs: Comparison) -> Iterator[Finding]:
 
 
 def layer_findings(table: Sequence[Chunk], num_layers: int, parameters: Iterable[str] = ()) -> Iterator[Finding]:
-    """Whether the table gives each layer to one chunk.
+    """Whether the table gives each layer to one chunk, in order.
 
     Args:
         parameters: names of the model's.
@@ -42,6 +43,14 @@ def layer_findings(table: Sequence[Chunk], num_layers: int, parameters: Iterable
             text = f"the layer is doubled: chunks {listing(chunk.index for chunk in chunks)} both hold it"
         names = (name, *(each for each in parameters if layer_of(each) == layer))
         yield Finding(Kind.PARAMETERS, 0, place_words(name, table), text, math.inf, names, tuple(stages_of(name, table)))
+    for before, chunk in pairwise(chunk for chunk in sorted(table, key=lambda chunk: chunk.index) if chunk.layers):
+        first, last = chunk.layers[0], before.layers[-1]
+        if first <= last:
+            name = f"layers.{first}"
+            behind = f"behind layer {last} of chunk {before.index}"
+            text = f"the layers are out of order: chunk {chunk.index} begins with layer {first}, {behind}"
+            yield Finding(Kind.PARAMETERS, 0, place_words(name, table), text, math.inf, (name,), tuple(stages_of(name, table)))
+            return
 
 
 def _parameters(runs: Comparison) -> Iterator[Finding]:

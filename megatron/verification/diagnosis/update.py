@@ -14,8 +14,8 @@ from megatron.verification.diagnosis.forward import differ
 from megatron.verification.diagnosis.join import GROUP_WORDS, cut
 from megatron.verification.diagnosis.measure import constant_ratio, norm
 from megatron.verification.diagnosis.places import listing
-from megatron.verification.diagnosis.ratios import ratio_words
-from megatron.verification.diagnosis.tolerance import relative
+from megatron.verification.diagnosis.ratios import Facts, ratio_words
+from megatron.verification.diagnosis.tolerance import TOLERANCE, relative
 
 LISTED = 4
 
@@ -79,7 +79,8 @@ def update_findings(runs: Comparison, index: int) -> Iterator[Finding]:
             yield Finding(Kind.UPDATE, plain.iteration, "all parameters", text, relative(found - wanted, wanted))
     compared = runs.weights(index)
     if compared.differing:
-        yield _wrong_update(runs, index, compared)
+        apart = [finding for finding in _replicas(runs, index) if finding.relative > TOLERANCE]
+        yield from apart or [_wrong_update(runs, index, compared)]
     else:
         yield from _published(runs, index)
         yield from _replicas(runs, index)
@@ -96,7 +97,7 @@ def _wrong_update(runs: Comparison, index: int, compared: Compared) -> Finding:
     if not change.any():
         words = "the weights are as before: no update reached them"
     elif ratio is not None:
-        words = f"the change is {ratio_words(ratio, runs.facts(index))}"
+        words = f"the change is {ratio_words(ratio, Facts())}"  # sums over groups are right: the gradient is
     elif (decay := constant_ratio(excess, before[first])) is not None and abs(decay) > 1e-12:
         words = f"it is too far by {decay:.6g} times the weights before: weight decay acts on it otherwise than it should"
     else:

@@ -31,7 +31,7 @@ from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
 from megatron.verification.observing.batches import RandomSamples
 from megatron.verification.observing.late import late_delivery
-from megatron.verification.observing.observation import RankObservation
+from megatron.verification.observing.observation import EVALUATED_BATCHES, RankObservation
 from megatron.verification.observing.parts import parts_of_shards, set_weights
 from megatron.verification.observing.recording import Recorder
 
@@ -133,11 +133,13 @@ class _Feed:
             consumed += self.plan.global_batch_size(consumed)
 
     def evaluate(self) -> float:
-        """Mean loss of one whole batch."""
-        size = self.plan.final_global_batch_size
-        batches = self.maker.evaluation(self.job.held_out if self.reads else None, global_batch_size=size, num_batches=1)
-        firsts = range(self.data.index * self.micro_batch_size, size, self.data.size * self.micro_batch_size)
-        return evaluate(self.step, (self._masked(batch, self.job.held_out, firsts) for batch in batches))
+        """Mean loss of the held-out batches."""
+        size, count = self.plan.final_global_batch_size, EVALUATED_BATCHES
+        batches = self.maker.evaluation(self.job.held_out if self.reads else None, global_batch_size=size, num_batches=count)
+        own, step = self.data.index * self.micro_batch_size, self.data.size * self.micro_batch_size
+        firsts = (range(first + own, first + size, step) for first in range(0, count * size, size))
+        batches_with_masks = zip(batches, firsts, strict=True)
+        return evaluate(self.step, (self._masked(batch, self.job.held_out, each) for batch, each in batches_with_masks))
 
     def _masked(self, batch: list[ModelInputs], samples: RandomSamples, firsts: range) -> list[ModelInputs]:
         found = []

@@ -16,6 +16,9 @@ from torch import Tensor
 from megatron.config.config import Config
 from megatron.pipeline_parallel.partition import Chunk
 
+EVALUATED_BATCHES = 2
+"""Held-out batches of an evaluation: of one alone, nobody sees how several are averaged or whether they are the same."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -118,7 +121,7 @@ class RankObservation:
     """Its shards' values before the first step: the start weights, which both runs were given."""
     steps: list[RankStep]
     evaluations: list[float]
-    """Global mean losses: before the first step, and after each of `steps`."""
+    """Global mean losses over the held-out batches: before the first step, and after each of `steps`."""
     activations: list[Activation]
     """Of the first step, in the order in which they were computed."""
     forwards: list[tuple[int, int]]
@@ -140,6 +143,8 @@ class PlainStep:
     """One training step of the reference."""
 
     iteration: int
+    num_samples: int
+    """Of the global batch."""
     loss: float
     grad_norm: float
     learning_rate: float

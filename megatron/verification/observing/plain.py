@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.config.config import Config
 from megatron.verification.observing.batches import RandomSamples
-from megatron.verification.observing.observation import PlainRun, PlainStep
+from megatron.verification.observing.observation import EVALUATED_BATCHES, PlainRun, PlainStep
 from megatron.verification.observing.settings import decay_growth, learning_rate_course, reference_shape, update_rule
 from megatron.verification.reference.documents import Rules, losses_with_rules
 from megatron.verification.reference.model import Seen, Weights, by_nobody
@@ -33,7 +33,7 @@ class PlainTask:
     """Weights to begin with."""
     samples: RandomSamples
     held_out: RandomSamples
-    """Samples to evaluate on: the first of them, as many as a whole batch."""
+    """Samples to evaluate on: the first of them, as many as the held-out batches have."""
     most_steps: int | None
     """Iterations at most; None for the whole run."""
 
@@ -101,14 +101,16 @@ class _Reference:
             norm = update(self.state, gradients, rule, rate, decay)
             updated += size
             weights = dict(self.state.weights)
-            steps.append(PlainStep(iteration, loss_sum / tokens, norm, rate, decay, loss_sum, tokens, gradients, weights))
+            steps.append(PlainStep(iteration, size, loss_sum / tokens, norm, rate, decay, loss_sum, tokens, gradients, weights))
             evaluations.append(self._evaluate())
         seconds = time.monotonic() - began
         return PlainRun(steps, evaluations, self.activations, microbatches, self.microbatch_tokens, self.contributions, seconds)
 
     def _evaluate(self) -> float:
         with torch.no_grad():
-            loss_sum, tokens = self._losses(self.state.weights, _batch(self.task.held_out, 0, self.task.full_batch))
+            loss_sum, tokens = self._losses(
+                self.state.weights, _batch(self.task.held_out, 0, EVALUATED_BATCHES * self.task.full_batch)
+            )
         return (loss_sum / tokens).item()
 
     def _gradients(self, first: int, size: int) -> tuple[float, float, dict[str, Tensor]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from megatron.model.block import Block
 from megatron.model.gpt import GPTChunk
 from megatron.model.inputs import ModelInputs
+from megatron.pipeline_parallel.schedule import Op
 from megatron.training.step import StepResult, TrainStep
 from megatron.verification.observing.observation import Activation, Part, RankStep
 from megatron.verification.observing.parts import counted_squares, parts_of_parameters, parts_of_shards
@@ -92,25 +94,32 @@ class Recorder:
     def _recorded_gradients(self, batch: Sequence[ModelInputs], **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if named.get("inspect") is not None:  # the step run once more, to be looked at by others
             return self._sums(batch, **named)
-        hooks = [] if self.steps else self._watch(batch)
-        loss_sum, count = self._sums(batch, **named)
-        for hook in hooks:
-            hook.remove()
+        if self.steps:
+            loss_sum, count = self._sums(batch, **named)
+        else:
+            with self._watched():
+                loss_sum, count = self._sums(batch, **named)
         self._shares = (loss_sum.item(), count.item())
         return loss_sum, count
 
     def _keep_gradients(self, result: StepResult) -> None:
         self._gradients = parts_of_shards(self.step, lambda shard: shard.grad.double() / result.loss_scale)
 
-    def _watch(self, batch: Sequence[ModelInputs]) -> list[Any]:
+    def begin(self, op: Op) -> None:
+        """The executor begins an operation."""
+        self._microbatch = op.microbatch
+
+    def end(self, op: Op) -> None:
+        """The executor has ended it."""
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
         """Hooks on this rank's chunks for one step. An evaluation has other inputs, which are not looked at."""
-        numbers = {id(inputs): number for number, inputs in enumerate(batch)}
         hooks = []
+        self.step.executor.recorder = self
         for index, chunk in self.step.model.chunks.items():
 
             def begin(module: nn.Module, args: tuple[Any, ...], index: int = index) -> None:
-                made = sum(chunk == index for chunk, _ in self.forwards)
-                self._microbatch = numbers.get(id(args[0]), made)  # should the step have made others of them, in their order
                 self.forwards.append((index, self._microbatch))
 
             hooks.append(chunk.register_forward_pre_hook(begin))
@@ -120,7 +129,10 @@ class Recorder:
                     self._keep(name, out)
 
                 hooks.append(module.register_forward_hook(keep))
-        return hooks
+        yield
+        self.step.executor.recorder = None
+        for hook in hooks:
+            hook.remove()
 
     def _keep(self, name: str, out: torch.Tensor) -> None:
         position = out.shape[0] * self.step.context.group("tp").index if self.step.model.sequence_parallel else 0

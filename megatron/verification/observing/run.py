@@ -77,6 +77,7 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
     """The settings as both runs take them, and what was replaced."""
     replaced = [
         "dtype: everything is float64. Not run: 16-bit storage, and main parameters apart from the weights with their copy back",
+        "kernels: those of float64 on a CPU. Not run: fused updates, flash attention",
         "dropout: off in training"
         + ("; its probability stays, as evaluation must be without" if dropout else " and in evaluation"),
         "data: random tokens with ends of documents, and random loss masks beside those of the flags",
@@ -84,6 +85,10 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         "checkpoints, logs, profiler and exits: none",
     ]
     model, training, optimizer = config.model, config.training, config.optimizer
+    if config.precision.fp16:
+        replaced.append(
+            "--fp16: no gradient overflows in float64. Not run: steps that are skipped for that, and a scale that changes"
+        )
     if optimizer.optimizer_cpu_offload:
         replaced.append("--optimizer-cpu-offload: on a CPU there is one memory. Not run: what moves between host and device")
     if optimizer.use_apex:
