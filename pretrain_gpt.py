@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import time
 
-from megatron.config.cli import LoadedConfig, load_or_exit
+from megatron.config.cli import PROGRAM, LoadedConfig, load_or_exit
 from megatron.config.launcher import launched
+from megatron.config.output_file import check_output
 from megatron.config.requests import DryRun
 from megatron.config.save import run_record
 
@@ -15,6 +16,8 @@ def main(argv: list[str]) -> None:
     """Settings, then everything else. Nothing that needs torch is imported before the settings are known to be right."""
     started_at = time.monotonic()
     loaded = load_or_exit(argv)
+    if loaded.dry_run is None:
+        check_trace_file(loaded.config.debug.save_trace)
 
     from megatron.training.failure import leave_well, reported_failures
 
@@ -26,25 +29,45 @@ def main(argv: list[str]) -> None:
     leave_well()
 
 
+def check_trace_file(path: str | None) -> None:
+    """End a run whose --save-trace cannot be written before it connects and builds the model.
+
+    The first rank writes the file, and other nodes may not have its folder. So the ranks of the first node look, which all find
+    the same, and the first tells it.
+    """
+    job = launched()
+    if path is None or job.rank != job.local_rank:
+        return
+    try:
+        check_output("--save-trace", path)
+    except ValueError as error:
+        if job.rank == 0:
+            sys.stderr.write(f"{PROGRAM}: {error}\n")
+        sys.exit(2)
+
+
 def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
-    """Lay the job out instead of running it. One process tells what every rank will keep, send and compute."""
+    """Lay the job out instead of running it. One process tells what every rank will keep, send and compute.
+
+    What is told comes before what is written: a full disk does not take the plan away.
+    """
     from megatron.data.tokenizers.build import planned_rows
     from megatron.planner.dry_run import make_plan
-    from megatron.planner.plan_json import check_file, write_plan
+    from megatron.planner.plan_json import write_plan
     from megatron.planner.plan_text import format_plan
 
     if launched().rank > 0:
         return
     try:
         if job.json_file is not None:
-            check_file(job.json_file)
+            check_output("--dry-run-json", job.json_file)
         plan = make_plan(loaded.config, job, planned_rows(loaded.config.data))
+        print("\n".join([*format_plan(plan), *loaded.notes]), flush=True)
         if job.json_file is not None:
             write_plan(plan, job.json_file)
     except ValueError as error:
-        sys.stderr.write(f"pretrain_gpt.py: {error}\n")
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
         sys.exit(2)
-    print("\n".join([*format_plan(plan), *loaded.notes]))
 
 
 def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:

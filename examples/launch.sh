@@ -22,7 +22,7 @@
 #   PYTHON         the Python to run (python)
 
 telling=(--log-interval 10 --log-throughput --eval-interval 1000 --eval-iters 10 --save-interval 1000)
-missing=() stops=0 requeue="" attempt=0
+missing=() wrong=() stops=0 requeue="" attempt=0
 
 # need NAME WHAT: the variable NAME must be set, and is WHAT. All that are not set are told together, by `launch`.
 need() {
@@ -31,11 +31,23 @@ need() {
     printf -v "$1" '%s' "$1" # a dry run reads no file
 }
 
+# whole NAME LEAST MOST: the variable NAME, if it is set, must be such a whole number. All that are not are told together, by
+# `launch`. (In arithmetic, bash takes a word for the name of a variable, and 010 for 8.)
+whole() {
+    local value=${!1-}
+    [[ -z $value || ($value =~ ^(0|[1-9][0-9]{0,8})$ && $value -ge $2 && $value -le $3) ]] ||
+        wrong+=("$1 must be a whole number from $2 to $3, but is '$value'")
+}
+
 # launch NODES RANKS_PER_NODE NAME [flags that are added to those of the lists, or count instead of them]
 launch() {
     nodes=${SLURM_JOB_NUM_NODES:-${NNODES:-$1}} per_node=$2 run=${RUN:-runs/$3}
     shift 3
     [[ ${1-} != -h && ${1-} != --help ]] || usage
+    whole NNODES 1 1000000
+    whole MAX_RESTARTS 0 1000000
+    whole PORT 1 65534 # the health check takes the next one
+    ((${#wrong[@]} == 0)) || fail 2 "$(printf '%s\n' "${wrong[@]}")"
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) python=${PYTHON:-python}
     flags=("${model[@]}" "${layout[@]}" "${batch[@]}" "${optimizer[@]}" "${data[@]}"
         "${telling[@]}" --tensorboard-dir "$run/tensorboard" --metrics-file "$run/metrics.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 import megatron.data_parallel.fsdp  # imported here once, not in every forked rank
+import megatron.parallel.context
 import megatron.training.watch
+import pretrain_gpt
 from megatron.audit.signature import named, signature_of
 from megatron.audit.trace_file import Signature, TraceRun, read_trace
 from megatron.training.step import TrainStep
@@ -164,11 +167,43 @@ def test_off_it_costs_nothing() -> None:
     run(arguments(train_iters=2), 2, before=before)
 
 
-def test_a_file_that_cannot_be_written_ends_every_rank_before_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("at", "words"), [("", "{0} is a folder"), ("file/new/trace", "{0}/file/new/trace cannot be written")])
+def test_a_file_that_cannot_be_written_is_refused_before_ranks_meet(tmp_path: Path, world_size: int, at: str, words: str) -> None:
+    """In the words of one rank, with the exit status of a wrong setting."""
+
+    def before(rank: int) -> None:
+        megatron.parallel.context.connect = lambda config: os._exit(77)
+
     (tmp_path / "file").touch()
-    ended = launch(arguments(train_iters=2, save_trace=tmp_path / "file" / "trace"), 2)
+    ended = launch(arguments(train_iters=2, save_trace=tmp_path / at), world_size, before=before)
+    assert [end.code for end in ended] == [2] * world_size, report(ended)
+    assert (
+        ended[0].stderr.startswith(f"pretrain_gpt.py: --save-trace {words.format(tmp_path)}") and ended[0].stderr.count("\n") == 1
+    )
+    assert not any(end.stderr for end in ended[1:]) and not any(end.stdout for end in ended), report(ended)
+
+
+def test_a_file_that_cannot_be_opened_after_all_ends_every_rank_before_training(tmp_path: Path) -> None:
+    """Its name is longer than a file system takes, which is not looked at before."""
+    ended = launch(arguments(train_iters=2, save_trace=tmp_path / ("a" * 300)), 2)
     assert [end.code for end in ended] == [1, 1], report(ended)
     assert "--save-trace" in ended[0].stderr and "cannot be written" in ended[0].stderr and "iteration" not in ended[0].stdout
+
+
+def test_the_ranks_of_another_node_do_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder may be missing there: the first rank writes."""
+    for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    pretrain_gpt.check_trace_file(str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        pretrain_gpt.check_trace_file(str(tmp_path))
+
+
+def test_the_folder_of_a_trace_is_made(tmp_path: Path) -> None:
+    run(arguments(train_iters=1, save_trace=tmp_path / "new" / "folder" / "trace"))
+    assert len(read_trace(tmp_path / "new" / "folder" / "trace")[0].steps) == 1
 
 
 def test_weights_that_were_spoilt_show_in_the_step_after(tmp_path: Path) -> None:

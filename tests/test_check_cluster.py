@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from tests.cli import ROOT, spawn_cli
 from tests.runs import arguments
 from tools import check_cluster
 from tools.cluster import facts as room
+from tools.cluster import ranks as started
 from tools.cluster import verdict
 from tools.cluster.facts import NodeFacts
 from tools.cluster.links import rounds
-from tools.cluster.ranks import RankEnd
+from tools.cluster.ranks import RankEnd, run_ranks
 
 
 def free_port() -> int:
@@ -92,10 +94,96 @@ def test_files_that_cannot_be_used_are_told_together(tmp_path: Path, capfd: pyte
     assert not any("rank " in line for line in said) and time.monotonic() - began < 30
 
 
+def test_room_without_a_size_to_compare_it_with(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where the tokenizer is missing, nobody knows how large a checkpoint is."""
+    missing = tmp_path / "none.model"
+    settings: dict[str, Any] = {"vocab_size": None, "tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": missing}
+    assert check_cluster.main(command(**settings, save=tmp_path), program=("false",)) == 1
+    assert re.search(r"; [\d,]+ GB free for checkpoints$", capfd.readouterr().out, re.MULTILINE)
+
+
 def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(room.shutil, "disk_usage", lambda _: room.shutil._ntuple_diskusage(10**12, 10**12 - 10**5, 10**5))
     assert check_cluster.main(command(save=tmp_path), program=("false",)) == 1
     assert "has 0.0 GB free, but a checkpoint takes 0.0 GB" in capfd.readouterr().err
+
+
+def test_more_ranks_than_the_cores_can_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Refused in words, and none is started; what counts are the cores that the check may use."""
+    monkeypatch.setattr(room.os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
+    assert room.too_many(128, "cpu") == []
+    flags = command(ranks=129, micro_batch_size=1, global_batch_size=129)
+    assert check_cluster.main(flags, program=("touch", str(tmp_path / "was started"))) == 1
+    assert "129 ranks for 2 CPU cores: at most 128 start there in reasonable time" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs count where there are any, and cores where the run takes a CPU."""
+    monkeypatch.setattr(room.torch.cuda, "device_count", lambda: 8)
+    assert room.too_many(8, "auto") == [] == room.too_many(9, "cpu")
+    assert room.too_many(9, "auto") == room.too_many(9, "cuda") != []
+    monkeypatch.setattr(room.torch.cuda, "device_count", lambda: 0)
+    assert room.too_many(9, "auto") == [] and room.too_many(1, "cuda")[0].startswith("0 GPUs for 1 ranks")
+
+
+class Rank:
+    """Stands for a process that goes on for ever. Its start is one of the events."""
+
+    every: list[Rank]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.killed = False
+        self.every.append(self)
+        self.begins()
+
+    @staticmethod
+    def begins() -> None:
+        """What happens in the middle of a start."""
+
+    def poll(self) -> None:
+        return None
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def wait(self) -> None:
+        assert all(rank.killed for rank in self.every), "waited for one while others run"
+
+
+@pytest.fixture
+def rank_kind(monkeypatch: pytest.MonkeyPatch) -> type[Rank]:
+    """What is started as a rank: no process."""
+    kind = type("RankHere", (Rank,), {"every": []})
+    monkeypatch.setattr(started.subprocess, "Popen", kind)
+    return kind
+
+
+def test_the_limit_counts_while_ranks_are_started(rank_kind: type[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that each start puts on by 3 s: of a thousand, those of the first 10 s are started, and killed."""
+    monkeypatch.setattr(started.time, "monotonic", lambda: 3.0 * len(rank_kind.every))
+    ends = run_ranks(0, 1000, 1, "localhost", 1, "cpu", 10.0)
+    assert len(rank_kind.every) == 4 and all(rank.killed for rank in rank_kind.every)
+    assert len(ends) == 1000 and ends[999] == RankEnd(999, None, "its start", 1)
+
+
+def test_a_stop_in_the_middle_of_a_start_leaves_nobody_behind(rank_kind: type[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing more is started, who was is killed, and then the signal does what it did before."""
+
+    def begins() -> None:
+        if len(rank_kind.every) == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(rank_kind, "begins", staticmethod(begins))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run_ranks(0, 5, 1, "localhost", 1, "cpu", 60.0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 143 and [rank.killed for rank in rank_kind.every] == [True, True]
 
 
 def test_a_rank_that_never_comes(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

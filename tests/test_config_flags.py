@@ -280,7 +280,7 @@ def test_a_dry_run_needs_no_more_than_the_job() -> None:
         ("--gpus-per-node 8", "--gpus-per-node is for --dry-run only"),
         ("--dry-run-json x", "--dry-run-json is for --dry-run only"),
         ("--dry-run --world-size 6 --tensor-model-parallel-size 4", "The world size 6 does not divide by TP x CP x PP = 4 x 1 x 1"),
-        ("--dry-run --lr 0", "--lr is missing"),
+        ("--dry-run --lr 0", "--lr 0.0 is out of range"),
         ("--explain", "--explain takes the name of one flag"),
     ],
 )

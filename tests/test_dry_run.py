@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.config.model import ModelConfig
+from megatron.config.output_file import check_output
 from megatron.data_parallel.memory import Bytes
 from megatron.metrics.flops import count_parameters, flops_per_step, flops_per_token
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
@@ -21,7 +22,7 @@ from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.planner import dry_run
 from megatron.planner.plan import Job, Kind, Places, Plan, RankMemory, Traffic, Work
-from megatron.planner.plan_json import check_file, plan_to_json, write_plan
+from megatron.planner.plan_json import plan_to_json, write_plan
 from megatron.planner.plan_text import format_plan
 from megatron.planner.work import chunk_costs, step_work
 from megatron.verification.local_ranks import RanksError
@@ -272,7 +273,7 @@ def test_under_a_launcher_one_rank_speaks() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dry_run_json": "/nowhere/plan.json"}, "--dry-run-json /nowhere/plan.json: there is no folder /nowhere"),
+        ({"dry_run_json": "/dev/null/new/plan"}, "--dry-run-json /dev/null/new/plan cannot be written: /dev/null is no folder"),
         ({"dry_run_json": "/"}, "--dry-run-json / is a folder"),
         ({"world_size": 10_000_000}, "--world-size 10000000: --world-size takes a whole number from 1 to 1,048,576"),
         ({"world_size": 0}, "--world-size takes a whole number"),
@@ -290,13 +291,31 @@ def test_what_cannot_be_planned_is_said_in_words(changes: dict[str, Any], words:
     assert ended.stderr.startswith("pretrain_gpt.py: ") and ended.stdout == ""
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
-    check_file(str(tmp_path / "new.json"))
-    (tmp_path / "folder").mkdir()
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made by looking; folders that are missing are made by writing."""
+    new = tmp_path / "new" / "folder" / "plan.json"
+    check_output("--dry-run-json", str(new))
+    assert not list(tmp_path.iterdir())
+    write_plan(plan(), str(new))
+    check_output("--dry-run-json", str(new))
     with pytest.raises(ValueError, match="is a folder"):
-        check_file(str(tmp_path / "folder"))
+        check_output("--dry-run-json", str(new.parent))
     with pytest.raises(ValueError, match="cannot be written"):
-        write_plan(plan(), str(tmp_path / "folder"))
+        write_plan(plan(), str(new.parent))
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="broken is no folder"):
+        check_output("--dry-run-json", str(tmp_path / "broken" / "plan.json"))
+    monkeypatch.setattr("megatron.config.output_file.os.access", lambda *_: False)  # root may write anywhere
+    for path in (new, tmp_path / "other" / "plan.json"):
+        with pytest.raises(ValueError, match="permission denied"):
+            check_output("--dry-run-json", str(path))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_a_full_disk_does_not_take_the_plan_away() -> None:
+    (ended,) = launch([*arguments(train_iters=1), "--dry-run", "--dry-run-json", "/dev/full"])
+    assert ended.code == 2 and "fullest rank" in ended.stdout, report([ended])
+    assert ended.stderr == "pretrain_gpt.py: --dry-run-json /dev/full cannot be written: no space left on device.\n"
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,20 @@ def test_several_nodes_need_a_head() -> None:
     assert "HEAD" in tried(SINGLE, DATA="text", NNODES="2")[1]
 
 
+def test_numbers_that_are_none_are_told_in_words(tmp_path: Path) -> None:
+    """Together, also for a dry run, before bash takes them for names of variables or for programs."""
+    status, said = tried(MULTI, DRY_RUN="1", NNODES="abc", PORT="65535", MAX_RESTARTS=f"a[$(touch {tmp_path}/ran)]")
+    assert status == 2 and not list(tmp_path.iterdir()), said
+    for words in (
+        "NNODES must be a whole number from 1 to 1000000, but is 'abc'",
+        "PORT must be a whole number from 1 to 65534, but is '65535'",
+        "MAX_RESTARTS must be a whole number from 0 to 1000000, but is 'a[",
+    ):
+        assert words in said, said
+    for wrong in ("0", "08", "-1", "1e3", "9" * 20):
+        assert tried(SINGLE, NNODES=wrong)[1].startswith(f"{SINGLE}: NNODES must be a whole number"), wrong
+
+
 def test_wrong_settings_end_at_once_with_2(tmp_path: Path) -> None:
     """Every problem in words, before anything is started."""
     status, said = tried(SINGLE, "--num-attention-heads", "31", "--lr", "-1", DATA="text", RUN=str(tmp_path / "run"))

@@ -85,7 +85,18 @@ def test_a_step_that_overflows_leaves_the_audit_to_the_next() -> None:
     lines = [line for line in said.splitlines() if "iteration  " in line or "audit" in line]
     (at,) = (number for number, line in enumerate(lines) if "audit" in line)
     assert at > 0 and all("skipped iterations:   1" in line for line in lines[:at]), said
+    assert "not audited" not in said
     assert "skipped iterations:   0" in lines[at + 1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_without_an_update_says_that_nothing_was_audited(world_size: int) -> None:
+    """Once, at its end; steps that overflow and one that is left out."""
+    scale = {"fp16": True, "loss_scale": 2.0**40}
+    ended = launch(arguments(**scale, train_iters=3, iterations_to_skip=(2,), check_replicas_every=5), world_size)
+    assert all(end.code == 0 for end in ended), report(ended)
+    said = [line for end in ended for line in end.stdout.splitlines() if "audit" in line]
+    assert said == ["  no step made an update: gradients were not audited"], report(ended)
 
 
 def failed(ended: list[Ended]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -23,7 +24,8 @@ from megatron.verification.local_ranks import RanksError
 from megatron.verification.observing.observation import Observation
 from megatron.verification.observing.vocabulary import vocabulary_of
 from megatron.verification.report import Proof, format_report, report_json
-from tests.cli import ROOT
+from megatron.verification.traces.of_proof import trace_of, write_trace
+from tests.cli import ROOT, spawn_cli
 from tests.verify_observations import FLAGS, TENSOR, observed, scale_gradients
 from tools.verify_layout import HELP, main, take
 
@@ -70,6 +72,13 @@ def test_own_flags_are_parted_from_those_of_the_run() -> None:
         (["--quick", "yes"], "--quick takes no value."),
         (["--json"], "--json takes one file."),
         (["--trace", "a", "--trace", "b", "--lr", "1"], "Two --trace files are compared without any other flags"),
+        (["--trace", "a", "--trace", "b", "--steps", "2"], "nothing is run, so there is nothing that --steps could say"),
+        (
+            ["--quick", "--trace", "a", "--trace", "b", "--max_ranks", "2"],
+            "that --quick and --max-ranks could say. Leave that out.",
+        ),
+        (["--trace", "a", "--trace", "b", "--world-size", "2"], "that --world-size could say"),
+        (["--trace", "a", "--trace", "b", "--json", "./a"], "--json ./a would be written over the --trace. Give another file."),
     ],
 )
 def test_own_flags_that_are_wrong(argv: list[str], says: str) -> None:
@@ -124,6 +133,124 @@ def test_a_file_that_cannot_be_written_is_known_before_the_run(capsys: pytest.Ca
     assert status == 2 and not out and "--json /nowhere/found.json cannot be written" in err
 
 
+def stands_for_proofs(monkeypatch: pytest.MonkeyPatch, *, equal: bool = True) -> list[int]:
+    """Have the tool prove nothing and take a proof that is made; returns a list that gets the world sizes it would have run."""
+    asked: list[int] = []
+    observation = observed()
+    if not equal:
+        scale_gradients(observation, 2.0)
+    proof = Proof("tensor 2 x pipeline 1 x data 1", diagnose(observation))
+
+    def verify_layout(config: Config, world_size: int, *_: object, **__: object) -> list[Proof]:
+        asked.append(world_size)
+        return [proof]
+
+    monkeypatch.setattr("megatron.verification.verify.verify_layout", verify_layout)
+    return asked
+
+
+def test_a_folder_is_no_file_and_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = stands_for_proofs(monkeypatch)
+    status, out, err = run_main([*FLAGS.split(), "--json", str(tmp_path)], capsys)
+    assert status == 2 and not out and not asked
+    assert err.startswith(f"verify_layout.py: --json {tmp_path} cannot be written (Is a directory). Give a path of a file")
+
+
+def test_the_json_comes_after_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that does not come to its end leaves no empty file, and keeps the one of before."""
+    path, asked = tmp_path / "found.json", stands_for_proofs(monkeypatch)
+    argv = [*FLAGS.split(), "--json", str(path)]
+    status, out, _ = run_main(argv, capsys)
+    assert status == 0 and out.startswith("EQUAL") and json.loads(path.read_text())["equal"] is True and asked == [1]
+    told = path.read_text()
+    monkeypatch.setattr("megatron.verification.verify.verify_layout", lambda *_, **__: 1 / 0)
+    for name in (path, tmp_path / "other.json"):
+        with pytest.raises(ZeroDivisionError):
+            main([*FLAGS.split(), "--json", str(name)])
+    assert [file.name for file in tmp_path.iterdir()] == ["found.json"] and path.read_text() == told
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+@pytest.mark.parametrize(("equal", "code"), [(True, 2), (False, 1)])
+def test_a_disk_that_is_full_takes_no_verdict_away(
+    equal: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stands_for_proofs(monkeypatch, equal=equal)
+    status, out, err = run_main([*FLAGS.split(), "--json", "/dev/full"], capsys)
+    assert status == code and out.startswith("EQUAL" if equal else "DIFFERENT")
+    assert err.startswith("verify_layout.py: --json /dev/full could not be written whole (No space left on device).")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_a_report_that_cannot_be_printed_is_told_by_its_verdict(tmp_path: Path) -> None:
+    a, found = str(tmp_path / "a"), tmp_path / "found.json"
+    write_trace(trace_of(observed()), a)
+    argv = [sys.executable, "tools/verify_layout.py", "--trace", a, "--trace", a, "--json", str(found)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(argv, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2 and json.loads(found.read_text())["equal"] is True
+    assert done.stderr.startswith("verify_layout.py: the report could not be printed (No space left on device): EQUAL to rounding")
+
+
+def test_two_traces_are_compared_as_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, found = str(tmp_path / "a"), str(tmp_path / "b"), tmp_path / "found.json"
+    trace = trace_of(observed())
+    write_trace(trace, a)
+    trace.steps[1] = dataclasses.replace(trace.steps[1], loss=7.0)
+    write_trace(trace, b)
+    for other, code in ((a, 0), (b, 1)):
+        status, out, err = run_main(["--trace", other, "--trace", a, "--json", str(found)], capsys)
+        read = json.loads(found.read_text())
+        assert (status, err, read["equal"], read["traces"]) == (code, "", not code, [other, a])
+        assert out.startswith("PART" if code else "EQUAL") and read["steps"] == [1, 2]
+    status, out, err = run_main(["--trace", a, "--trace", a, "--json", str(tmp_path)], capsys)
+    assert status == 2 and not out and "(Is a directory)" in err
+
+
+INTERRUPTS = {
+    "while ranks run": """
+import megatron.verification.observing.run as module
+def observe(rank, *args):
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGINT)
+    signal.pause()
+module.observe_rank = observe
+""",
+    "while a rank is started": """
+import megatron.verification.local_ranks as module
+fork = module._fork
+def interrupted(*args):
+    fork(*args)
+    raise KeyboardInterrupt
+module._fork = interrupted
+""",
+    "where Python drops what is raised": """
+told = []
+def once():
+    if not told:
+        told.append(True)
+        os.kill(os.getpid(), signal.SIGINT)
+os.register_at_fork(after_in_parent=once)
+""",
+}
+
+
+@pytest.mark.parametrize("when", INTERRUPTS)
+def test_an_interrupt_ends_it_in_one_line_with_all_its_ranks(when: str) -> None:
+    """`spawn_cli` complains of processes that are left behind."""
+    start = (
+        "import os, signal, sys; sys.path.insert(0, '.'); from tools.verify_layout import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # it is ignored in what a shell starts in the background
+    )
+    code = f"{start}{INTERRUPTS[when]}sys.exit(main(sys.argv[1:]))"
+    done = spawn_cli(["-c", code, *FLAGS.split(), *TENSOR.split()], None)
+    assert done == (130, "", "verify_layout.py: interrupted before it was done\n")
+
+
 # ---- what is told
 
 
@@ -133,6 +260,7 @@ def test_an_equal_proof_is_told_in_one_line() -> None:
     assert lines[0].startswith("EQUAL to one process: tensor 2 x pipeline 1 x data 1: loss, 28 gradients and weights of 2 steps; ")
     assert lines[1] == "" and lines.index("kept") < lines.index("  heads") < lines.index("  layers 8 -> 2")
     assert report_json([proof])["equal"] is True
+    assert report_json([dataclasses.replace(proof, parts_from_trace=True)])["equal"] is False
 
 
 def test_a_different_proof_tells_the_place_before_the_figures() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 
 from megatron.audit.signature import named, signature_of
 from megatron.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep
-from megatron.verification.traces.compare import TraceComparison, compare, compare_files, format_traces, read_whole
+from megatron.verification.traces.compare import TraceComparison, compare, compare_files, format_traces, read_whole, traces_json
 from megatron.verification.traces.of_proof import trace_of, write_trace
 from tests.verify_observations import DATA, STAGES, observed
+from tools.verify_layout import main
 
 SHAPES = {
     "embedding.word.weight": [16, 8],
@@ -117,11 +119,134 @@ def test_a_factor_is_told() -> None:
         (dict(grad_norm=2.1), "the gradient norm differs by 5.0e-02"),
         (dict(learning_rate=2e-3), "the learning rate differs by 1.0e+00"),
         (dict(skipped=True, gradients={}), "the update differs by all of it"),
+        (dict(grad_norm=math.inf), "the gradient norm differs by all of it"),
     ],
 )
 def test_what_differs_is_named(changes: dict[str, object], says: str) -> None:
     found = compare(changed(trace(), 2, **changes), trace())
     assert found.parts and found.first[0].step == 3 and says in verdict(found)
+
+
+OVERFLOWED: dict[str, Any] = {"skipped": True, "grad_norm": math.nan, "gradients": {}}
+"""What a trace has of a step that was skipped."""
+
+
+def test_a_step_that_both_skipped_has_no_gradient_to_compare(tmp_path: Path) -> None:
+    """Read from files, too, where null stands for the norm."""
+    run = changed(changed(trace(dtype="float16"), 0, **OVERFLOWED), 1, **OVERFLOWED)
+    write_trace(run, str(tmp_path / "t"))
+    for found in (compare(run, run), compare_files(str(tmp_path / "t"), str(tmp_path / "t"))):
+        lines = format_traces(found, "A", "B")
+        assert not found.first and found.skipped == (1, 2) and not found.blind and lines[0].startswith("EQUAL")
+        assert "  both skipped the update of 2 steps, for a gradient that overflowed and is not compared: steps 1 and 2" in lines
+    assert compare(changed(run, 1, loss=2.0), run).parts  # what a skipped step does have is compared
+    assert compare(changed(run, 1, weights=signed(tensors(7))), run).parts
+
+
+@pytest.mark.parametrize("first_skips", [True, False])
+def test_a_step_that_one_run_skipped_is_told_as_such(first_skips: bool) -> None:
+    pair = changed(trace(), 1, **OVERFLOWED), trace()
+    found = compare(*(pair if first_skips else pair[::-1]))
+    skipped, other = ("the first", "the reference") if first_skips else ("the reference", "the first")
+    assert verdict(found).endswith(f": {skipped} skipped it, for a gradient that overflowed, and {other} did not")
+    assert found.parts and [part.what for part in found.first] == ["the update"] and not found.skipped
+
+
+def spoilt(tensors: dict[str, Signature], name: str, *numbers: int) -> dict[str, Signature]:
+    """With some numbers of one tensor's signature not finite."""
+    return {**tensors, name: tuple(math.nan if i in numbers else number for i, number in enumerate(tensors[name]))}
+
+
+def test_what_is_not_finite_in_both_is_equal_and_told() -> None:
+    run = trace()
+    for changes in (
+        dict(loss=math.nan),
+        dict(grad_norm=math.nan),
+        dict(gradients=spoilt(run.steps[2].gradients, "final_norm.weight", 0, 1, 2, 3, 4)),
+        dict(weights=spoilt(run.steps[2].weights, "layers.0.mlp.up.weight", 0)),
+        dict(weights=spoilt(run.steps[2].weights, "layers.0.mlp.up.weight", 1, 4)),
+    ):
+        both = changed(run, 2, **changes)
+        found = compare(both, both)
+        assert not found.first and found.blind == (3,), changes
+        assert "  not finite in either, which counts as equal: something in step 3" in format_traces(found, "A", "B")
+        for pair in ((both, run), (run, both)):
+            assert {part.step for part in compare(*pair).first} == {3}, changes
+
+
+def test_a_tensor_that_is_not_finite_hides_no_other() -> None:
+    """Not in the scale of the others, and not by its own numbers that are finite."""
+    run = trace()
+    gradients = spoilt(run.steps[2].gradients, "final_norm.weight", 0)
+    both = changed(run, 2, gradients=gradients)
+    off = dict(gradients)
+    off["layers.1.mlp.up.weight"] = tuple(number + 1 for number in off["layers.1.mlp.up.weight"])
+    off["final_norm.weight"] = tuple(number + 1 for number in off["final_norm.weight"])
+    found = compare(changed(run, 2, gradients=off), both)
+    assert [part.name for part in found.first] == ["final_norm.weight", "layers.1.mlp.up.weight"]
+
+
+def test_numbers_of_any_size_are_compared() -> None:
+    """Squares of them would be beyond the largest number."""
+    run = trace()
+    huge = {**run.steps[0].gradients, "final_norm.weight": (1e200, 1e200, -2e200, 3e200, 5e200)}
+    found = compare(changed(run, 0, gradients=huge), run)
+    assert [part.name for part in found.first] == ["final_norm.weight"] and found.first[0].relative > 1e199
+
+
+def test_steps_that_only_one_has_are_told() -> None:
+    run = trace()
+    cut, late = dataclasses.replace(run, steps=run.steps[:2]), dataclasses.replace(run, steps=[run.steps[0], *run.steps[2:]])
+    found = compare(cut, run)
+    assert not found.parts and found.alone == ((), (3, 4, 5))
+    lines = format_traces(found, "A", "B")
+    assert "  only B (the reference) has steps 3 to 5: not compared" in lines and not any("only A" in line for line in lines)
+    lines = format_traces(compare(cut, late), "A", "B")
+    assert "  only A (the first) has step 2: not compared" in lines
+    assert not any("only" in line for line in format_traces(compare(run, run), "A", "B"))
+
+
+def test_as_json() -> None:
+    run = trace()
+    cut = changed(changed(dataclasses.replace(run, steps=run.steps[:4]), 0, **OVERFLOWED), 2, loss=math.inf)
+    made = traces_json(compare(cut, changed(run, 0, **OVERFLOWED)), "A", "B")
+    assert json.loads(json.dumps(made, allow_nan=False)) == made
+    assert (made["equal"], made["drifts"], made["traces"], made["steps"]) == (False, False, ["A", "B"], [1, 2, 3, 4])
+    assert made["steps_of_one"] == [[], [5]] and made["skipped_in_both"] == [1]
+    assert made["first"] == [{"step": 3, "what": "the loss", "parameter": None, "relative": None, "allowed": 1e-10}]
+    equal = traces_json(compare(run, run), "A", "A")
+    assert equal["equal"] and equal["first"] == [] and equal["largest"]["relative"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value", "says"),
+    [
+        (2, "loss", "abc", "loss: 'abc' is no number"),
+        (2, "tokens", True, "tokens: True is no number"),
+        (2, "iteration", None, "iteration: None is no whole number"),
+        (2, "samples", 1.5, "samples: 1.5 is no whole number"),
+        (2, "skipped", "no", "skipped: 'no' is neither true nor false"),
+        (2, "grad_norm", 10**400, "OverflowError"),
+        (2, "weights", {"final_norm.weight": [1, 2, 3, 4, "5"]}, "final_norm.weight: '5' is no number"),
+        (2, "gradients", {"final_norm.weight": [1]}, "final_norm.weight has 1 numbers and not 5"),
+        (2, "colour", 3, "KeyError('colour')"),
+        (1, "iteration", "0", "iteration: '0' is no whole number"),
+        (1, "weights", {"final_norm.weight": [[], 2, 3, 4, 5]}, "final_norm.weight: [] is no number"),
+        (0, "parameters", {"final_norm.weight": ["8"]}, "final_norm.weight: '8' is no whole number"),
+        (0, "layout", {"tp": "2"}, "tp: '2' is no whole number"),
+    ],
+)
+def test_a_file_whose_numbers_are_none_is_told_in_words(
+    line: int, name: str, value: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    write_trace(trace(), str(good))
+    lines = [json.loads(text) for text in good.read_text().splitlines()]
+    lines[line][name] = value
+    bad.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert main(["--trace", str(bad), "--trace", str(good)]) == 2
+    told = capsys.readouterr()
+    assert not told.out and f"trace {bad}, line {line + 1}: not as --save-trace writes it" in told.err and says in told.err
 
 
 def test_start_weights_that_differ_come_first() -> None:
@@ -173,14 +298,15 @@ def test_a_resumed_run_is_one_run(tmp_path: Path) -> None:
     whole = read_whole(str(tmp_path / "a"))
     assert [step.iteration for step in whole.steps] == [1, 2, 3, 4, 5, 6, 7, 8] and whole.steps[4].loss != 7.0
     write_trace(run, str(tmp_path / "c"))
-    assert compare_files(str(tmp_path / "a"), str(tmp_path / "c"))[0]  # from step 4 on
+    assert compare_files(str(tmp_path / "a"), str(tmp_path / "c")).parts  # from step 4 on
 
 
 def test_the_traces_of_two_layouts_are_equal(tmp_path: Path) -> None:
     for name, flags in (("stages", STAGES), ("data", DATA)):
         write_trace(trace_of(observed(flags)), str(tmp_path / name))
-    apart, lines = compare_files(str(tmp_path / "stages"), str(tmp_path / "data"))
-    assert not apart and lines[0].startswith("EQUAL"), lines
+    found = compare_files(str(tmp_path / "stages"), str(tmp_path / "data"))
+    lines = format_traces(found, "stages", "data")
+    assert not found.parts and lines[0].startswith("EQUAL"), lines
     assert any("layout differs" in line and "pp 2" in line for line in lines)
 
 

@@ -3,9 +3,10 @@
     python tools/check_cluster.py --nodes 16 --ranks-per-node 8 --head node0:29501 -- FLAGS      on every node
 
 FLAGS are those of pretrain_gpt.py. Every node looks at its own files and GPUs: datasets, tokenizer, the save folder and its room,
-as many GPUs as ranks. Then the nodes meet at the head and compare: versions of torch, driver and NCCL, kinds of GPU, clocks, and
-whether all see the same save folder. Then each starts a process for every rank. These look at the memory of their GPUs, make a sum
-over all ranks, and measure the links inside each node and to its neighbours, so that a slow node has a name.
+as many GPUs as ranks, or on a CPU cores enough to start them. Then the nodes meet at the head and compare: versions of torch,
+driver and NCCL, kinds of GPU, clocks, and whether all see the same save folder. Then each starts a process for every rank. These
+look at the memory of their GPUs, make a sum over all ranks, and measure the links inside each node and to its neighbours, so that
+a slow node has a name.
 
 Exit status on every node: 0 all is well; 1 something is wrong, which the head tells, or a node that does not reach it; 2 the
 command line is wrong. Nothing waits longer than --wait for the nodes to come and --limit for the ranks to be done.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ VERSION = 1
 
 Signature = tuple[float, ...]
 """Norm, and the signed sums."""
+_SIGNATURE_SIZE = 5
+"""That of `signature.py`, which needs torch."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def read_trace(path: str | Path) -> list[TraceRun]:
             raise ValueError(f"trace {path}, line {number}: no JSON ({error.msg})") from error
         try:
             _enter(runs, read)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"trace {path}, line {number}: not as --save-trace writes it ({error!r})") from error
     if not runs:
         raise ValueError(f"trace {path} holds no run: the file of --save-trace begins with a header")
@@ -154,22 +156,57 @@ def _enter(runs: list[TraceRun], line: dict[str, Any]) -> None:
         if version != VERSION:
             raise ValueError(f"version {version}, and this program reads {VERSION}")
         layers = [(int(stage), list(layers)) for stage, layers in line.pop("layers")]
+        for name, size in line["layout"].items():
+            _whole(name, size)
+        for name, shape in line["parameters"].items():
+            line["parameters"][name] = [_whole(name, size) for size in shape]
         runs.append(TraceRun(TraceHeader(layers=layers, **line)))
     elif kind == "start":
-        runs[-1].iteration, runs[-1].weights = line["iteration"], _signatures(line["weights"])
+        runs[-1].iteration, runs[-1].weights = _whole("iteration", line["iteration"]), _signatures(line["weights"])
     elif kind == "step":
-        for name in ("gradients", "weights"):
-            line[name] = _signatures(line[name])
-        values: dict[str, Any] = {name: math.nan if value is None else value for name, value in line.items()}
-        runs[-1].steps.append(TraceStep(**values))
+        reads = {field.name: _READS[str(field.type)] for field in dataclasses.fields(TraceStep)}
+        runs[-1].steps.append(TraceStep(**{name: reads[name](name, value) for name, value in line.items()}))
 
 
 def _is_header(line: str) -> bool:
     return line.startswith('{"kind": "header"')
 
 
-def _signatures(read: Mapping[str, list[float | None]]) -> dict[str, Signature]:
-    return {name: tuple(math.nan if number is None else number for number in numbers) for name, numbers in read.items()}
+def _signatures(read: Mapping[str, list[Any]]) -> dict[str, Signature]:
+    found = {name: tuple(_number(name, number) for number in numbers) for name, numbers in read.items()}
+    for name, numbers in found.items():
+        if len(numbers) != _SIGNATURE_SIZE:
+            raise ValueError(f"{name} has {len(numbers)} numbers and not {_SIGNATURE_SIZE}")
+    return found
+
+
+def _number(name: str, value: Any) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):  # True counts as 1 in Python
+        raise TypeError(f"{name}: {value!r} is no number")
+    return float(value)
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: {value!r} is no whole number")
+    return value
+
+
+def _truth(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: {value!r} is neither true nor false")
+    return value
+
+
+_READS: dict[str, Callable[[str, Any], Any]] = {
+    "int": _whole,
+    "float": _number,
+    "bool": _truth,
+    "dict[str, Signature]": lambda _, value: _signatures(value),
+}
+"""How a value of a step is read, by the type of its field."""
 
 
 def _finite(value: Any) -> Any:

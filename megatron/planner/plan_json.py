@@ -45,28 +45,14 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def check_file(path: str) -> None:
-    """See to it that `write_plan` will not fail, before time is spent on a plan.
-
-    Raises:
-        ValueError: there cannot be such a file.
-    """
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise ValueError(f"--dry-run-json {path}: there is no folder {folder}.")
-    if os.path.isdir(path):
-        raise ValueError(f"--dry-run-json {path} is a folder. It takes the name of a file.")
-    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ValueError(f"--dry-run-json {path} cannot be written: permission denied.")
-
-
 def write_plan(plan: Plan, path: str) -> None:
-    """Write it to a file.
+    """Write it to a file, for which folders are made where they are missing.
 
     Raises:
         ValueError: that is not possible.
     """
     try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with open(path, "w") as file:
             json.dump(plan_to_json(plan), file, indent=1)
             file.write("\n")

@@ -73,6 +73,11 @@ class RunChecks:
         """
         self._compare(iteration)
 
+    def close(self) -> None:
+        """The run ends. Say so if nothing was audited, because every step was skipped or left out."""
+        if not self._audited:
+            self._say("  no step made an update: gradients were not audited")
+
     def _compare(self, iteration: int) -> None:
         if self._compared != iteration:
             self._step.finish_publishing()

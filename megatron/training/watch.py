@@ -64,5 +64,7 @@ class Watch:
 
     def close(self) -> None:
         """The run ends."""
+        if self._checks is not None:
+            self._checks.close()
         if self._tracing is not None and not self._tracing.ended:
             self._tracing.close()

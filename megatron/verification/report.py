@@ -78,7 +78,8 @@ def format_report(proofs: Sequence[Proof]) -> list[str]:
 
 def report_json(proofs: Sequence[Proof]) -> dict[str, Any]:
     """The same for programs; numbers that are not finite are null."""
-    return {"equal": all(proof.equal for proof in proofs), "tolerance": TOLERANCE, "runs": [_proof_json(proof) for proof in proofs]}
+    equal = all(proof.equal and not proof.parts_from_trace for proof in proofs)
+    return {"equal": equal, "tolerance": TOLERANCE, "runs": [_proof_json(proof) for proof in proofs]}
 
 
 def _verdict(proofs: Sequence[Proof]) -> str:
@@ -174,6 +175,7 @@ def _proof_json(proof: Proof) -> dict[str, Any]:
     return {
         "layout": proof.title,
         "equal": proof.equal,
+        "parts_from_trace": proof.parts_from_trace,
         "failure": proof.failure or None,
         "steps": found.num_steps if found else None,
         "parameters": found.num_parameters if found else None,

@@ -150,7 +150,9 @@ class _Check:
     def _summary(self, nodes: list[NodeFacts]) -> str:
         what = ", ".join(f"{name} {version}" for name, version in nodes[0].versions.items())
         spaces = [node.free_space for node in nodes if node.free_space is not None]
-        room = f"; {min(spaces) / 1e9:,.0f} GB free for checkpoints of {nodes[0].room_needed / 1e9:,.3g} GB" if spaces else ""
+        needed = max(node.room_needed for node in nodes)  # unknown on a node that cannot read the tokenizer
+        size = f" of {needed / 1e9:,.3g} GB" if needed else ""
+        room = f"; {min(spaces) / 1e9:,.0f} GB free for checkpoints{size}" if spaces else ""
         return f"{len(nodes)} node{'s' * (len(nodes) > 1)} of {self.job.ranks_per_node} ranks: {what}{room}"
 
 

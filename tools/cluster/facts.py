@@ -27,6 +27,10 @@ T = TypeVar("T")
 BYTES_SAVED = 12
 """Of a parameter in a checkpoint: weight and both moments of Adam in float32."""
 
+RANKS_PER_CORE = 64
+"""The most on a CPU. A rank takes 1.5 s of a core to start, and 150 MB: so many take a third of the usual --limit to start, and
+10 GB for each core."""
+
 
 @dataclass
 class NodeFacts:
@@ -39,11 +43,11 @@ class NodeFacts:
     free_space: int | None = None
     """Bytes in the save folder; None where none is given or it is a URL."""
     room_needed: int = 0
-    """Bytes of one checkpoint."""
+    """Bytes of one checkpoint; 0 where the model's size is not known."""
 
 
 def node_facts(config: Config, ranks: int) -> NodeFacts:
-    """Look at this node.
+    """Look at this node. Nothing is started.
 
     Args:
         config: of the run.
@@ -53,15 +57,24 @@ def node_facts(config: Config, ranks: int) -> NodeFacts:
     rows = _tried(facts.faults, lambda: embedding_rows(build_tokenizer(config.data), config.data))
     for prefix in _prefixes(config, facts.faults):
         _tried(facts.faults, functools.partial(IndexedDataset, prefix))
-    if config.parallel.device != "cpu":
-        found = torch.cuda.device_count()
-        if found < ranks and (found or config.parallel.device == "cuda"):
-            facts.faults.append(f"{found} GPUs for {ranks} ranks (a GPU that is lost, or CUDA_VISIBLE_DEVICES)")
+    facts.faults.extend(too_many(ranks, config.parallel.device))
     if config.checkpoint.save and not is_url(config.checkpoint.save):
         if rows:
             facts.room_needed = BYTES_SAVED * count_parameters(config.model, rows)
         look_at_folder(Path(config.checkpoint.save.removeprefix("file://")), facts)
     return facts
+
+
+def too_many(ranks: int, device: str) -> list[str]:
+    """What is wrong with so many ranks on this node."""
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if gpus or device == "cuda":
+        return [f"{gpus} GPUs for {ranks} ranks (a GPU that is lost, or CUDA_VISIBLE_DEVICES)"] if gpus < ranks else []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if ranks <= RANKS_PER_CORE * cores:
+        return []
+    most = f"at most {RANKS_PER_CORE * cores} start there in reasonable time ({RANKS_PER_CORE} a core)"
+    return [f"{ranks} ranks for {cores} CPU core{'s' * (cores > 1)}: {most}. Give --ranks-per-node as the job will start them"]
 
 
 def versions(device: str) -> dict[str, str]:

@@ -75,13 +75,13 @@ def measure(
     Args:
         global_norm: of all tensors of the kind together; its rounding is allowed, and what is negligible beside it is compared
             absolutely.
-        tolerance: relative.
+        tolerance: relative; with 0, rounding is not allowed either.
         slack: allowed besides, absolute.
     """
     shapes = tuple(actual.shape), tuple(reference.shape)
     a, b = actual.detach().double().cpu(), reference.detach().double().cpu()
     size, negligible = norm(b), NEGLIGIBLE * global_norm
-    scale = max(size, ROUNDING / tolerance * global_norm)
+    scale = max(size, ROUNDING / tolerance * global_norm) if tolerance else size
     allowed, scale = (tolerance * scale, scale) if size >= negligible else (negligible, global_norm)
     allowed += slack
     if shapes[0] != shapes[1]:

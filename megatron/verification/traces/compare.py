@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep, read_trace
 from megatron.verification.diagnosis.places import backward_order, layer_of, listing
@@ -45,6 +45,8 @@ class Part:
     relative: float
     allowed: float
     note: str = ""
+    blind: bool = False
+    """Something of it is not finite in either trace, so that nothing can be told of that."""
 
     @property
     def parts(self) -> bool:
@@ -62,6 +64,11 @@ class Part:
         far = f"{self.relative:.1e}" if math.isfinite(self.relative) else "all of it"
         return f"step {self.step}: {what} differs by {far} (allowed {self.allowed:.0e}){self.note}"
 
+    def json(self) -> dict[str, Any]:
+        """For programs; a difference that is not finite is null."""
+        far = self.relative if math.isfinite(self.relative) else None
+        return {"step": self.step, "what": self.what, "parameter": self.name or None, "relative": far, "allowed": self.allowed}
+
 
 @dataclass(frozen=True)
 class TraceComparison:
@@ -75,6 +82,12 @@ class TraceComparison:
     """Of all that was compared, measured by what is allowed."""
     steps: tuple[int, ...]
     """That both have."""
+    alone: tuple[tuple[int, ...], tuple[int, ...]]
+    """Steps that only the one has, and that only the other has."""
+    skipped: tuple[int, ...]
+    """Steps without an update in both."""
+    blind: tuple[int, ...]
+    """Steps in which something is not finite in either."""
     notes: tuple[str, ...]
     """How the runs were set up differently."""
 
@@ -84,14 +97,13 @@ class TraceComparison:
         return bool(self.first) and not self.drifts
 
 
-def compare_files(path: str, other: str) -> tuple[bool, list[str]]:
-    """Whether two trace files part, and lines that say where.
+def compare_files(path: str, other: str) -> TraceComparison:
+    """Where two trace files part.
 
     Raises:
         ValueError: one cannot be read, or they are not of the same model or have no step in common.
     """
-    found = compare(read_whole(path), read_whole(other))
-    return found.parts, format_traces(found, path, other)
+    return compare(read_whole(path), read_whole(other))
 
 
 def read_whole(path: str) -> TraceRun:
@@ -157,7 +169,16 @@ def compare(run: TraceRun, other: TraceRun) -> TraceComparison:
             first, drifts = tuple(part for part in parts if part.parts), excess < _JUMP * before
         before = excess
     largest = max(all_parts, key=lambda part: part.excess, default=None)
-    return TraceComparison(first, drifts, largest, tuple(common), tuple(_setup_notes(run.header, other.header)))
+    return TraceComparison(
+        first,
+        drifts,
+        largest,
+        steps=tuple(common),
+        alone=(tuple(sorted(set(mine) - set(theirs))), tuple(sorted(set(theirs) - set(mine)))),
+        skipped=tuple(step for step in common if mine[step].skipped and theirs[step].skipped),
+        blind=tuple(sorted({part.step for part in all_parts if part.blind})),
+        notes=tuple(_setup_notes(run.header, other.header)),
+    )
 
 
 def _reach(header: TraceHeader, moved: float, band: Band) -> dict[str, float]:
@@ -170,7 +191,7 @@ def _reach(header: TraceHeader, moved: float, band: Band) -> dict[str, float]:
 
 def format_traces(found: TraceComparison, name: str, other: str) -> list[str]:
     """Verdict first."""
-    steps = f"steps {listing(found.steps)}" if len(found.steps) > 1 else f"step {found.steps[0]}"
+    steps = _steps(found.steps)
     if found.first:
         verdict = "PART"
         if found.drifts:
@@ -183,7 +204,39 @@ def format_traces(found: TraceComparison, name: str, other: str) -> list[str]:
     if found.largest is not None:
         lines.append(f"largest of all that was compared: {found.largest.line()}")
     lines.append(f"compared: {steps}; {name} with {other}, which counts as the reference")
-    return lines + [f"  {note}" for note in found.notes]
+    return lines + [f"  {note}" for note in (*_step_notes(found, name, other), *found.notes)]
+
+
+def traces_json(found: TraceComparison, name: str, other: str) -> dict[str, Any]:
+    """The same for programs. Neither `equal` nor `drifts`: the traces part."""
+    return {
+        "equal": not found.first,
+        "drifts": found.drifts,
+        "traces": [name, other],
+        "steps": list(found.steps),
+        "steps_of_one": [list(steps) for steps in found.alone],
+        "skipped_in_both": list(found.skipped),
+        "not_finite_in_both": list(found.blind),
+        "first": [part.json() for part in found.first],
+        "largest": None if found.largest is None else found.largest.json(),
+        "notes": list(found.notes),
+    }
+
+
+def _steps(numbers: Sequence[int]) -> str:
+    return f"steps {listing(numbers)}" if len(numbers) > 1 else f"step {numbers[0]}"
+
+
+def _step_notes(found: TraceComparison, name: str, other: str) -> Iterator[str]:
+    """Of what could not be compared."""
+    for which, steps in zip((f"{name} (the first)", f"{other} (the reference)"), found.alone, strict=True):
+        if steps:
+            yield f"only {which} has {_steps(steps)}: not compared"
+    if found.skipped:
+        many = f"{len(found.skipped)} step{'s' * (len(found.skipped) > 1)}"
+        yield f"both skipped the update of {many}, for a gradient that overflowed and is not compared: {_steps(found.skipped)}"
+    if found.blind:
+        yield f"not finite in either, which counts as equal: something in {_steps(found.blind)}"
 
 
 def _step_parts(mine: TraceStep, theirs: TraceStep, order: Sequence[str], band: Band, reach: Mapping[str, float]) -> Iterator[Part]:
@@ -195,18 +248,27 @@ def _step_parts(mine: TraceStep, theirs: TraceStep, order: Sequence[str], band: 
         ("the count of tokens", mine.tokens, theirs.tokens),
     ):
         yield Part(step, what, "", relative(a - b, b), 1e-12, f": {a:,.0f} and {b:,.0f}, so the batches are not the same")
-    yield Part(
-        step, "the loss", "", relative(mine.loss - theirs.loss, theirs.loss), band.loss, f": {mine.loss!r} and {theirs.loss!r}"
-    )
+    yield _number(step, "the loss", mine.loss, theirs.loss, band.loss)
     if mine.skipped != theirs.skipped:
-        yield Part(step, "the update", "", math.inf, band.tensor, ": skipped in one of them, for an overflow")
-    yield from _tensors(step, "gradient", mine.gradients, theirs.gradients, order, band)
-    far = relative(mine.grad_norm - theirs.grad_norm, theirs.grad_norm)
-    yield Part(step, "the gradient norm", "", far, band.tensor, f": {mine.grad_norm!r} and {theirs.grad_norm!r}")
-    for what in ("learning_rate", "weight_decay"):
-        a, b = getattr(mine, what), getattr(theirs, what)
-        yield Part(step, f"the {what.replace('_', ' ')}", "", relative(a - b, b), 1e-9, f": {a!r} and {b!r}")
+        one, two = ("the first", "the reference") if mine.skipped else ("the reference", "the first")
+        told = f": {one} skipped it, for a gradient that overflowed, and {two} did not"
+        yield Part(step, "the update", "", math.inf, band.tensor, told)
+    elif not mine.skipped:  # a gradient that overflowed is none, and its norm is not finite
+        yield from _tensors(step, "gradient", mine.gradients, theirs.gradients, order, band)
+        yield _number(step, "the gradient norm", mine.grad_norm, theirs.grad_norm, band.tensor)
+    yield _number(step, "the learning rate", mine.learning_rate, theirs.learning_rate, 1e-9)
+    yield _number(step, "the weight decay", mine.weight_decay, theirs.weight_decay, 1e-9)
     yield from _tensors(step, "weight", mine.weights, theirs.weights, order[::-1], band, reach)
+
+
+def _number(step: int, what: str, a: float, b: float, allowed: float) -> Part:
+    blind = _lost(a, b)
+    return Part(step, what, "", 0.0 if blind else relative(a - b, b), allowed, f": {a!r} and {b!r}", blind)
+
+
+def _lost(a: float, b: float) -> bool:
+    """Whether neither is finite: a trace does not tell infinities from what is no number, so they are not told apart."""
+    return not math.isfinite(a) and not math.isfinite(b)
 
 
 def _tensors(
@@ -218,7 +280,7 @@ def _tensors(
     band: Band,
     reach: Mapping[str, float] | None = None,
 ) -> Iterator[Part]:
-    total = math.hypot(*(numbers[0] for numbers in theirs.values()))
+    total = math.hypot(*(numbers[0] for numbers in theirs.values() if math.isfinite(numbers[0])))
     for name in order:
         if name not in mine or name not in theirs:
             if (name in mine) != (name in theirs):
@@ -226,22 +288,27 @@ def _tensors(
             continue
         a, b = mine[name], theirs[name]
         factor = _factor(a, b, band)
-        if factor is not None:
-            apart = abs(factor - 1) * b[0]
-        else:  # four signed sums: the mean square of their differences estimates that of the tensors
-            signed = math.sqrt(sum((x - y) ** 2 for x, y in zip(a[1:], b[1:], strict=True)) / len(b[1:]))
-            apart = max(signed, abs(a[0] - b[0]))
+        apart = _distance(a, b) if factor is None else abs(factor - 1) * b[0]
         scale = b[0] if b[0] > _least(band) * total else total
         allowed = band.tensor + relative((reach or {}).get(name, 0.0), scale)
         layer = layer_of(name)
         note = "" if layer is None else f", layer {layer}"
         note += "" if factor is None else f": {short(factor)}x the other"
-        yield Part(step, what, name, relative(apart, scale), allowed, note)
+        yield Part(step, what, name, relative(apart, scale), allowed, note, any(map(_lost, a, b)))
 
 
 def _least(band: Band) -> float:
     """A tensor smaller than this part of all together is rounding: its true gradient may be zero."""
     return NEGLIGIBLE * band.tensor / BANDS["float64"].tensor
+
+
+def _distance(a: Signature, b: Signature) -> float:
+    """About the norm of the difference of two tensors: the mean square of the differences of the signed sums estimates its square.
+    Infinite where something is finite in one of them alone."""
+    norm, *signed = (0.0 if _lost(x, y) else x - y for x, y in zip(a, b, strict=True))
+    if not all(map(math.isfinite, (norm, *signed))):
+        return math.inf
+    return max(abs(norm), math.hypot(*signed) / math.sqrt(len(signed)))
 
 
 def _factor(a: Signature, b: Signature, band: Band) -> float | None:
