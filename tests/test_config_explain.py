@@ -58,6 +58,27 @@ def test_it_is_answered_before_anything_else(words: list[str], capsys: pytest.Ca
     assert capsys.readouterr().out == explain("lr")
 
 
+def test_all_flags_that_are_asked_about_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(["--explain", "lr", "--explain", "--fp16"], 1)
+    assert capsys.readouterr().out == f"{explain('lr')}\n{explain('fp16')}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--explain"], "--explain: --explain takes the name of one flag."),
+        (["--explain", "lr", "fp16"], "--explain lr fp16: --explain takes the name of one flag."),
+        (["--explain", "lr", "--bogus"], "--bogus is not a flag.\n  See --help for all flags."),
+    ],
+)
+def test_what_is_asked_wrongly_is_all_that_is_told(words: list[str], message: str) -> None:
+    """Not what would be missing for a run."""
+    with pytest.raises(ConfigError) as caught:
+        load(words, 1)
+    assert str(caught.value) == message
+
+
 def test_every_number_has_a_unit_and_nothing_else() -> None:
     assert set(UNITS) == {flag.field for flag in flags().values() if flag.kind in (int, float)}
 

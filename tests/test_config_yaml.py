@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -100,10 +101,13 @@ def test_overruling_a_file_is_no_news(file: Path) -> None:
         ("bf16: null\n", ["--bf16 null", "true or false"]),
         ("bf16: 'true'\n", ["true or false"]),
         ("rampup_batch_size: 2\n", ["takes 3 whole numbers, not 1"]),
-        ("lr: [1, 2]\n", ["takes a number, not 2"]),
+        ("lr: [1, 2]\n", ["--lr takes a number, not a list of 2."]),
         ("lr_decay_style: Cosine\n", ["--lr-decay-style cosine"]),
         ("tokenizer-type: SFTTokenizer\n", ["SFTTokenizer is not built yet"]),
         ("model:\n  recompute-granularity: full\n", ["line 2: --recompute-granularity full is refused"]),
+        ("tensor-model-parallel-size: [1, 2]\n", ["takes a whole number, not a list of 2."]),
+        ("model: 3\n", ["line 1: model is a heading under which settings stand, not a setting."]),
+        ("seed: 1\ndata:\n", ["line 2: data is a heading under which settings stand"]),
         ("num-experts: 8\n", ["--num-experts 8 is refused"]),
         ("data_path: [--bf16]\n", ["takes any number of texts"]),
         ("lr: 1\nlr: 2\n", ["line 2: lr was already set in", "line 1"]),
@@ -186,3 +190,47 @@ def test_print_config_does_not_ask_for_a_complete_run(capsys: pytest.CaptureFixt
         load(["--print-config"], 3)
     assert caught.value.code == 0
     assert capsys.readouterr().out.startswith("model:\n  num_layers: 0\n")
+
+
+def test_near_flags_are_looked_for_a_few_unknown_keys_only(file: Path) -> None:
+    file.write_text("".join(f"key{number}: 1\n" for number in range(9000)))
+    lines = _error("--config", str(file)).splitlines()
+    assert lines[0] == "21 problems in the settings:" and lines[1] == f"{file} line 1: --key0 is not a flag."
+    assert lines[-2] == f"{file} line 21: --key20 is not a flag, and 8,979 more are none."
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: 1\n" + "lr: 1\n" * 30, "has 10 more problems.\n  Is it the right file?"),
+        ("".join(f"k{number}: 1\n" for number in range(10_001)), "holds more than 10,000 settings."),
+        (f"model: &a {{{'a: 1, ' * 5000}}}\n" + "model: *a\n" * 5000, "holds more than 10,000 settings."),
+        (f"data_path: [{'1,' * 100_000}]\n", "holds more than 100,000 keys and values."),
+        (f"lr: 1\ndata_path: {'[' * 30}{']' * 30}\n", "line 2 has more than 20 levels."),
+        ("[" * 900_000, "line 1 has more than 20 levels."),
+        ("#" * 1_000_001, "is larger than 1,000,000 bytes."),
+    ],
+    ids=["twice", "settings", "aliases", "values", "levels", "no levels end", "bytes"],
+)
+def test_what_is_too_much_for_settings_is_refused_in_words(text: str, message: str, file: Path) -> None:
+    file.write_text(text)
+    assert f"{file} {message}" in _error("--config", str(file))
+
+
+def test_as_much_as_is_allowed_is_read(file: Path) -> None:
+    file.write_text(f"data_path: [{'a,' * 90_000}]\n{'#' * 819_000}")
+    assert len(parse(["--config", str(file)]).data.data_path) == 90_000
+
+
+def test_a_device_is_not_read_but_a_pipe_is(tmp_path: Path) -> None:
+    link = tmp_path / "shard"
+    link.symlink_to("/dev/zero")
+    assert f"{link} is neither a file nor a pipe" in _error("--config", str(link))
+    assert "cannot be read: embedded null byte" in _error("--config", "a\0b")
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, b"lr: 0.5\n")
+        os.close(writing)
+        assert parse(["--config", f"/dev/fd/{reading}"]).optimizer.lr == 0.5
+    finally:
+        os.close(reading)

@@ -11,6 +11,8 @@ from megatron.config.errors import Violation
 from megatron.config.flags import Flag, flag_of, flags, nearest_names
 from megatron.config.given import Given
 
+_MOST_GUESSED = 20  # unknown flags for which near ones are looked for, which takes some milliseconds each
+
 
 @dataclass
 class Sorted:
@@ -24,6 +26,8 @@ class Sorted:
     """Unknown and refused flags, and values that do not fit."""
     doubtful: set[str] = field(default_factory=set)
     """Flags (``--lr``) whose value is not known because of a problem: a rule about them would mislead."""
+    unknown: list[Given] = field(default_factory=list)
+    """Flags that nobody knows by name."""
 
 
 def sort_given(stray: Sequence[str], given: Sequence[Given]) -> Sorted:
@@ -37,8 +41,21 @@ def sort_given(stray: Sequence[str], given: Sequence[Given]) -> Sorted:
             _stranger(item, found)
         else:
             _setting(flag, item, found)
+    _unknown(found)
     _repeated(found)
     return found
+
+
+def _unknown(found: Sorted) -> None:
+    """Tell what may have been meant, of not too many flags: among so many unknown ones a user looks for another fault."""
+    for item in found.unknown[:_MOST_GUESSED]:
+        _unnamed(item, found)
+    more = found.unknown[_MOST_GUESSED:]
+    if more:
+        place = f"{more[0].where}: " if more[0].where else ""
+        message = f"{place}{more[0].spelled} is not a flag, and {len(more) - 1:,} more are none."
+        found.problems.append(Violation((f"--{more[0].name}",), message, "See --help for all flags."))
+        found.doubtful.update(f"--{name}" for name in flags())  # any of them may have been meant
 
 
 def _setting(flag: Flag, item: Given, found: Sorted) -> None:
@@ -46,6 +63,8 @@ def _setting(flag: Flag, item: Given, found: Sorted) -> None:
     if fault is None:
         found.settings.append((flag, item))
         return
+    if item.where and flag.count == 1 and len(item.values) > 1:  # only lists of a file hold several
+        fault = f"takes {flag.expects}, not a list of {len(item.values)}"
     found.doubtful.add(f"--{flag.name}")
     reason = refused_choice(flag.name, item.values[0]) if len(item.values) == 1 else None
     if reason is not None:
@@ -58,26 +77,37 @@ def _setting(flag: Flag, item: Given, found: Sorted) -> None:
 
 def _stranger(item: Given, found: Sorted) -> None:
     """A flag that is no setting: without effect, refused, or unknown."""
-    flag = f"--{item.name}"
     known = find(item.name)
-    if known is None and not difflib.get_close_matches(item.name, flags(), n=1, cutoff=0.85):
-        known = find_family(item.name)
-    if isinstance(known, NoEffect):
-        fault = known.fault(item.values)
-        if fault is None:
-            found.notes.append(f"{item} has no effect: {known.reason}.")
-            return
-        reason = refused_choice(item.name, item.values[0]) if item.values else None
-        message = f"{item.values[0]} {reason}" if reason else f"{item.spelled} {fault}"
-        found.problems.append(Violation((flag,), f"{item}: {message}."))
-    elif known is not None:
-        found.problems.append(Violation((flag,), f"{item} is refused.", known.reason))
+    if known is None:
+        found.unknown.append(item)
+    elif isinstance(known, NoEffect):
+        _without_effect(item, known, found)
     else:
-        names = nearest_names(item.name.lstrip("-"), _spellings()) or nearest_names(item.name.lstrip("-"), known_names())
-        found.doubtful.update(f"--{name}" for name in names)
-        place = f"{item.where}: " if item.where else ""
-        advice = f"Perhaps you meant {' or '.join(f'--{name}' for name in names)}." if names else "See --help for all flags."
-        found.problems.append(Violation((flag,), f"{place}{item.spelled} is not a flag.", advice))
+        found.problems.append(Violation((f"--{item.name}",), f"{item} is refused.", known.reason))
+
+
+def _without_effect(item: Given, known: NoEffect, found: Sorted) -> None:
+    fault = known.fault(item.values)
+    if fault is None:
+        found.notes.append(f"{item} has no effect: {known.reason}.")
+        return
+    reason = refused_choice(item.name, item.values[0]) if item.values else None
+    message = f"{item.values[0]} {reason}" if reason else f"{item.spelled} {fault}"
+    found.problems.append(Violation((f"--{item.name}",), f"{item}: {message}."))
+
+
+def _unnamed(item: Given, found: Sorted) -> None:
+    """A flag that is known by its form at most."""
+    flag, name = f"--{item.name}", item.name.lstrip("-")
+    family = None if difflib.get_close_matches(item.name, flags(), n=1, cutoff=0.85) else find_family(item.name)
+    if family is not None:
+        found.problems.append(Violation((flag,), f"{item} is refused.", family.reason))
+        return
+    names = nearest_names(name, _spellings()) or nearest_names(name, known_names())
+    found.doubtful.update(f"--{name}" for name in names)
+    place = f"{item.where}: " if item.where else ""
+    advice = f"Perhaps you meant {' or '.join(f'--{name}' for name in names)}." if names else "See --help for all flags."
+    found.problems.append(Violation((flag,), f"{place}{item.spelled} is not a flag.", advice))
 
 
 def _spellings() -> list[str]:

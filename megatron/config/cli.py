@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 
 from megatron.config.accept import Sorted, sort_given
 from megatron.config.checkpoint_args import take_from_checkpoint
+from megatron.config.compat import find
 from megatron.config.config import Config
 from megatron.config.effects import notes as effect_notes
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import build, flags, switch
+from megatron.config.flags import build, flag_of, flags, switch
 from megatron.config.given import Given, split
 from megatron.config.launcher import launched
 from megatron.config.requests import DryRun, Requests, take, without_gaps
@@ -51,6 +52,8 @@ class _Reading:
     problems: tuple[Violation, ...]
     doubtful: frozenset[str]
     """Flags whose value is not known because of a problem."""
+    given: frozenset[str]
+    """Fields that were set."""
     requests: Requests
 
 
@@ -82,7 +85,7 @@ def load(argv: Sequence[str], world_size: int) -> LoadedConfig:
     reading = _read(argv)
     dry_run = reading.requests.planned(world_size)
     world_size = dry_run.world_size if dry_run else world_size
-    ruled = violations(without_gaps(reading.config) if dry_run else reading.config, world_size)
+    ruled = violations(without_gaps(reading.config) if dry_run else reading.config, world_size, reading.given)
     ruled = [found for found in ruled if not reading.doubtful.intersection(found.flags)]
     if reading.problems or ruled:
         raise ConfigError([*reading.problems, *ruled])
@@ -105,11 +108,10 @@ def _read(argv: Sequence[str]) -> _Reading:
         from megatron.config.help import help_text  # its library takes 0.1 s, which only the help has to spend
 
         _write_and_exit(help_text(PROGRAM))
-    given, requests, problems = take(given)
-    if requests.explain is not None:
-        from megatron.config.explain import explain  # reads the settings' source, which only it has to spend time on
-
-        _write_and_exit(explain(requests.explain))
+    asked = given
+    given, requests, problems = take(asked)
+    if any(item.name == "explain" for item in asked):
+        _explain_and_exit(requests, given, problems)
     from_files, unread = _read_files(requests.files)
     given, problems = [*from_files, *given], [*problems, *unread]
     found = sort_given(stray, given)
@@ -126,7 +128,18 @@ def _read(argv: Sequence[str]) -> _Reading:
     problems = [*problems, *found.problems]
     if requests.print_config and not problems:
         _write_and_exit(to_yaml(config))
-    return _Reading(config, tuple(found.notes), tuple(problems), frozenset(found.doubtful), requests)
+    return _Reading(config, tuple(found.notes), tuple(problems), frozenset(found.doubtful), frozenset(explicit), requests)
+
+
+def _explain_and_exit(requests: Requests, given: Sequence[Given], problems: Sequence[Violation]) -> NoReturn:
+    """Answer every --explain, whatever is missing or wrong for a run; but a flag that nobody knows may have been meant with it."""
+    from megatron.config.explain import explain  # reads the settings' source, which only it has to spend time on
+
+    problems = [problem for problem in problems if "--explain" in problem.flags]
+    problems += sort_given((), [item for item in given if flag_of(item.name) is None and find(item.name) is None]).problems
+    if problems:
+        raise ConfigError(problems)
+    _write_and_exit("\n".join(map(explain, requests.explain)))
 
 
 def _read_files(paths: Sequence[str]) -> tuple[list[Given], list[Violation]]:

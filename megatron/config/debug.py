@@ -11,8 +11,8 @@ class DebugConfig:
 
     check_replicas_every: int | None = None
     """Steps between comparisons of the parameters that must be equal on several tensor or data ranks; a difference in any bit ends
-    the run. The first step is audited too: every parameter has a gradient, summed over the right ranks and counted once in the
-    norm."""
+    the run. The first step that makes an update is audited too: every parameter has a gradient, summed over the right ranks and
+    counted once in the norm."""
     save_trace: str | None = None
     """Write a trace of the run to this file: for each step the loss, and of each parameter the norm and a signature of gradient and
     weight, the same at every layout. tools/verify_layout.py finds where two runs part."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron.config.checks.ranges import LARGEST_WORLD
 from megatron.config.config import Config
@@ -44,7 +44,8 @@ class Requests:
     files: list[str]
     """Of --config, in their order."""
     print_config: bool = False
-    explain: str | None = None
+    explain: list[str] = field(default_factory=list)
+    """Names of flags."""
     dry_run: bool = False
     world_size: int | None = None
     gpus_per_node: int | None = None
@@ -61,7 +62,7 @@ HELP = {
     "config": "YAML file of settings below the flags given here: flag names, flat or under the topics of this help. May be "
     "repeated.",
     "print-config": "Print the resolved settings as YAML, which --config reads back, and stop.",
-    "explain": "Say what a flag does, its unit and default and what it interacts with, and stop.",
+    "explain": "Say what a flag does, its unit and default and what it interacts with, and stop. May be repeated.",
     "dry-run": "Lay the job out without running it: layers, memory, bytes sent, idle time and FLOPs of every kind of rank. "
     "Needs no GPU, no launcher and no data.",
     "world-size": "Ranks of the job that --dry-run lays out; by default those that the launcher gives.",
@@ -120,8 +121,10 @@ def _enter(item: Given, found: Requests) -> str | None:
         )
     if item.name == "config":
         found.files.append(item.values[0])
-    elif item.name in ("explain", "dry-run-json"):
-        setattr(found, item.name.replace("-", "_"), item.values[0])
+    elif item.name == "explain":
+        found.explain.append(item.values[0])
+    elif item.name == "dry-run-json":
+        found.dry_run_json = item.values[0]
     else:
         if not is_count(item.values[0], LARGEST_WORLD):
             return f"takes a whole number from 1 to {LARGEST_WORLD:,}"

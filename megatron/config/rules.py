@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from enum import IntEnum
 
 from megatron.config.checks import (
     checkpoint,
@@ -42,11 +43,14 @@ _SHOWN = 2  # suggestions for one setting
 _TRIED = 64  # candidates for one setting, so that an answer never takes long
 
 
-def violations(config: Config, world_size: int) -> list[Violation]:
+def violations(config: Config, world_size: int, given: Collection[str] = ()) -> list[Violation]:
     """Everything that stands against running these settings with this many ranks, in the order of the topics.
 
     The rules themselves check what is suggested: it removes its violation and adds no other. Only where ranks and layout do not
     fit may it bring up others that could not be seen before, as the batch could not be divided among ranks.
+
+    Args:
+        given: fields that the user set, so that 0 is not taken for a setting that was left out.
     """
     if world_size > ranges.LARGEST_WORLD:  # rules that divide by it would take long, and what they say would not help
         return [_worded(finding, ()) for finding in ranges.world_has_ranks(config, world_size)]
@@ -55,7 +59,7 @@ def violations(config: Config, world_size: int) -> list[Violation]:
     return [
         _worded(finding, _nearest(finding, index, counts, config, world_size))
         for index, findings in enumerate(found)
-        for finding in findings
+        for finding in (_as_given(findings, config, world_size, given) if RULES[index] is ranges.required_are_given else findings)
     ]
 
 
@@ -68,21 +72,50 @@ def _evaluate(config: Config, world_size: int) -> list[list[Finding]]:
     return [list(rule(config, world_size)) for rule in RULES]
 
 
+def _as_given(findings: list[Finding], config: Config, world_size: int, given: Collection[str]) -> list[Finding]:
+    return [ranges.as_given(finding, config, world_size, given) for finding in findings]
+
+
 def _nearest(finding: Finding, index: int, counts: list[int], config: Config, world_size: int) -> list[Change]:
-    """Of each group of candidates those that leave the fewest violations; all together the ones that change least first."""
-    strict: list[Change] = []
-    loose: list[Change] = []
+    """Of each group of candidates those that help best and leave the fewest violations, the ones that change least first.
+
+    Where ranks and layout do not fit, those with which they do go before those with which they do not: of the batch little can
+    be said until they fit, so that what hides this seems to leave less.
+    """
+    by_help: dict[_Help, list[Change]] = {help_: [] for help_ in _Help}
     for group in finding.candidates:
         removing = []
         for change in group[:_TRIED]:
-            changed = change.apply(config, world_size)
-            after = [len(findings) for findings in _evaluate(*changed)]
-            if after[index] < counts[index] and sum(after) <= sum(counts):
-                adds_none = all(new <= old for new, old in zip(after, counts, strict=True))
-                fits_now = data_size(config, world_size) is None and data_size(*changed) is not None
-                removing.append((sum(after), adds_none, fits_now, change))
-        removing.sort(key=lambda item: item[0])
-        strict += [change for _, adds_none, _, change in removing if adds_none][:_SHOWN]
-        loose += [change for _, _, fits_now, change in removing if fits_now][:_SHOWN]
-    found = strict or loose
-    return sorted(found, key=lambda change: change.distance(config, world_size))
+            after = [len(findings) for findings in _evaluate(*change.apply(config, world_size))]
+            help_ = _help(change, config, world_size, counts, after)
+            if help_ is not None and after[index] < counts[index]:
+                removing.append((help_, sum(after), change))
+        removing.sort(key=lambda item: item[:2])
+        best = [change for help_, _, change in removing if help_ == removing[0][0]]
+        if removing:
+            by_help[removing[0][0]] += best[:_SHOWN]
+
+    def by_distance(changes: list[Change]) -> list[Change]:
+        return sorted(changes, key=lambda change: change.distance(config, world_size))
+
+    return by_distance(by_help[_Help.CLEAN] or by_help[_Help.REVEALING]) + by_distance(by_help[_Help.HIDING])
+
+
+class _Help(IntEnum):
+    """What else a change does that removes a violation, the best first."""
+
+    CLEAN = 0
+    """It adds none, and ranks and layout fit."""
+    REVEALING = 1
+    """Ranks and layout fit now, and so others come up that could not be seen before."""
+    HIDING = 2
+    """It adds none, but ranks and layout still do not fit."""
+
+
+def _help(change: Change, config: Config, world_size: int, before: list[int], after: list[int]) -> _Help | None:
+    """Of a change with so many violations of each rule before and after; None if it only puts others in their place."""
+    fits = data_size(*change.apply(config, world_size)) is not None
+    if all(new <= old for new, old in zip(after, before, strict=True)):
+        return _Help.CLEAN if fits else _Help.HIDING
+    revealing = fits and data_size(config, world_size) is None and sum(after) <= sum(before)
+    return _Help.REVEALING if revealing else None

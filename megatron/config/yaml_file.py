@@ -6,8 +6,10 @@ a value means the same here as on the command line.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import islice
 
 import yaml
 
@@ -18,6 +20,13 @@ from megatron.config.given import Given
 from megatron.config.requests import HELP
 
 _NULLS = ("null", "Null", "NULL", "~", "")
+_EXAMPLE = "It should hold lines such as `num-layers: 12`."
+_MOST_BYTES = 1_000_000
+_MOST_NODES = 100_000  # keys and values: a list of datasets may be long
+_MOST_ENTRIES = 10_000  # settings, each of which is looked up
+_MOST_DEPTH = 20  # settings take three: the file, a topic, a list
+_MOST_TOLD = 20  # problems of a file
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C it is ten times as fast
 
 
 def read_yaml(path: str) -> list[Given]:
@@ -26,22 +35,17 @@ def read_yaml(path: str) -> list[Given]:
     Raises:
         ConfigError: the file cannot be read, is not YAML, is not a mapping of flag names, or sets a flag twice.
     """
-    try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
-        raise ConfigError([Violation(("--config",), f"--config {path} cannot be read: {reason}.")]) from error
-    except (yaml.YAMLError, RecursionError) as error:
-        rule = " ".join(str(error).split())
-        raise ConfigError([Violation(("--config",), f"--config {path} is not valid YAML.", f"{rule}.")]) from error
+    root = _compose(path, _read(path))
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
-        rule = "It should hold lines such as `num-layers: 12`."
-        raise ConfigError([Violation(("--config",), f"--config {path} is not a mapping of flag names to values.", rule)])
+        raise _cannot(f"--config {path} is not a mapping of flag names to values.", _EXAMPLE)
     given: list[Given] = []
     problems: list[Violation] = []
-    for topic, key, value in _entries(root):
+    entries = list(islice(_entries(root), _MOST_ENTRIES + 1))
+    if len(entries) > _MOST_ENTRIES:
+        raise _cannot(f"--config {path} holds more than {_MOST_ENTRIES:,} settings.", f"There are {len(flags())}. {_EXAMPLE}")
+    for topic, key, value in entries:
         outcome = _setting(path, key, value)
         if isinstance(outcome, Violation):
             problems.append(outcome)
@@ -49,9 +53,66 @@ def read_yaml(path: str) -> list[Given]:
             given.extend(outcome)
             problems.extend(_misplaced(outcome, topic))
     problems.extend(_twice(given))
+    if len(problems) > _MOST_TOLD:
+        more = f"{path} has {len(problems) - _MOST_TOLD:,} more problems."
+        problems[_MOST_TOLD:] = [Violation(("--config",), more, "Is it the right file?")]
     if problems:
         raise ConfigError(problems)
     return given
+
+
+def _read(path: str) -> str:
+    """The text of a file or a pipe, of which no more is read than settings can be."""
+    data = None
+    try:
+        if _is_file_or_pipe(os.stat(path).st_mode):
+            with open(path, "rb") as file:
+                data = file.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as error:  # the latter of a name that no file can have
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _cannot(f"--config {path} cannot be read: {reason}.") from error
+    if data is None:
+        raise _cannot(f"--config {path} is neither a file nor a pipe.", _EXAMPLE)
+    if len(data) > _MOST_BYTES:
+        raise _cannot(f"--config {path} is larger than {_MOST_BYTES:,} bytes.", f"Settings are never as long. {_EXAMPLE}")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _cannot(f"--config {path} cannot be read: it is not text in UTF-8.") from error
+
+
+def _is_file_or_pipe(mode: int) -> bool:
+    """Of a directory the system itself says that it cannot be read."""
+    return stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISDIR(mode)
+
+
+def _compose(path: str, text: str) -> yaml.Node | None:
+    try:
+        fault = _too_much(text)
+        root: yaml.Node | None = None if fault else yaml.compose(text, Loader=_LOADER)
+    except yaml.YAMLError as error:
+        raise _cannot(f"--config {path} is not valid YAML.", f"{' '.join(str(error).split())}.") from error
+    if fault:
+        raise _cannot(f"--config {path} {fault}.", _EXAMPLE)
+    return root
+
+
+def _too_much(text: str) -> str | None:
+    """Why it is not composed: that takes long for many nodes, and calls itself for each level, in C until the stack is full."""
+    depth = nodes = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        nodes += isinstance(event, yaml.NodeEvent)
+        if depth > _MOST_DEPTH:
+            line = event.start_mark.line + 1 if event.start_mark is not None else "?"
+            return f"line {line} has more than {_MOST_DEPTH} levels"
+        if nodes > _MOST_NODES:
+            return f"holds more than {_MOST_NODES:,} keys and values"
+    return None
+
+
+def _cannot(message: str, rule: str = "") -> ConfigError:
+    return ConfigError([Violation(("--config",), message, rule)])
 
 
 def _entries(root: yaml.MappingNode) -> Iterator[tuple[str | None, yaml.Node, yaml.Node]]:
@@ -80,10 +141,13 @@ def _setting(path: str, key: yaml.Node, value: yaml.Node) -> list[Given] | Viola
     if not name:
         rule = f"Keys are flag names, or one of the topics {', '.join(topics())}; values are single values or lists."
         return Violation(("--config",), f"{where}: {_text(key) or 'the key'} is not a setting.", rule)
+    if name in topics() and flag_of(name) is None:
+        rule = f"Write `{name}:` and its settings below it, indented, or leave it out."
+        return Violation(("--config",), f"{where}: {name} is a heading under which settings stand, not a setting.", rule)
     if name in HELP:
         return Violation((f"--{name}",), f"{where}: {_text(key)} may be given on the command line only.")
     if isinstance(value, yaml.ScalarNode):
-        return _scalar(name, texts[0], value.style is None, where)
+        return _scalar(name, texts[0], not value.style, where)
     return [Given(name, texts, f"--{name}", where)]
 
 

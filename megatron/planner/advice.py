@@ -5,16 +5,17 @@ Each line says what is wasted and which nearest settings, all of them valid, wou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from megatron.config.checks.finding import Change, change, data_size, shown
+from megatron.config.checks.finding import Change, change, data_size, shown, without
 from megatron.config.config import Config
 from megatron.config.rules import violations
 from megatron.metrics.flops import count_parameters
-from megatron.pipeline_parallel.formulas import expected
+from megatron.pipeline_parallel.partition import table_of
 from megatron.pipeline_parallel.schedules.registry import make_schedule
-from megatron.pipeline_parallel.simulate import Costs, simulate
 from megatron.pipeline_parallel.split_advice import split_advice
+from megatron.planner.work import idle_share
 from megatron.tensor_parallel.embedding import padded_vocab_size
 
 MOST_IDLE = 0.2
@@ -25,6 +26,10 @@ ENOUGH_TOKENS = 4096
 """Rows of a matrix product from which on a GPU hardly gets faster."""
 _WORTH_SHARDING = 10**9  # bytes of optimizer state that every data rank has beside the others
 _SHOWN = 3
+_MOST_FORWARDS = 300_000  # of more chunks and microbatches nothing is simulated: it takes seconds, and no ramp matters in them
+_WORTH_TELLING = 0.9  # of the waste that there is
+_QUICK_FORWARDS = 40_000  # of a proposal, of which there are many
+_ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 Waste = Callable[[Config, int], float]
 """How much settings waste with so many ranks."""
@@ -33,7 +38,7 @@ Waste = Callable[[Config, int], float]
 def advice(config: Config, world_size: int, gpus_per_node: int, vocab_size: int) -> list[str]:
     """Lines of advice. The settings must have passed the rules."""
     return [
-        *_idle_stages(config, world_size),
+        *_idle_stages(config, world_size, vocab_size),
         *_uneven_stages(config, vocab_size),
         *_tensor_groups(config, world_size, gpus_per_node),
         *_microbatch(config, world_size),
@@ -43,16 +48,18 @@ def advice(config: Config, world_size: int, gpus_per_node: int, vocab_size: int)
     ]
 
 
-def bubble_share(config: Config, world_size: int) -> float:
-    """The part of their time in which pipeline stages wait, after any ramp-up, if all stages take equally long and a backward takes
-    as long as two forwards."""
+def bubble_share(config: Config, world_size: int, vocab_size: int) -> float:
+    """The part of their time in which pipeline stages wait, after any ramp-up, as a dry run tells it at its head."""
+    table = table_of(config.model, config.parallel, vocab_size)
     stages, batch = config.parallel.pipeline_model_parallel_size, num_microbatches(config, world_size)
-    chunks, name = config.parallel.chunks_per_stage(config.model.num_layers), config.parallel.schedule
-    costs = Costs()
-    known = expected(name, stages, batch, chunks, costs).bubble_time
-    if known is None:
-        return simulate(make_schedule(name, stages, batch, chunks), costs.divided(chunks)).bubble_share
-    return known / (known + batch * (costs.forward + costs.input_grad + costs.weight_grad))
+    schedule = make_schedule(config.parallel.schedule, stages, batch, len(table) // stages)
+    return idle_share(config.model, vocab_size, table, schedule)
+
+
+def _forwards(config: Config, world_size: int) -> int:
+    """Operations of a step by which one can tell how long it takes to simulate."""
+    stages, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.chunks_per_stage(config.model.num_layers)
+    return num_microbatches(config, world_size) * stages * chunks
 
 
 def num_microbatches(config: Config, world_size: int) -> int:
@@ -62,11 +69,29 @@ def num_microbatches(config: Config, world_size: int) -> int:
     return (config.training.global_batch_size or micro * ranks) // (micro * ranks)
 
 
-def _idle_stages(config: Config, world_size: int) -> Iterator[str]:
-    training, stages = config.training, config.parallel.pipeline_model_parallel_size
-    if stages == 1 or (share := bubble_share(config, world_size)) <= MOST_IDLE:
+def _idle_stages(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
+    @functools.cache
+    def idle(changed: Config, ranks: int) -> float:
+        return bubble_share(changed, ranks, vocab_size)
+
+    stages, forwards = config.parallel.pipeline_model_parallel_size, _forwards(config, world_size)
+    if stages == 1 or forwards > _MOST_FORWARDS or (share := idle(config, world_size)) <= MOST_IDLE:
         return
-    batch, micro = num_microbatches(config, world_size), training.micro_batch_size
+    quick = [
+        one
+        for one in _less_idle(config, world_size, vocab_size)
+        if not violations(*(changed := one.apply(config, world_size))) and _forwards(*changed) <= max(_QUICK_FORWARDS, forwards)
+    ]
+    better = _better(config, world_size, quick, idle, MOST_IDLE, "idle") or _least(config, world_size, quick, idle, share)
+    yield (
+        f"{num_microbatches(config, world_size)} microbatches through {stages} pipeline stages leave {share:.0%} of the time idle "
+        f"(schedule {config.parallel.schedule}){better}"
+    )
+
+
+def _less_idle(config: Config, world_size: int, vocab_size: int) -> list[Change]:
+    """More microbatches, more chunks or another order of them; each also with a split by work, where that gains something."""
+    training, micro = config.training, config.training.micro_batch_size
     whole = training.global_batch_size or micro * (data_size(config, world_size) or 1)
     tried = [
         *(change(global_batch_size=whole * factor) for factor in (2, 4, 8, 16)),
@@ -74,10 +99,10 @@ def _idle_stages(config: Config, world_size: int) -> Iterator[str]:
         *(change(num_virtual_stages_per_pipeline_rank=count) for count in (2, 4, 8)),
         *(change(pipeline_schedule=name) for name in ("zb-h1", "zb-v")),
     ]
-    yield (
-        f"{batch} microbatches through {stages} pipeline stages leave {share:.0%} of the time idle "
-        f"(schedule {config.parallel.schedule}){_better(config, world_size, tried, bubble_share, MOST_IDLE, 'idle')}"
-    )
+    if split_advice(config.model, config.parallel, vocab_size) is None:
+        return tried
+    by_work = without(config, *_ACCOUNTED, pipeline_split="balanced")
+    return [*tried, by_work, *(Change((*one.fields, *by_work.fields)) for one in tried)]
 
 
 def _uneven_stages(config: Config, vocab_size: int) -> Iterator[str]:
@@ -155,7 +180,8 @@ def _padding(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
     wasted = share(config, world_size)
     if wasted > MOST_PADDING:
         multiple = config.model.make_vocab_size_divisible_by
-        tried = [change(make_vocab_size_divisible_by=part) for part in (64, 32, 16, 8, 4, 2, 1) if part < multiple]
+        powers = (2**exponent for exponent in range(multiple.bit_length()))
+        tried = [change(make_vocab_size_divisible_by=power) for power in powers if power < multiple]
         yield (
             f"the vocabulary of {vocab_size:,} is padded by {wasted:.0%} ({shown(config, 'make_vocab_size_divisible_by')} x TP "
             f"{config.parallel.tensor_model_parallel_size}): memory and time of embedding and output layer"
@@ -169,10 +195,24 @@ def _better(config: Config, world_size: int, tried: Iterable[Change], waste: Was
     Args:
         what: of which each change leaves a share, if that is to be told.
     """
-    found = []
-    for one in tried:
+    found: list[tuple[Change, float]] = []
+    for one in sorted(tried, key=lambda one: one.distance(config, world_size)):
         changed, ranks = one.apply(config, world_size)
         if not violations(changed, ranks) and (left := waste(changed, ranks)) <= most:
-            found.append((one.distance(config, world_size), f"{one} ({left:.0%} {what})" if what else str(one)))
-    found.sort(key=lambda item: item[0])
-    return f". Less with {' or '.join(text for _, text in found[:_SHOWN])}" if found else ""
+            found.append((one, left))
+        if len(found) == _SHOWN:
+            break
+    return _less_with(found, what)
+
+
+def _least(config: Config, world_size: int, valid: Iterable[Change], waste: Waste, now: float) -> str:
+    """Where none wastes little: the nearest of those that waste hardly more than the best of them; nothing if that is no gain."""
+    found = [(waste(*one.apply(config, world_size)), one) for one in valid]
+    least = min((left for left, _ in found), default=now)
+    good = [(one, left) for left, one in found if left * _WORTH_TELLING <= least and left < now * _WORTH_TELLING]
+    return _less_with(sorted(good, key=lambda item: item[0].distance(config, world_size))[:1], "idle")
+
+
+def _less_with(changes: Sequence[tuple[Change, float]], what: str) -> str:
+    texts = [f"{one} ({left:.0%} {what})" if what else str(one) for one, left in changes]
+    return f". Less with {' or '.join(texts)}" if texts else ""

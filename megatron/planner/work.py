@@ -19,8 +19,13 @@ def step_work(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], sched
         tokens=model.seq_length * global_batch_size,
         flops_per_token=flops_per_token(model, vocab_size),
         flops=flops_per_step(model, vocab_size, global_batch_size),
-        bubble=simulate(schedule, _Durations(model, vocab_size, table)).bubble_share,
+        bubble=idle_share(model, vocab_size, table, schedule),
     )
+
+
+def idle_share(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], schedule: Schedule) -> float:
+    """The part of their time in which stages wait, for each other and for the slowest of them."""
+    return simulate(schedule, _Durations(model, vocab_size, table)).bubble_share
 
 
 class _Durations:

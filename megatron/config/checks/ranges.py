@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.checks.finding import Change, Finding, Rule, change, shown
+from megatron.config.checks.finding import Change, Finding, Rule, change, data_size, shown
 from megatron.config.config import Config
 from megatron.config.flags import flags
 
@@ -105,19 +105,33 @@ def required_are_given(config: Config, world_size: int) -> Iterator[Finding]:
             yield Finding((field,), f"--{flag.name} is missing.", f"It takes {flag.expects}{_bound(field)}.")
 
 
+def as_given(finding: Finding, config: Config, world_size: int, given: Collection[str]) -> Finding:
+    """What `required_are_given` finds, of a setting that was given, as 0: settings alone do not tell that from one left out."""
+    (field,) = finding.fields
+    return _out_of_range(config, world_size, field) if field in given and _value(config, field) == 0 else finding
+
+
 def numbers_in_range(config: Config, world_size: int) -> Iterator[Finding]:
     """Every number lies in its interval."""
     for field, allowed in RANGES.items():
         value = _value(config, field)
         values = value if isinstance(value, tuple) else (value,)
-        if value is None or (field in REQUIRED and value == 0) or all(map(allowed.holds, values)):
-            continue
-        yield Finding(
-            (field,),
-            f"{shown(config, field)} is out of range.",
-            f"{'Each number' if isinstance(value, tuple) else 'It'} must be {allowed}.",
-            (_nearest_bounds(field, value, allowed),),
-        )
+        if value is not None and not (field in REQUIRED and value == 0) and not all(map(allowed.holds, values)):
+            yield _out_of_range(config, world_size, field)
+
+
+def _out_of_range(config: Config, world_size: int, field: str) -> Finding:
+    value, allowed = _value(config, field), RANGES[field]
+    nearest = _nearest_bounds(field, value, allowed)
+    if field == "global_batch_size" and config.training.micro_batch_size > 0:  # the bound itself is seldom a whole step
+        ranks = data_size(config, world_size) or 1
+        nearest += (change(global_batch_size=config.training.micro_batch_size * ranks),)
+    return Finding(
+        (field,),
+        f"{shown(config, field)} is out of range.",
+        f"{'Each number' if isinstance(value, tuple) else 'It'} must be {allowed}.",
+        (tuple(dict.fromkeys(nearest)),),
+    )
 
 
 def world_has_ranks(config: Config, world_size: int) -> Iterator[Finding]:

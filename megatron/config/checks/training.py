@@ -38,7 +38,10 @@ def length_is_given_once(config: Config, world_size: int) -> Iterator[Finding]:
 def batch_divides(config: Config, world_size: int) -> Iterator[Finding]:
     """A step is a whole number of microbatches on each data rank."""
     micro, batch, ranks = config.training.micro_batch_size, config.training.global_batch_size, data_size(config, world_size)
-    if ranks is None or batch is None or not positive(micro, batch) or batch % (micro * ranks) == 0:
+    if batch is None or not positive(micro, batch) or batch % (micro * (ranks or 1)) == 0:
+        return
+    if ranks is None:  # however many there are, it divides by one microbatch of each
+        yield _batch_is_no_microbatches(batch, micro)
         return
     micros = divisors(batch // ranks) if batch % ranks == 0 else []
     yield Finding(
@@ -48,6 +51,18 @@ def batch_divides(config: Config, world_size: int) -> Iterator[Finding]:
         (
             try_values("global_batch_size", batch, multiples_near(batch, micro * ranks)),
             try_values("micro_batch_size", micro, micros),
+        ),
+    )
+
+
+def _batch_is_no_microbatches(batch: int, micro: int) -> Finding:
+    return Finding(
+        ("global_batch_size", "micro_batch_size"),
+        f"--global-batch-size {batch} does not divide by --micro-batch-size {micro}.",
+        "A step is a whole number of microbatches on each data rank, however many these are: that is known when the layout fits.",
+        (
+            try_values("global_batch_size", batch, multiples_near(batch, micro)),
+            try_values("micro_batch_size", micro, divisors(batch)),
         ),
     )
 
@@ -121,8 +136,8 @@ def skipped_iterations_exist(config: Config, world_size: int) -> Iterator[Findin
     """Iterations to skip are iterations of the run."""
     last = config.training.train_iters
     beyond = [iteration for iteration in config.training.iterations_to_skip if last is not None and iteration > last]
-    if positive(last) and beyond:
-        kept = tuple(iteration for iteration in config.training.iterations_to_skip if iteration not in beyond)
+    if last is not None and last > 0 and beyond:
+        kept = tuple(iteration for iteration in config.training.iterations_to_skip if iteration <= last)
         yield Finding(
             ("iterations_to_skip", "train_iters"),
             f"--iterations-to-skip names {', '.join(map(str, beyond))}, but the run ends at --train-iters {last}.",
