@@ -50,7 +50,8 @@ class Job:
 
 
 def observe_rank(rank: int, job: Job) -> RankObservation:
-    """Train to the end of the run, evaluate before the first step and after each, and tell what was seen. The group exists.
+    """Train to the end of the run, evaluate before the first step and after each of the first, and tell what was seen. The group
+    exists.
 
     Whatever the ranks send arrives only when it is waited for.
     """

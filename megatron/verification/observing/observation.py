@@ -18,6 +18,8 @@ from megatron.pipeline_parallel.partition import Chunk
 
 EVALUATED_BATCHES = 2
 """Held-out batches of an evaluation: of one alone, nobody sees how several are averaged or whether they are the same."""
+EVALUATED_STEPS = 4
+"""Steps at the start of a run that an evaluation follows: it costs as much as a step."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class RankObservation:
     """Its shards' values before the first step: the start weights, which both runs were given."""
     steps: list[RankStep]
     evaluations: list[float]
-    """Global mean losses over the held-out batches: before the first step, and after each of `steps`."""
+    """Global mean losses over the held-out batches: before the first step, and after each of the first of `steps`."""
     activations: list[Activation]
     """Of the first step, in the order in which they were computed."""
     forwards: list[tuple[int, int]]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.config.config import Config
 from megatron.verification.observing.batches import RandomSamples
-from megatron.verification.observing.observation import EVALUATED_BATCHES, PlainRun, PlainStep
+from megatron.verification.observing.observation import EVALUATED_BATCHES, EVALUATED_STEPS, PlainRun, PlainStep
 from megatron.verification.observing.settings import decay_growth, learning_rate_course, reference_shape, update_rule
 from megatron.verification.reference.documents import Rules, losses_with_rules
 from megatron.verification.reference.model import Seen, Weights, by_nobody
@@ -62,7 +62,7 @@ class PlainTask:
 
 
 def run_plain(task: PlainTask) -> PlainRun:
-    """Train, and evaluate before the first step and after each."""
+    """Train, and evaluate before the first step and after each of the first."""
     return _Reference(task).run()
 
 
@@ -102,7 +102,8 @@ class _Reference:
             updated += size
             weights = dict(self.state.weights)
             steps.append(PlainStep(iteration, size, loss_sum / tokens, norm, rate, decay, loss_sum, tokens, gradients, weights))
-            evaluations.append(self._evaluate())
+            if len(steps) <= EVALUATED_STEPS:
+                evaluations.append(self._evaluate())
         seconds = time.monotonic() - began
         return PlainRun(steps, evaluations, self.activations, microbatches, self.microbatch_tokens, self.contributions, seconds)
 

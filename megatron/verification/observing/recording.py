@@ -16,7 +16,7 @@ from megatron.model.gpt import GPTChunk
 from megatron.model.inputs import ModelInputs
 from megatron.pipeline_parallel.schedule import Op
 from megatron.training.step import StepResult, TrainStep
-from megatron.verification.observing.observation import Activation, Part, RankStep
+from megatron.verification.observing.observation import EVALUATED_STEPS, Activation, Part, RankStep
 from megatron.verification.observing.parts import counted_squares, parts_of_parameters, parts_of_shards
 
 
@@ -26,7 +26,7 @@ class Recorder:
 
     Args:
         micro_batch_size: samples in a microbatch.
-        look: called after each step, before anything else is done with the model.
+        look: called after each of the first steps, before anything else is done with the model.
         overwritten: grows by what is written to while it is on its way.
     """
 
@@ -52,7 +52,8 @@ class Recorder:
         result = self._run(batch, **named)
         squares, gradients = counted_squares(self.step, result.loss_scale), self._gradients
         resume = self._pause_publishing()
-        self.look()
+        if len(self.steps) < EVALUATED_STEPS:
+            self.look()
         parameters = parts_of_parameters(self.step)
         resume()
         self.steps.append(
