@@ -1,1 +1,1 @@
-"""Tests. A package, so that helpers are imported as `tests.layout` whatever the working directory."""
+"""Tests. A package, so that helpers are imported as `tests.support.layout` whatever the working directory."""

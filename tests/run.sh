@@ -13,6 +13,6 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/tools/setup_env.sh" dev
 cd "$root"
 case "${1:-}" in
---fuzz*) exec python -m tests.fuzz "$@" ;;
+--fuzz*) exec python -m tests.support.fuzz "$@" ;;
 *) exec python -m pytest "$@" ;;
 esac

@@ -1,0 +1,171 @@
+"""`tools/bench.py` runs and says what it says in the agreed form. What it measures is not tested here: machines are noisy."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
+from megatron.pipeline_parallel.simulate import Costs, simulate
+from tests.support.cli import ROOT, spawn_cli
+from tools.benchmarks import bubble, overlap
+from tools.benchmarks.bubble import Result, misses
+from tools.benchmarks.shapes import Shape
+
+SHORT = "--stages 2 --microbatches 3 --forward-ms 1 --input-grad-ms 1 --weight-grad-ms 2 --repeats 1 --hidden 4 1 8".split()
+
+
+@pytest.mark.parametrize("more", [[], ["--no-overlap-p2p"]], ids=["overlap", "no overlap"])
+def test_bubble_gives_a_line_for_each_schedule(more: list[str]) -> None:
+    done = spawn_cli(["tools/bench.py", "bubble", *SHORT, *more], nproc=None)
+    assert not done.stderr
+    number = r"\d+\.\d"
+    row = re.compile(
+        rf"^(\S+) +({number}) ms +({number}) ms +\(({number}) to ({number})\) +[+-]{number}% +([+-]{number})%$", re.MULTILINE
+    )
+    rows = row.findall(done.stdout)
+    assert [name for name, *_ in rows] == list(GENERATORS)
+    for name, simulated, median, least, most, against in rows:
+        chunks = GENERATORS[name].chunks_per_stage or 2
+        assert float(simulated) == simulate(make_schedule(name, 2, 3, chunks), Costs(1, 1, 2).divided(chunks)).step_time
+        assert float(simulated) <= float(least) <= float(median) <= float(most)
+        assert name != "1f1b" or float(against) == 0.0
+    assert ("not overlapped" in done.stdout) == bool(more)
+    missed, held = "MISSED: " in done.stdout, "all bounds hold" in done.stdout
+    assert missed + held == (not more), "bounds are asked of overlapped steps only"
+    assert done.returncode == missed
+
+
+def test_bubble_says_what_is_out_of_bounds() -> None:
+    good = [Result("1f1b", 2.0, (1.9, 2.0, 9.0)), Result("zb-v", 1.5, (1.55,))]
+    assert not misses(good)
+    assert "zb-v saves 21.5% of 1f1b's step (25.0% on paper)" in misses([good[0], Result("zb-v", 1.5, (1.57,))])[0]
+    assert not misses([good[0], Result("zb-v", 1.6, (1.65,))]), "saves less on paper too"
+    for wrong in (2.12, 1.88):
+        assert re.match(r"1f1b is [+-]6.0% off the simulator", misses([Result("1f1b", 2.0, (wrong,))])[0])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_bubble_tells_the_executor_whether_to_overlap(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(context: object, boundary: object, *, overlap: bool) -> NoReturn:
+        raise ValueError(f"asked for {overlap}")
+
+    monkeypatch.setattr(bubble, "Executor", refuse)
+    with pytest.raises(RuntimeError, match=f"asked for {overlap}"):
+        bubble.measure(bubble.Settings(stages=1, overlap=overlap))
+
+
+def test_overlap_gives_a_line_for_each_strategy() -> None:
+    done = spawn_cli("tools/bench.py overlap --gpt 2 32 2 8 2 128 --accumulate 2 --repeats 1".split(), nproc=None)
+    assert not done.stderr
+    number = r"(-?\d+\.\d+)"
+    spread = rf"{number} \(\d+ to \d+\)"
+    row = re.compile(rf"^ *(\S+) +2 +{number} +{number} +{spread} +{spread} +{number} +{number} +{number} +{number}$", re.MULTILINE)
+    rows = [(name, *map(float, numbers)) for name, *numbers in row.findall(done.stdout)]
+    assert [name for name, *_ in rows] == ["no_shard", "optim", "optim_grads"]
+    megabyte = int(re.findall(r"([\d,]+) parameters in bfloat16", done.stdout)[0].replace(",", "")) / 1e6
+    # Of two ranks each sends half of what is reduced (4 bytes an element) or gathered (2), the whole where it is all-reduced.
+    for (_, sent, computation, off, on, exposed_off, exposed_on, ratio, _), a_byte in zip(rows, (4, 2 + 1, 2 * 2 + 1), strict=True):
+        assert sent == pytest.approx(a_byte * megabyte, rel=0.1)
+        assert exposed_off == pytest.approx(off - computation, abs=0.11)
+        assert exposed_on == pytest.approx(on - computation, abs=0.11)
+        assert ratio == pytest.approx(on / computation, abs=0.1)
+    asked = sum(perfect <= 1.25 for *_, perfect in rows)
+    missed, held = "MISSED: " in done.stdout, "all bounds hold" in done.stdout
+    assert f"in {asked} of 3" in done.stdout and missed + held == (asked > 0)
+    assert done.returncode == missed
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
+def test_overlap_trains_without_and_with_all_overlap_that_there_is(
+    strategy: ShardingStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(*args: object, parallel: ParallelConfig, **settings: object) -> None:
+        asked.append((parallel.sharding, parallel.overlap_grad_reduce, parallel.overlap_param_gather))
+        if len(asked) == 3:
+            raise ValueError(f"asked for {asked}")
+
+    monkeypatch.setattr(overlap, "TrainStep", refuse)
+    off, on = (strategy, False, False), (strategy, True, strategy != "no_shard")
+    with pytest.raises(RuntimeError, match=re.escape(f"asked for {[off, off, on]}")):
+        overlap.measure(overlap.Settings(Shape(1, 8, 1, 4, 1, 128), (strategy,), (1,), 1), lambda result: None)
+
+
+def test_overlap_says_what_is_out_of_bounds() -> None:
+    def result(strategy: ShardingStrategy, perfect: float, *on: float) -> overlap.Result:
+        return overlap.Result(overlap.Case(strategy, 1), 1e6, perfect, [2.0, 4.0, 2.0], [4.0, 8.0, 4.0], list(on))
+
+    assert not overlap.misses([result("optim", 1.1, 2.4, 4.8, 9.0)])
+    (told,) = overlap.misses([result("optim", 1.1, 2.6, 5.2, 2.0), result("no_shard", 1.3, 2.8, 5.6, 2.8)])
+    assert told.startswith("optim with 1 microbatches takes 1.30 x computation with overlap; at most 1.25")
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (
+            "optimizer --ranks 2",
+            [("float32", "step", "torch's update"), ("bfloat16", "step", "torch's update, then rounding")],
+        ),
+        ("offload", [("float32", "step", "update alone"), ("bfloat16", "step", "update alone")]),
+    ],
+)
+def test_an_update_is_compared_for_each_dtype(words: str, rows: list[tuple[str, str, str]]) -> None:
+    done = spawn_cli(["tools/bench.py", *words.split(), "--pairs", "1", "--elements", "1000"], nproc=None)
+    assert not done.stderr
+    found = re.findall(r"^(\S+) +(step) +(\d+\.\d+) ms \(.*\) +(\d+\.\d+) x (.*)$", done.stdout, re.MULTILINE)
+    assert [(dtype, action, reference) for dtype, action, _, _, reference in found] == rows
+    assert done.returncode == ("MISSED: " in done.stdout) == ("the bound holds" not in done.stdout)
+
+
+def test_checkpoint_compares_saves_and_loads_with_plain_ones(tmp_path: Path) -> None:
+    done = spawn_cli(["tools/bench.py", "checkpoint", *f"--state-mb 1 --pairs 1 --folder {tmp_path}".split()], nproc=None)
+    assert not done.stderr
+    found = re.findall(r"^.*?(\S[^:\n]* / (?:plain writes|copy in memory|alone|plain reads)): \d+\.\d+ ", done.stdout, re.MULTILINE)
+    actions = [text.rsplit("  ", 1)[-1].split(" / ")[0].removeprefix("to the disk ").strip() for text in found]
+    assert actions[:3] == ["save", "save in the background", "while a save is written"]
+    assert actions[3:] == ["load", "load at another layout"] * 2, done.stdout  # of one process, and of two
+    assert re.search(r"^memory +\d+ MiB for saves of 2 MiB", done.stdout, re.MULTILINE)
+    assert done.returncode == ("MISSED: " in done.stdout)
+    assert not list(tmp_path.iterdir())
+
+
+def test_executor_gives_a_cost_for_each_operation_from_any_folder(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(ROOT / "tools/bench.py"), "executor", "--pairs", "1", "--start-sizes", "2x3"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert not done.stderr
+    operations = dict(re.findall(r"^(\S+) +\d+ +(\d+) +\d+\.\d us +\d+\.\d us +-?\d+\.\d us", done.stdout, re.MULTILINE))
+    assert operations == {"1f1b": "64", "interleaved": "256", "zb-h1": "96", "zb-v": "192"}
+    start = re.findall(r"^(\S+) +2 x 3 +\d+ +\d+\.\d ms +\d+\.\d ms$", done.stdout, re.MULTILINE)
+    assert start == list(GENERATORS)
+    assert done.returncode == ("MISSED: " in done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["parallel", "--pairs", "3"],
+            "--pairs acts in single, executor, optimizer, offload, checkpoint, data, packing, not in parallel",
+        ),
+        (["bubble", "--accumulate", "2"], "--accumulate acts in overlap, not in bubble"),
+        (["bubble", "--stages", "0"], "--stages: must be at least 1, not 0"),
+        (["executor", "--start-sizes", "8"], "must be stages x microbatches, as in 8x64, not '8'"),
+    ],
+)
+def test_a_flag_that_cannot_act_is_refused(words: list[str], told: str) -> None:
+    done = spawn_cli(["tools/bench.py", *words], nproc=None)
+    assert done.returncode == 2 and told in done.stderr
+
+
+# ---- its processes

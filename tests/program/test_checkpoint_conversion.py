@@ -1,0 +1,272 @@
+"""tools/checkpoint.py export and import: from a training run to transformers and back into a run, at other layouts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
+from megatron.checkpoint.open_source import open_source
+from megatron.checkpoint.stored import StoredCheckpoint
+from megatron.data.tokenizers.build import build_tokenizer
+from tests.support.huggingface_models import logits, opened, saved, some_ids
+from tests.support.model_styles import STYLES
+from tests.support.runs import arguments, losses, run
+from tests.support.vocabularies import BPE, tokenizer_json, write_json
+from tools.checkpoint import main
+
+QUIET = {"log_interval": 1, "train_iters": 2}
+Texts = pytest.CaptureFixture[str]
+
+
+def tool(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    write_json(tmp_path / "tokenizer", {"eos_token": "<|endoftext|>"}, "tokenizer_config.json")
+    return write_json(tmp_path / "tokenizer", tokenizer_json(BPE, "qwen2"))
+
+
+@pytest.fixture
+def huggingface(tmp_path: Path, tokenizer: Path) -> Path:
+    """A model of transformers with more rows than its tokenizer has ids, and the tokenizer in its folder."""
+    pytest.importorskip("transformers")
+    folder = tmp_path / "model"
+    saved("qwen2-tied", folder, vocab_size=400, num_key_value_heads=2, num_hidden_layers=4)
+    for file in tokenizer.parent.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_run_becomes_a_folder_and_the_folder_a_run(style: str, tmp_path: Path, tokenizer: Path, capsys: Texts) -> None:
+    """Trained at TP=2 and PP=2, exported on one process, verified, imported, and gone on from in one process."""
+    pytest.importorskip("transformers")
+    data = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer, "vocab_size": None}
+    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    run(arguments(**QUIET, **STYLES[style], **data, **layout, save=tmp_path / "run"), 4)
+    assert tool("export", tmp_path / "run", tmp_path / "out", "--verify", "--max-shard-size", "20KB") == 0
+    told = capsys.readouterr().out
+    assert f"as {style};" in told and "Verified: the logits" in told and "gives the same ids" in told
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "Verified: the logits" in readme and 'AutoTokenizer.from_pretrained("out")' in readme
+    theirs = opened(tmp_path / "out")
+    assert theirs.config.model_type == style and theirs.generation_config.eos_token_id == BPE.vocabulary["<|endoftext|>"]
+
+    assert tool("import", tmp_path / "out", tmp_path / "again", "--verify") == 0
+    assert "Verified: the logits" in capsys.readouterr().out
+    assert tool("diff", tmp_path / "run", tmp_path / "again") == 0
+    assert tool("diff", tmp_path / "run", tmp_path / "out") == 0
+
+    # The first loss from the imported weights is that of the run, had it stopped and begun anew from its own.
+    first = []
+    for name in ("run", "again"):
+        go_on = {"use_checkpoint_args": True, "finetune": True, "load": tmp_path / name, "train_iters": 1}
+        kept = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "metrics_file": tmp_path / f"{name}.jsonl"}
+        model = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "seq_length"))
+        tokens = {"tokenizer_type": None, "vocab_size": None}
+        run(arguments(**{**QUIET, **go_on, **kept, **model, **tokens}))
+        first.append(losses(tmp_path / f"{name}.jsonl"))
+    assert first[0] == first[1] and len(first[0]) == 1
+
+
+def test_an_imported_model_is_trained_on_at_any_layout_with_all_its_rows(huggingface: Path, tmp_path: Path) -> None:
+    """400 rows for 348 ids. One step too short to change a weight: what is saved is what was imported."""
+    assert tool("import", huggingface, tmp_path / "base") == 0
+    (tmp_path / "tokenizer" / "tokenizer.json").unlink()  # the copy in the checkpoint's folder is taken
+    go_on = {
+        "use_checkpoint_args": True,
+        "pretrained_checkpoint": tmp_path / "base",
+        "seq_length": 16,
+        "lr": 1e-30,
+        "train_iters": 1,
+    }
+    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "weight_decay": 0.0}
+    model = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "tokenizer_type", "vocab_size"))
+    run(arguments(**{**go_on, **layout, **model, "save": tmp_path / "on"}), 4)
+    assert tool("diff", huggingface, tmp_path / "on") == 0
+    assert open_source(tmp_path / "on").vocab_size == 400
+    assert tool("export", tmp_path / "on", tmp_path / "out", "--verify") == 0
+    ids = some_ids(400)
+    assert torch.equal(logits(opened(tmp_path / "out"), ids), logits(opened(huggingface), ids))
+
+
+def test_what_an_import_writes(huggingface: Path, tmp_path: Path, capsys: Texts) -> None:
+    assert tool("import", huggingface, tmp_path / "base") == 0
+    told = capsys.readouterr().out
+    assert "400 rows, the tokenizer 348 ids" in told and f"--pretrained-checkpoint {tmp_path / 'base'}" in told
+    record = json.loads((tmp_path / "base" / "iter_0000000" / "config.json").read_text())
+    data = record["config"]["data"]
+    assert record["vocab_size"] == data["vocab_size"] == 400 and record["config"]["model"]["add_qkv_bias"] is True
+    assert data["tokenizer_model"] == str(tmp_path / "base" / "tokenizer" / "tokenizer.json")
+    assert (tmp_path / "base" / "tokenizer" / "tokenizer_config.json").exists()
+    stored = open_source(tmp_path / "base")
+    assert isinstance(stored, StoredCheckpoint) and stored.state == {"has_optimizer": False}
+    assert {info.dtype for info in stored.weights.values()} == {torch.float32}
+
+
+def spoil(folder: Path, change: Callable[[Any], Any]) -> None:
+    file = folder / "config.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def test_verify_stops_an_import_of_what_is_computed_otherwise(huggingface: Path, tmp_path: Path, capsys: Texts) -> None:
+    """transformers is given another base of the rotary frequencies than we read."""
+    pytest.importorskip("transformers")
+    source = HuggingFaceFolder(huggingface)
+    spoil(
+        huggingface,
+        lambda c: c["rope_parameters"].update(rope_theta=700.0) if "rope_parameters" in c else c.update(rope_theta=700.0),
+    )
+    from tools.checkpoints.against_transformers import compare_logits
+
+    with pytest.raises(ValueError, match="more than 0.0001: the conversion is wrong"):
+        compare_logits(source, huggingface, torch.float64)
+
+
+def test_verify_stops_where_transformers_finds_tensors_left_over(huggingface: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from tools.checkpoints.against_transformers import compare_logits
+
+    other = tmp_path / "other"
+    saved("qwen2-tied", other, vocab_size=400, num_key_value_heads=2, num_hidden_layers=4)
+    compare_logits(HuggingFaceFolder(huggingface), other, torch.float32)
+    tensors = load_file(other / "model.safetensors") | {"model.layers.0.extra.weight": torch.ones(3)}
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"transformers reports .*model.layers.0.extra.weight"):
+        compare_logits(HuggingFaceFolder(huggingface), other, torch.float32)
+
+
+def test_verify_stops_an_export_and_nothing_is_left(
+    huggingface: Path, tmp_path: Path, capsys: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.checkpoint.huggingface import export
+
+    right = export._config
+    monkeypatch.setattr(export, "_config", lambda *given: right(*given) | {"rms_norm_eps": 0.1})
+    assert tool("export", huggingface, tmp_path / "out", "--verify") == 1
+    assert "the conversion is wrong" in capsys.readouterr().err
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_a_tokenizer_that_transformers_reads_otherwise_is_told_and_stops_verify(
+    huggingface: Path, tmp_path: Path, capsys: Texts
+) -> None:
+    """transformers 5 takes every tokenizer of a qwen2 model for Qwen's."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    assert tool("export", huggingface, tmp_path / "first") == 0
+    assert "PreTrainedTokenizerFast" not in capsys.readouterr().out
+    write_json(huggingface, tokenizer_json(BPE, "gpt2"))
+    assert tool("export", huggingface, tmp_path / "out") == 0
+    assert "open it with PreTrainedTokenizerFast" in capsys.readouterr().out
+    text = "1 cat's  mat, 12 and 345"
+    ids = open_source(huggingface).tokenizer
+    assert ids is not None
+    assert transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")(text)["input_ids"] == build_tokenizer(ids).encode(
+        text
+    )
+    assert tool("export", huggingface, tmp_path / "verified", "--verify") == 1
+    assert "gives other ids in transformers" in capsys.readouterr().err and not (tmp_path / "verified").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["export", "{hf}", "{full}"], "exists already"),
+        (["import", "{hf}", "{full}"], "exists already"),
+        (["export", "{hf}", "{new}", "--family", "gpt2"], "gpt2: positions are rope"),
+        (["export", "{nothing}", "{new}"], "no such folder"),
+        (["import", "{hf}", "{new}", "--embedding-rows", "5"], "--embedding-rows has no effect"),
+        (["export", "{hf}", "{new}", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"], "is not its tokenizer"),
+        (["import", "{hf}", "{new}", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"], "is not its tokenizer"),
+        (["import", "{hf}", "{new}", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"], "NullTokenizer 101 ids"),
+        (["export", "{hf}", "{new}", "--vocab-file", "x"], "--vocab-file does not belong"),
+        (["export", "{hf}", "{new}", "--tokenizer-model", "{nothing}"], "there is no such file or folder"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_nothing_written(
+    words: list[str], said: str, huggingface: Path, tmp_path: Path, capsys: Texts
+) -> None:
+    full, new = tmp_path / "full", tmp_path / "new"
+    full.mkdir()
+    (full / "mine").write_text("")
+    named = {"hf": huggingface, "full": full, "new": new, "nothing": tmp_path / "nothing"}
+    assert tool(*(word.format(**named) for word in words)) == 1
+    assert said in capsys.readouterr().err
+    assert not new.exists() and [path.name for path in full.iterdir()] == ["mine"]
+
+
+def test_without_a_tokenizer(tmp_path: Path, capsys: Texts) -> None:
+    pytest.importorskip("transformers")
+    saved("llama", tmp_path / "model", vocab_size=64)
+    assert tool("export", tmp_path / "model", tmp_path / "out") == 1
+    assert "no tokenizer is known" in capsys.readouterr().err
+    assert tool("export", tmp_path / "model", tmp_path / "out", "--no-tokenizer", "--verify") == 0
+    assert tool("import", tmp_path / "model", tmp_path / "base", "--no-tokenizer") == 0
+    assert not (tmp_path / "base" / "tokenizer").exists() and not (tmp_path / "out" / "tokenizer.json").exists()
+    assert tool("diff", tmp_path / "model", tmp_path / "base") == 0
+    assert tool("import", tmp_path / "model", tmp_path / "ids", "--tokenizer-type", "NullTokenizer", "--vocab-size", "63") == 0
+    assert open_source(tmp_path / "ids").tokenizer.vocab_size == 63  # type: ignore[union-attr]
+
+
+def test_a_run_on_numbers_is_exported_without_a_tokenizer(tmp_path: Path, capsys: Texts) -> None:
+    pytest.importorskip("transformers")
+    run(arguments(**QUIET, save=tmp_path / "run"))
+    assert tool("export", tmp_path / "run", tmp_path / "out", "--verify") == 0
+    assert "no tokenizer is written" in capsys.readouterr().out and opened(tmp_path / "out").generation_config.eos_token_id == 60
+    assert not list((tmp_path / "out").glob("tokenizer*"))
+
+
+def test_a_failed_import_leaves_no_checkpoint(huggingface: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = HuggingFaceFolder.read
+
+    def fail(self: HuggingFaceFolder, name: str, box: Any = None) -> torch.Tensor:
+        if name == "final_norm.weight":
+            raise OSError("the disk is gone")
+        return read(self, name, box)
+
+    monkeypatch.setattr(HuggingFaceFolder, "read", fail)
+    assert tool("import", huggingface, tmp_path / "base") == 1
+    assert not list((tmp_path / "base").rglob("*.json"))
+    monkeypatch.undo()
+    assert tool("import", huggingface, tmp_path / "base") == 0
+
+
+@pytest.mark.parametrize("size", ["0", "5TB", "-1", "x"])
+def test_sizes_of_files(size: str, capsys: Texts) -> None:
+    with pytest.raises(SystemExit):
+        tool("export", "a", "b", f"--max-shard-size={size}")
+    assert "not a size such as 500MB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_only_local_folders_are_written(command: str, capsys: Texts) -> None:
+    with pytest.raises(SystemExit):
+        tool(command, "a", "s3://bucket/b")
+    assert "write to a local folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_help_needs_neither_torch_nor_numpy(command: str) -> None:
+    code = (
+        "import sys; sys.argv = ['checkpoint.py', sys.argv[1], '--help']\n"
+        "import runpy\n"
+        "try: runpy.run_path('tools/checkpoint.py', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code, command], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "--verify" in done.stdout, done.stderr

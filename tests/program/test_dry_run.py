@@ -1,0 +1,335 @@
+"""The dry run as a whole: jobs of any size on one process, what is printed and written, and settings that cannot be planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.model import ModelConfig
+from megatron.config.output_file import check_output
+from megatron.data_parallel.memory import Bytes
+from megatron.metrics.flops import count_parameters, flops_per_step, flops_per_token
+from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
+from megatron.pipeline_parallel.schedule import Op, OpKind
+from megatron.pipeline_parallel.schedules.registry import make_schedule
+from megatron.pipeline_parallel.simulate import simulate
+from megatron.planner import dry_run
+from megatron.planner.plan import Job, Kind, Places, Plan, RankMemory, Traffic, Work
+from megatron.planner.plan_json import plan_to_json, write_plan
+from megatron.planner.plan_text import format_plan
+from megatron.planner.work import chunk_costs, step_work
+from megatron.verification.local_ranks import RanksError
+from tests.support.cli import ROOT
+from tests.support.planned import kind_of, plans_of, settings, topology_of
+from tests.support.runs import arguments, launch, report
+
+TRILLION = {
+    "num_layers": 128,
+    "hidden_size": 25600,
+    "num_attention_heads": 160,
+    "seq_length": 2048,
+    "tensor_model_parallel_size": 8,
+    "pipeline_model_parallel_size": 64,
+    "micro_batch_size": 1,
+    "global_batch_size": 3072,
+    "vocab_size": 51199,
+    "bf16": True,
+    "sequence_parallel": True,
+    "use_distributed_optimizer": True,
+    "device": None,
+}
+"""Narayanan et al. 2021, table 1: on 3,072 GPUs."""
+
+
+# ---- jobs that no machine here could run
+
+
+def test_a_job_of_3072_ranks_on_a_laptop(tmp_path: Path) -> None:
+    """In a process of its own, in less than 2 GB; counted by the stages, it has the model's parameters."""
+    file = tmp_path / "plan.json"
+    argv = arguments(**TRILLION, train_iters=1, dry_run=True, world_size=3072, dry_run_json=file)
+    command = [sys.executable, "pretrain_gpt.py", *argv]
+    watcher = (
+        "import resource, subprocess, sys\n"
+        "done = subprocess.run(sys.argv[1:])\n"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)\n"
+        "sys.exit(done.returncode)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", watcher, *command], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stderr.split()[-1]) < 2_000_000, "kB"
+    said = json.loads(file.read_text())
+    model = ModelConfig(num_layers=128, hidden_size=25600, num_attention_heads=160, seq_length=2048)
+    assert said["model"]["parameters"] == count_parameters(model, 51200) == sum(said["model"]["parameters_by_stage"])
+    assert said["job"]["nodes"] == 384 and len(said["layers"]) == 64
+    assert sum(kind["ranks"] for kind in said["kinds"]) == 3072
+    # Each of the middle stages has two layers of 12 h^2 + 13 h, of which a tensor rank has its part of the matrices.
+    middle = next(kind for kind in said["kinds"] if 30 in kind["stages"])
+    h = 25600
+    assert middle["parameters"] == 2 * (12 * h * h // 8 + 7 * h // 8 + 6 * h)
+    assert done.stdout.startswith("fullest rank (stage 0, rank 0): needs ")
+    assert f"{said['device_bytes'] / 1e9:.3g} GB of device memory" in done.stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1_048_576, {"use_distributed_optimizer": True, "global_batch_size": None, "micro_batch_size": 1}),
+        (
+            1_048_576,
+            {
+                "tensor_model_parallel_size": 4,
+                "pipeline_model_parallel_size": 2,
+                "sequence_parallel": True,
+                "data_parallel_sharding_strategy": "optim_grads",
+                "global_batch_size": None,
+                "bf16": True,
+            },
+        ),
+        (
+            1_048_576,
+            {
+                "data_parallel_sharding_strategy": "optim_grads_params",
+                "fsdp_shard_size": 2,
+                "make_vocab_size_divisible_by": 2,
+                "global_batch_size": None,
+                "optimizer_cpu_offload": True,
+                "optimizer_offload_fraction": 0.5,
+            },
+        ),
+    ],
+)
+def test_a_million_ranks_fall_into_few_kinds(world_size: int, changes: dict[str, Any]) -> None:
+    """More ranks than there are elements of the model, so that many keep nothing of the optimizer's state."""
+    one = settings(world_size, **changes)
+    (plan,) = plans_of([one])
+    assert sum(kind.ranks for kind in plan.kinds) == world_size and len(plan.kinds) < 200
+    topology = topology_of(one.config, world_size)
+    for rank in (0, 1, 5, 1000, 4095, 4096, 524_287, 524_288, 1_048_575):
+        assert kind_of(plan, topology, rank)
+
+
+# ---- what is simulated and counted
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_idle_time_is_the_simulators(schedule: str) -> None:
+    """With FLOPs for durations: of a stage's layers, and of the loss on the last chunk."""
+    layout: dict[str, Any] = {"num_layers": 8, "pipeline_model_parallel_size": 4, "pipeline_schedule": schedule}
+    one = settings(4, **layout, global_batch_size=32)
+    (plan,) = plans_of([one])
+    model, chunks = one.config.model, 2 if schedule == "zb-v" else 1
+    h, f, s = model.hidden_size, model.ffn_size, model.seq_length
+    attention, product = 2 * s * h, 2 * (4 * h * h + 2 * h * f)
+    loss = 2 * h * 61
+    table = table_of(model, one.config.parallel, 61)
+
+    def duration(op: Op) -> float:
+        chunk = table[op.chunk]
+        weights = product * len(chunk.layers) + loss * chunk.last
+        scores = attention * len(chunk.layers)
+        parts = {
+            OpKind.FORWARD: weights + scores,
+            OpKind.INPUT_GRAD: weights + 2 * scores,
+            OpKind.WEIGHT_GRAD: weights,
+            OpKind.BACKWARD: 2 * weights + 2 * scores,
+        }
+        return parts[op.kind]
+
+    timeline = simulate(make_schedule(schedule, 4, 16, chunks), duration)
+    assert plan.work.bubble == pytest.approx(timeline.bubble_share, abs=1e-12) and plan.work.bubble > 0.05
+
+
+def test_work_is_that_of_the_metrics() -> None:
+    model = ModelConfig(num_layers=6, hidden_size=64, num_attention_heads=4, seq_length=32)
+    table = layer_table(6, (0, 1))
+    found = step_work(model, 100, table, make_schedule("1f1b", 2, 4), 24)
+    assert (found.tokens, found.flops_per_token) == (24 * 32, flops_per_token(model, 100))
+    assert found.flops == flops_per_step(model, 100, 24) and found.flops_per_rank(4) == found.flops / 4
+    costs = [chunk_costs(model, 100, chunk) for chunk in table]
+    assert sum(one.forward + one.input_grad + one.weight_grad for one in costs) == flops_per_token(model, 100)
+    even = step_work(dataclasses.replace(model, num_layers=2), 0, layer_table(2, (0, 1)), make_schedule("1f1b", 2, 4), 8)
+    assert even.bubble == pytest.approx(1 / 5)  # (p - 1) / (m + p - 1), where no stage has more to do
+
+
+def test_what_is_measured_of_activations_counts() -> None:
+    """The first stages of 1F1B keep more microbatches, and so are kinds of their own."""
+    (plan,) = plans_of([settings(4, num_layers=4, pipeline_model_parallel_size=4)])
+    peaks = [next(kind for kind in plan.kinds if stage in kind.stages).memory.activations.device for stage in range(4)]
+    assert [kind.stages for kind in plan.kinds] == [(0,), (1,), (2,), (3,)]
+    assert peaks[1] > peaks[2] > 0 and len(set(peaks)) == 4
+
+
+def test_stages_that_look_alike_are_one_kind() -> None:
+    """Under GPipe all stages keep all microbatches."""
+    (plan,) = plans_of([settings(4, num_layers=4, pipeline_model_parallel_size=4, pipeline_schedule="gpipe")])
+    assert [kind.stages for kind in plan.kinds] == [(0,), (1, 2), (3,)]
+
+
+def test_a_lost_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters of all stages are compared with the settings'."""
+
+    def without_last(*args: Any) -> list[Chunk]:
+        *others, last = table_of(*args)
+        return [*others, dataclasses.replace(last, layers=last.layers[:-1])]
+
+    monkeypatch.setattr(dry_run, "table_of", without_last)
+    with pytest.raises(
+        RanksError, match=r"the stages together hold 40,640 parameters, but the settings describe .* lost or doubled"
+    ):
+        plans_of([settings(2, num_layers=4, pipeline_model_parallel_size=2)])
+
+
+# ---- how it is told
+
+_MEMORY = RankMemory(*(Bytes(device) for device in (2 * 10**9, 4 * 10**9, 10**9, 2 * 10**9, 0, 40 * 10**9)))
+_JOB = Job(16, 8, 2, 4, 2, 2, True, "cuda", "bfloat16", "optim", "1f1b", 1, 1, 8, 4, 2048, 1000, 1024)
+_SENT = (
+    Traffic("tp", "activations", 9 * 10**9, 4, 0.0),
+    Traffic("dp", "gradients", 3 * 10**9, 2, 0.25),
+    Traffic("world", "scalars", 120, 16, 0.1),
+)
+
+
+def plan(**changes: Any) -> Plan:
+    """Two stages of 8 ranks."""
+    last = dataclasses.replace(_MEMORY, activations=Bytes(20 * 10**9))
+    places = tuple(Places(tensor, range(2)) for tensor in range(4))
+    kinds = (Kind((0,), places, 0, 10**9, _MEMORY, _SENT), Kind((1,), places, 8, 10**9, last, _SENT))
+    work = Work(16384, 6 * 10**9, 8e16, 0.2)
+    return dataclasses.replace(Plan(_JOB, layer_table(4, (0, 1)), 2 * 10**9, (10**9, 10**9), kinds, work), **changes)
+
+
+def test_first_comes_whether_it_fits_and_where_the_time_goes() -> None:
+    lines = format_plan(plan())
+    assert lines[:5] == [
+        "fullest rank (stage 0, rank 0): needs 49 GB of device memory: more than a GPU of 48 GB has, fits one of 80 GB with 31 GB "
+        "to spare",
+        "  parameters 2 GB, gradients 4 GB, main params 1 GB, moments 2 GB, activations 40 GB",
+        "a step: 16,384 tokens, 80 PFLOP, 5 PFLOP on each rank; 20.0% of the time idle in the pipeline",
+        "  a rank of stages 0-1 sends 11.3 GB inside its node and 750 MB to other nodes",
+        "  to compare: 10 s of computing at 500 TFLOP/s, 2.5 s of waiting; 37.5 ms of sending at 300 GB/s inside a node, 30 ms at "
+        "25 GB/s between nodes",
+    ]
+    text = "\n".join(lines)
+    (row,) = re.findall(r"^stages 0-1 .*$", text.split("sent by")[0], re.MULTILINE)
+    assert row.endswith(" 20 GB - 40 GB  29 GB - 49 GB")
+    assert re.search(r"^tp: activations +4 +inside the node +9 GB$", text, re.MULTILINE)
+    assert re.search(r"^dp: gradients +2 +25% to other nodes +3 GB$", text, re.MULTILINE)
+
+
+def test_host_memory_and_jobs_that_fit_no_gpu() -> None:
+    kinds = tuple(
+        dataclasses.replace(kind, memory=dataclasses.replace(kind.memory, moments=Bytes(10**12, 10**10))) for kind in plan().kinds
+    )
+    lines = format_plan(plan(kinds=kinds))
+    assert "more than any GPU has (the largest has 288 GB)" in lines[0]
+    assert lines[2] == "  and 10 GB of host memory, 80 GB on a node: moments 10 GB"
+    (alone,) = plans_of([settings(1)])
+    said = format_plan(alone)
+    assert said[0].startswith("fullest rank (rank 0): needs ") and "GPU" not in said[0]
+    assert "a rank sends nothing in a step" in said
+
+
+def test_json_holds_all_of_it(tmp_path: Path) -> None:
+    made = plan()
+    write_plan(made, str(tmp_path / "plan.json"))
+    read = json.loads((tmp_path / "plan.json").read_text())
+    assert read == plan_to_json(made)
+    assert read["device_bytes"] == 49 * 10**9 and read["fullest"] == 0 and read["host_bytes"] == 0
+    assert read["kinds"][1]["memory"]["activations"] == {"device": 20 * 10**9, "host": 0, "padding": 0}
+    assert read["kinds"][1]["places"][3] == {"tensor": 3, "data": [0, 2]} and read["kinds"][1]["ranks"] == 8
+    assert read["kinds"][0]["sent"][1]["between_nodes"] == 0.25
+    assert read["links"] == {"inside_bytes": pytest.approx(11.25e9, rel=1e-6), "between_bytes": pytest.approx(0.75e9, rel=1e-6)}
+
+
+# ---- from the command line
+
+
+def test_a_run_and_its_plan_agree_on_the_model(tmp_path: Path) -> None:
+    """The same flags: once on real ranks, once laid out."""
+    flags = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "train_iters": 1, "device": "cpu"}
+    told = launch(arguments(**flags), 4)[0].stdout
+    planned = launch(arguments(**flags, dry_run=True, world_size=4, dry_run_json=tmp_path / "p.json"))[0].stdout
+    parameters = json.loads((tmp_path / "p.json").read_text())["model"]["parameters"]
+    assert f"model of {parameters:,} parameters" in told and f"model of {parameters:,} parameters" in planned
+
+
+def test_under_a_launcher_one_rank_speaks() -> None:
+    """As many ranks as the launcher gives, if nothing else is said."""
+    ended = launch([*arguments(train_iters=1), "--dry-run"], 2)
+    assert [end.code for end in ended] == [0, 0] and "2 ranks on 1 node" in ended[0].stdout and ended[1].stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dry_run_json": "/dev/null/new/plan"}, "--dry-run-json /dev/null/new/plan cannot be written: /dev/null is no folder"),
+        ({"dry_run_json": "/"}, "--dry-run-json / is a folder"),
+        ({"world_size": 10_000_000}, "--world-size 10000000: --world-size takes a whole number from 1 to 1,048,576"),
+        ({"world_size": 0}, "--world-size takes a whole number"),
+        ({"world_size": 3, "tensor_model_parallel_size": 2}, "The world size 3 does not divide by TP x CP x PP"),
+        (
+            {"vocab_size": None, "tokenizer_type": "GPT2BPETokenizer", "vocab_file": "/nowhere/v", "merge_file": "/nowhere/m"},
+            "/nowhere/v",
+        ),
+        ({"global_batch_size": 2_000_000, "micro_batch_size": 1}, "2,000,000 microbatches through 1 chunk"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_words(changes: dict[str, Any], words: str) -> None:
+    (ended,) = launch(arguments(**{"train_iters": 1, "dry_run": True, "world_size": 1, **changes}))
+    assert ended.code == 2 and words in ended.stderr and "Traceback" not in ended.stderr, report([ended])
+    assert ended.stderr.startswith("pretrain_gpt.py: ") and ended.stdout == ""
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made by looking; folders that are missing are made by writing."""
+    new = tmp_path / "new" / "folder" / "plan.json"
+    check_output("--dry-run-json", str(new))
+    assert not list(tmp_path.iterdir())
+    write_plan(plan(), str(new))
+    check_output("--dry-run-json", str(new))
+    with pytest.raises(ValueError, match="is a folder"):
+        check_output("--dry-run-json", str(new.parent))
+    with pytest.raises(ValueError, match="cannot be written"):
+        write_plan(plan(), str(new.parent))
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="broken is no folder"):
+        check_output("--dry-run-json", str(tmp_path / "broken" / "plan.json"))
+    monkeypatch.setattr("megatron.config.output_file.os.access", lambda *_: False)  # root may write anywhere
+    for path in (new, tmp_path / "other" / "plan.json"):
+        with pytest.raises(ValueError, match="permission denied"):
+            check_output("--dry-run-json", str(path))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_a_full_disk_does_not_take_the_plan_away() -> None:
+    (ended,) = launch([*arguments(train_iters=1), "--dry-run", "--dry-run-json", "/dev/full"])
+    assert ended.code == 2 and "fullest rank" in ended.stdout, report([ended])
+    assert ended.stderr == "pretrain_gpt.py: --dry-run-json /dev/full cannot be written: no space left on device.\n"
+
+
+@pytest.mark.parametrize(
+    ("needed", "words"),
+    [
+        (30 * 10**9, ": more than a GPU of 24 GB has, fits one of 32 GB with 2 GB to spare"),
+        (31 * 10**9, ": too tight for a GPU of 32 GB (1 GB to spare), fits one of 40 GB with 9 GB to spare"),
+        (32 * 10**9, ": more than a GPU of 32 GB has, fits one of 40 GB with 8 GB to spare"),
+        (10**9, ": fits one of 16 GB with 15 GB to spare"),
+        (280 * 10**9, ": too tight for a GPU of 288 GB (8 GB to spare)"),
+        (288 * 10**9, ": more than any GPU has (the largest has 288 GB)"),
+    ],
+)
+def test_what_the_plan_does_not_count_must_fit_too(needed: int, words: str) -> None:
+    memory = RankMemory(Bytes(needed), *(Bytes() for _ in range(5)))
+    kinds = tuple(dataclasses.replace(kind, memory=memory) for kind in plan().kinds)
+    assert format_plan(plan(kinds=kinds))[0].endswith(f" of device memory{words}")

@@ -1,0 +1,368 @@
+"""The launch scripts: settings that are valid and fit, memory as they state it, starts, checks, restarts and stops."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.format.folder import LATEST
+from megatron.config.cli import load
+from megatron.data.tokenizers.build import planned_rows
+from megatron.planner.dry_run import make_plan
+from megatron.planner.plan_json import plan_to_json
+from tests.support.cli import ROOT
+from tests.support.launched import EXAMPLES, SCRIPTS, Started, environment, flag, header, slurm_options, start, words_of
+
+SINGLE, MULTI = "train_8gpu_llama_7b.sh", "train_16nodes_llama_13b.sh"
+GPU, UNITS = 80e9, {"MB": 1e6, "GB": 1e9}
+RANKS = {
+    "cpu_laptop": 2,
+    "1gpu_gpt_125m": 1,
+    "1gpu_gpt_1_3b": 1,
+    "8gpu_llama_7b": 8,
+    "16nodes_llama_13b": 128,
+    "16nodes_llama_70b": 128,
+    "1024gpu_gpt_175b": 1024,
+    "3072gpu_gpt_1t": 3072,
+}
+PARAMETERS = {"125m": 125e6, "1_3b": 1.3e9, "7b": 6.74e9, "13b": 13.0e9, "70b": 69.0e9, "175b": 174.6e9, "1t": 1008e9}
+"""As published; by the end of the script's name."""
+
+
+def test_there_is_a_script_for_every_size() -> None:
+    assert {f"train_{name}.sh" for name in RANKS} == set(SCRIPTS)
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_dry_run_is_as_the_script_states(script: str, tmp_path: Path) -> None:
+    """Its own words are accepted, none of them without effect; and the job fits."""
+    program, *words = words_of(script, folder=tmp_path)
+    loaded = load(words, 1)
+    assert Path(program).resolve() == ROOT / "pretrain_gpt.py" and loaded.dry_run is not None
+    assert loaded.notes == () and loaded.dry_run.world_size == RANKS[script.removeprefix("train_").removesuffix(".sh")]
+    plan = plan_to_json(make_plan(loaded.config, loaded.dry_run, planned_rows(loaded.config.data)))
+    stated = header(script)
+    on_cpu = flag(words, "--device") == "cpu"
+    number, unit = stated.pop(f"memory per {'process' if on_cpu else 'GPU'}").split()
+    assert float(number) * UNITS[unit] == pytest.approx(plan["device_bytes"], rel=0.01)
+    assert stated == {
+        "tokens per step": f"{plan['tokens_per_step']:,}",
+        "pipeline idle": f"{100 * plan['pipeline']['bubble_share']:.1f} %",
+    }
+    assert plan["device_bytes"] < 0.9 * GPU and plan["pipeline"]["bubble_share"] < 0.2
+    if not on_cpu:
+        published = next(size for name, size in PARAMETERS.items() if script.endswith(f"_{name}.sh"))
+        assert plan["model"]["parameters"] == pytest.approx(published, rel=0.02)
+        assert plan["job"]["tensor"] <= plan["job"]["gpus_per_node"] <= 8
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_sound_bash(script: str) -> None:
+    """Stops at the first error, and leaves everything else to the shared file."""
+    text = (EXAMPLES / script).read_text()
+    for file in (script, "launch.sh", "launch_node.sh"):
+        subprocess.run(["bash", "-n", str(EXAMPLES / file)], check=True)
+        assert not [line for line in (EXAMPLES / file).read_text().splitlines() if len(line) > 132 or line != line.rstrip()], file
+    code = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert text.startswith("#!/usr/bin/env bash\n") and code[0] == "set -euo pipefail"
+    assert re.fullmatch(r'launch \d+ \d [\w.-]+ "\$@"', code[-1]) and "torchrun" not in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_words_are_kept_whole(script: str, tmp_path: Path) -> None:
+    """A path with spaces and stars is one word; flags behind the name count instead of the script's."""
+    path = "my data/a * b"
+    assert flag(words_of(script, "--save", path, folder=tmp_path), "--save") == path
+    given = {"RUN": path, "DATA": path, "TOKENIZER": path, "VOCAB": path, "MERGES": path}
+    python = tmp_path / "echo-words"  # as `words_of` left it
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / script)],
+        env=environment(DRY_RUN="1", PYTHON=str(python), **given),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = done.stdout.split("\0")
+    assert flag(words, "--load") == f"{path}/checkpoints" == flag(words, "--save")
+    assert path in words and not any(word.endswith("data/a") for word in words)
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if slurm_options(script)])
+def test_what_slurm_is_asked_for(script: str, tmp_path: Path) -> None:
+    """As many nodes as the settings are for, one task on each, a signal in time, and a second start."""
+    options, words = slurm_options(script), words_of(script, folder=tmp_path)
+    assert int(options["nodes"]) * int(flag(words, "--gpus-per-node")) == int(flag(words, "--world-size"))
+    assert options["gpus-per-node"] == flag(words, "--gpus-per-node") and options["ntasks-per-node"] == "1"
+    assert options["signal"].startswith("B:USR1@") and {"requeue", "exclusive", "time"} <= set(options)
+    assert options["open-mode"] == "append"
+    lines = (EXAMPLES / script).read_text().splitlines()
+    assert all(line.startswith("#") for line in lines[: max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))])
+
+
+def test_jobs_of_several_nodes_are_for_slurm() -> None:
+    assert {script for script in SCRIPTS if slurm_options(script)} == {
+        f"train_{name}.sh" for name, ranks in RANKS.items() if ranks > 8
+    }
+
+
+# ---- what is missing or wrong
+
+
+def tried(script: str, *added: str, **variables: str) -> tuple[int, str]:
+    """Exit status and words of a script that does not get far, with the real Python."""
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / script), *added],
+        env=environment(PYTHON=sys.executable, **variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if "laptop" not in script])
+def test_missing_variables_are_told_in_words(script: str) -> None:
+    assert tried(script)[0] == 2
+    assert re.match(
+        rf"{script}: DATA is not set: the prefix of a dataset, as tools/preprocess_data\.py writes it", tried(script)[1]
+    )
+
+
+def test_the_laptop_needs_a_tokenizer_with_data() -> None:
+    status, said = tried("train_cpu_laptop.sh", DATA="text")
+    assert status == 2 and said.startswith("train_cpu_laptop.sh: TOKENIZER is not set: the sentencepiece model")
+
+
+def test_several_nodes_need_a_head() -> None:
+    status, said = tried(MULTI, DATA="text")
+    assert status == 2 and "HEAD is not set: the name or address of one of the 16 nodes, the same on all of them" in said
+    assert "HEAD" in tried(SINGLE, DATA="text", NNODES="2")[1]
+
+
+def test_numbers_that_are_none_are_told_in_words(tmp_path: Path) -> None:
+    """Together, also for a dry run, before bash takes them for names of variables or for programs."""
+    status, said = tried(MULTI, DRY_RUN="1", NNODES="abc", PORT="65535", MAX_RESTARTS=f"a[$(touch {tmp_path}/ran)]")
+    assert status == 2 and not list(tmp_path.iterdir()), said
+    for words in (
+        "NNODES must be a whole number from 1 to 1000000, but is 'abc'",
+        "PORT must be a whole number from 1 to 65534, but is '65535'",
+        "MAX_RESTARTS must be a whole number from 0 to 1000000, but is 'a[",
+    ):
+        assert words in said, said
+    for wrong in ("0", "08", "-1", "1e3", "9" * 20):
+        assert tried(SINGLE, NNODES=wrong)[1].startswith(f"{SINGLE}: NNODES must be a whole number"), wrong
+
+
+def test_wrong_settings_end_at_once_with_2(tmp_path: Path) -> None:
+    """Every problem in words, before anything is started."""
+    status, said = tried(SINGLE, "--num-attention-heads", "31", "--lr", "-1", DATA="text", RUN=str(tmp_path / "run"))
+    assert status == 2 and "--num-attention-heads 31" in said and "--lr -1" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_help_is_the_header(script: str) -> None:
+    done = subprocess.run(["bash", str(EXAMPLES / script), "--help"], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert f"examples/{script}" in done.stdout and "SBATCH" not in done.stdout and "set -e" not in done.stdout
+    assert any(line.startswith("By the dry run") for line in lines) and lines[-1].startswith("  pipeline idle")
+
+
+# ---- starts, with stand-ins for Python and Slurm
+
+SAVES = f'echo 5 > "$CHECKPOINTS/{LATEST}"\n'
+RANK = f"""
+import os, signal, sys, time
+def stop(*_):
+    if {{saves}}:
+        open(os.environ["CHECKPOINTS"] + "/{LATEST}", "w").write("7")
+    os._exit(0)
+signal.signal(signal.SIGTERM, stop if {{hears}} else signal.SIG_IGN)
+open(os.environ["NOTES"], "a").write("rank is up\\n")
+time.sleep(60)
+"""
+
+
+def waiting(saves: bool = True, hears: bool = True) -> str:
+    """Torchrun with one rank that waits for SIGTERM; on SIGUSR2 it ends the rank and itself."""
+    rank = f"{sys.executable} -S -c '{RANK.format(saves=saves, hears=hears)}' &\n"
+    return rank + "trap 'kill -KILL $!; exit 3' USR2\nwait $!\n"
+
+
+def start_in_slurm(folder: Path, training: str, **variables: str) -> Started:
+    """As sbatch starts it: a copy of the script, elsewhere, under another name."""
+    folder.mkdir(exist_ok=True)
+    copy = folder / "slurm_script"
+    shutil.copy(EXAMPLES / MULTI, copy)
+    slurm = {"SLURM_JOB_ID": "42", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "2"}
+    return start(copy, folder, training, **{**slurm, **variables})
+
+
+def test_a_start_on_one_node(tmp_path: Path) -> None:
+    started = start(EXAMPLES / SINGLE, tmp_path, SAVES, "--lr", "1e-4", MAX_RESTARTS="5")
+    assert started.ended() == (0, "")
+    plan, _, check, torchrun = started.noted("")
+    assert "--dry-run --world-size 8 --gpus-per-node 8 --dry-run-json" in plan
+    assert re.search(r"check_cluster\.py --nodes 1 --ranks-per-node 8 --head localhost:29501 .*--device-bytes 1234 -- ", check)
+    assert torchrun.startswith("-m torch.distributed.run --standalone --nproc-per-node 8 --max-restarts 5 ")
+    for line in (plan, check, torchrun):
+        assert f"--save {tmp_path}/run/checkpoints --load {tmp_path}/run/checkpoints" in line and "--lr 1e-4" in line
+
+
+def test_a_start_on_several_nodes_by_hand(tmp_path: Path) -> None:
+    started = start(EXAMPLES / MULTI, tmp_path, SAVES, HEAD="node3", NNODES="4", PORT="1234", SKIP_CHECK="1")
+    assert started.ended() == (0, "")
+    (torchrun,) = started.noted("torch.distributed.run")
+    assert "--nnodes 4 --rdzv-backend c10d --rdzv-endpoint node3:1234 --rdzv-id " in torchrun
+    assert not started.noted("check_cluster|srun") and started.noted("--world-size 32")
+
+
+def test_a_start_under_slurm(tmp_path: Path) -> None:
+    started = start_in_slurm(tmp_path, SAVES)
+    assert started.ended() == (0, "")
+    check, train = started.noted("^srun")
+    for line in (check, train):
+        assert line.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 ")
+    assert "--head node0:20085 --expect node0,node1" in check
+    assert "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:20084" in started.noted("torch.distributed.run")[0]
+    assert not started.noted("requeue|scancel")
+
+
+def test_a_start_ends_where_the_dry_run_or_the_check_does(tmp_path: Path) -> None:
+    wrong = start(EXAMPLES / SINGLE, tmp_path / "wrong", SAVES, DRY_STATUS="2")
+    assert wrong.ended() == (2, "") and len(wrong.noted("")) == 1
+    ill = start_in_slurm(tmp_path / "ill", SAVES, CHECK_STATUS="1")
+    status, said = ill.ended()
+    assert status == 1 and "the health check found faults" in said and not ill.noted("distributed.run|requeue")
+
+
+def test_failures_are_tried_again_while_there_is_progress(tmp_path: Path) -> None:
+    """Two that saved, one that did not; each with a check before it."""
+    training = f'n=$(grep -c distributed.run "$NOTES")\n((n > 2)) || echo "$n" > "$CHECKPOINTS/{LATEST}"\nexit 7\n'
+    started = start(EXAMPLES / SINGLE, tmp_path, training)
+    status, said = started.ended()
+    assert status == 7 and len(started.noted("distributed.run")) == 3 == len(started.noted("check_cluster"))
+    assert "failed (exit status 7) after checkpoint 1 was saved: starting again from there" in said
+    assert said.splitlines()[-1].endswith("failed (exit status 7) before it saved a checkpoint: not started again")
+
+
+def test_what_fails_at_once_is_not_tried_for_ever(tmp_path: Path) -> None:
+    started = start_in_slurm(tmp_path, "exit 1\n")
+    assert started.ended()[0] == 1 and len(started.noted("distributed.run")) == 1 and not started.noted("requeue")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_reaches_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
+    """They save and end, and so does the script; nothing is started again."""
+    started = start(EXAMPLES / SINGLE, tmp_path, waiting())
+    started.wait_for("rank is up")
+    started.process.send_signal(number)
+    assert started.ended() == (0, "")
+    assert (tmp_path / "run/checkpoints" / LATEST).read_text() == "7" and len(started.noted("distributed.run")) == 1
+
+
+def test_a_second_stop_does_not_wait(tmp_path: Path) -> None:
+    started = start(EXAMPLES / SINGLE, tmp_path, waiting(hears=False))
+    started.wait_for("rank is up")
+    started.process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert started.process.poll() is None
+    started.process.send_signal(signal.SIGTERM)
+    assert started.ended()[0] == 3
+
+
+def test_near_the_time_limit_the_job_goes_back_into_the_queue(tmp_path: Path) -> None:
+    started = start_in_slurm(tmp_path, waiting())
+    started.wait_for("rank is up")
+    started.process.send_signal(signal.SIGUSR1)
+    status, said = started.ended()
+    assert status == 0 and "back into the queue, to go on from checkpoint 7" in said
+    assert started.noted("^sc")[1:] == ["scancel --signal=TERM 42", "scontrol requeue 42"]
+
+
+def test_a_job_that_gets_nowhere_does_not_go_back(tmp_path: Path) -> None:
+    """Its time is too short for one step; the next would be like it."""
+    started = start_in_slurm(tmp_path, waiting(saves=False))
+    started.wait_for("rank is up")
+    started.process.send_signal(signal.SIGUSR1)
+    status, said = started.ended()
+    assert status == 1 and "not put back into the queue" in said and not started.noted("requeue")
+
+
+# ---- the real thing
+
+
+def ranks_of(script: int) -> list[int]:
+    """Processes that train, below a script."""
+
+    def below(pid: int) -> list[int]:
+        try:
+            children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        except OSError:  # it has ended
+            return []
+        return [*children, *(grandchild for child in children for grandchild in below(child))]
+
+    found = []
+    for pid in below(script):
+        try:
+            words = [*Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"), b"", b""]
+        except OSError:
+            continue
+        if words[1] == b"-u" and words[2].endswith(b"pretrain_gpt.py"):  # not launch_node.sh and torchrun, which are told the same
+            found.append(pid)
+    return found
+
+
+def wait_until(said: Path, pattern: str, process: subprocess.Popen[Any], timeout: float = 120.0) -> None:
+    """Until a run has said something."""
+    deadline = time.monotonic() + timeout
+    while not re.search(pattern, said.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, f"no {pattern}:\n{said.read_text()[-4000:]}"
+        time.sleep(0.1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+def test_the_laptop_trains_goes_on_after_a_kill_and_stops_when_asked(tmp_path: Path) -> None:
+    """Dry run, health check, two processes; one is killed, and torchrun starts both from the last checkpoint; SIGTERM saves."""
+    said, run = tmp_path / "said", tmp_path / "run"
+    small = "--num-layers 1 --hidden-size 32 --seq-length 32 --save-interval 5 --log-interval 1 --train-iters 100000".split()
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            ["bash", str(EXAMPLES / "train_cpu_laptop.sh"), *small],
+            env=environment(PYTHON=sys.executable, RUN=str(run), PORT=str(20000 + os.getpid() % 10000)),
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            wait_until(said, r"saved \S+/iter_0000005", process)
+            words = said.read_text()
+            assert words.index("fullest rank") < words.index("check_cluster: all is well") < words.index("iteration        1/")
+            ranks = ranks_of(process.pid)
+            assert len(ranks) == 2
+            os.kill(ranks[0], signal.SIGKILL)
+            wait_until(said, r"resuming from \S+/iter_\d+ at iteration \d+[\s\S]*\n \[.*iteration ", process)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0, said.read_text()[-4000:]
+        finally:
+            for pid in ranks_of(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
+    assert "exiting on SIGTERM" in said.read_text()
+    last = int((run / "checkpoints" / LATEST).read_text())
+    assert last > 5 and (run / f"checkpoints/iter_{last:07d}").is_dir()

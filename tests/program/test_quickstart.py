@@ -1,0 +1,152 @@
+"""The parts of the quick start and of its set-up. The whole of it is run as the README's first command (test_readme.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.make_corpus import source_files, write_corpus
+from examples.summarise_run import main as summarise
+from tests.support.cli import ROOT
+
+SOURCES = {
+    "b.py": "def second():\n    return '2'\n",
+    "a.py": "def first():\n\treturn  1\n",
+    "package/c.py": "# -*- coding: latin-1 -*-\nname = 'caf\xe9'\n",
+    "empty.py": "\n",
+    "test/left_out.py": "assert True\n",
+    "package/tests/left_out.py": "assert True\n",
+    "site-packages/left_out.py": "other = True\n",
+    "encodings/left_out.py": "table = []\n",
+    "html/entities.py": "table = {}\n",
+    "notes.txt": "no source",
+}
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A small standard library."""
+    for name, text in SOURCES.items():
+        path = tmp_path / "library" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode("latin-1"))
+    return tmp_path / "library"
+
+
+def texts(corpus: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+
+
+def test_the_corpus_is_the_sources_without_tests_and_tables(library: Path, tmp_path: Path) -> None:
+    assert write_corpus(library, tmp_path / "corpus.jsonl")[0] == 3
+    assert sorted(texts(tmp_path / "corpus.jsonl")) == sorted(SOURCES[name] for name in ("a.py", "b.py", "package/c.py"))
+
+
+def test_the_order_is_fixed_and_mixed(library: Path, tmp_path: Path) -> None:
+    for i in range(40):
+        (library / f"module{i:02d}.py").write_text(f"number = {i}\n")
+    found = source_files(library)
+    assert found == source_files(library)
+    assert sorted(found) != found
+
+
+def test_a_folder_without_sources(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no Python source"):
+        write_corpus(tmp_path, tmp_path / "corpus.jsonl")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("losses", "code", "words"),
+    [([8.5, 6.0, 5.0], 0, "8.500 at iteration 1, 5.000 at iteration 3"), ([5.0, 5.0], 1, "did not fall")],
+)
+def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str], losses: list[float], code: int, words: str) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [{"iteration": i + 1, "lm_loss": loss} for i, loss in enumerate(losses)]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"iteration": 3, "validation_loss": 5.1}]))
+    assert summarise(["--metrics", str(metrics)]) == code
+    captured = capsys.readouterr()
+    assert words in captured.out + captured.err
+    assert ("validation loss 5.100 at iteration 3" in captured.out) == (code == 0)
+
+
+def fake_python(folder: Path, *, version: str = "Python 3.12.0", old: bool = False, venv: bool = True) -> Path:
+    """A program that answers as an interpreter would that the set-up asks about itself."""
+    program = folder / "fake-python"
+    program.write_text(
+        "#!/usr/bin/env bash\n"
+        'case "$*" in\n'
+        f'    -V) echo "{version}" ;;\n'
+        f"    *version_info*) exit {int(old)} ;;\n"
+        f"    *ensurepip*) exit {int(not venv)} ;;\n"
+        "    *) echo unexpected: $* >&2; exit 9 ;;\n"
+        "esac\n"
+    )
+    program.chmod(0o755)
+    return program
+
+
+def set_up(repository: Path, python: str) -> subprocess.CompletedProcess[str]:
+    """Source the set-up script of a copy of the repository."""
+    environment = {name: value for name, value in os.environ.items() if name != "NO_SETUP"}
+    return subprocess.run(
+        ["bash", "-c", "set -euo pipefail; source tools/setup_env.sh; echo reached; command -v python"],
+        cwd=repository,
+        env={**environment, "PYTHON": python},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """What the set-up script reads."""
+    for name in ("tools/setup_env.sh", "pyproject.toml", "setup.py", "requirements.txt"):
+        path = tmp_path / "repository" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes((ROOT / name).read_bytes())
+    return tmp_path / "repository"
+
+
+def test_set_up_refuses_an_old_python(repository: Path, tmp_path: Path) -> None:
+    finished = set_up(repository, str(fake_python(tmp_path, version="Python 3.9.1", old=True)))
+    assert finished.returncode == 1
+    assert "Python 3.9.1, but Python 3.11 or newer is needed" in finished.stderr
+    assert "reached" not in finished.stdout
+
+
+def test_set_up_without_the_venv_module(repository: Path, tmp_path: Path) -> None:
+    finished = set_up(repository, str(fake_python(tmp_path, venv=False)))
+    assert finished.returncode == 1
+    assert "python3-venv" in finished.stderr
+    assert not (repository / ".venv").exists()
+
+
+def test_set_up_without_python(repository: Path) -> None:
+    finished = set_up(repository, "no-such-python")
+    assert finished.returncode == 1
+    assert "there is no 'no-such-python'" in finished.stderr
+
+
+def test_set_up_installs_once(repository: Path) -> None:
+    """With a pip that only notes what it was asked: what is installed is remembered until the requirements change."""
+    environment = repository / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    package = next(environment.glob("lib/python3*/site-packages")) / "pip"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import sys\nprint('pip', *sys.argv[1:])\n")
+    first = set_up(repository, sys.executable)
+    assert first.returncode == 0, first.stderr
+    assert "making .venv" not in first.stdout
+    assert f"--editable {repository}" in first.stdout
+    assert first.stdout.splitlines()[-1] == f"{environment}/bin/python"
+    assert set_up(repository, sys.executable).stdout.splitlines()[0] == "reached"
+    (repository / "requirements.txt").write_text("torch\n")
+    assert "--editable" in set_up(repository, sys.executable).stdout

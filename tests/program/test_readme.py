@@ -1,0 +1,278 @@
+"""The README and the documents tell the truth: commands run (or are accepted, where they need GPUs), names and tables are right."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.make_corpus import write_corpus
+from megatron.config.cli import load
+from megatron.config.compat_tables import FAMILIES, NO_EFFECT, REFUSED
+from megatron.config.flags import flags
+from megatron.config.requests import HELP
+from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.schedules.simple import one_f_one_b
+from tests.support.cli import ROOT, spawn_cli
+from tests.support.runs import arguments, run
+from tests.support.vocabularies import sentencepiece
+from tools import checkpoint, generate_text, verify_layout
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {path.name: path.read_text() for path in DOCUMENTS}
+
+
+def commands(text: str) -> Iterator[str]:
+    """Commands of the shell blocks, each on one line and without its comment."""
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            command = " ".join(re.sub(r"\s#.*", "", line).split())
+            if command:
+                yield command
+
+
+COMMANDS = list(commands(TEXTS["README.md"]))
+
+
+def shell(command: str, folder: Path, **variables: str) -> str:
+    """Run a command from the repository with the interpreter of this test; returns what it printed."""
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    finished = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path, "NO_SETUP": "1", **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert finished.returncode == 0, f"{command}\n{finished.stdout[-4000:]}"
+    return finished.stdout
+
+
+def quick_start(command: str, folder: Path) -> None:
+    said = shell(f"{command} --short --folder {shlex.quote(str(folder / 'data'))}", folder)
+    assert "resuming from" in said
+    assert re.search(r"training loss 8\.\d+ at iteration 1, [4-7]\.\d+ at iteration 16", said)
+    assert re.search(r"validation loss \S+ at iteration 12, \S+ at iteration 16", said)
+    sample = (folder / "data/run/sample.txt").read_text()
+    assert sample.startswith("def read(self,") and len(sample) > 30 and sample.strip() in said
+
+
+def suite(command: str, folder: Path) -> None:
+    """With a python that notes how it was to run pytest, and does everything else."""
+    noted = folder / "noted"
+    python = folder / "python"
+    program = (
+        "#!/usr/bin/env bash",
+        f'[[ "$1 $2" == "-m pytest" || "$1 $2" == "-m tests.support.fuzz" ]] || exec {sys.executable} "$@"',
+        f'echo "${{@:3}}" > {noted}',
+    )
+    python.write_text("\n".join(program) + "\n")
+    python.chmod(0o755)
+    shell(command, folder)
+    words = noted.read_text().split()
+    assert words == command.split()[2:]
+    for word in words:
+        assert word in ("--full", "--fuzz") or word.isdigit() or (ROOT / word).exists()
+
+
+def training_on_one_process(command: str, folder: Path) -> None:
+    finished = spawn_cli([*shlex.split(command)[1:], "--train-iters", "3", "--eval-iters", "1", "--log-interval", "1"], nproc=None)
+    assert finished.returncode == 0, finished.stderr
+    losses = [float(found) for found in re.findall(r"lm loss: (\S+)", finished.stdout)]
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
+    assert "validation loss at iteration 3" in finished.stdout
+
+
+def help_text(command: str, folder: Path) -> None:
+    said = spawn_cli(shlex.split(command)[1:], nproc=None).stdout
+    assert "--tensor-model-parallel-size" in said
+
+
+def preprocessing(command: str, folder: Path) -> None:
+    corpus, model, prefix = folder / "corpus.jsonl", folder / "tokenizer.model", folder / "data/corpus"
+    write_corpus(ROOT / "megatron/config", corpus)
+    sentencepiece(corpus, model, 500)
+    prefix.parent.mkdir()
+    places = {"corpus.jsonl": str(corpus), "tokenizer.model": str(model), "data/corpus": str(prefix)}
+    words = [places.get(word, word) for word in shlex.split(command)]
+    assert set(places.values()) <= set(words)
+    finished = spawn_cli(words[1:], nproc=None)
+    assert finished.returncode == 0, finished.stderr
+    assert Path(f"{prefix}_text_document.bin").stat().st_size > 0
+
+
+def on_a_checkpoint(command: str, folder: Path) -> None:
+    """Of a tiny model like Llama; an import takes what an export made."""
+    pytest.importorskip("transformers")
+    shape = "--position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 48 --disable-bias-linear"
+    write_corpus(ROOT / "megatron/config", folder / "corpus.jsonl")
+    sentencepiece(folder / "corpus.jsonl", folder / "tokenizer.model", 500)
+    tokenizer = {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": folder / "tokenizer.model", "vocab_size": None}
+    run([*arguments(**tokenizer, train_iters=1, save=folder / "checkpoints"), *shape.split()])
+    words = [str(folder / word) if word in ("checkpoints", "exported", "imported") else word for word in shlex.split(command)]
+    if "import" in words:
+        assert checkpoint.main(["export", str(folder / "checkpoints"), str(folder / "exported")]) == 0
+    assert (checkpoint if "checkpoint.py" in words[1] else generate_text).main(words[2:]) == 0
+
+
+def bench(command: str, folder: Path) -> None:
+    told = spawn_cli(["tools/bench.py", "--help"], nproc=None).stdout
+    for word in shlex.split(command)[2:]:
+        assert word in told
+
+
+def nodes_and_ranks(words: list[str]) -> int:
+    """World size of a torchrun command line."""
+    found = {flag: int(value) for flag, value in itertools.pairwise(words) if flag in ("--nnodes", "--nproc-per-node")}
+    return found.get("--nnodes", 1) * found["--nproc-per-node"]
+
+
+def accepted(words: list[str]) -> None:
+    """Settings of a torchrun command line are valid for its world."""
+    program = next(i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
+    load(words[program + 1 :], nodes_and_ranks(words))
+
+
+def launch(command: str, folder: Path) -> None:
+    accepted(shlex.split(command))
+
+
+def launch_script(command: str, folder: Path) -> None:
+    """Rehearsed, not started (tests/program/test_examples.py starts what can be started here); with the variables that it knows."""
+    words = shlex.split(command)
+    script = (ROOT / words[-1]).read_text() + (ROOT / "examples/launch.sh").read_text()
+    given = [word.partition("=")[0] for word in words if "=" in word]
+    assert all(re.search(rf"\b{name}\b", script) for name in given)
+    rehearsal(command.replace("sbatch ", "bash "), folder, DRY_RUN="1")
+
+
+def rehearsal(command: str, folder: Path, **variables: str) -> None:
+    said = shell(command, folder, **variables)
+    assert re.search(r"needs [\d.]+ GB of device memory", said), said[-2000:]
+
+
+def page_of_a_flag(command: str, folder: Path) -> None:
+    assert shell(command, folder).startswith(f"--{command.split()[-1]}\n")
+
+
+def proof(command: str, folder: Path) -> None:
+    assert "EQUAL" in shell(command, folder).splitlines()[0].upper()
+
+
+KINDS: list[tuple[str, Callable[[str, Path], None]]] = [
+    (r"bash examples/quickstart\.sh", quick_start),
+    (r"bash tests/run\.sh", suite),
+    (r"python pretrain_gpt\.py --help$", help_text),
+    (r"python pretrain_gpt\.py --mock-data ", training_on_one_process),
+    (r"python tools/preprocess_data\.py ", preprocessing),
+    (r"python tools/(checkpoint|generate_text)\.py ", on_a_checkpoint),
+    (r"python tools/bench\.py", bench),
+    (r"torchrun ", launch),
+    (r"(\w+=\S+ )+(bash|sbatch) examples/train_\w+\.sh$", launch_script),
+    (r"python pretrain_gpt\.py --dry-run ", rehearsal),
+    (r"python pretrain_gpt\.py --explain ", page_of_a_flag),
+    (r"python tools/verify_layout\.py ", proof),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_readme(command: str, tmp_path: Path) -> None:
+    check = next((check for pattern, check in KINDS if re.match(pattern, command)), None)
+    assert check is not None, f"no kind of command that this test can check: {command}"
+    check(command, tmp_path)
+
+
+def test_the_readme_opens_with_the_two_commands() -> None:
+    assert COMMANDS[:2] == ["bash examples/quickstart.sh", "bash tests/run.sh"]
+    assert TEXTS["README.md"].index("```bash") < 40
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "examples").glob("train_*.sh")))
+def test_every_launch_script_is_in_the_readme(script: str) -> None:
+    (row,) = re.findall(rf"^\| `examples/{script}` \| .* \| (\d+) x (\d+) x (\d+) \| (.*) \|$", TEXTS["README.md"], re.MULTILINE)
+    text = (ROOT / "examples" / script).read_text()
+    nodes, ranks = map(int, re.search(r"^launch (\d+) (\d+) ", text, re.MULTILINE).groups())  # type: ignore[union-attr]
+    assert math.prod(map(int, row[:3])) == nodes * ranks
+    for flag, size in zip(("tensor", "pipeline"), row, strict=False):
+        given = re.search(rf"--{flag}-model-parallel-size (\d+)", text)
+        assert size == (given[1] if given else "1")
+    assert re.search(rf"memory per \w+ +{re.escape(row[3])}$", text, re.MULTILINE), (
+        "as the script says; tests/program/test_examples.py checks that"
+    )
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_files_exist(name: str) -> None:
+    folder = (ROOT if name == "README.md" else ROOT / "docs").resolve()
+    for link in re.findall(r"\]\((?!https:)([^)#]+)\)", TEXTS[name]):
+        assert (folder / link).exists(), f"{name} links to {link}"
+    for path in re.findall(r"`((?:megatron|tools|tests|examples|docs|\.ci)/[\w./]+)`", TEXTS[name]):
+        assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_flags_exist(name: str) -> None:
+    others = {*HELP, "help", "no-", "flag"}
+    launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts"}
+    scripts = {"short", "folder", "full", "fuzz"}
+    sources = [path.read_text() for path in (ROOT / "tools").rglob("*.py")]
+    added = [names for source in sources for names in re.findall(r'\badd(?:_argument)?\(((?:\s*"-[\w-]+",?)+)', source)]
+    tools = {flag for names in added for flag in re.findall(r'"--([\w-]+)"', names)}
+    told = re.findall(r"^  --([\w-]+) ", verify_layout.HELP, re.MULTILINE)
+    known = {*flags(), *others, *launcher, *scripts, *tools, *told}
+    for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
+        assert flag in known or flag.removeprefix("no-") in flags(), f"{name} names --{flag}"
+
+
+def test_names_of_the_tour_are_in_their_files() -> None:
+    """`file.py`, `name`: the text says where a name is."""
+    found = re.findall(r"`(megatron/[\w/]+\.py)`,\s+`([\w.]+)(?:\(\w*\))?`", TEXTS["tour.md"])
+    assert len(found) > 15
+    for path, name in found:
+        for part in name.split("."):
+            assert re.search(rf"\b(def|class) {part}\b", (ROOT / path).read_text()), f"{path} has no {part}"
+
+
+def test_what_is_not_built_is_refused() -> None:
+    refused = ("num-experts",)
+    assert set(refused) <= set(REFUSED)
+    assert {"recompute-*", "cpu-offloading*", "fp8*"} <= {pattern for pattern, _ in FAMILIES}
+    assert not set(flags()) & (set(REFUSED) | set(NO_EFFECT))
+
+
+def test_the_rooms_of_the_picture_exist() -> None:
+    picture = TEXTS["README.md"].split("## The house")[1].split("```")[1]
+    drawn = set(re.findall(r"^  (\w+)/", picture, re.MULTILINE))
+    assert drawn == {path.name for path in (ROOT / "megatron").iterdir() if path.is_dir() and path.name != "__pycache__"}
+
+
+@pytest.mark.parametrize("pp_before_dp", [False, True])
+def test_the_worked_example_of_the_groups(pp_before_dp: bool) -> None:
+    text = TEXTS["parallelism.md"].split("With `--use-tp-pp-dp-mapping`")[int(pp_before_dp)]
+    topology = Topology(tp=2, dp=2, pp=2, pp_before_dp=pp_before_dp)
+    for axis, name in (("tp", "tensor"), ("dp", "data"), ("pp", "pipeline")):
+        row = re.search(rf"^\| {axis} \|(.*)\|$", text, re.MULTILINE)
+        assert row is not None
+        assert [int(place) for place in row[1].split("|")] == [topology.coordinates(rank)[axis] for rank in range(8)]
+        members = re.search(rf"^\| {name} \| (.*) \|$", text, re.MULTILINE)
+        assert members is not None
+        assert [tuple(map(int, group.split(","))) for group in re.findall(r"\[([^]]*)\]", members[1])] == topology.groups(axis)
+
+
+def test_the_example_of_a_schedule() -> None:
+    for stage, ops in enumerate(one_f_one_b(3, 4).ops):
+        line = f"stage {stage}   " + " ".join(f"{op.kind.value}{op.microbatch}" for op in ops)
+        assert line in TEXTS["parallelism.md"]

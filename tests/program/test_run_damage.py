@@ -1,0 +1,197 @@
+"""Whole runs on damaged checkpoints and full disks: always found out and said, and the last good checkpoint is gone on from."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.format.manifest import MANIFEST
+from megatron.verification.local_ranks import run_ranks
+from tests.support.runs import Ended, arguments, checkpoint, complete_checkpoints, digest, launch, report, run, saved_tensors
+
+STEPS, INTERVAL, STOP = 9, 3, 6
+SETTINGS: dict[str, Any] = {
+    "train_iters": STEPS,
+    "save_interval": INTERVAL,
+    "use_distributed_optimizer": True,
+    "lr_decay_style": "cosine",
+}
+DATA = "rank_00001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Digest of the last checkpoint of a run that goes through, on two data ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(arguments(**SETTINGS, save=folder), 2)
+    return digest(folder, STEPS)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one that was stopped with checkpoints of iterations 3 and 6."""
+    folder = tmp_path_factory.mktemp("stopped")
+    run(arguments(**SETTINGS, save=folder, exit_interval=STOP), 2)
+    return folder
+
+
+def flip(path: Path, at: float) -> None:
+    """Change one bit, at a fraction of the file."""
+    data = bytearray(path.read_bytes())
+    data[int(at * (len(data) - 1))] ^= 0x10
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a bit of the weights": (lambda path: flip(path / DATA, 0.7), DATA),
+    "the last bit of the weights": (lambda path: flip(path / "rank_00000.safetensors", 1.0), "rank_00000.safetensors"),
+    "a bit of the header": (lambda path: flip(path / DATA, 0.0), DATA),
+    "weights truncated": (lambda path: truncate(path / DATA), DATA),
+    "weights deleted": (lambda path: (path / DATA).unlink(), DATA),
+    "a bit of the state": (lambda path: flip(path / "state.json", 0.5), "state.json"),
+    "settings deleted": (lambda path: (path / "config.json").unlink(), "config.json"),
+    "a bit of the manifest": (lambda path: flip(path / MANIFEST, 0.5), MANIFEST),
+    "manifest truncated": (lambda path: truncate(path / MANIFEST), MANIFEST),
+    "manifest deleted": (lambda path: (path / MANIFEST).unlink(), MANIFEST),
+    "all deleted": (lambda path: shutil.rmtree(path), MANIFEST),
+}
+
+
+def copied(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to / "copy"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of the checkpoints in a folder, and the latest file."""
+    paths = [*folder.glob("iter_*/*"), *folder.glob("latest*")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, stopped: Path, whole: str, what: str) -> None:
+    """All ranks go back together to the one before, say why, and end where they would have ended."""
+    folder = copied(stopped, tmp_path)
+    damage, named = DAMAGES[what]
+    damage(checkpoint(folder, STOP))
+    said = run(arguments(**SETTINGS, save=folder, load=folder), 2)
+    warning = next(line for line in said.splitlines() if "WARNING" in line)
+    assert f"taking {checkpoint(folder, INTERVAL)}" in warning
+    assert str(checkpoint(folder, STOP)) in warning and named in said
+    assert f"resuming from {checkpoint(folder, INTERVAL)} at iteration {INTERVAL}" in said
+    assert digest(folder, STEPS) == whole
+    assert saved_tensors(folder, STOP), "it has been replaced by a sound one"
+
+
+def refused(folder: Path, **settings: Any) -> str:
+    """What a run says that cannot begin; it changes nothing."""
+    before = contents(folder)
+    ended = launch(arguments(**SETTINGS, save=folder, load=folder, **settings), 2)
+    assert all(end.code == 1 for end in ended), report(ended)
+    assert contents(folder) == before
+    return ended[0].stderr + ended[0].stdout
+
+
+def test_all_are_damaged(tmp_path: Path, stopped: Path) -> None:
+    """No run begins afresh where there were checkpoints."""
+    folder = copied(stopped, tmp_path)
+    flip(checkpoint(folder, STOP) / DATA, 0.6)
+    truncate(checkpoint(folder, INTERVAL) / DATA)
+    said = refused(folder)
+    assert all(str(checkpoint(folder, iteration) / DATA) in said for iteration in (INTERVAL, STOP))
+
+
+def test_the_step_asked_for_is_damaged(tmp_path: Path, stopped: Path) -> None:
+    """Nothing else is taken in its place."""
+    folder = copied(stopped, tmp_path)
+    flip(checkpoint(folder, STOP) / DATA, 0.6)
+    assert str(checkpoint(folder, STOP) / DATA) in refused(folder, ckpt_step=STOP)
+
+
+# ---- full disks
+
+
+def small_files(most: int) -> None:
+    """In this process and those that it starts no file may become larger."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_write_in_the_background(tmp_path: Path, whole: str, failing: int) -> None:
+    """Training goes on, and each failure is told; at the end it is an error, for the last weights are on no disk."""
+    ended = launch(
+        arguments(**SETTINGS, save=tmp_path, async_save=True),
+        2,
+        before=lambda rank: small_files(20_000) if rank == failing else None,
+    )
+    assert all(end.code == 1 for end in ended), report(ended)
+    said = ended[0].stdout
+    assert said.count("File too large") >= 2, report(ended)
+    assert f"iteration {STEPS}" in said or f"{STEPS}/" in said, "training went on"
+    assert "File too large" in ended[0].stderr and f"iter_{STEPS:07d}" in ended[0].stderr
+    assert complete_checkpoints(tmp_path) == []
+    run(arguments(**SETTINGS, save=tmp_path, load=tmp_path, async_save=True), 2)
+    assert digest(tmp_path, STEPS) == whole
+
+
+def test_a_rank_that_cannot_write(tmp_path: Path, stopped: Path, whole: str) -> None:
+    """Without the background, the run ends there; the checkpoints before stay."""
+    folder = copied(stopped, tmp_path)
+    ended = launch(
+        arguments(**SETTINGS, save=folder, load=folder), 2, before=lambda rank: small_files(20_000) if rank == 1 else None
+    )
+    assert all(end.code == 1 for end in ended), report(ended)
+    assert "rank 1: " in ended[0].stderr and "File too large" in ended[0].stderr
+    assert complete_checkpoints(folder) == [checkpoint(folder, iteration).name for iteration in (INTERVAL, STOP)]
+    run(arguments(**SETTINGS, save=folder, load=folder), 2)
+    assert digest(folder, STEPS) == whole
+
+
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE, _MS_REMOUNT = 0x20000, 0x4000, 1 << 18, 0x20
+
+
+def mount(folder: Path, kilobytes: int, flags: int = 0) -> None:
+    """A disk of this size in memory, which only this process and those that it starts see."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = f"size={kilobytes}k".encode()
+    if not flags and (libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)):
+        raise PermissionError(ctypes.get_errno(), "cannot make a name space")
+    if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", flags, size):
+        raise PermissionError(ctypes.get_errno(), "cannot mount")
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk(tmp_path: Path, stopped: Path, whole: str, in_background: bool) -> None:
+    """Where there is room for two checkpoints and a half. With more room the run goes on as if nothing had been."""
+    settings = {**SETTINGS, "async_save": in_background, "save": tmp_path, "load": tmp_path}
+    size = sum(path.stat().st_size for path in checkpoint(stopped, STOP).iterdir()) // 1024
+
+    def body(_: int) -> tuple[list[Ended], list[str], str] | None:
+        try:
+            mount(tmp_path, size * 5 // 2)
+        except PermissionError:
+            return None
+        ended = launch(arguments(**settings), 2)
+        there = sorted(path.name for path in tmp_path.iterdir())
+        mount(tmp_path, size * 10, _MS_REMOUNT)
+        run(arguments(**settings), 2)
+        return ended, there, digest(tmp_path, STEPS)
+
+    (outcome,) = run_ranks(1, body, init=False)
+    if outcome is None:
+        pytest.skip("mounting a disk needs rights")
+    ended, there, last = outcome
+    assert all(end.code == 1 for end in ended), report(ended)
+    assert "No space left on device" in ended[0].stderr
+    assert there == ["iter_0000003", "iter_0000006", "latest_checkpointed_iteration.txt", "run.json"]
+    assert last == whole

@@ -1,0 +1,111 @@
+"""Ways to stop early: all ranks agree, save and exit with 0, and the run goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.saver import Saver
+from tests.support.runs import arguments, complete_checkpoints, digest, launch, on_rank, report, run, timeless
+
+STEPS = 6
+SETTINGS: dict[str, Any] = {
+    "train_iters": STEPS,
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
+    "lr_decay_style": "cosine",
+    "num_workers": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two data ranks that is not interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(arguments(**SETTINGS, save=folder, metrics_file=folder / "metrics"), 2)
+    return folder
+
+
+def _terminate(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _assert_goes_on(folder: Path, whole: Path, stopped_at: int) -> None:
+    """Resume to the end: weights, state and metrics are those of the run that was not interrupted."""
+    assert complete_checkpoints(folder) == [f"iter_{stopped_at:07d}"]
+    run(arguments(**SETTINGS, save=folder, load=folder, metrics_file=folder / "metrics"), 2)
+    assert digest(folder, STEPS) == digest(whole, STEPS)
+    assert timeless(folder / "metrics") == timeless(whole / "metrics")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_to_one_rank(tmp_path: Path, whole: Path, rank: int) -> None:
+    """It comes during iteration 3, which is finished and saved."""
+    said = run(arguments(**SETTINGS, save=tmp_path, metrics_file=tmp_path / "metrics"), 2, before=on_rank(rank, 3, _terminate))
+    # The request travels with the sums of a step: of this one, if the signal was there before it began.
+    assert "exiting on SIGTERM" in said
+    _assert_goes_on(tmp_path, whole, stopped_at=4)
+
+
+def test_sigterm_again_while_saving(tmp_path: Path, whole: Path) -> None:
+    """Launchers pass on a signal that the ranks have had already: the save is not cut off."""
+
+    def before(rank: int) -> None:
+        on_rank(0, 3, _terminate)(rank)
+        save = Saver.save
+
+        def interrupted(self: Saver, *args: Any) -> str | None:
+            _terminate(None)
+            return save(self, *args)
+
+        Saver.save = interrupted  # type: ignore[assignment, method-assign]
+
+    run(arguments(**SETTINGS, save=tmp_path, metrics_file=tmp_path / "metrics"), 2, before=before)
+    _assert_goes_on(tmp_path, whole, stopped_at=4)
+
+
+def test_exit_interval(tmp_path: Path, whole: Path) -> None:
+    """Save and exit at each multiple before the end, which is an end as any other."""
+    for stop in (2, 4):
+        said = run(arguments(**SETTINGS, exit_interval=2, save=tmp_path, load=tmp_path, metrics_file=tmp_path / "metrics"), 2)
+        assert f"exiting at iteration {stop} (--exit-interval 2)" in said
+        assert complete_checkpoints(tmp_path)[-1] == f"iter_{stop:07d}"
+    said = run(arguments(**SETTINGS, exit_interval=2, save=tmp_path, load=tmp_path, metrics_file=tmp_path / "metrics"), 2)
+    assert f"done after {STEPS} iterations" in said and "exiting" not in said
+    assert digest(tmp_path, STEPS) == digest(whole, STEPS)
+    assert timeless(tmp_path / "metrics") == timeless(whole / "metrics")
+
+
+def test_exit_after_some_time(tmp_path: Path, whole: Path) -> None:
+    """Sooner than the first step is done: one step is made."""
+    said = run(arguments(**SETTINGS, exit_duration_in_mins=1e-6, save=tmp_path, metrics_file=tmp_path / "metrics"), 2)
+    assert "--exit-duration-in-mins" in said
+    _assert_goes_on(tmp_path, whole, stopped_at=1)
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_save(tmp_path: Path, whole: Path) -> None:
+    """Steps after the save are made again, with the same results; the metrics file then has them twice."""
+    settings = {**SETTINGS, "save": tmp_path, "load": tmp_path, "metrics_file": tmp_path / "metrics"}
+    kill = on_rank(1, 6, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    assert [end.code for end in launch(arguments(**settings, save_interval=3), 2, before=kill)] == [1, -signal.SIGKILL]
+    run(arguments(**settings), 2)
+    assert digest(tmp_path, STEPS) == digest(whole, STEPS)
+    lines, wanted = timeless(tmp_path / "metrics"), timeless(whole / "metrics")
+    assert lines == [*wanted[:5], *wanted[3:]]
+
+
+def test_exit_without_saving(tmp_path: Path) -> None:
+    """Without --save there is nothing to write, and an exit is still an exit."""
+    assert "exiting at iteration 2" in run(arguments(**SETTINGS, exit_interval=2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """At once and without a traceback: what is not saved is lost, which the user knows."""
+    ended = launch(arguments(**SETTINGS, save=tmp_path), before=on_rank(0, 3, lambda _: os.kill(os.getpid(), signal.SIGINT)))
+    assert ended[0].code == 130 and ended[0].stderr == "pretrain_gpt.py: interrupted\n", report(ended)
+    assert complete_checkpoints(tmp_path) == []

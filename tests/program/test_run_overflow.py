@@ -1,0 +1,219 @@
+"""Gradients that are not finite: skipped in float16, an error in other formats, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron.data_parallel.fsdp  # noqa: F401  # imported here once, not in every forked rank
+from megatron.parallel.accumulate import GradSink, sink_of
+from megatron.training.step import TrainStep
+from tests.support.runs import (
+    TINY,
+    arguments,
+    at_iteration,
+    complete_checkpoints,
+    launch,
+    on_rank,
+    read_metrics,
+    report,
+    run,
+    saved_state,
+    saved_tensors,
+    spoil,
+)
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "optim": {"data_parallel_sharding_strategy": "optim"},
+    "optim, gathered late": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    "optim, offload": {"use_distributed_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+    "optim_grads": {"data_parallel_sharding_strategy": "optim_grads"},
+    "optim_grads_params": {"data_parallel_sharding_strategy": "optim_grads_params"},
+    "optim_grads_params, never": {
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "fsdp_reshard_after_forward": "never",
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, layout: str, value: float) -> None:
+    """No weight and no moment moves, the schedules stand still, data and ramp-up go on, the step is counted."""
+    batch = TINY["global_batch_size"]
+    run(
+        arguments(
+            fp16=True,
+            initial_loss_scale=2**12,
+            hysteresis=1,
+            train_iters=4,
+            save=tmp_path,
+            save_interval=1,
+            metrics_file=tmp_path / "metrics",
+            **LAYOUTS[layout],
+        ),
+        2,
+        before=on_rank(1, 3, spoil(value, "layers.1.mlp.up.weight")),
+    )
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        before, after, later = (saved_tensors(tmp_path, iteration, kind) for iteration in (2, 3, 4))
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert all(not torch.equal(after[name], later[name]) for name in before)
+    state = saved_state(tmp_path, 4)
+    del state["progress"]["phases"]
+    assert state["progress"] == {
+        "iteration": 4,
+        "consumed_samples": 4 * batch,
+        "updated_samples": 3 * batch,
+        "skipped_iterations": 1,
+    }
+    assert state["optimizer_updates"] == 3
+    lines = read_metrics(tmp_path / "metrics")
+    assert [line["skipped"] for line in lines] == [0, 0, 1, 0]
+    assert [line["loss_scale"] for line in lines] == [2**12, 2**12, 2**12, 2**11]
+    assert [line["learning_rate"] for line in lines] == pytest.approx([1e-2, 7.5e-3, 5e-3, 5e-3], rel=1e-12)
+    assert lines[2]["grad_norm"] is None and lines[2]["nonfinite"] is True
+    assert lines[3]["grad_norm"] > 0
+
+
+def test_an_overflow_at_the_smallest_scale_ends_the_run(tmp_path: Path) -> None:
+    """One message, exit code 1 everywhere, and no checkpoint."""
+    scale = {"initial_loss_scale": 2**40, "min_loss_scale": 2**40}
+    ended = launch(arguments(fp16=True, train_iters=3, save=tmp_path, save_interval=1, **scale), 2)
+    assert [end.code for end in ended] == [1, 1], report(ended)
+    assert "--min-loss-scale" in ended[0].stderr and "Traceback" not in ended[0].stderr
+    assert ended[1].stderr == ""
+    assert complete_checkpoints(tmp_path) == []
+
+
+def test_a_constant_scale_stays(tmp_path: Path) -> None:
+    """--loss-scale: an overflow is skipped and counted, the scale is as given."""
+    settings = {"fp16": True, "loss_scale": 512.0, "train_iters": 3, "metrics_file": tmp_path / "metrics"}
+    run(arguments(**settings), before=on_rank(0, 2, spoil(math.inf)))
+    lines = read_metrics(tmp_path / "metrics")
+    assert [(line["loss_scale"], line["skipped"]) for line in lines] == [(512.0, 0), (512.0, 1), (512.0, 0)]
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}])
+def test_a_nan_names_step_rank_and_parameter(tmp_path: Path, precision: dict[str, bool]) -> None:
+    """Exit code 1 on every rank, rank 0 alone explains, and nothing of the step is saved."""
+    name = "layers.1.mlp.down.weight"
+    ended = launch(
+        arguments(**precision, pipeline_model_parallel_size=2, train_iters=4, save=tmp_path, save_interval=2),
+        2,
+        before=on_rank(1, 3, spoil(math.nan, name)),
+    )
+    assert [end.code for end in ended] == [1, 1], report(ended)
+    said = ended[0].stderr
+    assert "iteration 3:" in said and f"gradient of {name} not finite on rank 1\n" in said
+    assert said.count("not finite on rank") == 1, "no other parameter is bad"
+    assert "--iterations-to-skip 3" in said
+    assert ended[1].stderr == "" and "Traceback" not in said
+    assert complete_checkpoints(tmp_path) == ["iter_0000002"]
+
+
+DATA_PARALLEL = [name for name in LAYOUTS if name not in ("tp2", "pp2")]
+
+
+@pytest.mark.parametrize("layout", DATA_PARALLEL)
+@pytest.mark.parametrize("name", ["layers.1.mlp.down.weight", "embedding.word.weight"])
+def test_a_nan_that_comes_again_is_named_where_it_begins(layout: str, name: str) -> None:
+    """On the rank in whose own gradient it is, and no other that it has reached in the sum."""
+
+    def keep_spoiling(step: TrainStep) -> None:
+        wrote = GradSink._wrote
+
+        def spoiled(self: GradSink) -> None:
+            if sink_of(step.model.params[name].param) is self:
+                assert self.main_grad is not None
+                self.main_grad.view(-1)[0] = math.nan
+            wrote(self)
+
+        GradSink._wrote = spoiled  # type: ignore[method-assign]
+
+    ended = launch(arguments(bf16=True, train_iters=3, **LAYOUTS[layout]), 2, before=on_rank(1, 2, keep_spoiling))
+    assert [end.code for end in ended] == [1, 1], report(ended)
+    said = ended[0].stderr
+    assert "iteration 2:" in said and f"  gradient of {name} not finite on rank 1\n" in said
+    assert said.count("not finite on rank") == 1 and "passing fault" not in said
+    assert ended[1].stderr == ""
+
+
+@pytest.mark.parametrize("layout", DATA_PARALLEL)
+def test_a_nan_that_does_not_come_again_is_named_where_the_sum_is(layout: str) -> None:
+    """And is called a passing fault."""
+    name = "layers.1.mlp.down.weight"
+    ended = launch(arguments(bf16=True, train_iters=3, **LAYOUTS[layout]), 2, before=on_rank(1, 2, spoil(math.nan, name)))
+    assert [end.code for end in ended] == [1, 1], report(ended)
+    said = ended[0].stderr
+    assert f"  gradient of {name} not finite on rank " in said and "a passing fault" in said
+    assert said.count("not finite on rank") == 1
+
+
+def test_a_nan_in_the_loss_names_the_rank_that_has_it(tmp_path: Path) -> None:
+    """A weight of the last stage is poisoned: its rank's loss is not finite."""
+
+    def poison(step: Any) -> None:
+        next(entry.param for entry in step.model.params if entry.record.name == "final_norm.weight").data.fill_(math.nan)
+
+    ended = launch(arguments(pipeline_model_parallel_size=2, train_iters=4, save=tmp_path), 4, before=on_rank(3, 2, poison))
+    assert [end.code for end in ended] == [1] * 4, report(ended)
+    assert "iteration 2:" in ended[0].stderr and "loss not finite on rank 3\n" in ended[0].stderr
+    assert complete_checkpoints(tmp_path) == []
+
+
+def test_an_absurd_learning_rate_ends_the_run(tmp_path: Path) -> None:
+    """The step after the first update finds a loss that is not finite."""
+    ended = launch(arguments(lr=1e30, train_iters=4, save=tmp_path, metrics_file=tmp_path / "metrics"))
+    assert ended[0].code == 1, report(ended)
+    assert "iteration 2:" in ended[0].stderr and "lower --lr" in ended[0].stderr
+    assert len(read_metrics(tmp_path / "metrics")) == 1
+    assert complete_checkpoints(tmp_path) == []
+
+
+def test_the_bad_batch_can_be_left_out(tmp_path: Path) -> None:
+    """As the message of a NaN advises: its data is consumed without an update."""
+    settings = {"train_iters": 4, "save": tmp_path, "save_interval": 1}
+    run(arguments(**settings, iterations_to_skip=(2, 3), metrics_file=tmp_path / "metrics"), 2)
+    weights = [saved_tensors(tmp_path, iteration) for iteration in range(1, 5)]
+    assert all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+    assert not torch.equal(weights[2]["final_norm.weight"], weights[3]["final_norm.weight"])
+    lines = read_metrics(tmp_path / "metrics")
+    assert [line["skipped"] for line in lines] == [0, 1, 1, 0]
+    assert [line["consumed_samples"] for line in lines] == [8, 16, 24, 32]
+    assert saved_state(tmp_path, 4)["progress"]["updated_samples"] == 16
+    # The fourth step sees the fourth batch, not the second: the loss is the one of a run that reads on.
+    at_fourth = _loss_of_fourth_batch_with(tmp_path)
+    assert lines[3]["lm_loss"] == at_fourth
+
+
+def _loss_of_fourth_batch_with(folder: Path) -> float:
+    """Loss that the weights after the first update have on the fourth batch: of a run that resumes before it."""
+    run(arguments(train_iters=4, load=folder, ckpt_step=3, metrics_file=folder / "resumed"), 2)
+    return read_metrics(folder / "resumed")[0]["lm_loss"]
+
+
+def test_a_batch_without_tokens_that_count_is_an_error(tmp_path: Path) -> None:
+    """A loss mask of zeros everywhere: there is no mean, and the message says so."""
+
+    def blind(step: Any) -> None:
+        gradients = step.gradients
+
+        def masked(batch: Any) -> Any:
+            for inputs in batch:
+                inputs.loss_mask.zero_()
+            return gradients(batch)
+
+        step.gradients = masked
+
+    ended = launch(arguments(train_iters=3, save=tmp_path), 2, before=lambda rank: at_iteration(2, blind))
+    assert [end.code for end in ended] == [1, 1], report(ended)
+    assert "iteration 2:" in ended[0].stderr and "loss mask" in ended[0].stderr
+    assert complete_checkpoints(tmp_path) == []

@@ -1,0 +1,123 @@
+"""Whole runs through every pipeline: the same weights bit for bit, resumed across schedules, measured, and told at the start."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.runs import arguments, launch, report, run, saved_tensors
+
+STEPS = 4
+# Untied, not clipped: where layers lie elsewhere, the two parts of a tied gradient and the norm are summed in another order.
+BASE: dict[str, Any] = {
+    "num_layers": 5,
+    "pipeline_model_parallel_size": 2,
+    "untie_embeddings_and_output_weights": True,
+    "clip_grad": 0.0,
+    "hidden_dropout": 0.1,
+    "bf16": True,
+    "micro_batch_size": 1,
+    "global_batch_size": 5,
+    "train_iters": STEPS,
+    "lr_decay_style": "constant",
+    "eval_iters": 1,
+    "eval_interval": 2,
+}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "gpipe": {"pipeline_schedule": "gpipe"},
+    "interleaved": {"num_virtual_stages_per_pipeline_rank": 2},
+    "zb-h1": {"pipeline_schedule": "zb-h1", "decoder_first_pipeline_num_layers": 1},
+    "zb-v": {"pipeline_schedule": "zb-v"},
+    "layout": {"pipeline_model_parallel_layout": "E|ttt||ttL"},
+    "balanced": {"pipeline_split": "balanced"},
+}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return saved_tensors(folder, STEPS)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Saved by 1F1B after every second step."""
+    folder = tmp_path_factory.mktemp("base")
+    run(arguments(**BASE, save=folder, save_interval=2), 2)
+    return folder
+
+
+def measure(**settings: Any) -> str:
+    """Run with --profile-pipeline. Returns what rank 0 had to say beside the log line."""
+    ended = launch([*arguments(**BASE | settings), "--profile-pipeline"], 2)
+    assert all(end.code == 0 for end in ended), report(ended)
+    return ended[0].stderr
+
+
+def assert_same(folder: Path, base: Path) -> None:
+    found, expected = weights(folder), weights(base)
+    assert found.keys() == expected.keys()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_pipeline_gives_the_same_bits(base: Path, tmp_path: Path, pipeline: str) -> None:
+    """Weights, moments and mains, with dropout, in bfloat16."""
+    run(arguments(**BASE, **PIPELINES[pipeline], save=tmp_path), 2)
+    assert_same(tmp_path, base)
+
+
+@pytest.mark.parametrize("pipeline", ["interleaved", "zb-v"])
+def test_a_run_goes_on_with_another_schedule(base: Path, tmp_path: Path, pipeline: str) -> None:
+    run(arguments(**BASE, **PIPELINES[pipeline], load=base, ckpt_step=2, save=tmp_path), 2)
+    assert_same(tmp_path, base)
+
+
+def test_the_start_up_log_tells_of_the_pipeline() -> None:
+    out = run(arguments(**{**BASE, "train_iters": 1, "global_batch_size": 1}, pipeline_schedule="zb-v"), 2)
+    lines = [line.strip() for line in out.splitlines()]
+    table = lines.index(next(line for line in lines if line.startswith("stage")))
+    assert "0-0 (1)" in lines[table + 1] and "4-4 (1)" in lines[table + 1] and "loss" in lines[table + 1]
+    assert "1-1 (1)" in lines[table + 2] or "1-2 (2)" in lines[table + 2]
+    assert any(line.startswith("the weight gradients that it puts off keep at most ") for line in lines)
+    assert any(line.startswith("pipeline schedule zb-v: 1 microbatches through 2 stages of 2 chunks, ") for line in lines)
+    assert any(line.startswith("advice: 1 microbatches through 2 pipeline stages leave ") for line in lines)
+
+
+def test_the_pipeline_is_measured(tmp_path: Path) -> None:
+    """Planned and measured, each operation once on each; the measured ones of a stage follow each other."""
+    folder = tmp_path / "profile"
+    said = measure(train_iters=3, profile_step_start=2, profile_dir=folder, pipeline_schedule="zb-v")
+    assert sorted(path.name for path in folder.iterdir()) == [f"pipeline_step2.{suffix}" for suffix in ("json", "svg", "txt")]
+    text = (folder / "pipeline_step2.txt").read_text()
+    assert "zb-v, planned" in text and "zb-v, measured in iteration 2" in text
+    events = [event for event in json.loads((folder / "pipeline_step2.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == 2 * 2 * 2 * 3 * 5, "panels x stages x chunks x kinds x microbatches"
+    rows: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in events:
+        rows.setdefault((event["pid"], event["tid"]), []).append(event)
+    for row in rows.values():
+        assert len(row) == 2 * 3 * 5
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in itertools.pairwise(row)), "microseconds"
+    assert "weight gradients put off keep at most (MiB, stage by stage): " in said
+
+
+def test_after_a_ramp_up_the_log_tells_of_both_batches() -> None:
+    out = run(
+        [*arguments(**{**BASE, "train_iters": None, "train_samples": 12, "global_batch_size": 4}, rampup_batch_size=(2, 2, 4))], 2
+    )
+    told = [line.split(":")[1].split("through")[0].strip() for line in out.splitlines() if "pipeline schedule 1f1b" in line]
+    assert told == ["2 microbatches", "4 microbatches"]
+
+
+def test_a_run_that_ends_too_early_is_not_measured(tmp_path: Path) -> None:
+    said = measure(train_iters=5, exit_interval=2, profile_step_start=4, profile_dir=tmp_path)
+    assert "--profile-pipeline measured nothing: the run ended before iteration 4" in said and not list(tmp_path.iterdir())
+
+
+def test_a_step_that_is_left_out_is_not_measured(tmp_path: Path) -> None:
+    said = measure(train_iters=2, profile_step_start=2, profile_dir=tmp_path, iterations_to_skip=2)
+    assert "--profile-pipeline has nothing to show: iteration 2 was left out" in said and not list(tmp_path.iterdir())

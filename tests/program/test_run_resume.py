@@ -1,0 +1,137 @@
+"""N steps equal k steps, a resume, and N - k steps: bit for bit at the same layout, in float64 at another one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.verification.diagnosis.equality import assert_equal_tensors, number_differences
+from tests.support.runs import (
+    arguments,
+    at_iteration,
+    checkpoint,
+    digest,
+    losses,
+    run,
+    saved_state,
+    saved_tensors,
+    spoil,
+    timeless,
+)
+
+STEPS, STOP = 9, 6
+
+EVERYTHING = {
+    "train_iters": STEPS,
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
+    "rampup_batch_size": (4, 2, 20),
+    "lr_decay_style": "cosine",
+    "lr_warmup_iters": 2,
+    "min_lr": 1e-3,
+    "weight_decay_incr_style": "linear",
+    "start_weight_decay": 0.0,
+    "end_weight_decay": 0.1,
+    "eval_iters": 1,
+    "eval_interval": 2,
+    "num_workers": 2,
+}
+"""A run in which everything changes from step to step that may."""
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float64": {"fp64": True},
+    "float32": {},
+    "bfloat16": {"bf16": True},
+    # The first steps overflow. At the stop one more step without overflow lets the scale grow.
+    "float16, growing": {"fp16": True, "loss_scale_window": 3, "hysteresis": 3},
+    # Two overflows are made, one on either side of the stop. The scale shrinks at the second only if the first is remembered.
+    "float16, shrinking": {"fp16": True, "initial_loss_scale": 2**14, "hysteresis": 2},
+}
+SCALER_AT_STOP = {
+    "float16, growing": {"clean_steps": 2, "hysteresis_left": 0},
+    "float16, shrinking": {"clean_steps": 3, "hysteresis_left": 1},
+}
+# Partial sums of two tensor ranks overflow earlier than the whole.
+GROWING_SCALE = {1: 2**22, 4: 2**20}
+OVERFLOWS = (3, STOP + 1)
+
+LAYOUTS = {
+    1: {},
+    4: {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, world_size: int, precision: str) -> None:
+    """Weights, moments, scaler and counts by the checkpoint's digest; losses, norms, rates and evaluations by the metrics file."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    settings = {**EVERYTHING, **PRECISIONS[precision], **LAYOUTS[world_size]}
+    if precision == "float16, growing":
+        settings["initial_loss_scale"] = GROWING_SCALE[world_size]
+
+    def before(rank: int) -> None:
+        if precision == "float16, shrinking" and rank == world_size - 1:
+            for iteration in OVERFLOWS:
+                at_iteration(iteration, spoil(math.inf))
+
+    run(arguments(**settings, save=whole, save_interval=STOP, metrics_file=tmp_path / "whole.jsonl"), world_size, before=before)
+    settings |= {"load": whole, "ckpt_step": STOP, "save": resumed, "metrics_file": tmp_path / "resumed.jsonl"}
+    said = run(arguments(**settings), world_size, before=before)
+
+    assert f"resuming from {checkpoint(whole, STOP)} at iteration {STOP}" in said
+    assert timeless(tmp_path / "resumed.jsonl") == [line for line in timeless(tmp_path / "whole.jsonl") if line["iteration"] > STOP]
+    assert digest(resumed, STEPS) == digest(whole, STEPS) != digest(whole, STOP)
+    state = saved_state(whole, STOP)
+    skipped = state["progress"]["skipped_iterations"]
+    assert state["optimizer_updates"] == STOP - skipped
+    assert (skipped > 0) == (state["progress"]["updated_samples"] < state["progress"]["consumed_samples"])
+    assert (skipped > 0) == (precision in SCALER_AT_STOP)
+    assert state["scaler"].items() >= SCALER_AT_STOP.get(precision, {}).items()
+
+
+def test_a_run_goes_on_at_another_layout(tmp_path: Path) -> None:
+    """In float64: begun at TP 2, continued at PP 2 x DP 2, it ends as the run of one process does."""
+    settings = {"fp64": True, "train_iters": STEPS, "lr_decay_style": "cosine"}
+    run(arguments(**settings, save=tmp_path / "one", metrics_file=tmp_path / "one.jsonl"))
+    run(
+        arguments(
+            **settings,
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            save=tmp_path / "moved",
+            exit_interval=STOP,
+            metrics_file=tmp_path / "moved.jsonl",
+        ),
+        2,
+    )
+    run(
+        arguments(
+            **settings,
+            pipeline_model_parallel_size=2,
+            load=tmp_path / "moved",
+            save=tmp_path / "moved",
+            metrics_file=tmp_path / "moved.jsonl",
+        ),
+        4,
+    )
+    found, wanted = losses(tmp_path / "moved.jsonl"), losses(tmp_path / "one.jsonl")
+    assert not number_differences("losses", found, wanted, 1e-10)
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        moved, one = (saved_tensors(tmp_path / name, STEPS, kind) for name in ("moved", "one"))
+        assert_equal_tensors(moved, one, what=kind)
+
+
+def test_the_checkpoint_does_not_depend_on_the_models_dtype(tmp_path: Path) -> None:
+    """A run in bfloat16 saves its float32 main parameters; a run in float32 goes on from exactly these."""
+    run(arguments(bf16=True, train_iters=3, save=tmp_path / "bf16"))
+    # Nothing is trained: the iteration is left out, and what was loaded is saved again.
+    run(arguments(train_iters=4, iterations_to_skip=(4,), load=tmp_path / "bf16", save=tmp_path / "fp32", lr_decay_iters=3))
+    for kind in ("model", "exp_avg"):
+        before, after = saved_tensors(tmp_path / "bf16", 3, kind), saved_tensors(tmp_path / "fp32", 4, kind)
+        assert_equal_tensors(after, before, tolerance=0.0, what=kind)
+    weight = before["layers.0.mlp.up.weight"]
+    assert not weight.equal(weight.bfloat16().float()), "the moments of float32 mains need more digits than bfloat16 has"

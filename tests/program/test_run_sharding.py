@@ -1,0 +1,132 @@
+"""Whole runs with sharded state: the losses of one process, whatever is sharded and overlapped, and what the start-up log tells."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatron.data_parallel.fsdp  # noqa: F401  # imported here once, not in every forked rank
+from megatron.verification.diagnosis.equality import assert_equal_tensors
+from tests.support.runs import arguments, run, saved_tensors, timeless
+
+STEPS = 4
+BASE: dict[str, Any] = {
+    "fp64": True,
+    "num_layers": 4,
+    "train_iters": STEPS,
+    "lr_decay_style": "cosine",
+    "eval_iters": 1,
+    "eval_interval": 2,
+    "ddp_bucket_size": 5000,
+    "make_vocab_size_divisible_by": 4,
+    "log_params_norm": True,
+    "log_layer_norms": True,
+}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+STAGED = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
+ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "distributed optimizer": (4, {"use_distributed_optimizer": True, **OVERLAP}),
+    "distributed optimizer, tensor": (4, {"use_distributed_optimizer": True, **SPLIT}),
+    "optim, pipeline": (4, {"data_parallel_sharding_strategy": "optim", **STAGED, **OVERLAP, "pipeline_schedule": "zb-v"}),
+    "optim_grads": (2, {"data_parallel_sharding_strategy": "optim_grads", **OVERLAP}),
+    "optim_grads, ranks of a pipeline side by side": (
+        4,
+        {"data_parallel_sharding_strategy": "optim_grads", **STAGED, "pipeline_schedule": "zb-h1", "use_tp_pp_dp_mapping": True},
+    ),
+    "optim_grads_params": (4, ZERO3),
+    "optim_grads_params, tensor": (4, {**ZERO3, **SPLIT}),
+    "optim_grads_params, pipeline": (4, {**ZERO3, **STAGED, "num_virtual_stages_per_pipeline_rank": 2}),
+    "optim_grads_params, never": (2, {**ZERO3, "fsdp_reshard_after_forward": "never"}),
+    "optim_grads_params, replicas": (4, {**ZERO3, "fsdp_shard_size": 2}),
+    "host memory": (2, {"data_parallel_sharding_strategy": "optim_grads", "optimizer_cpu_offload": True, **OVERLAP}),
+    "half in host memory": (2, {**ZERO3, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of one process."""
+    folder = tmp_path_factory.mktemp("one")
+    said = run(arguments(**BASE, save=folder, metrics_file=folder / "metrics"))
+    (folder / "said").write_text(said)
+    return folder
+
+
+def told(said: str) -> list[str]:
+    """Losses as they are printed, of training and validation."""
+    return re.findall(r"lm loss(?: value)?: (\d\.\d{6}E[+-]\d\d)", said)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_are_those_of_one_process(one_process: Path, tmp_path: Path, name: str) -> None:
+    """As printed, and in full digits; so are norms, and the weights."""
+    world_size, flags = RUNS[name]
+    said = run(arguments(**{**BASE, **flags}, save=tmp_path, metrics_file=tmp_path / "metrics"), world_size)
+    expected = told((one_process / "said").read_text())
+    assert len(expected) >= STEPS + 2 and told(said) == expected
+    lines, wanted = timeless(tmp_path / "metrics"), timeless(one_process / "metrics")
+    assert len(lines) == len(wanted)
+    for line, other in zip(lines, wanted, strict=True):
+        assert line.keys() == other.keys()
+        for what, number in other.items():
+            assert line[what] == pytest.approx(number, rel=1e-10), what
+    assert_equal_tensors(saved_tensors(tmp_path, STEPS), saved_tensors(one_process, STEPS), what="weights")
+
+
+def test_zeros_of_the_gradient_are_counted_once(tmp_path: Path) -> None:
+    """Those of tokens that the batch does not have, in the table of an untied embedding; padding is none of them."""
+    flags = {"untie_embeddings_and_output_weights": True, "vocab_size": 500, "log_num_zeros_in_grad": True, "fp64": True}
+    found = []
+    for number, strategy in enumerate(("no_shard", "no_shard", "optim", "optim_grads", "optim_grads_params")):
+        settings = {**flags, "train_iters": 1, "ddp_bucket_size": 5000, "data_parallel_sharding_strategy": strategy}
+        split = SPLIT if number else {}
+        run(arguments(**settings, **split, metrics_file=tmp_path / str(number)), 4 if number else 1)
+        found.append(timeless(tmp_path / str(number))[0]["num_zeros"])
+    assert found[0] > 32 * 300
+    assert found == pytest.approx([found[0]] * len(found), abs=8)  # others may be zero by chance
+
+
+UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+PER_PARAMETER: dict[str, dict[str, float]] = {
+    "no_shard": {"parameters": 2, "gradients": 4, "main params": 4, "moments": 8},
+    "optim": {"parameters": 2, "gradients": 4, "main params": 2, "moments": 4},
+    "optim_grads": {"parameters": 2, "gradients": 2, "main params": 2, "moments": 4},
+    "optim_grads_params": {"parameters": 2, "gradients": 2, "moments": 4},
+}
+"""Bytes on each of two data ranks, in 16 bits with Adam."""
+SENT = {"no_shard": 4.0, "optim": 3.0, "optim_grads": 2 * 2 + 1.0, "optim_grads_params": 2 * (2 + 2 * 1.0)}
+"""Bytes for each parameter over two data ranks in a step of two microbatches: half of what is reduced (4 each) or gathered (2)."""
+
+
+@pytest.mark.parametrize("strategy", PER_PARAMETER)
+def test_the_start_up_log_tells_what_is_kept_and_sent(strategy: str) -> None:
+    flags: dict[str, Any] = {"data_parallel_sharding_strategy": strategy, "untie_embeddings_and_output_weights": True}
+    sizes = {"hidden_size": 128, "vocab_size": 511, "train_iters": 1, "bf16": True}
+    said = run(arguments(**flags, **sizes), 2)
+    found = re.search(r"model of ([\d,]+) parameters", said)
+    assert found is not None
+    parameters = int(found[1].replace(",", ""))
+    lines = [line.strip() for line in said.splitlines()]
+    (state,) = (line for line in lines if line.startswith("state of the model"))
+    (sends,) = (line for line in lines if line.startswith("in a step of 2 microbatches such a rank sends "))
+    assert state.startswith(f"state of the model, {strategy} over 2 data ranks: ") and " on each rank: " in state
+    for what, each in PER_PARAMETER[strategy].items():
+        told_bytes = re.search(rf"{what} ([\d.]+) (\w+)", state)
+        assert told_bytes is not None, what
+        assert float(told_bytes[1]) * UNITS[told_bytes[2]] == pytest.approx(each * parameters, rel=0.01), what
+    assert ("main params" in state) == ("main params" in PER_PARAMETER[strategy])
+    told_bytes = re.search(r"sends ([\d.]+) (\w+) over dp", sends)
+    assert told_bytes is not None
+    assert float(told_bytes[1]) * UNITS[told_bytes[2]] == pytest.approx(SENT[strategy] * parameters, rel=0.01)
+
+
+def test_the_start_up_log_tells_of_host_memory() -> None:
+    said = run(arguments(use_distributed_optimizer=True, optimizer_cpu_offload=True, train_iters=1, bf16=True), 2)
+    (line,) = (line.strip() for line in said.splitlines() if "in host memory: " in line)
+    assert re.fullmatch(r"and [\d.]+ kB in host memory: main params [\d.]+ kB, moments [\d.]+ kB", line)

@@ -1,0 +1,182 @@
+"""The proof of stop and go: five steps at one layout, a checkpoint, five steps at another layout are ten steps in one process.
+
+In float64, so that a true error cannot hide behind rounding. A run goes from layout to layout, five steps at each. The normal run
+takes layouts among which every pair of settings occurs; --full also goes from every combination of sizes to every other one, with
+strategies and sequence parallelism drawn for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.format.manifest import read_manifest
+from megatron.training.step import TrainStep
+from megatron.verification.diagnosis.equality import assert_equal_tensors, number_differences
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.random_inputs import random_batches, random_weights
+from megatron.verification.reference.shape import gpt2_like
+from megatron.verification.reference.training import train
+from tests.support.covering import Case, covering
+from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches
+from tests.support.runs import checkpoint, saved_tensors
+from tests.support.step_checkpoints import load, save
+
+STEPS, HOPS = 5, 4
+KINDS = ("model", "exp_avg", "exp_avg_sq")
+DEPTHS: dict[str, dict[str, Any]] = {
+    "one stage": {},
+    "two stages": {"pp": 2},
+    "two chunks each": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
+    "uneven": {"pp": 2, "first_stage_layers": 3},
+}
+SIZES: dict[str, tuple[Any, ...]] = {"tp": (1, 2, 4), "depth": tuple(DEPTHS), "dp": (1, 2)}
+REST: dict[str, tuple[Any, ...]] = {
+    "sharding": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    "sequence_parallel": (False, True),
+}
+MOST_RANKS, MOST_RANKS_IN_FULL = 4, 8
+
+
+@functools.cache
+def recipe() -> Recipe:
+    # The vocabulary divides by nothing and its table is tied, so with two stages it is on both.
+    shape = gpt2_like(num_layers=4, hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, vocab=61, seq=8, tied=True)
+    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, STEPS * (HOPS + 1), 4, 1, seed=2))
+
+
+def layout_of(case: Case) -> Layout:
+    """The layout that a case describes."""
+    own = dict(case)
+    return Layout(micro_batch_size=1, bucket_size=1500, **DEPTHS[own.pop("depth")], **own)
+
+
+def makes_sense(case: Case, most_ranks: int = MOST_RANKS) -> bool:
+    """Sequence parallelism is of tensor ranks; and a test may not take too many processes."""
+    return (case["tp"] > 1 or not case["sequence_parallel"]) and layout_of(case).world_size <= most_ranks
+
+
+def walks(full: bool) -> list[tuple[Layout, ...]]:
+    """Layouts one after another."""
+    found = [layout_of(case) for case in covering(SIZES | REST, seed=6, valid=makes_sense)]
+    # Each walk begins where the one before has ended.
+    taken = [tuple(found[start : start + HOPS + 1]) for start in range(0, len(found) - 1, HOPS)]
+    if full:
+        draw = random.Random(7)
+        for sizes in itertools.product(itertools.product(*SIZES.values()), repeat=2):
+            pair = [dict(zip(SIZES, size, strict=True)) | {n: draw.choice(values) for n, values in REST.items()} for size in sizes]
+            for case in pair:
+                case["sequence_parallel"] &= case["tp"] > 1
+            if all(makes_sense(case, MOST_RANKS_IN_FULL) for case in pair):
+                taken.append((layout_of(pair[0]), layout_of(pair[1])))
+    return taken
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full = bool(metafunc.config.getoption("--full"))
+    if "walk" in metafunc.fixturenames:
+        metafunc.parametrize("walk", walks(full), ids=lambda walk: ", ".join(map(_name, walk)))
+    if "precision" in metafunc.fixturenames:
+        # Each once on either side, never on both.
+        chosen = list(itertools.product(MAINS, MAINS)) if full else list(zip(MAINS, [*MAINS][1:] + [*MAINS][:1], strict=True))
+        metafunc.parametrize("precision", chosen, ids=lambda pair: " to ".join(str(d).removeprefix("torch.") for d in pair))
+
+
+def _name(layout: Layout) -> str:
+    chunks = (
+        f"x{layout.virtual_stages}"
+        if layout.virtual_stages
+        else f" ({layout.first_stage_layers})" * bool(layout.first_stage_layers)
+    )
+    sequence = " sp" * layout.sequence_parallel
+    return f"tp{layout.tp}{sequence} pp{layout.pp}{chunks} dp{layout.dp} {layout.sharding}"
+
+
+def stretch(rank: int, layout: Layout, done: int, steps: int, source: Path | None, folder: Path) -> list[float]:
+    """Steps after `done`, from the checkpoint in `source` if given. Saves what was loaded and what came out; returns the losses."""
+    context, r = context_of(layout, rank), recipe()
+    # Other weights than those of the checkpoint, so that what is not filled shows.
+    step = build_step(context, r if source is None else replace(r, weights={k: w + 1 for k, w in r.weights.items()}), layout)
+    if source is not None:
+        load(step, source, done)
+        save(step, folder / "loaded", done)
+    losses = train_on(step, done, steps)
+    save(step, folder, done + steps)
+    if dist.is_initialized():
+        dist.barrier()
+    return losses
+
+
+def train_on(step: TrainStep, done: int, steps: int) -> list[float]:
+    """The steps after `done`; returns their losses."""
+    r, losses = recipe(), []
+    for at in range(done, done + steps):
+        inputs = microbatches(r.batches[at], step.context, 1)
+        losses.append(step.run(inputs, iteration=at + 1, learning_rate=r.lr, weight_decay=r.weight_decay).loss)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
+    """All steps without a stop, at one rank: losses as the reference has them, and a checkpoint after every stretch."""
+    folder, r = tmp_path_factory.mktemp("whole"), recipe()
+
+    def whole(rank: int) -> list[float]:
+        step = build_step(context_of(Layout(), rank), r, Layout(micro_batch_size=1, bucket_size=1500))
+        losses = []
+        for at in range(0, len(r.batches), STEPS):
+            losses += train_on(step, at, STEPS)
+            save(step, folder, at + STEPS)
+        return losses
+
+    (losses,) = run_ranks(1, whole)
+    expected = train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
+    assert not number_differences("losses", losses, expected.losses, 1e-10)
+    assert_equal_tensors(saved_tensors(folder, len(r.batches)), expected.weights_after, what="weights")
+    return losses, folder
+
+
+def test_five_steps_there_and_five_here_are_ten_in_one_process(
+    walk: tuple[Layout, ...], one_process: tuple[list[float], Path], tmp_path: Path
+) -> None:
+    """Losses, weights and moments. And what was loaded is what was saved, bit for bit: its content digest knows no layout."""
+    losses, whole = one_process
+    for hop, layout in enumerate(walk):
+        done = hop * STEPS
+        source = tmp_path if hop else None
+        ranks = run_ranks(layout.world_size, stretch, layout, done, STEPS, source, tmp_path)
+        assert all(rank == ranks[0] for rank in ranks)
+        assert not number_differences("losses", ranks[0], losses[done : done + STEPS], 1e-10)
+        if source is not None:
+            digest = read_manifest(checkpoint(source, done)).content_digest
+            assert digest is not None and read_manifest(checkpoint(tmp_path / "loaded", done)).content_digest == digest
+        for kind in KINDS:
+            found, wanted = (saved_tensors(place, done + STEPS, kind) for place in (tmp_path, whole))
+            assert_equal_tensors(found, wanted, what=f"{kind} after {_name(layout)}")
+
+
+MAINS = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""What is trained, by the dtype of the model's parameters."""
+
+
+def test_the_precision_of_the_parameters_may_change(precision: tuple[torch.dtype, torch.dtype], tmp_path: Path) -> None:
+    """And the layout with it. Mains and moments are rounded to their dtype here, or taken exactly where that has room."""
+    there, here = precision
+    saved = Layout(tp=2, sequence_parallel=True, sharding="optim", micro_batch_size=1, bucket_size=1500, dtype=there, dp=2)
+    loaded = Layout(pp=2, sharding="optim_grads", micro_batch_size=1, bucket_size=1500, dtype=here, dp=2)
+    run_ranks(saved.world_size, stretch, saved, 0, 2, None, tmp_path / "there")
+    run_ranks(loaded.world_size, stretch, loaded, 2, 1, tmp_path / "there", tmp_path / "here")
+    for kind in KINDS:
+        before, after = saved_tensors(tmp_path / "there", 2, kind), saved_tensors(tmp_path / "here" / "loaded", 2, kind)
+        assert {tensor.dtype for tensor in before.values()} == {MAINS[there]}
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            assert torch.equal(after[name], tensor.to(MAINS[here])) and tensor.any(), f"{kind}.{name}"

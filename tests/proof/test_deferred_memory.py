@@ -1,0 +1,66 @@
+"""What put-off weight gradients keep: the formula against what an executor counts, to the byte."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.parallel.context import make_context
+from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.deferred_memory import kept_per_token, peak_kept
+from megatron.pipeline_parallel.partition import layer_table
+from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
+from megatron.tensor_parallel.embedding import padded_vocab_size
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.random_inputs import random_batches, random_weights
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from tests.support.layout import Layout, Recipe, build_step, microbatches, model_config
+
+SIZES = dict(num_layers=5, hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, vocab=29, seq=8)
+SHAPES = {
+    "gpt2": gpt2_like(**{**SIZES, "kv_heads": 4}),
+    "llama": llama_like(**SIZES),
+}
+
+
+def counted(shape: ReferenceShape, layout: Layout) -> list[int]:
+    """Peak of each stage after a training step."""
+    recipe = Recipe(shape, random_weights(shape, seed=1), random_batches(shape, 1, 10, 1, seed=2))
+
+    def rank_run(rank: int) -> int:
+        context = make_context(Topology(tp=layout.tp, pp=layout.pp), rank, torch.device("cpu"))
+        step = build_step(context, recipe, layout)
+        step.run(microbatches(recipe.batches[0], context, 2), iteration=1, learning_rate=0.1, weight_decay=0.0)
+        dist.barrier()
+        return step.executor.peak_deferred_bytes
+
+    ranks = run_ranks(layout.world_size, rank_run, timeout=60.0)
+    return [ranks[stage * layout.tp] for stage in range(layout.pp)]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "tp", "sequence_parallel"),
+    [
+        ("gpt2", "1f1b", 1, False),
+        ("gpt2", "zb-h1", 2, True),
+        ("gpt2", "zb-v", 2, False),
+        ("llama", "zb-h1", 1, False),
+        ("llama", "zb-v", 2, True),
+    ],
+)
+def test_the_formula_is_what_a_run_counts(name: str, schedule: str, tp: int, sequence_parallel: bool) -> None:
+    shape = SHAPES[name]
+    layout = Layout(
+        tp=tp, pp=2, schedule=schedule, virtual_stages=GENERATORS[schedule].chunks_per_stage, sequence_parallel=sequence_parallel
+    )
+    config = model_config(shape)
+    chunks = GENERATORS[schedule].chunks_per_stage or 1
+    made = make_schedule(schedule, 2, 5, chunks)
+    table = layer_table(shape.num_layers, made.stage_of_chunk)
+    padded = padded_vocab_size(shape.vocab, config.make_vocab_size_divisible_by, tp)
+    each = functools.partial(kept_per_token, config, padded_vocab=padded, tensor_size=tp, sequence_parallel=sequence_parallel)
+    kept = [8.0 * 2 * shape.seq * each(chunk) for chunk in table]
+    assert list(peak_kept(made, kept)) == counted(shape, layout)

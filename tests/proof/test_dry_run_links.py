@@ -1,0 +1,100 @@
+"""Over which links a group sends, against listing every group of the world and looking at its ranks one by one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from megatron.parallel.topology import Topology
+from megatron.planner.links import Crossing, Links
+from tests.support.planned import kind_of, plans_of, settings, topology_of
+
+WORLDS = [
+    Topology(tp=2, pp=2, dp=4),
+    Topology(tp=2, pp=2, dp=4, pp_before_dp=True),
+    Topology(tp=4, pp=3, dp=2),
+    Topology(tp=2, cp=2, pp=2, dp=2),
+    Topology(tp=2, cp=2, pp=2, dp=2, pp_before_dp=True),
+    Topology(dp=12),
+    Topology(pp=5, dp=3, pp_before_dp=True),
+]
+NODES = [1, 2, 3, 4, 8, 64]
+"""Ranks of a node; they need not divide anything."""
+
+
+def leaving(groups: Iterable[tuple[int, ...]], per_node: int) -> set[int]:
+    """Ranks whose next one in the ring sits on another node."""
+    found = set()
+    for ranks in groups:
+        for here, following in zip(ranks, (*ranks[1:], ranks[0]), strict=True):
+            if here // per_node != following // per_node:
+                found.add(here)
+    return found
+
+
+def told(topology: Topology, crossings: Iterable[Crossing]) -> set[int]:
+    """Ranks by the places of every stage."""
+    found = set()
+    for stage, crossing in enumerate(crossings):
+        assert crossing.shape == (topology.size("cp", "dp"), topology.tp)
+        for data, tensor in np.argwhere(crossing):
+            dp, cp = divmod(int(data), topology.cp)
+            found.add(topology.rank(tp=int(tensor), cp=cp, dp=dp, pp=stage))
+    return found
+
+
+@pytest.mark.parametrize("per_node", NODES)
+@pytest.mark.parametrize("topology", WORLDS, ids=str)
+def test_rings_leave_nodes_where_a_list_of_their_ranks_says(topology: Topology, per_node: int) -> None:
+    links, stages = Links(topology, per_node), range(topology.pp)
+    for axes in (("tp",), ("dp",), ("cp", "dp"), ("tp", "cp", "dp")):
+        assert told(topology, (links.ring(stage, *axes) for stage in stages)) == leaving(topology.groups(*axes), per_node), axes
+    whole = tuple(range(topology.world_size))
+    assert told(topology, map(links.world, stages)) == leaving([whole], per_node)
+    for stage, peer in itertools.product(stages, stages):
+        pairs = [(ranks[stage], ranks[peer]) for ranks in topology.groups("pp")]
+        expected = {first for first, second in pairs if first // per_node != second // per_node}
+        assert told(topology, [np.zeros_like(links.world(0))] * stage + [links.between(stage, peer)]) == expected
+    for rank in range(topology.world_size):
+        at = topology.coordinates(rank)
+        assert links.first_rank(at["pp"], at["cp"] + topology.cp * at["dp"], at["tp"]) == rank
+
+
+@pytest.mark.parametrize(("topology", "size"), [(WORLDS[0], 2), (WORLDS[1], 4), (WORLDS[5], 3), (WORLDS[3], 2)], ids=str)
+def test_parts_of_data_ranks_and_the_groups_across(topology: Topology, size: int) -> None:
+    for per_node in NODES:
+        links, stages = Links(topology, per_node), range(topology.pp)
+        parts, across = topology.hybrid_groups(size)
+        assert told(topology, (links.parts(stage, size) for stage in stages)) == leaving(parts, per_node)
+        assert told(topology, (links.replicas(stage, size) for stage in stages)) == leaving(across, per_node)
+
+
+@pytest.mark.parametrize("mapping", [False, True])
+def test_a_plan_tells_which_share_of_a_kind_sends_to_other_nodes(mapping: bool) -> None:
+    """Of 12 ranks on nodes of 3, which divide neither tensor groups nor stages."""
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": mapping}
+    one = settings(12, gpus_per_node=3, global_batch_size=12, **sizes, sequence_parallel=True)
+    (plan,) = plans_of([one])
+    topology = topology_of(one.config, 12)
+    groups = {
+        "tp": topology.groups("tp"),
+        "dp": topology.groups("dp"),
+        "tp x dp": topology.groups("tp", "cp", "dp"),
+        "pipeline": topology.groups("pp"),
+        "pipeline ends": topology.groups("pp"),
+        "world": [tuple(range(12))],
+    }
+    shares = set()
+    for kind in plan.kinds:
+        ranks = [rank for rank in range(12) if kind_of(plan, topology, rank) is kind]
+        assert kind.first_rank in ranks and len(ranks) == kind.ranks
+        assert {traffic.over for traffic in kind.sent} == set(groups)
+        for traffic in kind.sent:
+            crossing = leaving(groups[traffic.over], 3).intersection(ranks)
+            assert traffic.between_nodes == len(crossing) / len(ranks), traffic
+            shares.add(traffic.between_nodes)
+        assert kind.inside_bytes + kind.between_bytes == pytest.approx(sum(traffic.bytes for traffic in kind.sent))
+    assert any(0 < share < 1 for share in shares)

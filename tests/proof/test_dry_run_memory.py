@@ -1,0 +1,185 @@
+"""Every rank of real jobs keeps what the dry run says of its kind, to the byte: parameters, gradients, main parameters, moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.config.cli import LoadedConfig
+from megatron.metrics.flops import count_parameters
+from megatron.model.build import Model
+from megatron.optimizer.optimizer import make_optimizer
+from megatron.optimizer.rules import RULES
+from megatron.parallel.context import ParallelContext
+from megatron.planner.plan import Plan
+from megatron.training.model_state import make_providers
+from megatron.verification.local_ranks import run_ranks
+from tests.support.covering import Case, covering
+from tests.support.planned import kind_of, plans_of, real_context, real_model, real_step, settings, topology_of
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+PARTS = ("parameters", "gradients", "main_params", "moments")
+GROUPS: dict[str, dict[str, Any]] = {
+    "dp": {},
+    "tp": {"tensor_model_parallel_size": 2},
+    "tp, sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp": {"pipeline_model_parallel_size": 2},
+    "pp, virtual": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+    "pp, V": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"},
+    "pp, uneven": {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1},
+}
+STYLES: dict[str, dict[str, Any]] = {
+    "tied": {"vocab_size": 77, "make_vocab_size_divisible_by": 4},
+    "untied": {
+        "untie_embeddings_and_output_weights": True,
+        "vocab_size": 59,
+        "make_vocab_size_divisible_by": 12,
+        "swiglu": True,
+        "ffn_hidden_size": 48,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+    },
+}
+"""Both pad the vocabulary: to 80 and to 72 rows. What 4 data ranks divide divides by 4."""
+AXES = {
+    "groups": tuple(GROUPS),
+    "style": tuple(STYLES),
+    "data_parallel_sharding_strategy": STRATEGIES,
+    "dtype": ("bf16", "fp64", None),
+    "optimizer": ("adam", "sgd"),
+    "offload": (None, 0.4, 1.0),
+    "ddp_bucket_size": (None, 1500),
+    "fsdp_shard_size": (None, 2),
+    "use_tp_pp_dp_mapping": (False, True),
+}
+
+
+def possible(case: Case) -> bool:
+    """What the rules between settings accept."""
+    fsdp = case["data_parallel_sharding_strategy"] == "optim_grads_params"
+    return not (fsdp and case["groups"] == "pp, V") and (fsdp or case["fsdp_shard_size"] is None)
+
+
+def loaded(case: Case, world_size: int, **changes: Any) -> LoadedConfig:
+    """The settings of a case."""
+    chosen: dict[str, Any] = {"num_layers": 4, **GROUPS[case["groups"]], **STYLES[case["style"]]}
+    chosen |= {name: case[name] for name in AXES if name not in ("groups", "style", "dtype", "offload")}
+    if case["dtype"]:
+        chosen[case["dtype"]] = True
+    if case["offload"]:
+        chosen |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": case["offload"]}
+    if not GROUPS[case["groups"]]:
+        chosen["use_tp_pp_dp_mapping"] = False
+    return settings(world_size, **chosen, **changes)
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of their storages, each once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def kept(context: ParallelContext, one: LoadedConfig, *, staged: bool) -> dict[str, tuple[int, int]]:
+    """Bytes that a rank keeps on its device and in host memory.
+
+    Args:
+        staged: offloaded state lies apart, as it does where the device is no CPU.
+    """
+    if staged:
+        model, optimizer = real_model(one.config, context), one.config.optimizer
+        providers = make_providers(model, context, one.config.parallel, granularity=RULES[optimizer.optimizer].granularity)
+        made = make_optimizer([group for p in providers for group in p.groups], optimizer, context, staged=True)
+    else:
+        step = real_step(one.config, context)
+        providers, made = step.providers, step.optimizer
+    device, host = made.held()
+    held = [provider.held() for provider in providers]
+    return {
+        "parameters": (num_bytes(t for one in held for t in one.parameters), 0),
+        "gradients": (num_bytes(t for one in held for t in one.gradients), 0),
+        "main_params": (num_bytes(device.mains), num_bytes(host.mains)),
+        "moments": (num_bytes(device.moments), num_bytes(host.moments)),
+    }
+
+
+def compare(cases: list[LoadedConfig], world_size: int, *, staged: bool = False) -> list[Plan]:
+    """The plans of all cases, each right for every rank of its world."""
+
+    def rank_run(rank: int) -> list[dict[str, tuple[int, int]]]:
+        found = [kept(real_context(one.config, rank, world_size), one, staged=staged) for one in cases]
+        dist.barrier()
+        return found
+
+    plans = plans_of(cases)
+    ranks = run_ranks(world_size, rank_run)
+    for number, (one, plan) in enumerate(zip(cases, plans, strict=True)):
+        topology = topology_of(one.config, world_size)
+        assert sum(kind.ranks for kind in plan.kinds) == world_size
+        for rank in range(world_size):
+            memory = kind_of(plan, topology, rank).memory
+            planned = {name: (getattr(memory, name).device, getattr(memory, name).host) for name in PARTS}
+            assert ranks[rank][number] == planned, (one.config.parallel, rank)
+    return plans
+
+
+def test_every_rank_of_four_keeps_what_is_planned() -> None:
+    """Pairs of layouts, strategies, dtypes, offloading, ties and remainders of the vocabulary."""
+    cases = covering(AXES, seed=1, valid=possible)
+    assert len(cases) > 20
+    plans = compare([loaded(case, 4) for case in cases], 4)
+    assert max(len(plan.kinds) for plan in plans) == 4, "of four ranks"
+
+
+def test_every_rank_of_eight_keeps_what_is_planned() -> None:
+    """All three axes at once, with both numberings of the ranks."""
+    grid: dict[str, Any] = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "bf16": True,
+    }
+    cases = [
+        settings(8, **STYLES[style], **grid, data_parallel_sharding_strategy=strategy, use_tp_pp_dp_mapping=strategy == "optim")
+        for style in STYLES
+        for strategy in STRATEGIES
+    ]
+    compare(cases, 8)
+
+
+def test_host_memory_of_a_device_is_apart() -> None:
+    """Where the device is no CPU, offloaded mains lie in host memory though they have the parameters' dtype."""
+    layouts: list[dict[str, Any]] = [{"data_parallel_sharding_strategy": "optim"}, {"pipeline_model_parallel_size": 2}]
+    cases = [
+        settings(2, device=None, bf16=bf16, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction, **changes)
+        for bf16 in (False, True)
+        for fraction in (0.4, 1.0)
+        for changes in layouts
+    ]
+    for plan in compare(cases, 2, staged=True):
+        assert all(kind.memory.main_params.host > 0 for kind in plan.kinds)
+
+
+def elements(model: Model, context: ParallelContext) -> int:
+    """Without padding."""
+    return sum(entry.record.held_box(context.axis_sizes, context.coordinates).numel for entry in model.params)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_parameters_of_stages_add_up_to_the_model(style: str) -> None:
+    """And those of each kind are the ones that its ranks hold; the padding of the vocabulary makes the last tensor rank's fewer."""
+    grid: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    one = settings(4, **STYLES[style], **grid, num_layers=3, decoder_first_pipeline_num_layers=1)
+    (plan,) = plans_of([one])
+
+    def rank_run(rank: int) -> int:
+        context = real_context(one.config, rank, 4)
+        return elements(real_model(one.config, context), context)
+
+    topology = topology_of(one.config, 4)
+    assert run_ranks(4, rank_run) == [kind_of(plan, topology, rank).parameters for rank in range(4)]
+    assert sum(plan.parameters_by_stage) == plan.parameters == count_parameters(one.config.model, plan.job.vocab_size)
+    first, second = (kind_of(plan, topology, topology.rank(tp=tp)).parameters for tp in (0, 1))
+    assert first > second

@@ -1,0 +1,72 @@
+"""Ranks of a stage that keep the same are found without asking each: against asking each, in worlds with far more data ranks than a
+bucket has parameters, so that most slices lie within one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.config.cli import LoadedConfig
+from megatron.data_parallel.memory import Memory
+from megatron.parallel.context import connect_fake, disconnect
+from megatron.pipeline_parallel.schedules.registry import make_schedule
+from megatron.planner.places import Held, places_by_content
+from megatron.planner.plan import Places
+from megatron.planner.state_report import layout_of, optimizer_state
+from megatron.verification.local_ranks import run_ranks
+from tests.support.planned import real_model, settings, topology_of
+
+RANKS = 2 * 2 * 150
+CASES: dict[str, dict[str, Any]] = {
+    "no_shard": {},
+    "optim": {"data_parallel_sharding_strategy": "optim", "ddp_bucket_size": 9000},
+    "optim_grads": {"data_parallel_sharding_strategy": "optim_grads"},
+    "offloaded in part": {
+        "data_parallel_sharding_strategy": "optim",
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.3,
+        "ddp_bucket_size": 20000,
+    },
+    "offloaded": {"data_parallel_sharding_strategy": "optim_grads", "optimizer_cpu_offload": True},
+    "in parts": {
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "fsdp_shard_size": 2,
+        "untie_embeddings_and_output_weights": True,
+    },
+}
+
+
+def found_and_asked(one: LoadedConfig) -> list[tuple[dict[Held, list[Places]], dict[tuple[int, int], Memory]]]:
+    """Of both stages: what is found, and the memory of each place."""
+    config, topology = one.config, topology_of(one.config, RANKS)
+    schedule = make_schedule("1f1b", 2, 2)
+    result = []
+    for stage in range(2):
+        context = connect_fake(topology, topology.rank(pp=stage, dp=7), config.parallel.fsdp_shard_size)
+        model = real_model(config, context)
+        layout = layout_of(model, context, config.parallel, config.optimizer, schedule.ops[stage], 2)
+        state = optimizer_state(config.optimizer, "cuda")
+        asked = {
+            (tensor, data): layout.memory(context.elsewhere(tensor=tensor, data=data), state)
+            for tensor in range(topology.tp)
+            for data in range(topology.dp)
+        }
+        result.append((places_by_content(model, layout, context, state), asked))
+        disconnect()
+    return result
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_every_place_is_found_once_with_its_memory(case: str, sequence_parallel: bool) -> None:
+    layout: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    # A hidden size that no multiple of 64 divides, so that padding differs from slice to slice.
+    shape: dict[str, Any] = {"hidden_size": 40, "num_attention_heads": 4, "global_batch_size": None, "bf16": True}
+    one = settings(RANKS, **layout, **shape, **CASES[case], sequence_parallel=sequence_parallel)
+    (stages,) = run_ranks(1, lambda rank: found_and_asked(one), init=False)
+    for found, asked in stages:
+        told = [((places.tensor, data), memory) for (_, memory), each in found.items() for places in each for data in places.data]
+        assert len(told) == len(asked) == 2 * 150 and dict(told) == asked
+        if case not in ("no_shard", "in parts"):
+            assert 2 < len(set(asked.values())) < 150, "some differ, most do not"

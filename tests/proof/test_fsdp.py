@@ -1,0 +1,65 @@
+"""Training with fully sharded parameters equals one plain process, where it is done in ways that the layout tests do not vary."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch._dynamo  # noqa: F401  FSDP's hooks import it at their first call: here once, not in every rank
+
+from megatron.verification.diagnosis.equality import assert_equal_runs
+from megatron.verification.reference.random_inputs import random_batches, random_weights
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from megatron.verification.reference.training import ReferenceRun, train
+from tests.support.layout import Layout, LayoutRun, Recipe, run_layout
+
+STEPS = 3
+SHAPES: dict[str, ReferenceShape] = {
+    "gpt2": gpt2_like(hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, seq=8, tied=False),
+    "tied": gpt2_like(hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, seq=8),
+    "llama": llama_like(hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, seq=8, qk_norm=True),
+    "llama of 4": llama_like(num_layers=4, hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, seq=8),
+}
+
+
+@functools.cache
+def recipe(name: str, batch: int) -> Recipe:
+    shape = SHAPES[name]
+    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, STEPS, batch, 1, seed=2))
+
+
+@functools.cache
+def reference(name: str, batch: int) -> ReferenceRun:
+    r = recipe(name, batch)
+    return train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
+
+
+def run(name: str, layout: Layout, microbatches: int = 3) -> tuple[LayoutRun, ReferenceRun]:
+    """Also evaluates, on the last step's batch: forwards without gradients between the steps must leave nothing stale."""
+    batch = microbatches * layout.dp
+    return run_layout(recipe(name, batch), layout, evaluate=recipe(name, batch).batches[-1]), reference(name, batch)
+
+
+LAYOUTS = {
+    "never": ("gpt2", Layout(dp=2, fsdp_reshard="never")),
+    "never-tied-pipeline": ("tied", Layout(dp=2, pp=2, fsdp_reshard="never")),
+    "never-interleaved": ("llama of 4", Layout(dp=2, pp=2, schedule="interleaved", virtual_stages=2, fsdp_reshard="never")),
+    "uneven": ("gpt2", Layout(dp=3)),
+    "hybrid": ("llama", Layout(dp=4, fsdp_shard_size=2)),
+    "hybrid-never": ("tied", Layout(dp=4, fsdp_shard_size=2, fsdp_reshard="never")),
+    "hybrid-tensor": ("llama", Layout(tp=2, dp=4, sequence_parallel=True, fsdp_shard_size=2)),
+    "hybrid-pipeline": ("gpt2", Layout(pp=2, dp=4, fsdp_shard_size=2, pp_before_dp=True)),
+    "replicas-alone": ("gpt2", Layout(dp=2, fsdp_shard_size=1)),
+    "alone": ("gpt2", Layout(tp=2, dp=1)),
+    "offloaded": ("gpt2", Layout(dp=2, offload=1.0)),
+}
+"""One parameter's 16 rows do not divide by 3."""
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_training_equals_one_plain_process(case: str) -> None:
+    name, layout = LAYOUTS[case]
+    found, expected = run(name, replace(layout, sharding="optim_grads_params", micro_batch_size=1, bucket_size=500))
+    assert_equal_runs(found, expected)
+    assert found.evaluations[-2] == pytest.approx(expected.losses[-1], rel=1e-10), "evaluated in front of the last step"

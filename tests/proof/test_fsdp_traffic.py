@@ -1,0 +1,150 @@
+"""What fully sharded parameters send and when, and what a rank holds meanwhile."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.config.parallel import FsdpReshard
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.topology import Topology
+from tests.support.fsdp_world import MICROBATCHES, NUM_UNITS, Trace, build, in_world, inputs, numel, shard, step
+
+
+def traced(context: ParallelContext, reshard: FsdpReshard) -> tuple[list[tuple[Any, ...]], list[int]]:
+    """Collectives of a step with the begin of each unit's computations among them; and the elements of each unit's shards."""
+    model = build(context, dtype=torch.bfloat16)
+    provider = shard(model, context, reshard)
+    trace = Trace(context.fsdp_shard.size)
+    chunk = model.chunks[0]
+
+    def watch(module: nn.Module, number: int) -> None:
+        def on_input(module: nn.Module, args: Any) -> None:
+            trace.events.append(("forward", number, None))
+
+        def on_output(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+            out.register_hook(lambda grad: trace.events.append(("backward", number, None)))
+
+        module.register_forward_pre_hook(on_input)
+        module.register_forward_hook(on_output)
+
+    for number, module in enumerate(module for module in chunk.units() if module is not chunk.final_norm):
+        watch(module, number)
+    with trace:
+        step(model, provider, inputs(context))
+    return trace.events, [sum(s.weights.numel() for s in group.shards) for group in provider.groups]
+
+
+@pytest.mark.parametrize("reshard", ["always", "never"])
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)], ids=["all", "hybrid"])
+def test_what_a_step_sends(reshard: FsdpReshard, ranks: int, size: int) -> None:
+    """In elements of the model, times (N - 1) / N: 3M, or M + 1; and this rank's part once over the replicas."""
+    for events, parts in in_world(Topology(dp=ranks), partial(traced, reshard=reshard), size):
+        gathered = [(n, dtype) for kind, n, dtype in events if kind == "gather"]
+        scattered = [(n, dtype) for kind, n, dtype in events if kind == "scatter"]
+        reduced = [n for kind, n, _ in events if kind == "reduce"]
+        elements = size * sum(parts)
+        assert sum(n for n, _ in gathered) == elements * (2 * MICROBATCHES if reshard == "always" else 1)
+        assert sum(n for n, _ in scattered) == elements * MICROBATCHES
+        assert {dtype for _, dtype in gathered} == {torch.bfloat16} and {dtype for _, dtype in scattered} == {torch.float32}
+        assert sorted(reduced) == (sorted(parts) if ranks > size else [])
+
+
+def test_the_next_unit_is_fetched_ahead() -> None:
+    """When a unit begins to compute, the gather of the next one is under way, and of no further one."""
+    events, _ = in_world(Topology(dp=2), partial(traced, reshard="always"))[0]
+    order = [(kind, number) for kind, number, _ in events if kind in ("forward", "backward")]
+    forwards = [("forward", number) for number in range(NUM_UNITS)]
+    assert order == [*forwards, *(("backward", number) for _, number in reversed(forwards))] * MICROBATCHES
+    gathers = expected = 0
+    for kind, number, _ in events:
+        if kind == "gather":
+            gathers += 1
+        elif kind in ("forward", "backward"):
+            first, last = (0, NUM_UNITS - 1) if kind == "forward" else (NUM_UNITS - 1, 0)
+            expected += {first: 2, last: 0}.get(number, 1)
+            assert gathers == expected, f"{kind} of unit {number}"
+
+
+def holdings(context: ParallelContext, reshard: FsdpReshard) -> tuple[list[int], list[int], list[int]]:
+    """Bytes of parameters, gradients and buffers after a step; elements that are gathered in front of each module's forward and
+    backward; elements of each unit."""
+    model = build(context, dtype=torch.bfloat16)
+    provider = shard(model, context, reshard)
+    own = sum(s.weights.nbytes for group in provider.groups for s in group.shards)
+    gathered: list[int] = []
+
+    def look(*_: Any) -> None:
+        gathered.append((sum(t.nbytes for t in provider.held().parameters) - own) // torch.bfloat16.itemsize)
+
+    def look_in_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        out.register_hook(look)
+
+    for module in model.chunks[0].units():
+        module.register_forward_pre_hook(look)
+        module.register_forward_hook(look_in_backward)
+    step(model, provider, inputs(context))
+    held = provider.held()
+    units = [context.fsdp_shard.size * sum(s.weights.numel() for s in group.shards) for group in provider.groups]
+    return [sum(t.nbytes for t in tensors) for tensors in (held.parameters, held.gradients, held.buffers)], gathered, units
+
+
+def test_each_rank_holds_its_part_and_the_units_in_use() -> None:
+    for (parameters, gradients, buffers), gathered, units in in_world(Topology(dp=2), partial(holdings, reshard="always")):
+        part = 4 * sum(units) // 2
+        assert (parameters, gradients, buffers) == (part, part, 0)
+        assert min(gathered) > 0 and max(gathered) <= max(a + b for a, b in pairwise(units))
+
+
+def test_under_never_all_units_stay_gathered_until_the_last_backward() -> None:
+    for (parameters, _, _), gathered, units in in_world(Topology(dp=2), partial(holdings, reshard="never")):
+        assert parameters == 4 * sum(units) // 2
+        modules = NUM_UNITS + 1  # the final norm looks too
+        assert set(gathered[modules:-modules]) == {sum(units)} and gathered[-1] == units[0]
+
+
+def evaluated(context: ParallelContext) -> dict[str, tuple[int, int, bool]]:
+    """By policy: parameters that a forward leaves gathered, and that publishing does; whether the published ones are used then."""
+    halved = build(context, materialized=True)
+    for entry in halved.params:
+        entry.param.detach().mul_(0.5)
+    found: dict[str, tuple[int, int, bool]] = {}
+    policies: tuple[FsdpReshard, ...] = ("always", "never")
+    for reshard in policies:
+        model = build(context)
+        provider = shard(model, context, reshard)
+        whole = len(provider.held().parameters)
+        microbatch = inputs(context)[0]
+        with torch.no_grad():
+            model.chunks[0](microbatch)
+            left = len(provider.held().parameters) - whole
+            for group in provider.groups:
+                for s in group.shards:
+                    s.weights.mul_(0.5)
+                group.publish()
+            still = len(provider.held().parameters) - whole
+            same = model.chunks[0](microbatch).item() == halved.chunks[0](microbatch).item()
+            provider.finish_evaluation()
+            assert len(provider.held().parameters) == whole, "an evaluation leaves nothing gathered"
+        found[reshard] = (left, still, bool(same))
+    return found
+
+
+def test_published_weights_are_used_whatever_a_forward_left_gathered() -> None:
+    for found in in_world(Topology(dp=2), evaluated):
+        assert found["always"] == (0, 0, True)
+        assert found["never"][0] > 0 and found["never"][1:] == (0, True)
+
+
+def test_the_model_of_these_tests_is_sharded_as_a_whole() -> None:
+    def of_rank(context: ParallelContext) -> tuple[int, int]:
+        model = build(context)
+        return sum(s.weights.numel() for group in shard(model, context).groups for s in group.shards), numel(model)
+
+    (first, whole), (second, _) = in_world(Topology(dp=2), of_rank)
+    assert first == second == whole // 2

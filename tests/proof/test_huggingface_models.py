@@ -1,0 +1,138 @@
+"""Models of transformers here, and ours there: the same logits, and the same bits after a round trip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.huggingface.export import export
+from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
+from megatron.checkpoint.source import WeightSource
+from megatron.inference.logits import sequence_logits
+from megatron.inference.model import model_from
+from megatron.parallel.boxes import Box
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.model import logits as reference_logits
+from megatron.verification.reference.random_inputs import random_weights
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from tests.support.huggingface_models import CASES, VOCAB, logits, opened, saved, some_ids
+from tests.support.layout import Layout, context_of
+from tests.support.lone_rank import lone_rank
+from tests.support.memory_source import MemorySource, reference_source
+
+CLOSE = 1e-5
+"""Of logits of about 5 in float32."""
+
+SHAPES: dict[str, tuple[str, ReferenceShape]] = {
+    "gpt2": ("gpt2", gpt2_like(vocab=VOCAB, heads=6, kv_heads=6, hidden=48, ffn=56)),
+    "llama": ("llama", llama_like(vocab=VOCAB, heads=6, kv_heads=3, hidden=48)),
+    "llama3": ("llama", llama_like(heads=6, kv_heads=3, hidden=48, rotary_base=5e5, rope_scaling_factor=32.0)),
+    "llama-biases": ("llama", llama_like(vocab=131, heads=6, kv_heads=3, hidden=48, bias=True, tied=True)),
+    "mistral": ("mistral", llama_like(vocab=131, heads=6, kv_heads=3, hidden=32, epsilon=1e-3)),
+    "qwen2": ("qwen2", llama_like(vocab=131, heads=6, kv_heads=3, hidden=48, qkv_bias=True, tied=True)),
+    "qwen3": ("qwen3", llama_like(vocab=131, heads=6, kv_heads=2, hidden=48, qk_norm=True)),
+}
+"""Our models, and the architecture that each must become. Mistral's has heads that do not divide the hidden size."""
+
+
+def our_logits(source: WeightSource, ids: torch.Tensor, layout: Layout = Layout()) -> list[torch.Tensor]:  # noqa: B008
+    """In float32, on every rank."""
+
+    def of_rank(rank: int) -> torch.Tensor:
+        context = context_of(layout, rank)
+        return sequence_logits(model_from(source, context, torch.float32), context, ids)
+
+    return run_ranks(layout.world_size, of_rank)
+
+
+def one_process(source: WeightSource, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    context = lone_rank()
+    return sequence_logits(model_from(source, context, dtype), context, ids)
+
+
+def double_source(shape: ReferenceShape) -> MemorySource:
+    """The reference's weights, with values that float32 holds."""
+    weights = {name: values.float().double() for name, values in random_weights(shape, seed=1).items()}
+    return reference_source(shape, weights)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_their_models_have_the_same_logits_here_and_come_back_bit_for_bit(case: str, tmp_path: Path) -> None:
+    theirs = saved(case, tmp_path / "theirs", shard="500KB")
+    source, ids = HuggingFaceFolder(tmp_path / "theirs"), some_ids()
+    expected = logits(theirs, ids)
+    assert expected.abs().max() > 2
+    torch.testing.assert_close(one_process(source, ids), expected, rtol=0, atol=CLOSE)
+
+    export(source, tmp_path / "back", family=CASES[case][0])
+    back = opened(tmp_path / "back")
+    assert torch.equal(logits(back, ids), expected)
+    old, new = theirs.state_dict(), back.state_dict()
+    assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
+    assert type(back) is type(theirs)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_our_models_have_the_same_logits_there_and_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """Against the reference in float64, so that a fault of ours in both directions would show."""
+    family, shape = SHAPES[name]
+    source, ids = double_source(shape), some_ids(shape.vocab, (2, shape.seq))
+    written = export(source, tmp_path / "there", dtype=torch.float32)
+    assert written.family == family
+    expected = reference_logits(shape, source.tensors, ids)
+    torch.testing.assert_close(logits(opened(tmp_path / "there"), ids).double(), expected, rtol=0, atol=CLOSE)
+
+    back = HuggingFaceFolder(tmp_path / "there")
+    assert list(back.weights) == list(source.weights)
+    assert all(torch.equal(back.read(name).double(), values) for name, values in source.tensors.items())
+    torch.testing.assert_close(one_process(back, ids, torch.float64), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "layout"),
+    [
+        ("gpt2", {}, Layout(tp=2, pp=2)),
+        ("llama-tied-biases-all-heads", {}, Layout(tp=2, pp=2)),
+        ("qwen2-tied", {"num_key_value_heads": 2}, Layout(tp=2, pp=2)),
+        ("llama", {}, Layout(tp=3)),
+    ],
+)
+def test_every_layout_reads_its_parts(case: str, changes: dict[str, Any], layout: Layout, tmp_path: Path) -> None:
+    """50,257 tokens over two or three ranks: padding, and a part that is not a multiple of anything."""
+    theirs = saved(case, tmp_path, num_hidden_layers=4, **changes) if case != "gpt2" else saved(case, tmp_path, n_layer=4)
+    ids = some_ids(shape=(1, 24))
+    expected = logits(theirs, ids)
+    for found in our_logits(HuggingFaceFolder(tmp_path), ids, layout):
+        torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama", "llama-tied-biases-all-heads"])
+def test_a_box_is_the_part_of_the_whole(case: str, tmp_path: Path) -> None:
+    """Boxes that begin and end anywhere: in the middle of a head, across the halves of the gated MLP, columns too."""
+    saved(case, tmp_path)
+    source = HuggingFaceFolder(tmp_path)
+    generator = torch.Generator().manual_seed(5)
+    for name, info in source.weights.items():
+        whole = source.read(name)
+        assert whole.shape == info.shape and whole.dtype == info.dtype
+        for _ in range(4):
+            ends = [sorted(torch.randint(size + 1, (2,), generator=generator).tolist()) for size in info.shape]
+            box = Box(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
+            found = source.read(name, box)
+            assert found.is_contiguous() and torch.equal(found, whole[tuple(slice(low, high) for low, high in ends)]), (name, box)
+
+
+def test_bfloat16_stays_bfloat16_and_is_rounded_when_asked(tmp_path: Path) -> None:
+    _, shape = SHAPES["qwen3"]
+    source = double_source(shape)
+    export(source, tmp_path / "half", dtype=torch.bfloat16)
+    half = HuggingFaceFolder(tmp_path / "half")
+    assert {info.dtype for info in half.weights.values()} == {torch.bfloat16}
+    assert all(torch.equal(half.read(name), values.bfloat16()) for name, values in source.tensors.items())
+    export(half, tmp_path / "again")
+    again = HuggingFaceFolder(tmp_path / "again")
+    assert all(torch.equal(half.read(name), again.read(name)) for name in half.weights)
+    assert opened(tmp_path / "again").config.model_type == "qwen3"

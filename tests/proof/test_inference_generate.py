@@ -1,0 +1,149 @@
+"""Generation with keys and values kept is generation that reads everything again, at every layout; and what ends it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.inference.decoder import Decoder
+from megatron.inference.generate import Request, generate, generate_all
+from megatron.inference.model import model_from
+from megatron.inference.sampling import Sampling
+from megatron.model.build import Model
+from megatron.parallel.context import ParallelContext, make_context
+from megatron.parallel.topology import Topology
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.model import Weights, logits
+from megatron.verification.reference.random_inputs import random_weights
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from tests.support.layout import Layout, context_of
+from tests.support.memory_source import reference_source
+
+VOCAB = 61
+SHAPES = {
+    "gpt2": gpt2_like(num_layers=3, vocab=VOCAB, num_positions=32),
+    "llama": llama_like(num_layers=2, vocab=VOCAB, heads=6, kv_heads=3, head_size=6),
+    "qk-norm-part-rotated": llama_like(num_layers=2, vocab=VOCAB, kv_heads=1, qk_norm=True, rotary_percent=0.5, tied=True),
+    "no-positions": gpt2_like(num_layers=2, vocab=VOCAB, positions="none"),
+}
+PROMPTS = [[5, 9, 2, 60, 7], [1], [3, 3, 8, 0, 12, 44, 2, 19, 23]]
+GREEDY = Sampling(temperature=0)
+
+
+def weights_of(shape: ReferenceShape) -> Weights:
+    return random_weights(shape, seed=3, std=0.2)
+
+
+def build(shape: ReferenceShape, context: ParallelContext, dtype: torch.dtype = torch.float64) -> Model:
+    return model_from(reference_source(shape, weights_of(shape), vocabulary_multiple=8), context, dtype)
+
+
+@pytest.fixture
+def alone() -> ParallelContext:
+    return make_context(Topology(), 0, torch.device("cpu"))
+
+
+def by_recomputation(shape: ReferenceShape, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens, and the scores each was chosen by, from the plain model, which reads the whole sequence for each."""
+    ids, scores = list(prompt), []
+    for _ in range(count):
+        scores.append(logits(shape, weights_of(shape), torch.tensor([ids]))[0, -1])
+        ids.append(int(scores[-1].argmax()))
+    return ids[len(prompt) :], torch.stack(scores)
+
+
+@pytest.mark.parametrize("style", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS, [PROMPTS[0], PROMPTS[0][::-1]]], ids=["one", "ragged", "level"])
+def test_scores_are_those_of_recomputation(
+    alone: ParallelContext, style: str, dtype: torch.dtype, prompts: list[list[int]]
+) -> None:
+    shape, count = SHAPES[style], 12
+    decoder = Decoder(build(shape, alone, dtype), alone, max(map(len, prompts)) + count)
+    expected = [by_recomputation(shape, prompt, count) for prompt in prompts]
+    found = decoder.read(prompts)
+    for step in range(count):
+        assert found is not None and found.shape == (len(prompts), VOCAB)
+        wanted = torch.stack([scores[step] for _, scores in expected])
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
+        if step + 1 < count:
+            found = decoder.step(torch.tensor([ids[step] for ids, _ in expected]))
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)], ids=["one", "tp2", "pp2", "tp2-pp2"])
+def test_the_same_text_at_every_layout(layout: Layout) -> None:
+    """Greedy as by recomputation on every rank; drawn as by one process."""
+    shape = SHAPES["llama"] if layout.tp == 1 else dataclasses.replace(SHAPES["llama"], heads=4, kv_heads=2)
+    drawn = Sampling(temperature=1.3, top_k=30, top_p=0.9, seed=5)
+
+    def texts(rank: int, layout: Layout = layout) -> Any:
+        context = context_of(layout, rank)
+        model = build(shape, context)
+        return [generate_all(model, context, Request(PROMPTS, 10, sampling, num_samples=2)) for sampling in (GREEDY, drawn)]
+
+    found = run_ranks(layout.world_size, texts)
+    greedy, sampled = found[0]
+    assert all(rank == found[0] for rank in found)
+    assert greedy == [by_recomputation(shape, prompt, 10)[0] for prompt in PROMPTS for _ in range(2)]
+    assert all(len(set(map(tuple, sampled[2 * i : 2 * i + 2]))) == 2 for i in range(len(PROMPTS))), "samples of a prompt differ"
+    assert sampled == texts(0, Layout())[1]
+
+
+def test_a_sequence_does_not_depend_on_what_is_beside_it(alone: ParallelContext) -> None:
+    shape = SHAPES["gpt2"]
+    model, sampling = build(shape, alone), Sampling(temperature=2.0, seed=3)
+    together = generate_all(model, alone, Request(PROMPTS, 12, sampling, num_samples=3))
+    for number, prompt in enumerate(PROMPTS):
+        apart = generate_all(model, alone, Request([prompt], 12, sampling, num_samples=2, first_prompt=number))
+        assert apart == together[3 * number : 3 * number + 2]
+    assert together != generate_all(model, alone, Request(PROMPTS, 12, dataclasses.replace(sampling, seed=4), num_samples=3))
+
+
+def test_the_end_of_a_document_ends_a_sequence(alone: ParallelContext) -> None:
+    """Only that one; the others go on, unchanged, until all have ended."""
+    shape = SHAPES["llama"]
+    model = build(shape, alone)
+    free = generate_all(model, alone, Request(PROMPTS, 12, GREEDY))
+    end = next(id for id in free[0][3:11] if all(id != ids[0] for ids in free))
+    expected = [ids[: ids.index(end)] if end in ids else ids for ids in free]
+    assert [] not in expected and len(expected[0]) < 12
+    assert generate_all(model, alone, Request(PROMPTS, 12, GREEDY, eod=end)) == expected
+    steps = list(generate(model, alone, Request(PROMPTS[:1], 12, GREEDY, eod=end)))
+    assert steps == [*([id] for id in expected[0]), [None]]
+
+
+def test_ids_without_a_text_are_never_chosen(alone: ParallelContext) -> None:
+    """Neither padding, whose weights are zero and whose score may be the highest, nor rows beyond the tokenizer."""
+    shape = SHAPES["gpt2"]
+    model = build(shape, alone)
+    with torch.no_grad():
+        model.params["embedding.word.weight"].param.mul_(1e-3)  # scores near 0, as those of padding
+    free = generate_all(model, alone, Request(PROMPTS, 16, Sampling(temperature=50.0), num_samples=8))
+    assert max(max(ids) for ids in free) < VOCAB
+    fewer = generate_all(model, alone, Request(PROMPTS, 16, Sampling(temperature=50.0), num_samples=8, num_ids=20))
+    assert max(max(ids) for ids in fewer) < 20 <= max(max(ids) for ids in free)
+
+
+def test_what_memory_held_before_does_not_matter(alone: ParallelContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row shorter than others has places that nothing was written to."""
+    shape = SHAPES["llama"]
+    plain = torch.Tensor.new_empty
+
+    def poisoned(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        return plain(self, *args, **named).fill_(torch.nan)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    found = generate_all(build(shape, alone), alone, Request(PROMPTS, 8, GREEDY))
+    assert found == [by_recomputation(shape, prompt, 8)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count", "message"),
+    [([[1], []], 4, "without a token"), ([[1, VOCAB]], 4, "the vocabulary has 61"), ([[1] * 30], 4, "32 positions")],
+)
+def test_what_cannot_be_generated(alone: ParallelContext, prompts: list[list[int]], count: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        next(generate(build(SHAPES["gpt2"], alone), alone, Request(prompts, count, GREEDY)))

@@ -1,0 +1,104 @@
+"""Logits of whole sequences: those of the plain model, at every layout, on every rank, without padding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.fill import fill_model
+from megatron.inference.logits import sequence_logits
+from megatron.inference.model import model_from
+from megatron.model.build import build_model
+from megatron.parallel.context import make_context
+from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.partition import layer_table
+from megatron.pipeline_parallel.schedules.placement import loop, v_shape
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.model import logits as reference_logits
+from megatron.verification.reference.random_inputs import random_weights
+from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from tests.support.layout import Layout, context_of
+from tests.support.lone_rank import lone_rank
+from tests.support.memory_source import MemorySource, reference_source
+
+VOCAB = 61  # with TP=2 and rows padded to a multiple of 8 x TP, the last tensor rank holds padding
+SHAPES = {
+    "gpt2": gpt2_like(num_layers=3, vocab=VOCAB),
+    "llama": llama_like(num_layers=4, vocab=VOCAB, kv_heads=2),
+    "llama-tied-qk-norm": llama_like(num_layers=2, vocab=VOCAB, kv_heads=2, tied=True, qk_norm=True),
+}
+
+
+def expected(shape: ReferenceShape, tokens: torch.Tensor) -> torch.Tensor:
+    return reference_logits(shape, random_weights(shape, seed=1), tokens)
+
+
+def some_tokens(batch: int = 3, length: int = 12) -> torch.Tensor:
+    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("style", SHAPES)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)], ids=["one", "tp2", "pp2", "tp2-pp2"])
+def test_logits_equal_the_reference(style: str, layout: Layout) -> None:
+    shape, tokens = SHAPES[style], some_tokens()
+    source = reference_source(shape, random_weights(shape, seed=1), vocabulary_multiple=8)
+
+    def rank_logits(rank: int) -> torch.Tensor:
+        context = context_of(layout, rank)
+        return sequence_logits(model_from(source, context, torch.float64), context, tokens)
+
+    found = run_ranks(layout.world_size, rank_logits)
+    for logits in found:
+        assert logits.shape == (*tokens.shape, VOCAB)
+        torch.testing.assert_close(logits, expected(shape, tokens), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("places", [loop(2, 2), v_shape(2)], ids=["loop", "v"])
+def test_chunks_in_any_place_and_sequence_parallel(places: tuple[int, ...]) -> None:
+    """A model as it is trained: several chunks on a stage, its sequence split."""
+    shape, tokens = SHAPES["llama"], some_tokens()
+    source = reference_source(shape, random_weights(shape, seed=1))
+
+    def rank_logits(rank: int) -> torch.Tensor:
+        context = context_of(Layout(tp=2, pp=2), rank)
+        model = build_model(
+            dataclasses.replace(source.model, make_vocab_size_divisible_by=2),
+            context,
+            dtype=torch.float64,
+            vocab_size=VOCAB,
+            sequence_parallel=True,
+            seed=1,
+            table=layer_table(shape.num_layers, places),
+        )
+        fill_model(model, context, source)
+        return sequence_logits(model, context, tokens)
+
+    for logits in run_ranks(4, rank_logits):
+        torch.testing.assert_close(logits, expected(shape, tokens), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        (Topology(tp=3), "--num-attention-heads 4 does not divide by --tensor-model-parallel-size 3"),
+        (Topology(tp=4), "--num-query-groups 2 is less than --tensor-model-parallel-size 4"),
+        (Topology(pp=8), "8"),
+    ],
+    ids=["heads", "groups", "layers"],
+)
+def test_a_layout_that_the_model_has_not(topology: Topology, message: str) -> None:
+    shape = SHAPES["llama"]
+    with pytest.raises(ValueError, match=message):
+        model_from(reference_source(shape, random_weights(shape, seed=1)), lone_rank(topology), torch.float32)
+
+
+def test_a_source_without_all_of_the_model() -> None:
+    shape = SHAPES["gpt2"]
+    whole = reference_source(shape, random_weights(shape, seed=1))
+    context = make_context(Topology(), 0, torch.device("cpu"))
+    lacking = MemorySource(whole.model, {name: w for name, w in whole.tensors.items() if name != "layers.1.mlp.up.bias"})
+    with pytest.raises(CheckpointError, match="layers.1.mlp.up.bias"):
+        model_from(lacking, context, torch.float32)

@@ -1,0 +1,167 @@
+"""The parts of the plan of activations: storages, layers that are repeated, kernels of CUDA, messages, inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.model.inputs import ModelInputs
+from megatron.pipeline_parallel.exchange import plan_receives
+from megatron.pipeline_parallel.schedule import OpKind
+from megatron.pipeline_parallel.schedules.registry import make_schedule
+from megatron.planner.activations import chunk_trace
+from megatron.planner.activations.cuda_kernels import attention_kernel
+from megatron.planner.activations.mail import Mail
+from megatron.planner.activations.storages import StorageLedger
+from megatron.verification.local_ranks import run_ranks
+from tests.proof.test_planner_activations_measured import DROPOUT, LLAMA, PACKED, PP2, TP2
+from tests.support.activation_runs import build_step, plan_rank, settings
+
+
+def test_storages_are_counted_once_and_until_their_end() -> None:
+    """A view costs nothing; what is let go leaves; the peak is what was alive at once."""
+    with StorageLedger() as ledger:
+        kept = torch.empty(100, device="meta")
+        ledger.cut()
+        views = [kept.view(10, 10).t(), kept[3:]]
+        passing = kept + 1
+        del passing
+        made = kept * 2
+        span = ledger.cut()
+        assert (span.change, span.peak) == (400, 400)
+        del made, kept
+        assert ledger.cut().change == -400, "the views still hold the first"
+        views.clear()
+        assert ledger.cut().change == -400
+
+
+def test_a_sum_of_gradients_is_made_in_place_where_nobody_else_holds_the_first() -> None:
+    """Autograd does so, but not under a mode: the ledger knows."""
+    for held, peak in ((False, 0), (True, 400)):
+        with torch.no_grad(), StorageLedger() as ledger:
+            first, second = torch.empty(100, device="meta"), torch.empty(100, device="meta")
+            holder = first if held else None
+            ledger.cut()
+            total = first + second
+            del first, second
+            assert ledger.cut().peak == peak
+            del total, holder
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("changes", [{"bf16": True, **DROPOUT}, {"pipeline_schedule": "zb-h1", "sequence_parallel": True, **LLAMA}])
+def test_repeated_layers_are_as_all_layers_run(device_type: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes and collectives of every operation, to the last byte; and nothing is left when all have run."""
+    config = settings(4, num_layers=10, **PP2, **TP2, **changes)
+    repeated = [plan_rank(config, 4, rank, device_type=device_type).traces for rank in (0, 3)]
+    assert all(sum(op.change for op in trace.ops.values()) == 0 for traces in repeated for trace in traces.values())
+    monkeypatch.setattr(chunk_trace, "_LAYERS", 100)
+    assert [plan_rank(config, 4, rank, device_type=device_type).traces for rank in (0, 3)] == repeated
+
+
+@pytest.mark.parametrize(("tensor_size", "sequence_parallel", "factor"), [(1, False, 34), (2, False, 22), (2, True, 17)])
+def test_a_layer_keeps_what_korthikanti_et_al_count(tensor_size: int, sequence_parallel: bool, factor: int) -> None:
+    """With 16 bits and dropout: sbh x 34 on one rank, 10 + 24/t on t, 34/t with sequence parallelism (2022, equations 1, 2 and 4,
+    without the scores, which flash attention does not keep). Beside that statistics: two numbers a row of each norm, and one of
+    each row of attention."""
+    world = 2
+    changes = {"bf16": True, "hidden_size": 128, **DROPOUT, "sequence_parallel": sequence_parallel}
+    changes["tensor_model_parallel_size"] = tensor_size
+    four, five = (
+        plan_rank(settings(world, num_layers=layers, **changes), world, device_type="cuda").traces[0].ops[OpKind.FORWARD].change
+        for layers in (4, 5)
+    )
+    rows, heads = 256 * 4, 4
+    norms = 2 * 2 * 4 * rows // (tensor_size if sequence_parallel else 1)
+    attention = 4 * rows * heads // tensor_size
+    seeds = five - four - factor * rows * 128 - norms - attention
+    assert 0 <= seeds <= 64
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "grouped", "kernel"),
+    [
+        (torch.bfloat16, 128, True, "flash"),
+        (torch.float16, 80, False, "flash"),
+        (torch.bfloat16, 288, False, "memory-efficient"),
+        (torch.float32, 128, False, "memory-efficient"),
+        (torch.float32, 128, True, "math"),
+        (torch.float32, 30, False, "math"),
+        (torch.float64, 128, False, "math"),
+    ],
+)
+def test_the_kernel_that_cuda_takes(dtype: torch.dtype, head_size: int, grouped: bool, kernel: str) -> None:
+    """By the conditions of torch."""
+    assert attention_kernel(dtype, head_size, grouped=grouped) == kernel
+
+
+@pytest.mark.parametrize(
+    ("device_type", "changes", "words"),
+    [
+        ("cuda", {"bf16": True, **DROPOUT}, "flash attention"),
+        ("cuda", {"bf16": True, **PACKED, **LLAMA}, "flash attention over documents of different lengths"),
+        ("cuda", {"bf16": True, **PACKED, **DROPOUT}, "flash attention"),
+        ("cuda", {}, "memory-efficient attention"),
+        ("cuda", LLAMA, "attention by plain products, which keeps its probabilities"),
+        ("cpu", {"bf16": True}, "the CPU's flash attention"),
+        ("cpu", DROPOUT, "attention by plain products, which keeps its probabilities"),
+    ],
+)
+def test_a_plan_says_which_attention_it_assumes(device_type: str, changes: dict[str, Any], words: str) -> None:
+    """And only attention that keeps probabilities grows with the square of the sequence."""
+    found = [plan_rank(settings(1, seq_length=length, **changes), 1, device_type=device_type) for length in (256, 512)]
+    assert [one.traces[0].attention for one in found] == [words] * 2
+    short, long = (one.traces[0].ops[OpKind.FORWARD].change for one in found)
+    assert (long > 2.5 * short) == ("probabilities" in words)
+
+
+def test_on_cuda_fused_operations_keep_less_than_their_parts() -> None:
+    """RMSNorm its input and a number a row, dropout a byte an element; the CPU runs their parts, which keep more."""
+    for changes in ({"normalization": "RMSNorm"}, {"hidden_dropout": 0.1}):
+        cpu, cuda = (
+            plan_rank(settings(1, **changes), 1, device_type=device).traces[0].ops[OpKind.FORWARD].change
+            for device in ("cpu", "cuda")
+        )
+        assert cuda < 0.95 * cpu
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-v", "interleaved"])
+def test_all_messages_leave(name: str) -> None:
+    """At the end of a step only buffers are left, and what leaves early is never more than what leaves late."""
+    schedule = make_schedule(name, 4, 8, 2 if name in ("zb-v", "interleaved") else 1)
+    for stage, plan in enumerate(plan_receives(schedule)):
+        held = []
+        for notices in (True, False):
+            mail = Mail(schedule, stage, plan, 1, overlap=True, notices=notices)
+            here = []
+            for place in range(len(schedule.ops[stage])):
+                mail.before(place)
+                here.append(mail.bytes)
+                mail.behind(place)
+            assert not mail._own
+            assert mail._free == mail._buffers > 0
+            held.append(here)
+        assert all(early <= late for early, late in zip(*held, strict=True))
+
+
+@pytest.mark.parametrize("changes", [{}, PACKED, {"reset_position_ids": True}, {**PACKED, **DROPOUT}], ids=str)
+def test_inputs_take_what_they_take(changes: dict[str, Any]) -> None:
+    """On every stage, after a step, but for the few numbers that say where documents lie."""
+    config = settings(3, num_layers=3, pipeline_model_parallel_size=3, hidden_size=32, seq_length=128, **changes)
+
+    def tensors(inputs: ModelInputs) -> list[torch.Tensor]:
+        found = [inputs.positions, inputs.tokens, inputs.labels, inputs.loss_mask]
+        if inputs.documents is not None:
+            found += inputs.documents.by_length[:2]
+        return [tensor for tensor in found if tensor is not None]
+
+    def rank_run(rank: int) -> int:
+        step, batch = build_step(config, 3, rank)
+        step.gradients(batch)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for inputs in batch for t in tensors(inputs)}
+        return sum(storages.values())
+
+    for rank, found in enumerate(run_ranks(3, rank_run)):
+        assert plan_rank(config, 3, rank).activations.inputs == found

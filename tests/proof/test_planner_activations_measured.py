@@ -1,0 +1,70 @@
+"""Planned peaks of activations against the events of torch's allocator, in steps that real ranks make on CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.activation_runs import measure, plan_rank, settings
+
+LLAMA = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+PACKED = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2}
+SHARDING = "data_parallel_sharding_strategy"
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "gpt": (1, {}),
+    "gpt, bf16, small vocabulary": (1, {"bf16": True, "vocab_size": 19, "make_vocab_size_divisible_by": 1, "hidden_size": 128}),
+    "gpt, untied, bf16, dropout": (1, {"bf16": True, "untie_embeddings_and_output_weights": True, **DROPOUT}),
+    "gpt, fp16, float32 residual": (1, {"fp16": True, "fp32_residual_connection": True}),
+    "gpt, packed, dropout": (1, {**PACKED, **DROPOUT}),
+    "llama, bf16": (1, {"bf16": True, **LLAMA}),
+    "llama, tied, packed, bf16, float32 residual": (
+        1,
+        {"bf16": True, "fp32_residual_connection": True, **PACKED, **LLAMA, "untie_embeddings_and_output_weights": False},
+    ),
+    "llama, qk norms, 1f1b": (2, {"qk_layernorm": True, **PP2, **LLAMA}),
+    "gpt, gpipe, bf16": (2, {"pipeline_schedule": "gpipe", "bf16": True, **PP2}),
+    "gpt, interleaved, exchanges": (
+        2,
+        {
+            "pipeline_schedule": "interleaved",
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "no_overlap_p2p_communication": True,
+            **PP2,
+        },
+    ),
+    "gpt, uneven 1f1b, six layers": (2, {"num_layers": 6, "decoder_first_pipeline_num_layers": 5, **PP2}),
+    "llama, zb-h1, bf16": (2, {"num_layers": 8, "pipeline_schedule": "zb-h1", "bf16": True, **PP2, **LLAMA}),
+    "gpt, zb-v": (2, {"pipeline_schedule": "zb-v", **PP2}),
+    "gpt, tensor parallel": (2, TP2),
+    "llama, sequence parallel, bf16": (2, {"sequence_parallel": True, "bf16": True, **TP2, **LLAMA}),
+    "gpt, sequence parallel, zb-h1": (4, {"sequence_parallel": True, "pipeline_schedule": "zb-h1", **TP2, **PP2}),
+    "gpt, optim_grads": (2, {SHARDING: "optim_grads"}),
+    "llama, optim_grads_params": (2, {SHARDING: "optim_grads_params", **LLAMA}),
+}
+
+
+@pytest.mark.parametrize(("world_size", "changes"), CASES.values(), ids=CASES.keys())
+def test_within_five_percent_of_the_measured_peak(world_size: int, changes: dict[str, Any]) -> None:
+    """On every rank."""
+    config = settings(world_size, **changes)
+    measured = measure(config, world_size)
+    planned = [plan_rank(config, world_size, rank).beside_inputs for rank in range(world_size)]
+    ratios = [plan / found for plan, found in zip(planned, measured, strict=True)]
+    print(f"planned / measured: {', '.join(f'{ratio:.4f}' for ratio in ratios)}; {planned} against {measured} bytes")
+    # What the plan misses is memory inside of products. But where ranks reduce or gather, a thread of gloo may hold a tensor a
+    # little longer, unseen; and what a sharded unit takes is planned for its worst moment.
+    allowed = 0.05 if {"tensor_model_parallel_size", SHARDING} & set(changes) else 0.005
+    assert all(abs(ratio - 1) < allowed for ratio in ratios), ratios

@@ -1,0 +1,96 @@
+"""Planned traffic of tensor and pipeline groups against the calls that real ranks make."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron.parallel.collectives as collectives
+from megatron.pipeline_parallel.executor import ForwardFunction
+from megatron.pipeline_parallel.schedule import Schedule
+from megatron.verification.local_ranks import run_ranks
+from tests.proof.test_planner_activations_measured import LLAMA, PACKED
+from tests.support.activation_runs import build_step, plan_rank, settings
+
+Heard = Counter[tuple[str, int | None, int, int]]
+"""(operation, rank that a message goes to, bytes of the whole tensor, ranks) to the number of calls."""
+Calls = dict[tuple[str, int | None], tuple[int, float]]
+"""(operation, rank that a message goes to) to the number of calls, and the bytes that one rank sends."""
+
+TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+
+
+def _listen(found: Heard) -> None:
+    """Count what this process sends from now on."""
+
+    def heard(name: str, module: Any, attribute: str, whole: int) -> None:
+        function = getattr(module, attribute)
+
+        def wrapper(*args: Any, **named: Any) -> Any:
+            group = named["group"]
+            peer = args[1] if name == "send" else None
+            found[name, peer, args[whole].nbytes, dist.get_world_size(group)] += 1
+            return function(*args, **named)
+
+        setattr(module, attribute, wrapper)
+
+    heard("all-reduce", dist, "all_reduce", 0)
+    heard("all-gather", collectives, "_all_gather", 0)
+    heard("reduce-scatter", collectives, "_reduce_scatter", 1)
+    heard("send", dist, "isend", 0)
+
+
+def _calls_of_a_step(rank: int, world_size: int, changes: dict[str, Any]) -> Calls:
+    step, batch = build_step(settings(world_size, **changes), world_size, rank)
+    run = step.executor.run
+    counted: Heard = Counter()
+
+    def heard(schedule: Schedule, forward: ForwardFunction) -> None:
+        found: Heard = Counter()
+        _listen(found)
+        run(schedule, forward)
+        counted.update(found)  # what comes after the last operation belongs to the data ranks and to the loss
+
+    step.executor.run = heard  # type: ignore[method-assign]
+    step.gradients(batch)
+    dist.barrier()
+    share = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
+    calls: Calls = {}
+    for (name, peer, size, ranks), times in counted.items():
+        each = size if name == "send" else share[name] * (ranks - 1) / ranks * size
+        before = calls.get((name, peer), (0, 0.0))
+        calls[name, peer] = before[0] + times, before[1] + times * each
+    return calls
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sequence_parallel": True, "bf16": True, **LLAMA},
+        {"sequence_parallel": True, "pipeline_schedule": "zb-h1", "num_layers": 10},
+        {"pipeline_schedule": "zb-v", **PACKED},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())) or "plain",
+)
+def test_planned_transfers_are_the_calls_of_real_ranks(changes: dict[str, Any]) -> None:
+    """Ranks lie tensor first: rank = tensor place + 2 x stage."""
+    changes = TP2_PP2 | {"hidden_size": 32, "seq_length": 64} | changes
+    config = settings(4, **changes)
+    for rank, real in enumerate(run_ranks(4, _calls_of_a_step, 4, changes)):
+        transfers = plan_rank(config, 4, rank).transfers
+        assert {one.over for one in transfers} == {"tp", "pp"}
+        assert real == {
+            (one.operation, None if one.peer is None else rank % 2 + 2 * one.peer): (one.calls, one.bytes) for one in transfers
+        }
+
+
+def test_devices_do_not_change_what_is_sent() -> None:
+    """The plan for CUDA sends what the plan for the CPU does, which is checked against real ranks."""
+    config = settings(4, **TP2_PP2, sequence_parallel=True, bf16=True, **LLAMA)
+    assert plan_rank(config, 4, 1, device_type="cuda").transfers == plan_rank(config, 4, 1).transfers
+    assert not torch.cuda.is_initialized()

@@ -1,0 +1,196 @@
+"""What each strategy sends in a step, counted at the collectives, whoever calls them: our buckets or torch's `fully_shard`."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.data_parallel.buckets import Buckets
+from megatron.parallel.context import ParallelContext
+from megatron.pipeline_parallel.schedules.registry import make_schedule
+from megatron.planner.state_report import state_report
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.reference.random_inputs import random_batches, random_weights
+from megatron.verification.reference.shape import gpt2_like, llama_like
+from tests.support.layout import (
+    Layout,
+    Recipe,
+    build_step,
+    context_of,
+    microbatches,
+    model_on_meta,
+    optimizer_config,
+    parallel_config,
+)
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+Sent = dict[tuple[tuple[int, ...], str], Fraction]
+"""Elements that a rank sends, by the ranks of the group, of gradients (reduced) and of parameters (gathered)."""
+
+
+class Counting(TorchDispatchMode):
+    """Counts what this rank sends, as in a ring: of n ranks (n - 1)/n of the whole tensor, and twice that where all is reduced.
+
+    Every collective of c10d passes through here on its way to the library. Sums of a few scalars are left out, and messages between
+    pipeline stages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[tuple[tuple[int, ...], str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self._count(func._schema.name.removeprefix("c10d::"), args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: Any) -> None:
+        match name:
+            case "allreduce_":
+                (tensor,), group, kind, times = args[0], args[1], "gradients", 2
+                if tensor.numel() <= 8:
+                    return
+            case "_reduce_scatter_base_":
+                tensor, group, kind, times = args[1], args[2], "gradients", 1
+            case "_allgather_base_":
+                tensor, group, kind, times = args[0], args[2], "parameters", 1
+            case "send" | "recv_" | "barrier":
+                return
+            case _:
+                raise AssertionError(f"a collective that nobody counts: {name}")
+        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+        self.sent[ranks, kind] += times * Fraction(len(ranks) - 1, len(ranks)) * tensor.numel()
+
+
+@functools.cache
+def recipe(style: str, sequences: int) -> Recipe:
+    """Of small vocabulary and sequences, so that no activation is taken for scalars."""
+    like = {"gpt2": gpt2_like, "llama": llama_like}[style]
+    shape = like(
+        num_layers=4 if style == "gpt2" else 2,
+        hidden=32,
+        ffn=64,
+        heads=4,
+        kv_heads=4,
+        head_size=8,
+        vocab=64,
+        seq=8,
+        tied=style == "gpt2",
+    )
+    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, 1, sequences, 1, seed=2))
+
+
+def counted(context: ParallelContext, layout: Layout, style: str, num_microbatches: int) -> tuple[Sent, int]:
+    """What a rank sends in a step after the first, and the padding of its buckets in elements."""
+    r = recipe(style, num_microbatches * layout.dp)
+    step = build_step(context, r, layout)
+    inputs = microbatches(r.batches[0], context, 1)
+    step.run(inputs, iteration=1, learning_rate=0.1, weight_decay=0.1)
+    with Counting() as counting:
+        step.run(inputs, iteration=2, learning_rate=0.1, weight_decay=0.1)
+    step.finish_publishing()
+    dist.barrier()
+    buckets = [bucket for provider in step.providers if isinstance(provider, Buckets) for bucket in provider.buckets]
+    return dict(counting.sent), sum(bucket.plan.padding for bucket in buckets)
+
+
+def layout(sharding: str, **settings: Any) -> Layout:
+    basis: dict[str, Any] = dict(micro_batch_size=1, bucket_size=5000, dtype=torch.bfloat16, sharding=sharding)
+    return Layout(**{**basis, **settings})
+
+
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "no_shard": ({}, lambda n, m: 2 * (n - 1) / n),
+    "optim": ({}, lambda n, m: 2 * (n - 1) / n),
+    "optim, waiting": ({"overlap": False}, lambda n, m: 2 * (n - 1) / n),
+    "optim, gathered late": ({"overlap_param_gather": True}, lambda n, m: 2 * (n - 1) / n),
+    "optim_grads": ({}, lambda n, m: (m + 1) * (n - 1) / n),
+    "optim_grads, waiting": ({"overlap": False}, lambda n, m: (m + 1) * (n - 1) / n),
+    "optim_grads_params": ({}, lambda n, m: 3 * m * (n - 1) / n),
+    "optim_grads_params, never": ({"fsdp_reshard": "never"}, lambda n, m: (m + 1) * (n - 1) / n),
+}
+"""Settings, and what a rank sends in elements of the model, on n data ranks with m microbatches."""
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("dp", [2, 4])
+def test_a_step_sends_what_the_formula_says(dp: int, num_microbatches: int) -> None:
+    """Element by element, the padding of the buckets included, which is stated."""
+
+    def rank_run(rank: int) -> dict[str, tuple[Sent, int]]:
+        found = {}
+        for name, (settings, _) in CASES.items():
+            case = layout(name.partition(",")[0], dp=dp, **settings)
+            found[name] = counted(context_of(case, rank), case, "llama", num_microbatches)
+        return found
+
+    parameters = sum(weights.numel() for weights in recipe("llama", num_microbatches * dp).weights.values())
+    for found in run_ranks(dp, rank_run):
+        for name, (_, formula) in CASES.items():
+            sent, padding = found[name]
+            assert {ranks for ranks, _ in sent} == {tuple(range(dp))}
+            factor = formula(Fraction(dp), num_microbatches)
+            assert sum(sent.values()) == factor * (parameters + padding), name
+            assert padding < 0.04 * parameters
+
+
+@pytest.mark.parametrize("reshard", ["always", "never"])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_replicas_send_sums_once_a_step(num_microbatches: int, reshard: str) -> None:
+    """--fsdp-shard-size 2 of 4 data ranks: as much as on two ranks among two, and half of the gradient across, once."""
+    case = layout("optim_grads_params", dp=4, fsdp_shard_size=2, fsdp_reshard=reshard)
+    parameters = sum(weights.numel() for weights in recipe("llama", 4).weights.values())
+    gathers = 2 * num_microbatches if reshard == "always" else 1
+    ranks = run_ranks(4, lambda rank: counted(context_of(case, rank), case, "llama", num_microbatches)[0])
+    for rank, sent in enumerate(ranks):
+        near, across = tuple(range(rank // 2 * 2, rank // 2 * 2 + 2)), (rank % 2, rank % 2 + 2)
+        half = Fraction(parameters, 2)
+        assert sent == {
+            (near, "parameters"): gathers * half,
+            (near, "gradients"): num_microbatches * half,
+            (across, "gradients"): half,  # 2 x 1/2 of the rank's half
+        }
+
+
+REPORTED: dict[str, dict[str, Any]] = {
+    "one stage": {"dp": 2},
+    "sequence parallel": {"tp": 2, "dp": 2, "sequence_parallel": True},
+    "two stages": {"pp": 2, "dp": 2},
+    "late": {"pp": 2, "dp": 2, "schedule": "zb-h1"},
+    "both ends on one rank": {"pp": 2, "dp": 2, "schedule": "zb-v", "virtual_stages": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "sharding"),
+    [(w, s) for w in REPORTED for s in STRATEGIES if s != STRATEGIES[-1] or "zb" not in REPORTED[w].get("schedule", "")],
+)
+def test_the_report_tells_what_a_step_sends(where: str, sharding: str) -> None:
+    """With ties, in pipelines, with parameters whose gradients are summed over tensor ranks too: by group, element by element."""
+    case = layout(sharding, **REPORTED[where])
+
+    def rank_run(rank: int) -> tuple[Sent, Sent]:
+        context, r = context_of(case, rank), recipe("gpt2", 3 * case.dp)
+        sent, _ = counted(context, case, "gpt2", 3)
+        activations = context.group("tp").ranks
+        found = {key: elements for key, elements in sent.items() if key[0] != activations or case.tp == 1}
+        schedule = make_schedule(case.schedule, case.pp, 3, case.virtual_stages or 1)
+        model = model_on_meta(context, r, case)
+        report = state_report(model, context, parallel_config(case), optimizer_config(r, case), schedule)
+        groups = {
+            "dp": context.group("cp", "dp"),
+            "tp x dp": context.group("tp", "cp", "dp"),
+            "pipeline ends": context.pipeline_ends,
+        }
+        return found, {(groups[some.over].ranks, some.kind): Fraction(some.elements) for some in report.sent}
+
+    for found, told in run_ranks(case.world_size, rank_run):
+        assert found == told

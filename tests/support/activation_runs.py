@@ -1,0 +1,190 @@
+"""What a plan says of activations, and what torch's allocator says while real ranks train: for the same settings."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # fully_shard imports it: here once, not in every forked rank
+import torch.distributed as dist
+
+import megatron.data_parallel.fsdp  # noqa: F401  # as well
+from megatron.config.cli import load
+from megatron.config.config import Config
+from megatron.data.batches import DocumentRules
+from megatron.model.build import Model, build_model, model_dtype
+from megatron.model.inputs import ModelInputs
+from megatron.optimizer.grad_scaler import make_grad_scaler
+from megatron.parallel.collectives import Pending
+from megatron.parallel.context import ParallelContext, connect_fake, disconnect, make_context
+from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.partition import table_of
+from megatron.pipeline_parallel.schedule import Schedule
+from megatron.pipeline_parallel.schedules.registry import make_schedule
+from megatron.planner.activations.chunk_trace import ChunkTrace, trace_chunks
+from megatron.planner.activations.collective_calls import Transfer
+from megatron.planner.activations.peak import Activations, peak_activations, receive_plans, step_transfers
+from megatron.planner.state_report import state_report
+from megatron.training.batch_size import BatchSizePlan
+from megatron.training.batches import BatchMaker, reads_samples
+from megatron.training.step import TrainStep
+from megatron.verification.local_ranks import run_ranks
+from tests.support.runs import arguments
+from tests.support.windows import Windows
+
+_LET_GO_S = 0.003
+"""A thread of gloo has let go of a tensor so long after its collective."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Of one rank."""
+
+    activations: Activations
+    transfers: list[Transfer]
+    traces: dict[int, ChunkTrace]
+    buffers: int
+    """What passes through of the model's state, by the report of the sharding strategy."""
+
+    @property
+    def beside_inputs(self) -> int:
+        """What a step adds to what was there before it."""
+        return self.activations.total - self.activations.inputs + self.buffers
+
+
+def settings(world_size: int, **changes: Any) -> Config:
+    """Settings of a run in which activations outweigh the rest; flags by the names of their fields."""
+    defaults = {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "seq_length": 256,
+        "micro_batch_size": 4,
+        "global_batch_size": 16,
+        "vocab_size": 500,
+        "train_iters": 1,
+    }
+    return load(arguments(**defaults | changes), world_size).config
+
+
+def plan_rank(config: Config, world_size: int, rank: int = 0, *, device_type: str = "cpu") -> Planned:
+    """What the planner says of a rank."""
+    context = connect_fake(_topology(config, world_size), rank, config.parallel.fsdp_shard_size)
+    try:
+        model = build(config, context)
+        schedule = _schedule(config, context, model)
+        traces = trace_chunks(model, config, context, device_type=device_type)
+        return Planned(
+            peak_activations(traces, model, config, context, schedule, receive_plans(schedule, config)),
+            step_transfers(traces, model, config, context, schedule),
+            traces,
+            state_report(model, context, config.parallel, config.optimizer, schedule).memory.buffers.device,
+        )
+    finally:
+        disconnect()
+
+
+def measure(config: Config, world_size: int) -> list[int]:
+    """Bytes that each rank's allocator gave out at the peak of the first step, beside what was there before it."""
+
+    def rank_run(rank: int) -> int:
+        _free_on_this_thread()
+        step, batch = build_step(config, world_size, rank)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step.gradients(batch)
+        _together()
+        assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        return int(np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).max())
+
+    found: list[int] = run_ranks(world_size, rank_run)
+    return found
+
+
+def build_step(config: Config, world_size: int, rank: int) -> tuple[TrainStep, list[ModelInputs]]:
+    """A rank that is ready for its first step, and the step's inputs; all ranks together."""
+    context = make_context(
+        _topology(config, world_size), rank, torch.device("cpu"), fsdp_shard_size=config.parallel.fsdp_shard_size
+    )
+    model = build(config, context)
+    step = TrainStep(
+        model,
+        context,
+        make_grad_scaler(config.precision),
+        parallel=config.parallel,
+        optimizer=config.optimizer,
+        micro_batch_size=config.training.micro_batch_size,
+        skip_overflow=config.precision.fp16,
+    )
+    step.prepare(_num_microbatches(config, context))
+    batch = next(_batches(config, context, model))
+    _together()
+    return step, batch
+
+
+def build(config: Config, context: ParallelContext) -> Model:
+    """A rank's part of the model, without memory."""
+    return build_model(
+        config.model,
+        context,
+        dtype=model_dtype(config.precision),
+        vocab_size=_vocabulary(config),
+        sequence_parallel=config.parallel.sequence_parallel,
+        seed=1,
+        table=table_of(config.model, config.parallel, _vocabulary(config)),
+        materialized=False,
+    )
+
+
+def _batches(config: Config, context: ParallelContext, model: Model) -> Any:
+    data, length, eod = config.data, config.model.seq_length, _vocabulary(config) - 1
+    rules = DocumentRules(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+    maker = BatchMaker(context, 1, length, config.training.micro_batch_size, rules)
+    count = config.training.global_batch_size
+    assert count is not None
+    rows = np.random.default_rng(0).integers(0, eod, (count, length + 1))
+    rows[:, length // 3 - 1] = eod
+    reads = reads_samples(context, [chunk.stage for chunk in model.layer_table], rules)
+    source = Windows(rows) if reads else None
+    return maker.training(source, global_batch_size_at=lambda _: count, consumed_samples=0, total_samples=count, num_workers=0)
+
+
+def _topology(config: Config, world_size: int) -> Topology:
+    parallel = config.parallel
+    return Topology.from_world(world_size, tp=parallel.tensor_model_parallel_size, cp=1, pp=parallel.pipeline_model_parallel_size)
+
+
+def _num_microbatches(config: Config, context: ParallelContext) -> int:
+    return BatchSizePlan(config.training, context.group("cp", "dp").size).num_microbatches(0)
+
+
+def _schedule(config: Config, context: ParallelContext, model: Model) -> Schedule:
+    stages = context.topology.pp
+    chunks_per_stage = len(model.layer_table) // stages
+    return make_schedule(config.parallel.schedule, stages, _num_microbatches(config, context), chunks_per_stage)
+
+
+def _vocabulary(config: Config) -> int:
+    assert config.data.vocab_size is not None
+    return config.data.vocab_size + 1
+
+
+def _together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _free_on_this_thread() -> None:
+    """A tensor whose last holder is a thread of gloo goes unseen, for the profiler watches this thread: so be the last holder."""
+    wait = Pending.wait
+
+    def patient(self: Pending) -> torch.Tensor:
+        result = wait(self)
+        if self._work is not None:
+            time.sleep(_LET_GO_S)
+            self._work = None
+        return result
+
+    Pending.wait = patient  # type: ignore[method-assign]

@@ -1,0 +1,308 @@
+"""Runs the framework at a layout on a reference model's weights and batches, and gives the result in the reference's form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
+from megatron.data.batches import DocumentRules
+from megatron.model.build import Model, build_model
+from megatron.model.inputs import ModelInputs
+from megatron.optimizer.grad_scaler import ConstantGradScaler, GradScaler
+from megatron.parallel.context import ParallelContext, make_context
+from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.partition import table_of
+from megatron.training.batches import BatchMaker, reads_samples
+from megatron.training.step import TrainStep
+from megatron.verification.diagnosis.join import where
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.observing.observation import Part
+from megatron.verification.observing.parts import parts_of_parameters, parts_of_shards, set_weights
+from megatron.verification.observing.prepare import import_before_fork
+from megatron.verification.reference.model import Weights
+from megatron.verification.reference.shape import ReferenceShape
+from megatron.verification.reference.training import Batch, ReferenceRun
+from tests.support.windows import Windows
+
+import_before_fork()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How to run: sizes of the groups and what else must not change the result."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    pp_before_dp: bool = False
+    schedule: str = "1f1b"
+    virtual_stages: int | None = None
+    first_stage_layers: int | None = None
+    split: str | None = None
+    """A layout string."""
+    overlap: bool = True
+    overlap_p2p: bool = True
+    bucket_size: int | None = 3000
+    micro_batch_size: int = 2
+    dtype: torch.dtype = torch.float64
+    fp32_residual: bool = False
+    sharding: ShardingStrategy = "no_shard"
+    overlap_param_gather: bool = False
+    fsdp_shard_size: int | None = None
+    fsdp_reshard: FsdpReshard = "always"
+    offload: float | None = None
+    """Share of mains and moments in host memory."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def vocabulary_multiple(self) -> int:
+        """Rows of the vocabulary are padded only where the data ranks each hold some."""
+        return (self.fsdp_shard_size or self.dp) if self.sharding == "optim_grads_params" else 1
+
+
+@dataclass(frozen=True)
+class LayoutRun(ReferenceRun):
+    """The framework's run in the reference's form."""
+
+    evaluations: list[float]
+    """Mean losses of the batch to evaluate, if there was one: at the start and after every step."""
+    num_shards: list[int]
+    """Of each rank."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained and how: the arguments of the reference's `train`."""
+
+    shape: ReferenceShape
+    weights: Weights
+    batches: Sequence[Batch]
+    lr: float = 1e-2
+    weight_decay: float = 0.1
+    clip: float = 0.7
+    optimizer: str = "adam"
+    momentum: float = 0.0
+    scaler: GradScaler = field(default_factory=lambda: ConstantGradScaler(1.0))
+    rules: DocumentRules | None = None
+    """Read the batches as a run reads its data, by these rules. The rules make the loss mask: that of the batches is to be ones."""
+
+
+def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
+    """The framework's settings for a reference shape."""
+    settings: dict[str, Any] = dict(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        kv_channels=shape.head_size,
+        group_query_attention=shape.kv_heads != shape.heads,
+        num_query_groups=shape.kv_heads,
+        seq_length=shape.seq,
+        max_position_embeddings=shape.num_positions,
+        position_embedding_type={"learned": "learned_absolute"}.get(shape.positions, shape.positions),
+        rotary_base=shape.rotary_base,
+        rotary_percent=shape.rotary_percent,
+        use_rope_scaling=shape.rope_scaling_factor is not None,
+        rope_scaling_factor=shape.rope_scaling_factor or 8.0,
+        normalization=shape.norm,
+        norm_epsilon=shape.epsilon,
+        swiglu=shape.activation == "swiglu",
+        squared_relu=shape.activation == "squared_relu",
+        untie_embeddings_and_output_weights=not shape.tied,
+        disable_bias_linear=not shape.bias,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        make_vocab_size_divisible_by=1,
+    )
+    return ModelConfig(**{**settings, **changes})
+
+
+def context_of(layout: Layout, rank: int) -> ParallelContext:
+    """A rank's place and groups; all ranks together."""
+    topology = Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp, pp_before_dp=layout.pp_before_dp)
+    return make_context(topology, rank, torch.device("cpu"), fsdp_shard_size=layout.fsdp_shard_size)
+
+
+def parallel_config(layout: Layout) -> ParallelConfig:
+    """The framework's settings for a layout."""
+    return ParallelConfig(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        pipeline_schedule=layout.schedule,  # type: ignore[arg-type]
+        num_virtual_stages_per_pipeline_rank=layout.virtual_stages,
+        decoder_first_pipeline_num_layers=layout.first_stage_layers,
+        pipeline_model_parallel_layout=layout.split,
+        overlap_grad_reduce=layout.overlap,
+        overlap_p2p_communication=layout.overlap_p2p,
+        ddp_bucket_size=layout.bucket_size,
+        data_parallel_sharding_strategy=layout.sharding,
+        overlap_param_gather=layout.overlap_param_gather,
+        fsdp_shard_size=layout.fsdp_shard_size,
+        fsdp_reshard_after_forward=layout.fsdp_reshard,
+    )
+
+
+def optimizer_config(recipe: Recipe, layout: Layout) -> OptimizerConfig:
+    """The framework's settings for an update."""
+    return OptimizerConfig(
+        optimizer=recipe.optimizer,  # type: ignore[arg-type]
+        clip_grad=recipe.clip,
+        sgd_momentum=recipe.momentum,
+        optimizer_cpu_offload=layout.offload is not None,
+        optimizer_offload_fraction=1.0 if layout.offload is None else layout.offload,
+    )
+
+
+def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> Model:
+    """This rank's part of the framework's model, without memory."""
+    config = model_config(
+        recipe.shape,
+        fp32_residual_connection=layout.fp32_residual,
+        make_vocab_size_divisible_by=layout.vocabulary_multiple,
+    )
+    return build_model(
+        config,
+        context,
+        dtype=layout.dtype,
+        vocab_size=recipe.shape.vocab,
+        sequence_parallel=layout.sequence_parallel,
+        seed=1,
+        table=table_of(config, parallel_config(layout), recipe.shape.vocab),
+        materialized=False,
+    )
+
+
+def build_step(context: ParallelContext, recipe: Recipe, layout: Layout) -> TrainStep:
+    """The framework's model with the recipe's weights, and its training step."""
+    step = TrainStep(
+        model_on_meta(context, recipe, layout),
+        context,
+        recipe.scaler,
+        parallel=parallel_config(layout),
+        optimizer=optimizer_config(recipe, layout),
+        micro_batch_size=layout.micro_batch_size,
+        skip_overflow=layout.dtype == torch.float16,
+    )
+    set_weights(step, recipe.weights)
+    return step
+
+
+def microbatches(batch: Batch, context: ParallelContext, micro_batch_size: int) -> list[ModelInputs]:
+    """This rank's microbatches of a global batch: those in turn that belong to its data rank."""
+    tokens, labels, mask = batch
+    ranks, mine = context.topology.dp, context.coordinates["dp"]
+    found = []
+    for start in range(mine * micro_batch_size, len(tokens), ranks * micro_batch_size):
+        rows = slice(start, start + micro_batch_size)
+        positions = torch.arange(tokens.shape[1]).unsqueeze(1).expand(-1, micro_batch_size)
+        found.append(
+            ModelInputs(positions, tokens[rows].t().contiguous(), labels[rows].t().contiguous(), mask[rows].t().contiguous())
+        )
+    return found
+
+
+def read_microbatches(batch: Batch, step: TrainStep, micro_batch_size: int, rules: DocumentRules) -> list[ModelInputs]:
+    """The same by way of the loader, on stages that read nothing without."""
+    tokens, labels, mask = batch
+    assert mask.all(), "masks come from the rules"
+    stages = [chunk.stage for chunk in step.model.layer_table]
+    source = Windows(torch.cat([tokens, labels[:, -1:]], dim=1).numpy()) if reads_samples(step.context, stages, rules) else None
+    maker = BatchMaker(step.context, 1, tokens.shape[1], micro_batch_size, rules)
+    return next(maker.evaluation(source, global_batch_size=len(tokens), num_batches=1))
+
+
+def join(ranks: Sequence[list[Part]]) -> dict[str, torch.Tensor]:
+    """Global tensors from all ranks' parts; where several ranks hold an element, they must agree bit for bit."""
+    whole: dict[str, torch.Tensor] = {}
+    for parts in ranks:
+        for part in parts:
+            tensor = whole.setdefault(part.name, torch.full(part.shape, torch.nan, dtype=torch.float64))
+            view = tensor[where(part)]
+            fresh = torch.isnan(view)
+            assert torch.equal(view[~fresh], part.values[~fresh]), f"replicas of {part.name} differ"
+            view.copy_(part.values)
+    return whole
+
+
+@dataclass(frozen=True)
+class _RankRun:
+    """What one rank brings home."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[Part]
+    mains: list[Part]
+    parameters: list[Part]
+    evaluations: list[float]
+    num_shards: int
+
+
+def run_layout(recipe: Recipe, layout: Layout, *, evaluate: Batch | None = None) -> LayoutRun:
+    """Train at a layout.
+
+    Args:
+        evaluate: a batch to evaluate on before the first and after every step.
+    """
+
+    def rank_run(rank: int) -> _RankRun:
+        context = context_of(layout, rank)
+        step = build_step(context, recipe, layout)
+        found = _RankRun([], [], [], [], [], [], len(step.optimizer.shards))
+
+        def inputs_of(batch: Batch) -> list[ModelInputs]:
+            if recipe.rules is None:
+                return microbatches(batch, context, layout.micro_batch_size)
+            return read_microbatches(batch, step, layout.micro_batch_size, recipe.rules)
+
+        def look() -> None:
+            if evaluate is not None:
+                total, count = step.evaluate(inputs_of(evaluate))
+                found.evaluations.append(total / count)
+
+        look()
+        keep_gradients(step, found.gradients)
+        for i, batch in enumerate(recipe.batches):
+            result = step.run(inputs_of(batch), iteration=i + 1, learning_rate=recipe.lr, weight_decay=recipe.weight_decay)
+            found.losses.append(result.loss)
+            found.norms.append(result.grad_norm)
+            look()
+        found.parameters.extend(parts_of_parameters(step))
+        found.mains.extend(parts_of_shards(step, lambda shard: shard.main))
+        if dist.is_initialized():
+            dist.barrier()
+        return found
+
+    ranks: list[_RankRun] = run_ranks(layout.world_size, rank_run, timeout=240.0)
+    first = ranks[0]
+    for what in ("losses", "norms", "evaluations"):
+        assert all(getattr(r, what) == getattr(first, what) for r in ranks), f"ranks report different {what}"
+    weights = join([r.mains for r in ranks])
+    for name, parameter in join([r.parameters for r in ranks]).items():
+        assert torch.equal(parameter, weights[name].to(layout.dtype).double()), f"{name} is not what its main says"
+    gradients = join([r.gradients for r in ranks])
+    return LayoutRun(first.losses, first.norms, gradients, weights, first.evaluations, [r.num_shards for r in ranks])
+
+
+def keep_gradients(step: TrainStep, kept: list[Part]) -> None:
+    """At the next update, before it is made, keep the gradients, unscaled, not clipped."""
+    update = step.optimizer.step
+
+    def keeping(*args: Any, **named: Any) -> None:
+        step.optimizer.step = update  # type: ignore[method-assign]
+        kept.extend(parts_of_shards(step, lambda shard: shard.grad.double() / step.scaler.scale))
+        update(*args, **named)
+
+    step.optimizer.step = keeping  # type: ignore[method-assign]

@@ -1,0 +1,91 @@
+"""Settings as a user gives them, their plan, and the same settings as a rank of a real run would have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.config.cli import LoadedConfig, load
+from megatron.config.config import Config
+from megatron.data.tokenizers.build import planned_rows
+from megatron.model.build import Model, build_model, model_dtype
+from megatron.optimizer.grad_scaler import make_grad_scaler
+from megatron.parallel.context import ParallelContext, make_context
+from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.partition import table_of
+from megatron.planner.dry_run import make_plan
+from megatron.planner.plan import Kind, Plan
+from megatron.training.step import TrainStep
+from megatron.verification.local_ranks import run_ranks
+from tests.support.runs import arguments
+
+
+def settings(world_size: int, *, gpus_per_node: int = 8, **changes: Any) -> LoadedConfig:
+    """A tiny model on the CPU that divides its work over so many ranks."""
+    request = {"dry_run": True, "world_size": world_size, "gpus_per_node": gpus_per_node}
+    return load(arguments(train_iters=1, **{"device": "cpu", **request, **changes}), 1)
+
+
+def plans_of(loaded: Sequence[LoadedConfig]) -> list[Plan]:
+    """Made in a process of their own, which may be any rank of any world."""
+
+    def make(rank: int) -> list[Plan]:
+        return [make_plan(one.config, job, planned_rows(one.config.data)) for one in loaded if (job := one.dry_run)]
+
+    (plans,) = run_ranks(1, make, init=False)
+    assert len(plans) == len(loaded)
+    return list(plans)
+
+
+def kind_of(plan: Plan, topology: Topology, rank: int) -> Kind:
+    """The only kind that the rank belongs to."""
+    at = topology.coordinates(rank)
+    (kind,) = [kind for kind in plan.kinds if kind.holds(at["pp"], at["tp"], at["cp"] + topology.cp * at["dp"])]
+    return kind
+
+
+def topology_of(config: Config, world_size: int) -> Topology:
+    """The grid of a run."""
+    parallel = config.parallel
+    return Topology.from_world(
+        world_size,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        pp_before_dp=parallel.use_tp_pp_dp_mapping,
+    )
+
+
+def real_context(config: Config, rank: int, world_size: int) -> ParallelContext:
+    """Of a rank of a world of processes; all of them together."""
+    topology = topology_of(config, world_size)
+    return make_context(topology, rank, torch.device("cpu"), fsdp_shard_size=config.parallel.fsdp_shard_size)
+
+
+def real_model(config: Config, context: ParallelContext) -> Model:
+    """The model of a run on this rank, without memory."""
+    vocab_size = planned_rows(config.data)
+    return build_model(
+        config.model,
+        context,
+        dtype=model_dtype(config.precision),
+        vocab_size=vocab_size,
+        sequence_parallel=config.parallel.sequence_parallel,
+        seed=1,
+        table=table_of(config.model, config.parallel, vocab_size),
+        materialized=False,
+    )
+
+
+def real_step(config: Config, context: ParallelContext) -> TrainStep:
+    """The training step of a run on this rank: everything that it keeps is allocated."""
+    return TrainStep(
+        real_model(config, context),
+        context,
+        make_grad_scaler(config.precision),
+        parallel=config.parallel,
+        optimizer=config.optimizer,
+        micro_batch_size=config.training.micro_batch_size,
+        skip_overflow=config.precision.fp16,
+    )

@@ -1,0 +1,167 @@
+"""Command lines drawn at random: most can be run on a few local ranks, a good share must be refused.
+
+What belongs together is drawn together (layers for the pipeline, sizes that divide), so that most lines are valid; then some are
+spoiled. Which of them are valid is for the rules to say: nothing here knows.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.support.random_draws import Draw, chance, number, one_of
+from tests.support.random_layout import draw_layout
+from tests.support.random_model import draw_model
+from tests.support.random_training import draw_logging, draw_training
+
+MAX_RANKS = 8
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The words behind the program's name, and the number of ranks."""
+
+    argv: tuple[str, ...]
+    world_size: int
+
+    def __str__(self) -> str:
+        """To be repeated: `bash tests/run.sh --fuzz-repeat` takes it."""
+        return f"{self.world_size} {shlex.join(self.argv)}"
+
+
+def words(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Settings by the names of their fields as the words of a command line; None is left out, False is the `no-` form."""
+    found: list[str] = []
+    for field, value in settings.items():
+        name = field.replace("_", "-")
+        if value is True or value is False:
+            found.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            values = value if isinstance(value, tuple) else (value,)
+            found += [f"--{name}", *map(str, values)]
+    return tuple(found)
+
+
+@st.composite
+def settings_of_a_run(draw: Draw) -> tuple[dict[str, Any], int]:
+    """Settings that are meant to be valid, by the names of their fields, and the world size."""
+    ranks = one_of(draw, 1, 2, 2, 3, 4, 4, 4, 5, 6, 6, 7, 8, 8)
+    tp, pp, dp = draw(st.sampled_from([sizes for sizes in _SIZES if math.prod(sizes) == ranks]))
+    settings = draw_layout(draw, tp, pp, dp)
+    settings |= draw_model(draw, tp, _parts(settings, dp), bool(settings.get("sequence_parallel")))
+    settings |= draw_training(draw, dp)
+    return settings | draw_logging(draw), tp * pp * dp
+
+
+@st.composite
+def command_lines(draw: Draw, spoiled: bool | None = None) -> CommandLine:
+    """A command line.
+
+    Args:
+        spoiled: whether some settings are changed without regard to the others; by default of one line in three.
+    """
+    settings, world_size = draw(settings_of_a_run())
+    if chance(draw, 3) if spoiled is None else spoiled:
+        for _ in range(number(draw, 1, 3)):
+            world_size = _spoil(draw, settings, world_size)
+    return CommandLine(words(settings), world_size)
+
+
+_SIZES = sorted(
+    (tp, pp, dp)
+    for tp in range(1, MAX_RANKS + 1)
+    for pp in range(1, MAX_RANKS + 1)
+    for dp in range(1, MAX_RANKS + 1)
+    if tp * pp * dp <= MAX_RANKS
+)
+"""Tensor, pipeline and data sizes."""
+
+
+def _parts(settings: Mapping[str, Any], dp: int) -> int:
+    """Parts into which every parameter is divided over data ranks."""
+    return (settings.get("fsdp_shard_size") or dp) if settings.get("data_parallel_sharding_strategy") == "optim_grads_params" else 1
+
+
+# ---- spoiling
+
+_OTHERS: dict[str, tuple[Any, ...]] = {
+    "tensor_model_parallel_size": (2, 3, 5),
+    "pipeline_model_parallel_size": (2, 3, 5),
+    "context_parallel_size": (2,),
+    "expert_model_parallel_size": (2,),
+    "sequence_parallel": (True,),
+    "pipeline_schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
+    "num_layers_per_virtual_pipeline_stage": (1, 2, 3),
+    "num_virtual_stages_per_pipeline_rank": (1, 2, 3),
+    "pipeline_split": ("balanced",),
+    "decoder_first_pipeline_num_layers": (1, 2, 9),
+    "decoder_last_pipeline_num_layers": (1, 2, 9),
+    "account_for_loss_in_pipeline_split": (True,),
+    "pipeline_model_parallel_layout": ("EttL", "Et|t|tL", "E|ttL", "Et|L|t", "(Et|)*2L", "Et*3"),
+    "data_parallel_sharding_strategy": ("optim_grads_params", "optim"),
+    "fsdp_shard_size": (2, 3),
+    "overlap_param_gather": (True,),
+    "swiglu": (True,),
+    "squared_relu": (True,),
+    "group_query_attention": (True,),
+    "num_query_groups": (2, 3, 5),
+    "qk_layernorm": (True,),
+    "position_embedding_type": ("rope", "none"),
+    "rotary_percent": (0.1, 0.5, 1.5),
+    "use_rope_scaling": (True,),
+    "max_position_embeddings": (3,),
+    "kv_channels": (3, 5),
+    "make_vocab_size_divisible_by": (1, 3),
+    "global_batch_size": (5, 7, 12),
+    "rampup_batch_size": ((2, 2, 8), (3, 1, 4)),
+    "train_samples": (7, 40),
+    "train_iters": (1,),
+    "iterations_to_skip": ((1,), (2, 9)),
+    "fp16": (True,),
+    "bf16": (True,),
+    "loss_scale": (8.0,),
+    "min_loss_scale": (2.0**40,),
+    "lr_decay_style": ("WSD", "constant"),
+    "lr_warmup_fraction": (0.5,),
+    "lr_warmup_iters": (1, 50),
+    "min_lr": (1.0,),
+    "lr_warmup_samples": (8,),
+    "lr_decay_samples": (8,),
+    "end_weight_decay": (0.5,),
+    "weight_decay_incr_style": ("linear",),
+    "optimizer": ("sgd",),
+    "adam_beta1": (0.5,),
+    "optimizer_cpu_offload": (True,),
+    "optimizer_offload_fraction": (0.5,),
+    "data_path": ("text",),
+    "split": ("0,1", "1,2,3,4"),
+    "data_order": ("megatron",),
+    "tokenizer_type": ("ByteTokenizer", "GPT2BPETokenizer"),
+    "distributed_backend": ("nccl",),
+}
+"""Settings that may not go with the others."""
+
+
+def _spoil(draw: Draw, settings: dict[str, Any], world_size: int) -> int:
+    """Change something in place without regard to the rest. Returns the world size."""
+    way = one_of(draw, "other", "other", "other", "other", "number", "number", "left out", "world")
+    if way == "world":
+        return one_of(draw, world_size + 1, 1, 6, 8)
+    if way == "other":
+        field = draw(st.sampled_from(sorted(_OTHERS)))
+        settings[field] = draw(st.sampled_from(_OTHERS[field]))
+        return world_size
+    # Its default, and most other numbers, would make evaluations that take minutes.
+    numbers = [field for field, value in settings.items() if type(value) is int and field != "eval_iters"]
+    field = draw(st.sampled_from(numbers))
+    if way == "left out":
+        del settings[field]
+    else:
+        value = settings[field]
+        settings[field] = one_of(draw, value + 1, value - 1, 2 * value, 3 * value, 0, -1)
+    return world_size

@@ -1,0 +1,108 @@
+"""Random layouts: how the ranks divide the work, and how layers lie on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests.support.random_draws import Draw, chance, number, one_of, switches
+
+_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def draw_layout(draw: Draw, tp: int, pp: int, dp: int) -> dict[str, Any]:
+    """Settings of the layout, and the number of layers, for these sizes."""
+    settings: dict[str, Any] = {}
+    for field, size in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp)):
+        if size > 1:
+            settings[field] = size
+    settings |= switches(draw, "sequence_parallel", one_in=2 if tp > 1 else 8)
+    settings |= switches(draw, "use_tp_pp_dp_mapping", one_in=3)
+    settings |= draw_sharding(draw, dp)
+    settings |= draw_pipeline(draw, pp, whole=settings.get("data_parallel_sharding_strategy") != "optim_grads_params")
+    if chance(draw, 3):
+        settings["overlap_p2p_communication"] = False
+    return settings
+
+
+def draw_sharding(draw: Draw, dp: int) -> dict[str, Any]:
+    """Buckets, what data ranks share, and what lies in host memory."""
+    settings: dict[str, Any] = {}
+    strategy = one_of(draw, "no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params")
+    if strategy == "optim" and chance(draw, 2):
+        settings["use_distributed_optimizer"] = True
+    elif strategy != "no_shard":
+        settings["data_parallel_sharding_strategy"] = strategy
+    if strategy != "no_shard":
+        settings |= switches(draw, "overlap_param_gather")
+    if strategy == "optim_grads_params":
+        if chance(draw, 2):
+            settings["fsdp_shard_size"] = one_of(draw, *(size for size in range(1, dp + 1) if dp % size == 0))
+        if chance(draw, 2):
+            settings["fsdp_reshard_after_forward"] = "never"
+    settings |= switches(draw, "overlap_grad_reduce")
+    settings["ddp_bucket_size"] = one_of(draw, None, 1, 300, 700, 3000)
+    if chance(draw, 4):
+        settings["optimizer_cpu_offload"] = True
+        settings["optimizer_offload_fraction"] = one_of(draw, None, 0.4, 0.01)
+    return settings
+
+
+def draw_pipeline(draw: Draw, pp: int, whole: bool) -> dict[str, Any]:
+    """Schedule, virtual stages and split, with a number of layers that they can hold.
+
+    Args:
+        whole: data ranks hold whole parameters, so that weight gradients may come late.
+    """
+    schedule = one_of(draw, None, "1f1b", "gpipe", "interleaved", *(["zb-h1", "zb-v", "zb-v"] if whole else []))
+    several = schedule == "interleaved" or (schedule is None and chance(draw, 2))
+    chunks = number(draw, 2, 3 if pp <= 3 else 2) if several else 2 if schedule == "zb-v" else 1
+    settings: dict[str, Any] = {"pipeline_schedule": schedule}
+    way = one_of(draw, "even", "even", "ends", "ends", "counted", "balanced", "layout", "layout", "each")
+    if way == "each" and chunks > 1:
+        return settings | _in_equal_chunks(draw, pp, chunks)
+    if way == "layout":
+        sizes = [number(draw, 0, 2) for _ in range(pp * chunks)]
+        sizes[one_of(draw, *range(len(sizes)))] += not any(sizes)
+        return settings | {"num_layers": sum(sizes), "pipeline_model_parallel_layout": layout_text(draw, sizes)}
+    if chunks > 1 and (schedule != "zb-v" or chance(draw, 2)):
+        settings["num_virtual_stages_per_pipeline_rank"] = chunks
+    if way == "ends" and pp > 1:
+        return settings | _with_ends(draw, pp, chunks)
+    least = pp * chunks
+    if way == "counted":
+        settings |= switches(draw, *_COUNTED)
+        least -= sum(field in settings for field in _COUNTED)
+    elif way == "balanced":
+        settings["pipeline_split"] = "balanced"
+        least -= chance(draw, 2)
+    return settings | {"num_layers": max(1, least) + number(draw, 0, 3)}
+
+
+def _in_equal_chunks(draw: Draw, pp: int, chunks: int) -> dict[str, Any]:
+    """Virtual stages asked for by their number of layers."""
+    counted = switches(draw, *_COUNTED, one_in=3)
+    each = 1 if pp * chunks > 6 else number(draw, 1, 2)
+    layers = pp * chunks * each - len(counted)
+    return counted | {"num_layers": max(1, layers), "num_layers_per_virtual_pipeline_stage": each}
+
+
+def _with_ends(draw: Draw, pp: int, chunks: int) -> dict[str, Any]:
+    """The first or the last rank, or both, hold a number of layers of their own."""
+    first, last = one_of(draw, (True, False), (False, True), (True, True))
+    settings: dict[str, Any] = {}
+    layers = (pp - first - last) * chunks
+    layers += number(draw, 0, 2) if layers else 0
+    for field, given in (("decoder_first_pipeline_num_layers", first), ("decoder_last_pipeline_num_layers", last)):
+        if given:
+            settings[field] = chunks * number(draw, 1, 2)
+            layers += settings[field]
+    return settings | {"num_layers": layers}
+
+
+def layout_text(draw: Draw, sizes: Sequence[int]) -> str:
+    """Chunks of so many layers as --pipeline-model-parallel-layout, in one of the ways in which it may be written."""
+    layers = [one_of(draw, "t" * size, f"t*{size}") if size else "" for size in sizes]
+    if len(set(layers[:-1])) == 1 and chance(draw, 2):
+        return f"E({layers[0]}|)*{len(sizes) - 1}{layers[-1]}L"
+    return f"E{one_of(draw, '|', ' | ').join(layers)}{one_of(draw, 'L', ',L')}"

@@ -1,0 +1,108 @@
+"""Random batches, lengths, updates, number formats and documents of short runs on made-up data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.random_draws import Draw, chance, number, one_of, switches
+
+_MOST_SAMPLES = 60
+"""Of a run, about."""
+
+
+def draw_training(draw: Draw, dp: int) -> dict[str, Any]:
+    """Everything about the steps of a run with `dp` data ranks."""
+    settings = _draw_batch(draw, dp)
+    batch = settings.get("global_batch_size") or settings["micro_batch_size"] * dp
+    settings |= _draw_length(draw, batch)
+    settings |= _draw_update(draw)
+    settings |= _draw_rates(draw, settings, batch)
+    settings |= _draw_precision(draw)
+    settings |= {"mock_data": True, "num_workers": one_of(draw, 0, 0, 2)}
+    settings |= switches(draw, "reset_position_ids", "reset_attention_mask", "eod_mask_loss", one_in=3)
+    settings["seed"] = one_of(draw, None, 1, 2)
+    if chance(draw, 6):
+        settings["iterations_to_skip"] = (1,)
+    return settings
+
+
+def draw_logging(draw: Draw) -> dict[str, Any]:
+    """What a run tells and checks beside its work."""
+    settings: dict[str, Any] = {"eval_iters": one_of(draw, 0, 0, 1, 2), "log_interval": 1}
+    if settings["eval_iters"] and chance(draw, 2):
+        settings["eval_interval"] = 1
+    settings |= switches(draw, "log_params_norm", "log_num_zeros_in_grad", "log_throughput", "deterministic_mode", one_in=6)
+    if chance(draw, 6):
+        settings["timing_log_level"] = number(draw, 1, 2)
+        settings["timing_log_option"] = one_of(draw, None, "max", "all")
+    if chance(draw, 6):
+        settings["manual_gc"] = True
+        settings["manual_gc_interval"] = one_of(draw, None, 1)
+    if chance(draw, 4):
+        settings["check_replicas_every"] = 1
+    settings["device"] = one_of(draw, None, None, "cpu")
+    return settings
+
+
+def _draw_batch(draw: Draw, dp: int) -> dict[str, Any]:
+    """Micro-batch, global batch and ramp-up."""
+    micro = number(draw, 1, 3)
+    unit = micro * dp
+    settings: dict[str, Any] = {"micro_batch_size": micro}
+    if chance(draw, 4):
+        start, increment = unit * number(draw, 1, 2), unit * number(draw, 1, 2)
+        settings["global_batch_size"] = start + increment * number(draw, 1, 3)
+        settings["rampup_batch_size"] = (start, increment, number(draw, 1, 3 * start))
+    elif not chance(draw, 8):
+        settings["global_batch_size"] = unit * number(draw, 1, 6 if dp < 4 else 3)
+    return settings
+
+
+def _draw_length(draw: Draw, batch: int) -> dict[str, Any]:
+    """Two to four steps, counted in steps or in samples."""
+    steps = number(draw, 2, 4 if 4 * batch < _MOST_SAMPLES else 3)
+    return {"train_samples": batch * steps - one_of(draw, 0, 1)} if chance(draw, 4) else {"train_iters": steps}
+
+
+def _draw_update(draw: Draw) -> dict[str, Any]:
+    """The update rule and clipping."""
+    settings: dict[str, Any] = {"clip_grad": one_of(draw, None, None, 0.0, 0.3, 100.0)}
+    if chance(draw, 3):
+        settings |= {"optimizer": "sgd", "lr": one_of(draw, 0.01, 0.1), "sgd_momentum": one_of(draw, None, 0.0, 0.5)}
+    else:
+        settings |= {"lr": one_of(draw, 0.01, 1e-3), "adam_beta1": one_of(draw, None, 0.5, 0.0)}
+        settings |= {"adam_beta2": one_of(draw, None, 0.95), "adam_eps": one_of(draw, None, 1e-5)}
+    return settings
+
+
+def _draw_rates(draw: Draw, settings: dict[str, Any], batch: int) -> dict[str, Any]:
+    """How learning rate and weight decay change over the run."""
+    unit = "iters" if "train_iters" in settings else "samples"
+    length = settings[f"train_{unit}"]
+    each = 1 if unit == "iters" else batch
+    style = one_of(draw, None, "constant", "linear", "cosine", "inverse-square-root", "WSD")
+    found: dict[str, Any] = {"lr_decay_style": style}
+    if chance(draw, 3):
+        found |= one_of(draw, {f"lr_warmup_{unit}": each}, {"lr_warmup_fraction": 0.25})
+        found["lr_warmup_init"] = one_of(draw, None, 1e-4)
+    if style == "WSD":
+        found[f"lr_wsd_decay_{unit}"] = each
+        found["lr_wsd_decay_style"] = one_of(draw, None, "linear", "cosine", "minus_sqrt")
+    if style != "constant":
+        found["min_lr"] = one_of(draw, None, 1e-4)
+        found[f"lr_decay_{unit}"] = one_of(draw, None, length, 2 * length)
+    change = one_of(draw, None, None, "linear", "cosine")
+    if change:
+        return found | {"weight_decay_incr_style": change, "start_weight_decay": 0.0, "end_weight_decay": 0.2}
+    return found | {"weight_decay": one_of(draw, None, 0.0, 0.1)}
+
+
+def _draw_precision(draw: Draw) -> dict[str, Any]:
+    """The number format, and the scale of the loss in float16."""
+    kind = one_of(draw, None, "bf16", "fp16", "fp64")
+    settings: dict[str, Any] = {kind: True} if kind else {}
+    if kind == "fp16":
+        settings |= one_of(draw, {"loss_scale": 1024.0}, {"initial_loss_scale": 256.0}, {"initial_loss_scale": 2.0**20})
+        if "loss_scale" not in settings:
+            settings |= one_of(draw, {}, {"hysteresis": 1}, {"loss_scale_window": 2}, {"min_loss_scale": 2.0})
+    return settings

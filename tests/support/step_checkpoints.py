@@ -1,0 +1,28 @@
+"""A training step into a checkpoint and out of one, as a run does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.checkpoint.loading.find import read_state
+from megatron.checkpoint.loading.load import load_tensors
+from megatron.checkpoint.saving.save import save_checkpoint
+from megatron.training.checkpointing import global_tensors
+from megatron.training.step import TrainStep
+from tests.support.runs import checkpoint
+
+
+def save(step: TrainStep, folder: Path, iteration: int) -> None:
+    """Weights, moments and the count of updates."""
+    step.finish_publishing()
+    tensors = global_tensors(step.optimizer, step.context)
+    save_checkpoint(folder, iteration, tensors, {}, {"optimizer_updates": step.optimizer.num_updates})
+
+
+def load(step: TrainStep, folder: Path, iteration: int) -> None:
+    """The same back."""
+    path = checkpoint(folder, iteration)
+    load_tensors(path, global_tensors(step.optimizer, step.context))
+    step.optimizer.publish()
+    step.optimizer.set_num_updates(read_state(path)["optimizer_updates"])
+    step.finish_publishing()

@@ -1,0 +1,146 @@
+"""Content sums: written from their definition, the same however a tensor is cut, and different when anything changed."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.checkpoint.dtypes import bytes_of, torch_dtype
+from megatron.checkpoint.format.content import NO_SUMS, BoxSummer, Sums, content_sums, digest_of
+from megatron.checkpoint.format.dtypes import DTYPES
+from megatron.checkpoint.format.manifest import read_manifest
+from megatron.checkpoint.global_tensor import slices
+from megatron.parallel.boxes import Box
+from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, save_world
+from tests.unit.checkpoint.test_checkpoint_tiling import cut_tensors
+
+
+def weight(index: int, seed: int) -> int:
+    h = (index ^ seed * 0x9E3779B9) & 0xFFFFFFFF
+    h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return (h ^ h >> 16) | 1
+
+
+def by_definition(tensor: torch.Tensor) -> Sums:
+    """One element after the other, in Python's integers."""
+    size = tensor.element_size()
+    raw = bytes(bytes_of(tensor))
+    step = min(size, 4)
+    units = [int.from_bytes(raw[at : at + step], "little") for at in range(0, len(raw), step)]
+    units = [unit ^ unit >> 16 for unit in units]
+    width = (tensor.shape[-1] if tensor.dim() else 1) * (size // step)
+    rows = sum(weight(number // width, 0) * unit for number, unit in enumerate(units))
+    columns = sum(weight(number % width, 1) * unit for number, unit in enumerate(units))
+    return Sums(rows % 2**32, columns % 2**32)
+
+
+def example(shape: tuple[int, ...], dtype: str, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == "int64":
+        return torch.randint(-(2**62), 2**62, shape, generator=generator)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(torch_dtype(dtype))
+
+
+def sums_of(tensor: torch.Tensor, box: Box, block_bytes: int) -> Sums:
+    """What a writer does: piece by piece."""
+    data = bytes_of(tensor[slices(box.offsets, box.sizes)])
+    summer = BoxSummer(str(tensor.dtype).removeprefix("torch."), box, tuple(tensor.shape), block_bytes)
+    ends = [0]
+    for start, end in summer.pieces():
+        assert start == ends[-1]
+        summer.add(data[start:end])
+        ends.append(end)
+    assert ends[-1] == len(data)
+    return summer.sums()
+
+
+@given(cut_tensors(), st.sampled_from(sorted(DTYPES)), st.integers(1, 100))
+def test_boxes_add_up_to_the_definition(cut: tuple[tuple[int, ...], list[Box]], dtype: str, block_bytes: int) -> None:
+    shape, boxes = cut
+    tensor = example(shape, dtype)
+    total = functools.reduce(Sums.plus, (sums_of(tensor, box, block_bytes) for box in boxes), NO_SUMS)
+    assert total == by_definition(tensor)
+    parts = (content_sums(bytes_of(tensor[slices(box.offsets, box.sizes)]), dtype, box, shape) for box in boxes)
+    assert functools.reduce(Sums.plus, parts) == total
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_blocks_of_the_usual_size(dtype: str) -> None:
+    """Many rows at once, and rows that are longer than a block."""
+    for shape in ((700, 300), (2, 300_000), (300_000,), (3, 5, 17_000)):
+        tensor = example(shape, dtype)
+        whole = Box((0,) * len(shape), shape)
+        unit = np.frombuffer(bytes_of(tensor), "<u2" if DTYPES[dtype].itemsize == 2 else "<u4").astype(np.uint64)
+        matrix = (unit ^ unit >> np.uint64(16)).reshape(int(np.prod(shape[:-1])), -1)
+        rows = sum(weight(row, 0) * int(total) for row, total in enumerate(matrix.sum(axis=1)))
+        columns = sum(weight(column, 1) * int(total) for column, total in enumerate(matrix.sum(axis=0)))
+        assert content_sums(bytes_of(tensor), dtype, whole, shape) == Sums(rows % 2**32, columns % 2**32)
+
+
+@given(st.data(), st.sampled_from(sorted(DTYPES)))
+def test_any_change_is_seen(data: st.DataObject, dtype: str) -> None:
+    tensor = example((6, 5), dtype)
+    before = by_definition(tensor)
+    raw = bytearray(bytes_of(tensor))
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    after = content_sums(raw, dtype, Box((0, 0), (6, 5)), (6, 5))
+    assert after.rows != before.rows and after.columns != before.columns
+
+
+def test_exchanged_parts_are_seen() -> None:
+    tensor = example((6, 5), "float32")
+    whole = Box((0, 0), (6, 5))
+    before = content_sums(bytes_of(tensor), "float32", whole, (6, 5))
+    others = {
+        "rows": tensor[[1, 0, 2, 3, 4, 5]],
+        "columns": tensor[:, [0, 3, 2, 1, 4]],
+        "shifted": tensor.roll(1, 0),
+        "transposed": tensor.t().contiguous().view(6, 5),
+        "negated": -tensor,
+        "two signs": torch.where(torch.arange(30).view(6, 5) < 2, -tensor, tensor),
+        "doubled": tensor * 2,
+    }
+    for name, other in others.items():
+        assert content_sums(bytes_of(other), "float32", whole, (6, 5)) != before, name
+
+
+def test_hexadecimal_digits() -> None:
+    assert Sums(1, 0xFFFFFFFF).hex == "00000001ffffffff" and Sums.from_hex("00000001ffffffff") == Sums(1, 0xFFFFFFFF)
+    assert Sums(1, 0xFFFFFFFF).plus(Sums(2, 1)) == Sums(3, 0)
+
+
+SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
+
+
+def test_content_does_not_depend_on_the_layout(tmp_path: Path) -> None:
+    values = random_values(SHAPES)
+    manifests = []
+    for layout in (Layout(), Layout(2, (0.4,)), Layout(4, (0.1, 0.55))):
+        world = [hold(SHAPES, layout, rank, values) for rank in range(layout.world_size)]
+        manifests.append(read_manifest(save_world(tmp_path / str(layout.world_size), 1, world)))
+    for manifest in manifests:
+        assert {name: tensor.content for name, tensor in manifest.tensors.items()} == {
+            name: by_definition(value).hex for name, value in values.items()
+        }
+    assert len({manifest.content_digest for manifest in manifests}) == 1
+    assert len({manifest.digest for manifest in manifests}) == 3
+    values["model.up"][0, 0, 0] += 1
+    changed = save_world(tmp_path / "changed", 1, [hold(SHAPES, Layout(), 0, values)])
+    assert read_manifest(changed).content_digest != manifests[0].content_digest
+
+
+def test_digest_as_the_manifest_says(tmp_path: Path) -> None:
+    path = save_world(tmp_path, 1, [hold(SHAPES, Layout(), 0, random_values(SHAPES))])
+    manifest = json.loads((path / "manifest.json").read_text())
+    entries = [(name, tuple(t["shape"]), t["dtype"], t["content"]) for name, t in manifest["tensors"].items()]
+    assert manifest["content_digest"] == digest_of(reversed(entries)) == read_manifest(path).content_digest
+    others = [(entries[0][0], entries[0][1], "float64", entries[0][3]), *entries[1:]]
+    assert digest_of(others) != digest_of(entries)

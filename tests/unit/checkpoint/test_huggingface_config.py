@@ -1,0 +1,417 @@
+"""Every field of a config.json is understood, known to change nothing, or refused by its name and value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.huggingface.families import FAMILIES, fitting
+from megatron.checkpoint.huggingface.fields import Fields
+from megatron.config.model import ModelConfig
+from megatron.model.rope import frequencies
+from megatron.verification.reference.shape import gpt2_like, llama_like
+from tests.support.huggingface_models import library
+from tests.support.layout import model_config
+from tests.support.lone_rank import CPU
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}
+QWEN2 = LLAMA | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32, "max_window_layers": 2}
+QWEN3 = QWEN2 | {"model_type": "qwen3", "head_dim": 16}
+GPT2 = {"model_type": "gpt2", "vocab_size": 128, "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def read(config: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
+    family = FAMILIES[config["model_type"]]
+    fields = Fields("config.json", config, family.without_effect)
+    fields.size("vocab_size")
+    model = family.read(fields)
+    fields.finish()
+    return model, fields.notes
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "named"),
+    [
+        (LLAMA, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (LLAMA, {"attention_bias": True}, "attention_bias = True"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias = True"),
+        (LLAMA, {"sliding_window": 4096}, "sliding_window = 4096: unknown"),
+        (LLAMA, {"layer_types": ["full_attention"] * 3}, "layer_types"),
+        (LLAMA, {"some_new_multiplier": 0.5}, "some_new_multiplier = 0.5: unknown"),
+        (LLAMA, {"some_new_switch": False}, "some_new_switch = False: unknown"),
+        (LLAMA, {"auto_map": {"AutoModel": "model.py"}}, "auto_map"),
+        (LLAMA, {"is_causal": False}, "is_causal = False"),
+        (LLAMA, {"pruned_heads": {"1": [0]}}, "pruned_heads"),
+        (LLAMA, {"add_cross_attention": True}, "add_cross_attention = True"),
+        (LLAMA, {"num_key_value_heads": 4}, "num_key_value_heads"),
+        (LLAMA, {"hidden_size": 50}, "hidden_size = 50"),
+        (LLAMA, {"head_dim": 7}, "7 channels cannot be rotated in pairs"),
+        (LLAMA, {"hidden_size": "48"}, "hidden_size = '48'"),
+        (LLAMA, {"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        (LLAMA, {"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0"),
+        (LLAMA, {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "whole heads"),
+        (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type 'yarn'"),
+        (LLAMA, {"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": [2]}}, "type 'longrope'"),
+        (LLAMA, {"rope_scaling": {"type": "linear"}}, "factor is None"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1.0}}, "mscale unknown"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}}, "rope_type and type differ"),
+        (LLAMA, {"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "only {'low_freq_factor': 1.0"),
+        (LLAMA, {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}}, "only {'low_freq_factor': 1.0"),
+        (LLAMA, {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}}, "only {'low"),
+        (LLAMA, {"rope_scaling": LLAMA3, "original_max_position_embeddings": 4096}, "original_max_position_embeddings"),
+        (LLAMA, {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta = 10000.0"),
+        (LLAMA, {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_scaling"),
+        (LLAMA, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention unknown"),
+        (LLAMA, {"rope_theta": -1}, "rope_theta is -1"),
+        (QWEN2, {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "'linear_attention'"),
+        (QWEN2, {"layer_types": ["full_attention"]}, "names 1 layers of 3"),
+        (QWEN2, {"layer_types": 5}, "must be a list"),
+        (QWEN2, {"attention_bias": False}, "attention_bias = False: unknown"),
+        (QWEN3, {"attention_bias": True}, "attention_bias = True"),
+        (GPT2, {"activation_function": "gelu"}, "activation_function = 'gelu'"),
+        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        (GPT2, {"scale_attn_weights": False}, "scale_attn_weights = False"),
+        (GPT2, {"add_cross_attention": True}, "add_cross_attention = True"),
+        (GPT2, {"n_embd": 49}, "n_head = 6"),
+        (GPT2, {"hidden_size": 64}, "hidden_size = 64"),
+    ],
+)
+def test_what_changes_the_model_is_refused_by_name(base: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+    read(base)
+    with pytest.raises(CheckpointError) as error:
+        read(base | changes)
+    assert named in str(error.value)
+
+
+def test_everything_that_is_wrong_is_named_at_once() -> None:
+    with pytest.raises(CheckpointError, match=r"(?s)hidden_act.*rope_scaling.*one.*two") as error:
+        read(LLAMA | {"hidden_act": "relu", "rope_scaling": {"type": "yarn"}, "one": 1, "two": 2})
+    assert len(str(error.value).splitlines()) == 5
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"])
+def test_a_size_must_be_there(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        read({key: value for key, value in LLAMA.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {
+            "torch_dtype": "bfloat16",
+            "use_cache": False,
+            "transformers_version": "4.45.0",
+            "bos_token_id": 1,
+            "eos_token_id": [2, 3],
+        },
+        {"pretraining_tp": 2, "_name_or_path": "somewhere", "id2label": {"0": "a"}, "temperature": 0.5},
+        {"unknown_but_null": None, "quantization_config": None},
+        {"rope_scaling": None, "rope_theta": 10000},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        {"rope_parameters": {"rope_theta": 10000.0}, "rope_scaling": {"type": "default"}},
+        {"attention_bias": False, "mlp_bias": False, "head_dim": None, "attention_dropout": 0.0, "initializer_range": 0.02},
+        {"partial_rotary_factor": 1.0, "is_decoder": True, "pruned_heads": {}, "hidden_act": "swish"},
+        {"head_dim": 8, "original_max_position_embeddings": 17},
+    ],
+)
+def test_what_changes_nothing_changes_nothing(neutral: dict[str, Any]) -> None:
+    assert read(LLAMA | neutral) == read(LLAMA)
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt2": (
+        {"model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "layer_norm_epsilon": 1e-05}
+        | {"n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "vocab_size": 50257}
+        | {"summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index"}
+        | {"summary_use_proj": True, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}},
+        {"num_layers": 12, "ffn_size": 3072, "tied": True, "norm_epsilon": 1e-5},
+    ),
+    "Llama 2 7B": (
+        {"model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+        | {"max_position_embeddings": 4096, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1}
+        | {
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float16",
+            "vocab_size": 32000,
+        },
+        {"head_size": 128, "num_key_value_heads": 32, "rotary_base": 1e4, "use_rope_scaling": False, "seq_length": 4096},
+    ),
+    "Llama 3.2 1B": (
+        {"model_type": "llama", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 64, "hidden_size": 2048}
+        | {"intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32}
+        | {"num_hidden_layers": 16, "num_key_value_heads": 8, "rope_scaling": LLAMA3, "rope_theta": 500000.0, "vocab_size": 128256}
+        | {"tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]},
+        {"tied": True, "use_rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_base": 5e5, "num_key_value_heads": 8},
+    ),
+    "Mistral 7B v0.1": (
+        {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768}
+        | {"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "vocab_size": 32000}
+        | {"rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False},
+        {"seq_length": 4096, "head_size": 128},
+    ),
+    "Qwen2.5 7B": (
+        {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072}
+        | {"max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4}
+        | {"rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False}
+        | {"use_cache": True, "use_mrope": False, "use_sliding_window": False, "vocab_size": 152064},
+        {"add_qkv_bias": True, "seq_length": 131072, "rotary_base": 1e6, "head_size": 128, "tied": False},
+    ),
+    "Qwen3 0.6B": (
+        {"model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072}
+        | {"max_position_embeddings": 40960, "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28}
+        | {"num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None}
+        | {"tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936},
+        {"qk_layernorm": True, "head_size": 128, "hidden_size": 1024, "tied": True},
+    ),
+    "SmolLM2 135M": (
+        {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True, "rope_interleaved": False}
+        | {"max_position_embeddings": 8192, "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3}
+        | {"rope_theta": 100000, "tie_word_embeddings": True, "vocab_size": 49152, "rms_norm_eps": 1e-05},
+        {"num_query_groups": 3, "head_size": 64},
+    ),
+}
+"""What their config.json say, but for names and versions, and what that means."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_read(name: str) -> None:
+    config, fields = PUBLISHED[name]
+    model, notes = read(config)
+    assert {field: getattr(model, field) for field in fields} == fields
+    assert bool(notes) == (name == "Mistral 7B v0.1")
+
+
+def test_sizes_and_parts_of_a_llama() -> None:
+    model, notes = read(LLAMA | {"head_dim": 10, "rope_theta": 7.0, "rms_norm_eps": 1e-3, "attention_dropout": 0.25})
+    assert not notes and model == ModelConfig(
+        num_layers=3,
+        hidden_size=48,
+        ffn_hidden_size=40,
+        num_attention_heads=6,
+        kv_channels=10,
+        group_query_attention=True,
+        num_query_groups=3,
+        seq_length=64,
+        max_position_embeddings=64,
+        position_embedding_type="rope",
+        rotary_base=7.0,
+        normalization="RMSNorm",
+        norm_epsilon=1e-3,
+        swiglu=True,
+        untie_embeddings_and_output_weights=True,
+        disable_bias_linear=True,
+        attention_dropout=0.25,
+        hidden_dropout=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "fields"),
+    [
+        (LLAMA, {"num_key_value_heads": None}, {"num_key_value_heads": 6, "head_size": 8}),
+        (LLAMA, {"attention_bias": True, "mlp_bias": True}, {"disable_bias_linear": False}),
+        (LLAMA, {"tie_word_embeddings": True}, {"tied": True}),
+        (MISTRAL, {}, {"seq_length": 64, "add_qkv_bias": False, "qk_layernorm": False}),
+        (QWEN2, {}, {"add_qkv_bias": True, "disable_bias_linear": True, "seq_length": 64, "head_size": 8}),
+        (QWEN3, {}, {"add_qkv_bias": False, "qk_layernorm": True, "head_size": 16}),
+        (GPT2, {}, {"tied": True, "disable_bias_linear": False, "ffn_size": 192, "num_positions": 64, "squared_relu": False}),
+        (
+            GPT2,
+            {"n_inner": 100, "attn_pdrop": 0.0, "resid_pdrop": 0.2, "embd_pdrop": 0.2},
+            {"ffn_size": 100, "hidden_dropout": 0.2},
+        ),
+        (GPT2, {"activation_function": "gelu_pytorch_tanh", "reorder_and_upcast_attn": True}, {"squared_relu": False}),
+        (GPT2, {"activation_function": "relu2"}, {"squared_relu": True}),
+    ],
+)
+def test_what_the_fields_mean(base: dict[str, Any], changes: dict[str, Any], fields: dict[str, Any]) -> None:
+    model, notes = read(base | changes)
+    assert not notes and {name: getattr(model, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("model_type", "absent", "fields"),
+    [
+        (
+            "llama",
+            ["num_key_value_heads", "head_dim", "max_position_embeddings"],
+            {"num_key_value_heads": 6, "num_positions": 2048},
+        ),
+        ("mistral", ["num_key_value_heads"], {"num_key_value_heads": 8, "head_size": 3}),
+        ("qwen2", ["num_key_value_heads"], {"num_key_value_heads": 32}),
+        ("qwen3", ["head_dim"], {"head_size": 128, "num_key_value_heads": 3}),
+        ("llama", ["rms_norm_eps", "tie_word_embeddings", "rope_theta"], {"norm_epsilon": 1e-6, "tied": False, "rotary_base": 1e4}),
+    ],
+)
+def test_absent_fields_mean_what_transformers_takes(model_type: str, absent: list[str], fields: dict[str, Any]) -> None:
+    """Against its configuration classes."""
+    transformers = library(model_type)
+    heads = max(fields.get("num_key_value_heads", 6), 6) * (2 if model_type == "mistral" else 1)
+    full = QWEN3 | {"model_type": model_type, "num_attention_heads": heads, "hidden_size": 8 * heads, "use_sliding_window": False}
+    kept = {"use_sliding_window", "max_window_layers"} if model_type.startswith("qwen") else set()
+    config = {k: v for k, v in full.items() if k not in absent and (k in LLAMA or k in kept)}
+    if model_type == "mistral":
+        config["sliding_window"] = None
+        fields = fields | {"head_size": 8}
+    model, _ = read(config)
+    assert {name: getattr(model, name) for name in fields} == fields
+    theirs = transformers.AutoConfig.for_model(**config)
+    assert theirs.num_key_value_heads == model.num_key_value_heads
+    assert (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads) == model.head_size
+    assert (theirs.max_position_embeddings, theirs.rms_norm_eps) == (model.num_positions, model.norm_epsilon)
+    assert theirs.tie_word_embeddings == model.tied
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 4}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+        {
+            "rope_theta": 500000,
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5, "attention_factor": None},
+        },
+    ],
+)
+def test_linear_scaling_in_every_spelling(spelling: dict[str, Any]) -> None:
+    model, _ = read(LLAMA | spelling)
+    assert (model.rotary_base, model.rotary_seq_len_interpolation_factor, model.use_rope_scaling) == (5e5, 4.0, False)
+    plain, _ = read(LLAMA | {"rope_theta": 5e5})
+    assert torch.equal(frequencies(model, CPU), frequencies(plain, CPU) / 4)
+
+
+def test_llama3_scaling_keeps_its_factor() -> None:
+    model, _ = read(LLAMA | {"rope_scaling": LLAMA3, "max_position_embeddings": 131072})
+    assert (model.use_rope_scaling, model.rope_scaling_factor, model.rotary_seq_len_interpolation_factor) == (True, 32.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "window"),
+    [
+        (MISTRAL, {"sliding_window": 32}, 32),
+        (MISTRAL, {"sliding_window": 64}, None),
+        (MISTRAL, {"sliding_window": None}, None),
+        (QWEN2, {}, None),
+        (QWEN2, {"use_sliding_window": True}, 32),
+        (QWEN2, {"use_sliding_window": True, "max_window_layers": 3}, None),
+        (QWEN3, {"use_sliding_window": True, "layer_types": ["full_attention"] * 3}, None),
+        (QWEN3, {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, 32),
+        (QWEN3, {"use_sliding_window": True, "sliding_window": None}, None),
+    ],
+)
+def test_windows_limit_the_sequence_and_are_told(base: dict[str, Any], changes: dict[str, Any], window: int | None) -> None:
+    model, notes = read(base | changes)
+    assert model.seq_length == (window or 64) and model.num_positions == 64
+    assert bool(notes) == (window is not None) and all(f"window of {window} tokens" in note for note in notes)
+
+
+def test_a_mistral_without_the_field_has_a_window_of_4096() -> None:
+    model, notes = read({k: v for k, v in MISTRAL.items() if k != "sliding_window"} | {"max_position_embeddings": 32768})
+    assert model.seq_length == 4096 and "window of 4096" in notes[0]
+
+
+def test_one_dropout_for_two_is_told() -> None:
+    model, notes = read(GPT2 | {"embd_pdrop": 0.3, "resid_pdrop": 0.2})
+    assert model.hidden_dropout == 0.2 and "embd_pdrop 0.3" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (model_config(gpt2_like(positions="rope")), "gpt2: positions are rope, not learned_absolute"),
+        (model_config(llama_like(positions="none")), "positions are none"),
+        (model_config(llama_like(norm="LayerNorm")), "llama: the norm is LayerNorm, not RMSNorm"),
+        (model_config(llama_like(activation="squared_relu")), "llama: the MLP is not gated"),
+        (model_config(llama_like(rotary_percent=0.5)), "llama: only 50% of a head is rotated"),
+        (model_config(llama_like(qk_norm=True, qkv_bias=True)), "qwen3: only query, key and value have biases"),
+        (model_config(llama_like(qk_norm=True, bias=True)), "all have biases"),
+        (model_config(gpt2_like(heads=4, kv_heads=2)), "gpt2: 2 key-value heads for 4 query heads"),
+        (model_config(gpt2_like(head_size=16)), "heads of 16 channels x 4 are not the hidden size 32"),
+        (model_config(gpt2_like(bias=False)), "--disable-bias-linear"),
+    ],
+)
+def test_a_model_that_no_architecture_has_is_refused_nearest_first(model: ModelConfig, named: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        fitting(model)
+    first = str(error.value).splitlines()[1]
+    assert named in str(error.value) and first.count(";") == min(line.count(";") for line in str(error.value).splitlines()[1:])
+
+
+def test_an_architecture_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="queries and keys are not normalised"):
+        fitting(model_config(llama_like()), "qwen3")
+    with pytest.raises(CheckpointError, match="known are gpt2, llama"):
+        fitting(model_config(llama_like()), "falcon")
+    assert fitting(model_config(llama_like()), "mistral").model_type == "mistral"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("scaling", [{}, {"use_rope_scaling": True, "rope_scaling_factor": 32.0}, {"factor": 2.5}])
+def test_what_is_written_is_read_as_the_same_model(name: str, scaling: dict[str, Any]) -> None:
+    """Also with every spelling of rotary positions but one taken out."""
+    parts = {"qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}.get(name, {})
+    shape = gpt2_like(tied=False) if name == "gpt2" else llama_like(rotary_base=77.0, epsilon=1e-4, **parts)
+    if scaling and name == "gpt2":
+        pytest.skip("no rotary positions")
+    factor = scaling.get("factor", 1.0)
+    settings = {key: value for key, value in scaling.items() if key != "factor"}
+    settings |= {"rotary_seq_len_interpolation_factor": factor, "init_method_std": 0.05, "max_position_embeddings": 16}
+    model = model_config(shape, **settings)
+    family = fitting(model, name)
+    config: dict[str, Any] = json.loads(json.dumps({"model_type": name, "vocab_size": 64, **family.write(model)}))
+    assert _same(read(config)[0], model)
+    if name != "gpt2":
+        assert _same(read({k: v for k, v in config.items() if k != "rope_parameters"})[0], model)
+        assert _same(read({k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling")})[0], model)
+
+
+def _same(read_back: ModelConfig, model: ModelConfig) -> bool:
+    free = {"num_query_groups", "group_query_attention", "kv_channels", "ffn_hidden_size", "make_vocab_size_divisible_by"}
+    ours, theirs = ({k: v for k, v in vars(one).items() if k not in free} for one in (model, read_back))
+    assert ours == theirs
+    return all(getattr(model, name) == getattr(read_back, name) for name in ("num_key_value_heads", "head_size", "ffn_size"))
+
+
+def test_transformers_reads_what_is_written(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = model_config(llama_like(rotary_base=77.0), use_rope_scaling=True, rope_scaling_factor=16.0)
+    config = {"model_type": "llama", "vocab_size": 64, **fitting(model).write(model)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    parameters = getattr(theirs, "rope_parameters", None) or {**theirs.rope_scaling, "rope_theta": theirs.rope_theta}
+    assert (parameters["rope_theta"], parameters["rope_type"], parameters["factor"]) == (77.0, "llama3", 16.0)

@@ -1,0 +1,114 @@
+"""`--explain FLAG`: every flag has a page, which follows from the settings and the rules themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config.checks import inert, ranges
+from megatron.config.cli import load
+from megatron.config.compat import known_names
+from megatron.config.errors import ConfigError
+from megatron.config.explain import explain
+from megatron.config.field_docs import field_docs
+from megatron.config.flags import flags, topics
+from megatron.config.relations import fields_of, rules_about
+from megatron.config.requests import HELP
+from megatron.config.rules import RULES
+from megatron.config.units import UNITS
+from tests.support.rule_cases import config_of
+from tests.unit.config import test_config_pipeline, test_config_rules, test_config_sharding
+
+
+@pytest.mark.parametrize("name", [*flags(), *HELP, *known_names()])
+def test_every_flag_has_a_page(name: str) -> None:
+    page = explain(name)
+    assert page.startswith(f"--{name}") and page.endswith("\n") and len(page.split()) > 3
+    assert all(len(line) <= 110 for line in page.splitlines())
+    assert explain(f"--{name.replace('-', '_')}") == page
+
+
+def test_a_page_says_what_a_setting_is() -> None:
+    page = explain("tensor-model-parallel-size")
+    assert "Ranks that split each layer (TP)." in page and "unit      ranks" in page and "default   1\n" in page
+    assert "takes     a whole number, at least 1\n" in page and "under parallel: tensor_model_parallel_size" in page
+    assert "Each tensor rank holds whole query heads. (with --num-attention-heads)" in page
+    assert "default   none: it must be given" in explain("num-layers")
+    assert "default   on" in explain("no-load-optim") and "acts      only with --load" in explain("no-load-optim")
+    assert "needed by --trace-steps" in explain("save-trace")
+    assert "one of even, balanced" in explain("pipeline-split")
+
+
+def test_flags_that_are_no_settings_say_so() -> None:
+    assert explain("moe-router-topk").startswith("--moe-router-topk is refused. Mixtures of experts")
+    assert "is accepted and has no effect" in explain("use-flash-attn")
+    assert "Use --check-replicas-every" in explain("check-weight-hash-across-dp-replicas-interval")
+
+
+def test_an_unknown_flag_is_answered_with_near_ones() -> None:
+    with pytest.raises(ConfigError, match="--num-layer is not a flag") as caught:
+        explain("num-layer")
+    assert caught.value.violations[0].nearest[0] == "--explain num-layers"
+
+
+@pytest.mark.parametrize("words", [["--explain", "lr"], ["--explain", "--lr"], ["--explain=lr", "--num-layers", "x"]])
+def test_it_is_answered_before_anything_else(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load(words, 1)
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == explain("lr")
+
+
+def test_all_flags_that_are_asked_about_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(["--explain", "lr", "--explain", "--fp16"], 1)
+    assert capsys.readouterr().out == f"{explain('lr')}\n{explain('fp16')}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--explain"], "--explain: --explain takes the name of one flag."),
+        (["--explain", "lr", "fp16"], "--explain lr fp16: --explain takes the name of one flag."),
+        (["--explain", "lr", "--bogus"], "--bogus is not a flag.\n  See --help for all flags."),
+    ],
+)
+def test_what_is_asked_wrongly_is_all_that_is_told(words: list[str], message: str) -> None:
+    """Not what would be missing for a run."""
+    with pytest.raises(ConfigError) as caught:
+        load(words, 1)
+    assert str(caught.value) == message
+
+
+def test_every_number_has_a_unit_and_nothing_else() -> None:
+    assert set(UNITS) == {flag.field for flag in flags().values() if flag.kind in (int, float)}
+
+
+def test_every_setting_has_a_text() -> None:
+    for flag in flags().values():
+        assert field_docs(topics()[flag.topic])[flag.field].endswith((".", ".)"))
+
+
+def test_every_rule_says_why() -> None:
+    for rule in RULES:
+        assert (rule.__doc__ or "").strip().endswith("."), rule
+
+
+def test_the_settings_of_a_rule_are_those_that_its_findings_name() -> None:
+    """What is read from the compiled rules misses none that a violated rule has ever named."""
+    cases = [*test_config_rules.CASES, *test_config_pipeline.CASES, *test_config_sharding.CASES]
+    apart = {*ranges.RULES, *inert.RULES}
+    seen = set()
+    for extra, world_size, *_ in cases:
+        for rule in RULES:
+            for finding in rule(config_of(extra), world_size) if rule not in apart else ():
+                seen.add(rule)
+                assert set(finding.fields) - {"optimizer"} <= fields_of(rule), rule
+    assert len(seen) > 40
+
+
+def test_relations_go_both_ways() -> None:
+    for flag in flags().values():
+        for why, others in rules_about(flag.field):
+            assert others and why
+            for other in others:
+                assert (why, flag.field) in {(text, name) for text, names in rules_about(other) for name in names}

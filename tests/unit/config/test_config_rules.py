@@ -1,0 +1,761 @@
+"""The rules between settings: each reports what it is for, and what it suggests is valid."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.checks import inert
+from megatron.config.checks.finding import divisors, is_changed, multiples_near
+from megatron.config.checks.ranges import RANGES, REQUIRED
+from megatron.config.cli import load, parse
+from megatron.config.config import Config
+from megatron.config.effects import notes
+from megatron.config.errors import ConfigError
+from megatron.config.flags import flags, topics
+from megatron.config.parallel import ShardingStrategy
+from megatron.config.rules import RULES, violations
+from tests.support.rule_cases import BASE, PIPELINE_RULES, SHARDING_RULES, Case, argv, check_case, config_of, reported
+
+DATA = "--no-mock-data --data-path corpus"
+
+
+CASES: list[Case] = [
+    ("--num-layers 0", 1, {"--num-layers"}, ["--num-layers is missing"], []),
+    ("--attention-dropout 1", 1, {"--attention-dropout"}, ["1.0 is out of range", "at least 0 and below 1"], []),
+    ("--hidden-dropout -0.5", 1, {"--hidden-dropout"}, ["out of range"], ["--hidden-dropout 0.0"]),
+    ("--lr nan", 1, {"--lr"}, ["out of range", "above 0"], []),
+    ("--clip-grad inf", 1, {"--clip-grad"}, ["out of range"], []),
+    ("--timing-log-level 3", 1, {"--timing-log-level"}, ["at least 0 and at most 2"], ["--timing-log-level 2"]),
+    ("--seed -1", 1, {"--seed"}, ["at most 4294967295"], ["--seed 0"]),
+    ("--iterations-to-skip 0 3", 1, {"--iterations-to-skip"}, ["Each number must be at least 1"], []),
+    (
+        "--optimizer-cpu-offload --optimizer-offload-fraction 1.5",
+        1,
+        {"--optimizer-offload-fraction"},
+        ["at least 0 and at most 1"],
+        ["--optimizer-offload-fraction 1.0"],
+    ),
+    ("--num-layers -3", 1, {"--num-layers"}, ["--num-layers -3 is out of range"], ["--num-layers 1"]),
+    ("", 0, set(), ["The world size 0 is out of range"], ["world size 1"]),
+    ("", -8, set(), ["The world size -8 is out of range"], ["world size 1"]),
+    ("", 10_000_000, set(), ["The world size 10,000,000 is out of range", "at most 1,048,576"], []),
+    ("--num-layers 1000000000", 1, {"--num-layers"}, ["at most 100000."], ["--num-layers 100000"]),
+    (
+        "--optimizer-cpu-offload --optimizer-offload-fraction 1e400",
+        1,
+        {"--optimizer-offload-fraction"},
+        ["inf is out of range"],
+        [],
+    ),
+    # model
+    (
+        "--hidden-size 100",
+        1,
+        {"--hidden-size", "--num-attention-heads"},
+        ["--hidden-size 100 does not divide by --num-attention-heads 12"],
+        ["--num-attention-heads 10", "--hidden-size 96", "--hidden-size 108"],
+    ),
+    ("--hidden-size 12 --swiglu", 1, {"--ffn-hidden-size"}, ["8 x 12 / 3", "which is 0"], ["--ffn-hidden-size 8"]),
+    (
+        "--group-query-attention --num-query-groups 5",
+        1,
+        {"--num-query-groups"},
+        ["12 does not divide by --num-query-groups 5"],
+        ["--num-query-groups 4", "--num-query-groups 6"],
+    ),
+    ("--swiglu --squared-relu --hidden-size 192", 1, {"--swiglu", "--squared-relu"}, ["exclude each other"], ["--no-swiglu"]),
+    (
+        "--position-embedding-type rope --kv-channels 7",
+        1,
+        {"--kv-channels", "--rotary-percent"},
+        ["head of 7 channels rotates 7"],
+        ["--kv-channels 6", "--kv-channels 8"],
+    ),
+    (
+        "--position-embedding-type rope --rotary-percent 0.2",
+        1,
+        {"--rotary-percent"},
+        ["--rotary-percent 0.2 of a head of 8 channels rotates 1"],
+        ["--rotary-percent 0.25", "--rotary-percent 0.5"],
+    ),
+    (
+        "--max-position-embeddings 16",
+        1,
+        {"--seq-length", "--max-position-embeddings"},
+        ["--seq-length 32 is more than --max-position-embeddings 16"],
+        ["--max-position-embeddings 32", "--seq-length 16"],
+    ),
+    # layout
+    (
+        "--tensor-model-parallel-size 8",
+        8,
+        {"--num-attention-heads", "--tensor-model-parallel-size"},
+        ["--num-attention-heads 12 does not divide by --tensor-model-parallel-size 8", "whole heads"],
+        ["--tensor-model-parallel-size 4", "--num-attention-heads 8", "--num-attention-heads 16"],
+    ),
+    (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        6,
+        {"--tensor-model-parallel-size", "--pipeline-model-parallel-size"},
+        ["The world size 6 does not divide by TP x CP x PP = 2 x 1 x 2 = 4"],
+        ["world size 4", "world size 8", "--tensor-model-parallel-size 1", "--pipeline-model-parallel-size 3"],
+    ),
+    (
+        "--tensor-model-parallel-size 4",
+        2,
+        {"--tensor-model-parallel-size"},
+        ["The world size 2"],
+        ["world size 4", "--tensor-model-parallel-size 2"],
+    ),
+    (
+        "--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4",
+        4,
+        {"--num-query-groups", "--tensor-model-parallel-size"},
+        ["--num-query-groups 2 is less than", "not built yet"],
+        ["--tensor-model-parallel-size 2", "--num-query-groups 4"],
+    ),
+    (
+        "--group-query-attention --num-query-groups 6 --tensor-model-parallel-size 4",
+        4,
+        {"--num-query-groups", "--tensor-model-parallel-size"},
+        ["--num-query-groups 6 does not divide by"],
+        ["--tensor-model-parallel-size 2", "--num-query-groups 4", "--num-query-groups 12"],
+    ),
+    (
+        "--ffn-hidden-size 130 --tensor-model-parallel-size 4",
+        4,
+        {"--ffn-hidden-size", "--tensor-model-parallel-size"},
+        ["The width of the MLP 130"],
+        ["--ffn-hidden-size 128", "--ffn-hidden-size 132", "--tensor-model-parallel-size 2"],
+    ),
+    (
+        "--seq-length 30 --tensor-model-parallel-size 4 --sequence-parallel",
+        4,
+        {"--seq-length", "--sequence-parallel"},
+        ["--seq-length 30 does not divide by --tensor-model-parallel-size 4"],
+        ["--seq-length 28", "--seq-length 32", "--tensor-model-parallel-size 2", "--no-sequence-parallel"],
+    ),
+    ("--context-parallel-size 2", 2, {"--context-parallel-size"}, ["is refused", "not built"], ["--context-parallel-size 1"]),
+    ("--expert-model-parallel-size 2", 2, {"--expert-model-parallel-size"}, ["refused"], ["--expert-model-parallel-size 1"]),
+    (
+        "--device cpu --distributed-backend nccl",
+        1,
+        {"--device", "--distributed-backend"},
+        ["nccl cannot be used with --device cpu"],
+        ["--distributed-backend gloo", "--device cuda"],
+    ),
+    (
+        "--profile --profile-ranks 0 4 9",
+        4,
+        {"--profile-ranks"},
+        ["names 4, 9, but the world size is 4"],
+        ["--profile-ranks 0 3", "world size 10"],
+    ),
+    # training
+    ("--train-iters None", 1, {"--train-iters", "--train-samples"}, ["are both missing"], []),
+    ("--train-samples 64", 1, {"--train-iters", "--train-samples"}, ["exclude each other"], ["--train-samples None"]),
+    (
+        "--global-batch-size 10",
+        2,
+        {"--global-batch-size", "--micro-batch-size"},
+        ["--global-batch-size 10 does not divide by --micro-batch-size 2 x 2 data ranks = 4"],
+        ["--global-batch-size 8", "--global-batch-size 12", "--micro-batch-size 1"],
+    ),
+    ("--rampup-batch-size 2 2 100", 1, {"--rampup-batch-size", "--global-batch-size"}, ["needs --global-batch-size"], []),
+    (
+        "--rampup-batch-size 2 4 100 --global-batch-size 16",
+        2,
+        {"--rampup-batch-size", "--micro-batch-size"},
+        ["START and INCREMENT do not both divide by --micro-batch-size 2 x 2 data ranks = 4"],
+        ["--rampup-batch-size 4 4 100"],
+    ),
+    (
+        "--rampup-batch-size 4 2 100 --global-batch-size 16",
+        2,
+        {"--rampup-batch-size"},
+        ["START and INCREMENT"],
+        ["--rampup-batch-size 4 4 100"],
+    ),
+    (
+        "--rampup-batch-size 16 4 100 --global-batch-size 16",
+        2,
+        {"--rampup-batch-size"},
+        ["starts at 16, which is not below --global-batch-size 16"],
+        ["--rampup-batch-size 12 4 100"],
+    ),
+    (
+        "--rampup-batch-size 4 8 100 --global-batch-size 24",
+        2,
+        {"--rampup-batch-size"},
+        ["24 - 4 does not divide by 8"],
+        ["--rampup-batch-size 4 4 100", "--global-batch-size 20", "--global-batch-size 28"],
+    ),
+    (
+        "--train-iters None --train-samples 7 --global-batch-size 8",
+        1,
+        {"--train-samples"},
+        ["less than one step of 8 sequences"],
+        ["--train-samples 8"],
+    ),
+    ("--train-iters None --train-samples 3", 2, {"--train-samples"}, ["one step of 4 sequences"], ["--train-samples 4"]),
+    (
+        "--train-iters None --train-samples 3 --rampup-batch-size 4 4 10 --global-batch-size 8",
+        1,
+        {"--train-samples"},
+        ["one step of 4 sequences"],
+        ["--train-samples 4"],
+    ),
+    (
+        "--iterations-to-skip 5 101 200",
+        1,
+        {"--iterations-to-skip", "--train-iters"},
+        ["names 101, 200, but the run ends at --train-iters 100"],
+        ["--iterations-to-skip 5"],
+    ),
+    (
+        "--profile --profile-step-start 12",
+        1,
+        {"--profile-step-start", "--profile-step-end"},
+        ["--profile-step-end 12 is not above --profile-step-start 12"],
+        ["--profile-step-end 13", "--profile-step-start 11"],
+    ),
+    (
+        "--profile --profile-step-start 101 --profile-step-end 103",
+        1,
+        {"--profile-step-start", "--train-iters"},
+        ["is beyond --train-iters 100"],
+        ["--profile-step-start 100"],
+    ),
+    (
+        "--profile-pipeline --profile-step-start 101",
+        1,
+        {"--profile-step-start", "--profile-pipeline", "--train-iters"},
+        ["is beyond --train-iters 100", "--profile-pipeline would record nothing"],
+        ["--profile-step-start 100"],
+    ),
+    # schedules
+    (
+        "--lr-decay-samples 50",
+        1,
+        {"--lr-decay-samples", "--train-iters"},
+        ["--lr-decay-samples 50 does not go with --train-iters", "--lr-decay-iters"],
+        [],
+    ),
+    ("--lr-warmup-samples 50", 1, {"--lr-warmup-samples", "--train-iters"}, ["use --lr-warmup-iters"], []),
+    (
+        "--train-iters None --train-samples 640 --lr-decay-style WSD --lr-wsd-decay-iters 3",
+        1,
+        {"--lr-wsd-decay-iters", "--train-samples"},
+        ["use --lr-wsd-decay-samples"],
+        [],
+    ),
+    (
+        "--lr-warmup-iters 5 --lr-warmup-fraction 0.1",
+        1,
+        {"--lr-warmup-iters", "--lr-warmup-fraction"},
+        ["exclude each other"],
+        ["--lr-warmup-fraction None", "--lr-warmup-iters 0"],
+    ),
+    ("--min-lr 0.01", 1, {"--min-lr", "--lr"}, ["--min-lr 0.01 is above --lr 0.001"], ["--min-lr 0.001", "--lr 0.01"]),
+    ("--lr-warmup-init 1 --lr-warmup-iters 5", 1, {"--lr-warmup-init", "--lr"}, ["above --lr"], ["--lr-warmup-init 0.001"]),
+    (
+        "--lr-warmup-iters 100",
+        1,
+        {"--lr-warmup-iters", "--train-iters"},
+        ["is not below the 100 iters of the decay"],
+        ["--lr-warmup-iters 99", "--lr-decay-iters 101"],
+    ),
+    ("--lr-warmup-iters 50 --lr-decay-iters 40", 1, {"--lr-decay-iters"}, ["the 40 iters"], ["--lr-decay-iters 51"]),
+    (
+        "--train-iters None --train-samples 640 --lr-warmup-samples 640",
+        1,
+        {"--lr-warmup-samples", "--train-samples"},
+        ["the 640 samples"],
+        ["--lr-warmup-samples 639"],
+    ),
+    (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 91 --lr-warmup-iters 10",
+        1,
+        {"--lr-wsd-decay-iters"},
+        ["does not fit after a warm-up of 10 into the 100 iters"],
+        ["--lr-wsd-decay-iters 90"],
+    ),
+    (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 80 --lr-warmup-fraction 0.25",
+        1,
+        {"--lr-wsd-decay-iters"},
+        ["after a warm-up of 25"],
+        ["--lr-wsd-decay-iters 75"],
+    ),
+    ("--lr-decay-style WSD", 1, {"--lr-decay-style"}, ["needs the length of its final decay"], []),
+    (
+        "--weight-decay-incr-style cosine --start-weight-decay 0.1",
+        1,
+        {"--weight-decay-incr-style", "--end-weight-decay"},
+        ["cosine needs --end-weight-decay."],
+        ["--end-weight-decay 0.01"],
+    ),
+    (
+        "--weight-decay-incr-style linear",
+        1,
+        {"--start-weight-decay", "--end-weight-decay"},
+        ["needs --start-weight-decay and --end-weight-decay"],
+        ["--start-weight-decay 0.01 --end-weight-decay 0.01", "--weight-decay-incr-style constant"],
+    ),
+    ("--fp16 --bf16", 1, {"--fp16", "--bf16"}, ["--fp16 and --bf16 exclude"], ["--no-bf16", "--no-fp16"]),
+    ("--bf16 --fp64", 1, {"--fp64", "--bf16"}, ["exclude each other"], ["--no-fp64", "--no-bf16"]),
+    (
+        "--fp16 --min-loss-scale 8 --initial-loss-scale 4",
+        1,
+        {"--min-loss-scale", "--initial-loss-scale"},
+        ["8.0 is above --initial-loss-scale 4.0"],
+        ["--min-loss-scale 4.0", "--initial-loss-scale 8.0"],
+    ),
+    (
+        "--use-apex --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+        1,
+        {"--use-apex", "--optimizer-cpu-offload"},
+        ["--use-apex and --optimizer-cpu-offload exclude each other", "on CUDA devices only"],
+        ["--no-use-apex", "--optimizer-offload-fraction 1.0 --no-optimizer-cpu-offload"],
+    ),
+    ("--use-apex --device cpu", 1, {"--use-apex", "--device"}, ["--use-apex and --device cpu"], ["--no-use-apex", "--device cuda"]),
+    ("--use-apex --fp64", 1, {"--use-apex", "--fp64"}, ["updates float32 parameters"], ["--no-use-apex", "--no-fp64"]),
+    # data
+    ("--no-mock-data", 1, {"--data-path", "--mock-data"}, ["--data-path is missing"], ["--mock-data"]),
+    ("--data-path corpus", 1, {"--data-path", "--mock-data"}, ["exclude each other"], ["--no-mock-data"]),
+    ("--no-mock-data --data-path 0.5 a b", 1, {"--data-path"}, ["word 3, 'b', stands where a weight belongs", "./b"], []),
+    ("--no-mock-data --data-path a 0.5", 1, {"--data-path"}, ["word 1, 'a', stands where a weight belongs"], []),
+    ("--no-mock-data --data-path 1 a 2", 1, {"--data-path"}, ["the last weight, 2, has no prefix"], []),
+    ("--no-mock-data --data-path -1 a 2 b", 1, {"--data-path"}, ["the weight of a is -1.0"], []),
+    ("--no-mock-data --data-path 0 a 0 b", 1, {"--data-path"}, ["all weights are 0"], []),
+    (
+        "--no-mock-data --data-path a --data-args-path f",
+        1,
+        {"--data-path", "--data-args-path"},
+        ["--data-path and --data-args-path exclude each other"],
+        ["--data-path", "--data-args-path None"],
+    ),
+    (
+        "--no-mock-data --train-data-path a --eval-iters 2",
+        1,
+        {"--train-data-path", "--valid-data-path", "--eval-iters"},
+        ["without --valid-data-path"],
+        ["--eval-iters 0"],
+    ),
+    (
+        "--no-mock-data --valid-data-path a",
+        1,
+        {"--train-data-path", "--valid-data-path"},
+        ["--valid-data-path is given, but --train-data-path is not"],
+        [],
+    ),
+    ("--data-order megatron", 1, {"--data-order"}, ["without --mock-data"], []),
+    ("--split 1,2,3,4", 1, {"--split"}, ["is not a list of shares"], ["--split 969,30,1"]),
+    ("--split 90,-5", 1, {"--split"}, ["is not a list of shares"], []),
+    ("--split 90,x", 1, {"--split"}, ["is not a list of shares"], []),
+    ("--split 0,0,0", 1, {"--split"}, ["is not a list of shares"], []),
+    ("--split nan,1", 1, {"--split"}, ["is not a list of shares"], []),
+    ("--split 0,50,50", 1, {"--split"}, ["gives training nothing"], []),
+    (f"{DATA} --split 99,0,1", 1, {"--split", "--eval-iters"}, ["gives validation nothing"], ["--eval-iters 0"]),
+    (f"{DATA} --split 1", 1, {"--split", "--eval-iters"}, ["gives validation nothing"], ["--eval-iters 0"]),
+    ("--vocab-size None", 1, {"--tokenizer-type", "--vocab-size"}, ["NullTokenizer needs --vocab-size"], []),
+    (
+        "--vocab-size None --tokenizer-type GPT2BPETokenizer --vocab-file v",
+        1,
+        {"--tokenizer-type", "--merge-file"},
+        ["GPT2BPETokenizer needs --merge-file."],
+        [],
+    ),
+    ("--vocab-size None --tokenizer-type Llama2Tokenizer", 1, {"--tokenizer-model"}, ["needs --tokenizer-model"], []),
+    # checkpoints
+    (
+        "--save s --save-interval 10 --save-retain-interval 25",
+        1,
+        {"--save-retain-interval", "--save-interval"},
+        ["25 is not a multiple of --save-interval 10"],
+        ["--save-retain-interval 20", "--save-retain-interval 30"],
+    ),
+    (
+        "--load l --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+        1,
+        {"--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"},
+        ["exclude each other"],
+        ["--no-override-opt-param-scheduler"],
+    ),
+    (
+        "--load l --finetune --use-checkpoint-opt-param-scheduler",
+        1,
+        {"--finetune", "--use-checkpoint-opt-param-scheduler"},
+        ["exclude each other"],
+        ["--no-finetune"],
+    ),
+    # settings that would do nothing
+    ("--num-query-groups 4", 1, {"--num-query-groups"}, ["only with --group-query-attention"], ["--group-query-attention"]),
+    ("--rotary-base 500", 1, {"--rotary-base"}, ["would have no effect"], ["--position-embedding-type rope"]),
+    ("--rotary-percent 0.5", 1, {"--rotary-percent"}, ["would have no effect"], ["--position-embedding-type rope"]),
+    ("--use-rope-scaling", 1, {"--use-rope-scaling"}, ["would have no effect"], ["--position-embedding-type rope"]),
+    (
+        "--rope-scaling-factor 4 --position-embedding-type rope",
+        1,
+        {"--rope-scaling-factor"},
+        ["4.0 would have no effect"],
+        ["--use-rope-scaling"],
+    ),
+    ("--loss-scale 8", 1, {"--loss-scale"}, ["only with --fp16"], ["--fp16"]),
+    ("--bf16 --hysteresis 3", 1, {"--hysteresis"}, ["when the scale is dynamic"], []),
+    ("--fp16 --loss-scale 8 --initial-loss-scale 4", 1, {"--initial-loss-scale"}, ["without --loss-scale"], []),
+    ("--fp16 --loss-scale 8 --min-loss-scale 4", 1, {"--min-loss-scale"}, ["without --loss-scale"], []),
+    ("--loss-scale-window 10", 1, {"--loss-scale-window"}, ["with --fp16"], []),
+    ("--optimizer sgd --adam-beta1 0.8", 1, {"--adam-beta1"}, ["only with --optimizer adam"], ["--optimizer adam"]),
+    ("--optimizer sgd --adam-beta2 0.8", 1, {"--adam-beta2"}, ["only with --optimizer adam"], ["--optimizer adam"]),
+    ("--optimizer sgd --adam-eps 0.8", 1, {"--adam-eps"}, ["only with --optimizer adam"], ["--optimizer adam"]),
+    ("--sgd-momentum 0.8", 1, {"--sgd-momentum"}, ["only with --optimizer sgd"], ["--optimizer sgd"]),
+    ("--lr-wsd-decay-iters 3", 1, {"--lr-wsd-decay-iters"}, ["only with --lr-decay-style WSD"], ["--lr-decay-style WSD"]),
+    ("--lr-wsd-decay-style linear", 1, {"--lr-wsd-decay-style"}, ["only with --lr-decay-style WSD"], []),
+    (
+        "--train-iters None --train-samples 640 --lr-wsd-decay-samples 3",
+        1,
+        {"--lr-wsd-decay-samples"},
+        ["only with --lr-decay-style WSD"],
+        [],
+    ),
+    ("--lr-decay-style constant --min-lr 0.0001", 1, {"--min-lr"}, ["other than constant"], []),
+    ("--lr-decay-style constant --lr-decay-iters 5", 1, {"--lr-decay-iters"}, ["or with --lr-warmup-fraction"], []),
+    (
+        "--train-iters None --train-samples 640 --lr-decay-style constant --lr-decay-samples 5",
+        1,
+        {"--lr-decay-samples"},
+        ["other than constant"],
+        [],
+    ),
+    ("--lr-warmup-init 0.0001", 1, {"--lr-warmup-init"}, ["--lr-warmup-iters"], []),
+    ("--start-weight-decay 0.1", 1, {"--start-weight-decay"}, ["--weight-decay-incr-style linear"], []),
+    ("--end-weight-decay 0.1", 1, {"--end-weight-decay"}, ["--weight-decay-incr-style linear"], []),
+    (
+        "--weight-decay 0.1 --weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2",
+        1,
+        {"--weight-decay"},
+        ["otherwise --start-weight-decay"],
+        [],
+    ),
+    (
+        "--fsdp-shard-size 1",
+        1,
+        {"--fsdp-shard-size"},
+        ["--fsdp-shard-size 1 would have no effect", "only with --data-parallel-sharding-strategy optim_grads_params"],
+        ["--data-parallel-sharding-strategy optim_grads_params"],
+    ),
+    (
+        "--fsdp-reshard-after-forward never --data-parallel-sharding-strategy optim_grads",
+        1,
+        {"--fsdp-reshard-after-forward"},
+        ["--fsdp-reshard-after-forward never would have no effect"],
+        ["--data-parallel-sharding-strategy optim_grads_params"],
+    ),
+    (
+        "--overlap-param-gather --overlap-grad-reduce",
+        1,
+        {"--overlap-param-gather"},
+        ["only with --use-distributed-optimizer, or a --data-parallel-sharding-strategy other than no_shard"],
+        ["--use-distributed-optimizer"],
+    ),
+    ("--optimizer-offload-fraction 0.5", 1, {"--optimizer-offload-fraction"}, ["only with --op"], ["--optimizer-cpu-offload"]),
+    (
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0",
+        1,
+        {"--optimizer-cpu-offload"},
+        ["--optimizer-cpu-offload would have no effect", "with an --optimizer-offload-fraction above 0"],
+        ["--optimizer-offload-fraction 1.0"],
+    ),
+    (
+        "--pretrained-checkpoint base --load run --finetune",
+        1,
+        {"--pretrained-checkpoint", "--finetune"},
+        ["exclude each other"],
+        ["--no-finetune", "--pretrained-checkpoint None"],
+    ),
+    (
+        "--pretrained-checkpoint base --load run --exit-on-missing-checkpoint",
+        1,
+        {"--pretrained-checkpoint", "--exit-on-missing-checkpoint"},
+        ["One begins a run"],
+        ["--no-exit-on-missing-checkpoint", "--pretrained-checkpoint None"],
+    ),
+    (
+        "--position-embedding-type rope --use-rope-scaling --rotary-seq-len-interpolation-factor 2",
+        1,
+        {"--use-rope-scaling", "--rotary-seq-len-interpolation-factor"},
+        ["exclude each other"],
+        ["--no-use-rope-scaling", "--rotary-seq-len-interpolation-factor 1.0"],
+    ),
+    (
+        "--rotary-seq-len-interpolation-factor 2",
+        1,
+        {"--rotary-seq-len-interpolation-factor"},
+        ["only with --position-embedding-type rope"],
+        ["--position-embedding-type rope"],
+    ),
+    ("--manual-gc-interval 5", 1, {"--manual-gc-interval"}, ["only with --manual-gc"], ["--manual-gc"]),
+    ("--profile-step-start 5", 1, {"--profile-step-start"}, ["only with --profile or --profile-pipeline"], ["--profile"]),
+    ("--profile-step-end 15", 1, {"--profile-step-end"}, ["only with --profile"], ["--profile"]),
+    ("--profile-ranks 1", 2, {"--profile-ranks"}, ["only with --profile"], ["--profile"]),
+    ("--profile-dir p", 1, {"--profile-dir"}, ["only with --profile or --profile-pipeline"], ["--profile"]),
+    ("--profile-step-end 15 --profile-pipeline", 1, {"--profile-step-end"}, ["only with --profile."], ["--profile"]),
+    ("--profile-ranks 1 --profile-pipeline", 2, {"--profile-ranks"}, ["only with --profile."], ["--profile"]),
+    ("--tensorboard-log-interval 5", 1, {"--tensorboard-log-interval"}, ["only with --tensorboard-dir"], []),
+    ("--log-timers-to-tensorboard", 1, {"--log-timers-to-tensorboard"}, ["only with --tensorboard-dir"], []),
+    ("--log-memory-to-tensorboard", 1, {"--log-memory-to-tensorboard"}, ["only with --tensorboard-dir"], []),
+    ("--log-layer-norms", 1, {"--log-layer-norms"}, ["only with --metrics-file, --tensorboard-dir or"], []),
+    ("--wandb-exp-name x", 1, {"--wandb-exp-name"}, ["only with --wandb-project"], []),
+    ("--trace-steps 3", 1, {"--trace-steps"}, ["only with --save-trace"], []),
+    ("--save-interval 5", 1, {"--save-interval"}, ["only with --save"], []),
+    ("--save-retain-interval 5", 1, {"--save-retain-interval"}, ["only with --save"], []),
+    ("--async-save", 1, {"--async-save"}, ["only with --save"], []),
+    ("--keep-last 5", 1, {"--keep-last"}, ["only with --save"], []),
+    ("--no-save-optim", 1, {"--save-optim"}, ["--no-save-optim would have no effect"], []),
+    ("--ckpt-step 5", 1, {"--ckpt-step"}, ["only with --load"], []),
+    ("--no-load-optim", 1, {"--load-optim"}, ["--no-load-optim would have no effect"], []),
+    ("--finetune", 1, {"--finetune"}, ["only with --load"], []),
+    ("--use-checkpoint-args", 1, {"--use-checkpoint-args"}, ["only with --load or --pretrained-checkpoint"], []),
+    ("--exit-on-missing-checkpoint", 1, {"--exit-on-missing-checkpoint"}, ["only with --load"], []),
+    ("--override-opt-param-scheduler", 1, {"--override-opt-param-scheduler"}, ["only with --load"], []),
+    ("--use-checkpoint-opt-param-scheduler", 1, {"--use-checkpoint-opt-param-scheduler"}, ["only with --load"], []),
+    ("--tokenizer-model m", 1, {"--tokenizer-model"}, ["HuggingFaceTokenizer or TikTokenizer or SentencePieceTokenizer or"], []),
+    ("--vocab-file v", 1, {"--vocab-file"}, ["only with --tokenizer-type GPT2BPETokenizer"], []),
+    ("--merge-file v", 1, {"--merge-file"}, ["only with --tokenizer-type GPT2BPETokenizer"], []),
+    ("--tokenizer-type ByteTokenizer", 1, {"--vocab-size"}, ["--vocab-size 100 would have no effect: it acts only with"], []),
+    ("--tiktoken-pattern v1", 1, {"--tiktoken-pattern"}, ["only with --tokenizer-type TikTokenizer"], []),
+    ("--tiktoken-num-special-tokens 3", 1, {"--tiktoken-num-special-tokens"}, ["only with --tokenizer-type TikTokenizer"], []),
+    ("--tiktoken-special-tokens a", 1, {"--tiktoken-special-tokens"}, ["only with --tokenizer-type TikTokenizer"], []),
+    ("--data-cache-path c", 1, {"--data-cache-path"}, ["without --mock-data"], []),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case[0] or "world" for case in CASES])
+def test_a_broken_rule_is_reported(case: Case) -> None:
+    check_case(case)
+
+
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule not in (*PIPELINE_RULES, *SHARDING_RULES)], ids=lambda rule: rule.__name__
+)
+def test_each_rule_has_a_case(rule: Callable[..., object]) -> None:
+    broken = [extra for extra, world_size, *_ in CASES if list(rule(config_of(extra), world_size))]  # type: ignore[call-overload]
+    assert broken, rule
+
+
+def test_each_setting_that_may_do_nothing_has_a_case() -> None:
+    tried = {finding.fields[0] for case in CASES for finding in inert.changed_settings_act(config_of(case[0]), 1)}
+    assert tried == {field for condition in inert.CONDITIONS for field in condition.fields}
+
+
+VALID = [
+    ("", 1),
+    ("", 1_000_000),
+    ("--tensor-model-parallel-size 4 --pipeline-model-parallel-size 3 --sequence-parallel --num-layers 7", 24),
+    ("--pipeline-model-parallel-size 4", 4),
+    ("--group-query-attention --num-query-groups 4 --tensor-model-parallel-size 4", 8),
+    ("--group-query-attention --num-query-groups 12", 1),
+    ("--kv-channels 7 --hidden-size 100", 1),
+    ("--position-embedding-type rope --rotary-percent 0.25 --rotary-base 5e5 --use-rope-scaling --rope-scaling-factor 4", 1),
+    ("--position-embedding-type rope --max-position-embeddings 16", 1),
+    ("--global-batch-size 8 --rampup-batch-size 4 4 100", 2),
+    ("--train-iters None --train-samples 640 --lr-decay-samples 600 --lr-warmup-samples 10 --global-batch-size 8", 2),
+    ("--lr-warmup-fraction 0.1 --lr-warmup-init 1e-5 --lr-decay-iters 90 --min-lr 1e-3", 1),
+    ("--lr-decay-style constant --lr-warmup-iters 200", 1),
+    ("--lr-decay-style constant --lr-warmup-fraction 0.1 --lr-decay-iters 50", 1),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 90 --lr-wsd-decay-style cosine --lr-warmup-iters 10", 1),
+    ("--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.2", 1),
+    ("--fp16 --initial-loss-scale 4 --min-loss-scale 4 --hysteresis 1 --loss-scale-window 10", 1),
+    ("--fp16 --loss-scale 8", 1),
+    ("--optimizer sgd --sgd-momentum 0.5 --clip-grad 0", 1),
+    ("--use-apex", 1),
+    ("--use-apex --device cuda --bf16", 1),
+    ("--optimizer-cpu-offload --optimizer-offload-fraction 0.25", 1),
+    (f"{DATA} --split '969, 30, 1'", 1),
+    (f"{DATA} --split 1 --eval-iters 0", 1),
+    ("--split 100,0,0", 1),
+    ("--save s --save-interval 10 --save-retain-interval 30 --keep-last 2 --no-save-optim", 1),
+    ("--load l --ckpt-step 5 --finetune --no-load-optim --exit-on-missing-checkpoint", 1),
+    ("--profile --profile-ranks 0 3 --profile-step-start 1 --profile-step-end 2 --profile-dir p", 4),
+    ("--profile-pipeline --profile-step-start 100 --profile-dir p", 1),
+    ("--profile-pipeline --profile --profile-step-start 5", 1),
+    ("--vocab-size None --tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m", 1),
+    ("--vocab-size None --tokenizer-type SentencePieceTokenizer --tokenizer-model m", 1),
+    ("--vocab-size None --tokenizer-type ByteTokenizer", 1),
+    ("--device cuda --distributed-backend gloo", 1),
+    ("--save-trace t --trace-steps 3 --check-replicas-every 2", 1),
+    ("--tensorboard-dir t --log-timers-to-tensorboard --wandb-project p --wandb-exp-name n", 1),
+    ("--wandb-project p --tensorboard-log-interval 5 --log-layer-norms", 1),
+    ("--metrics-file f --log-layer-norms", 1),
+]
+
+
+@pytest.mark.parametrize(("extra", "world_size"), VALID)
+def test_what_can_be_run_is_let_through(extra: str, world_size: int) -> None:
+    assert reported(extra, world_size) == []
+
+
+def test_what_is_required_is_named_together() -> None:
+    found = violations(Config(), 1)
+    missing = {flag for violation in found for flag in violation.flags if "missing" in violation.message}
+    assert missing == {*(f"--{field.replace('_', '-')}" for field in REQUIRED), *BASE, "--train-samples", "--data-path"} - {
+        "--vocab-size"
+    }
+    assert len(found) == len(REQUIRED) + 2
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = {flag.field for flag in flags().values() if flag.kind in (int, float)}
+    assert set(RANGES) == numbers
+
+
+def test_defaults_lie_in_their_ranges() -> None:
+    for flag in flags().values():
+        if flag.field in RANGES and flag.default not in (None, 0) and not isinstance(flag.default, tuple):
+            assert RANGES[flag.field].holds(flag.default), flag.name
+
+
+def test_all_violations_are_reported_together() -> None:
+    """Many things wrong at once: none hides another."""
+    extra = (
+        "--hidden-size 100 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 5 --context-parallel-size 2 --fp16 --bf16 "
+        "--attention-dropout 3 --min-lr 1 --train-samples 10 --data-path x --keep-last 2 --seq-length 33 --sequence-parallel "
+        "--split x --swiglu --squared-relu --num-query-groups 4 --ffn-hidden-size 13 --max-position-embeddings 7"
+    )
+    found = reported(extra, 7)
+    assert len(found) == 17
+    with pytest.raises(ConfigError) as caught:
+        load(argv(extra), 7)
+    assert caught.value.violations == tuple(found)
+    assert str(caught.value).startswith("17 problems in the settings:")
+
+
+def test_the_message_reads_like_a_sentence() -> None:
+    (violation,) = reported("--tensor-model-parallel-size 8", 8)
+    assert str(ConfigError([violation])) == (
+        "--num-attention-heads 12 does not divide by --tensor-model-parallel-size 8.\n"
+        "  Each tensor rank holds whole heads. Nearest valid: --tensor-model-parallel-size 4 or 2, --num-attention-heads 16 or 8."
+    )
+
+
+def test_a_world_of_a_million_is_answered() -> None:
+    found = reported("--tensor-model-parallel-size 7 --pipeline-model-parallel-size 3 --global-batch-size 1000003", 1_000_000)
+    assert {"world size 999999", "world size 1000020"} <= {item for violation in found for item in violation.nearest}
+
+
+_SETTINGS = [flag for flag in flags().values() if flag.kind in (int, float) and flag.count == 1]
+
+
+@given(
+    values=st.dictionaries(
+        st.sampled_from(_SETTINGS),
+        st.one_of(
+            st.none(), st.integers(-3, 40), st.sampled_from([10**18, 0.5, 1.5, float("nan"), float("inf"), -float("inf"), 2.0**200])
+        ),
+        max_size=12,
+    ),
+    switches=st.sets(st.sampled_from([flag for flag in flags().values() if flag.kind is bool])),
+    ramp=st.one_of(st.none(), st.tuples(*[st.integers(-1, 10)] * 3)),
+    world_size=st.one_of(st.integers(-1, 64), st.just(10**7)),
+    base=st.booleans(),
+    strategy=st.sampled_from(get_args(ShardingStrategy)),
+)
+def test_rules_never_fail(
+    values: dict[typing.Any, typing.Any],
+    switches: set[typing.Any],
+    ramp: tuple[int, int, int] | None,
+    world_size: int,
+    base: bool,
+    strategy: str,
+) -> None:
+    """Whatever numbers are missing, zero, negative or huge, every rule answers."""
+    config = parse(argv("")) if base else Config()
+    for flag, value in values.items():
+        if value is None and not flag.optional:
+            continue
+        if value is not None and flag.kind is int and not isinstance(value, int):
+            continue
+        value = float(value) if value is not None and flag.kind is float else value
+        config = _with(config, flag.topic, flag.field, value)
+    for flag in switches:
+        config = _with(config, flag.topic, flag.field, not flag.default)
+    config = _with(config, "training", "rampup_batch_size", ramp)
+    config = _with(config, "parallel", "data_parallel_sharding_strategy", strategy)
+    before = violations(config, world_size)
+    for violation in before:
+        assert violation.message.endswith(".")
+
+
+def _with(config: Config, topic: str, field: str, value: object) -> Config:
+    part = dataclasses.replace(getattr(config, topic), **{field: value})
+    return dataclasses.replace(config, **{topic: part})  # type: ignore[arg-type]
+
+
+NOTES = [
+    ("--sequence-parallel", 1, "--sequence-parallel"),
+    ("--overlap-grad-reduce --tensor-model-parallel-size 2", 2, "--overlap-grad-reduce"),
+    ("--use-tp-pp-dp-mapping", 4, "--use-tp-pp-dp-mapping"),
+    ("--use-tp-pp-dp-mapping --pipeline-model-parallel-size 4", 4, "--use-tp-pp-dp-mapping"),
+    ("--fp32-residual-connection", 1, "--fp32-residual-connection"),
+    ("--add-qkv-bias", 1, "--add-qkv-bias"),
+    ("--position-embedding-type rope --max-position-embeddings 32", 1, "--max-position-embeddings 32"),
+    ("--eval-iters 0 --eval-interval 10", 1, "--eval-interval 10"),
+    ("--split 99,1,0", 1, "--split 99,1,0"),
+    ("--timing-log-option all", 1, "--timing-log-option all"),
+    ("--log-timers-to-tensorboard --tensorboard-dir t", 1, "--log-timers-to-tensorboard"),
+    ("--log-memory-to-tensorboard --tensorboard-dir t --device cpu", 1, "--log-memory-to-tensorboard"),
+]
+
+
+@pytest.mark.parametrize(("extra", "world_size", "setting"), NOTES)
+def test_what_changes_nothing_is_noted(extra: str, world_size: int, setting: str) -> None:
+    (note,) = notes(config_of(extra), world_size)
+    assert note.startswith(f"{setting} has no effect: ")
+
+
+@pytest.mark.parametrize(
+    ("extra", "world_size"),
+    [
+        ("--sequence-parallel --overlap-grad-reduce --tensor-model-parallel-size 2", 4),
+        ("--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2", 4),
+        ("--fp32-residual-connection --bf16 --add-qkv-bias --disable-bias-linear", 1),
+        ("--max-position-embeddings 64 --eval-interval 10", 1),
+        (f"{DATA} --split 99,1,0", 1),
+        ("--timing-log-level 1 --timing-log-option all --log-timers-to-tensorboard --tensorboard-dir t", 1),
+        ("--log-memory-to-tensorboard --tensorboard-dir t --device cuda", 1),
+    ],
+)
+def test_what_acts_is_not_noted(extra: str, world_size: int) -> None:
+    assert notes(config_of(extra), world_size) == []
+
+
+def test_whether_a_setting_was_changed() -> None:
+    config = parse(["--num-query-groups", "1", "--rotary-base", "5"])
+    assert not is_changed(config, "num_query_groups")
+    assert is_changed(config, "rotary_base")
+
+
+@given(st.integers(1, 5000))
+def test_divisors(number: int) -> None:
+    assert divisors(number) == [part for part in range(1, number + 1) if number % part == 0]
+
+
+@given(st.integers(0, 500), st.integers(1, 40))
+def test_multiples_near(number: int, unit: int) -> None:
+    found = multiples_near(number, unit)
+    assert found == sorted(found)
+    assert all(multiple > 0 and multiple % unit == 0 for multiple in found)
+    assert number in found or number % unit or number == 0
+    assert max(found) > number
+
+
+def test_topics_are_the_parts_of_config() -> None:
+    assert list(topics()) == [field.name for field in dataclasses.fields(Config)]

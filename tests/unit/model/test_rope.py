@@ -1,0 +1,110 @@
+"""Rotary positions against complex numbers in float64, and Llama 3.1's stretched frequencies against its formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.model import ModelConfig
+from megatron.model.rope import frequencies, rotary_table, rotate, rotated_channels
+from tests.support.lone_rank import CPU
+
+SEQ, BATCH, HEADS = 7, 2, 3
+
+
+def config(size: int = 8, **changes: object) -> ModelConfig:
+    return ModelConfig(hidden_size=size * HEADS, num_attention_heads=HEADS, **changes)  # type: ignore[arg-type]
+
+
+def heads(size: int, key: int = 0) -> torch.Tensor:
+    return torch.randn(SEQ, BATCH, HEADS, size, dtype=torch.float64, generator=torch.Generator().manual_seed(key))
+
+
+POSITIONS = torch.stack([torch.arange(SEQ), torch.arange(SEQ) + 1000], 1)
+"""[s, b]: they need not begin at 0, nor be the same in each sequence."""
+
+
+@pytest.mark.parametrize(("size", "percent"), [(8, 1.0), (8, 0.5), (12, 0.5), (2, 1.0)])
+def test_rotation_is_a_complex_product(size: int, percent: float) -> None:
+    """Channel i and channel i + r/2 are the parts of one number; the rest of the head is left alone."""
+    model, x = config(size, rotary_percent=percent, rotary_base=500.0), heads(size)
+    rotated = rotated_channels(model)
+    assert rotated == size * percent
+    number = torch.complex(x[..., : rotated // 2], x[..., rotated // 2 : rotated])
+    angles = POSITIONS.unsqueeze(-1) * torch.tensor([500.0 ** (-2 * i / rotated) for i in range(rotated // 2)], dtype=torch.float64)
+    turned = number * torch.polar(torch.ones_like(angles), angles).unsqueeze(2)
+    expected = torch.cat([turned.real, turned.imag, x[..., rotated:]], -1)
+    torch.testing.assert_close(rotate(x, rotary_table(POSITIONS, model, x.dtype)), expected, rtol=1e-13, atol=1e-13)
+
+
+def test_interpolated_positions_are_divided() -> None:
+    """Position 12 of a stretched model is where position 4 was."""
+    stretched = rotary_table(POSITIONS * 3, config(rotary_seq_len_interpolation_factor=3.0), torch.float64)
+    for found, plain in zip(stretched, rotary_table(POSITIONS, config(), torch.float64), strict=True):
+        torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_the_first_position_is_not_rotated() -> None:
+    x = heads(8)
+    assert torch.equal(rotate(x, rotary_table(torch.zeros(SEQ, BATCH, dtype=torch.int64), config(), x.dtype)), x)
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 10**6))
+def test_scores_depend_on_the_distance_only(i: int, j: int, shift: int) -> None:
+    q, k = heads(8, key=1)[:1, :1], heads(8, key=2)[:1, :1]
+
+    def score(a: int, b: int) -> float:
+        tables = [rotary_table(torch.tensor([[position]]), config(), torch.float64) for position in (a, b)]
+        return (rotate(q, tables[0]) * rotate(k, tables[1])).sum().item()
+
+    assert score(i, j) == pytest.approx(score(i + shift, j + shift), rel=1e-8, abs=1e-8)
+
+
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+def test_backward_is_the_adjoint(percent: float) -> None:
+    x, y = heads(8, key=1).requires_grad_(), heads(8, key=2)
+    table = rotary_table(POSITIONS, config(rotary_percent=percent), torch.float64)
+    out = rotate(x, table)
+    out.backward(y)
+    assert x.grad is not None
+    assert (out * y).sum().item() == pytest.approx((x * x.grad).sum().item(), rel=1e-12)
+    torch.testing.assert_close(out.norm(dim=-1), x.norm(dim=-1), rtol=1e-13, atol=0.0)
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)])
+def test_16_bit_heads_are_rotated_in_float32(dtype: torch.dtype, rounding: float) -> None:
+    """At position 100,000 a 16-bit angle would be off by many turns; only the result is rounded."""
+    x = heads(64).to(dtype)
+    positions = POSITIONS + 100_000
+    table = rotary_table(positions, config(64), dtype)
+    assert table[0].dtype == table[1].dtype == torch.float32
+    exact = rotate(x.double(), rotary_table(positions, config(64), torch.float64))
+    found = rotate(x, table)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=1e-6)
+
+
+def test_stretched_frequencies_follow_llama_3_1() -> None:
+    """Written as in the model's published code: wavelength by wavelength."""
+    base, size, factor = 500_000.0, 128, 8.0
+    expected = []
+    for i in range(0, size, 2):
+        frequency = 1.0 / base ** (i / size)
+        wavelength = 2 * math.pi / frequency
+        if wavelength < 8192 / 4.0:
+            expected.append(frequency)
+        elif wavelength > 8192 / 1.0:
+            expected.append(frequency / factor)
+        else:
+            smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+            expected.append((1 - smooth) * frequency / factor + smooth * frequency)
+    model = config(size, rotary_base=base, use_rope_scaling=True, rope_scaling_factor=factor)
+    found = frequencies(model, CPU)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=0.0)
+    plain = frequencies(config(size, rotary_base=base), CPU)
+    kept, stretched = found == plain, torch.isclose(found, plain / factor, rtol=1e-13)
+    assert kept.any() and stretched.any() and (~kept & ~stretched).any(), "all three ranges occur"

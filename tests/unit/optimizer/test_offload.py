@@ -1,0 +1,242 @@
+"""Mains and moments in host memory: the same updates, bit for bit, and copies that nothing overtakes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.optimizer import parts
+from megatron.optimizer.offload import Link, choose_offloaded
+from megatron.optimizer.optimizer import Float16Optimizer, FP32Optimizer, ShardedOptimizer, make_optimizer
+from megatron.parallel.boxes import FlatPiece
+from megatron.parallel.collectives import Pending
+from megatron.parallel.params import ParamRecord
+from megatron.parallel.shards import Shard, ShardGroup
+from tests.support import lazy_streams
+from tests.support.lone_rank import lone_rank
+
+SIZES = [[300, 64, 7], [1], [129, 500], [64, 64]]
+"""Elements of the shards of each group."""
+ADAM = OptimizerConfig(optimizer="adam")
+SGD = OptimizerConfig(optimizer="sgd", sgd_momentum=0.9)
+PLAIN_SGD = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0)
+RULES = pytest.mark.parametrize("config", [ADAM, SGD, PLAIN_SGD], ids=["adam", "sgd", "plain sgd"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=lambda dtype: str(dtype)[6:])
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there are many."""
+    monkeypatch.setattr(parts, "_BATCH", 128)
+
+
+@pytest.fixture(params=["in place", "staged", "late"])
+def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """On the device that is the host, no copies but of weights; as on another device; and with copies as late as they may be."""
+    if request.param == "late":
+        monkeypatch.setattr(torch, "get_device_module", lambda device: lazy_streams)
+    return request.param != "in place"
+
+
+def offloading(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
+    return replace(config, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
+
+
+def values(size: int, key: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(key)).to(dtype)
+
+
+class Coming(Pending):
+    """A gradient that is there once somebody has waited for it. On a side stream the wait is put into the stream too."""
+
+    def __init__(self, shards: Sequence[Shard], step: int) -> None:
+        self.shards, self.step = shards, step
+        self.waited_beside = False
+
+    def wait(self) -> torch.Tensor:
+        stream = lazy_streams.current_stream()
+        if stream is not lazy_streams.MAIN:
+            self.waited_beside = True
+            stream.issued.append(self.arrive)
+        else:
+            self.arrive()
+        return torch.empty(0)
+
+    def arrive(self) -> None:
+        for shard in self.shards:
+            key = 1000 * self.step + int(shard.record.name)
+            shard.grad.copy_(values(shard.grad.numel(), key, shard.grad.dtype))
+
+
+class Run:
+    """An optimizer and what happens around it. What is published is written down."""
+
+    def __init__(self, config: OptimizerConfig, dtype: torch.dtype, *, staged: bool | None = None, tells: bool = True) -> None:
+        """
+        Args:
+            tells: say when groups are reduced.
+        """
+        self.tells, self.staged = tells, staged
+        self.groups: list[ShardGroup] = []
+        self.published: list[torch.Tensor] = []
+        wide, number = torch.promote_types(dtype, torch.float32), itertools.count(1)
+        for sizes in SIZES:
+            shards = []
+            for size in sizes:
+                name = str(next(number))
+                weights = values(size, int(name), dtype)
+                record = ParamRecord(name, (size,), decay=int(name) % 2 == 0)
+                shards.append(Shard(record, FlatPiece(0, size), weights, torch.zeros(size, dtype=wide), range(size)))
+            self.groups.append(ShardGroup(shards))
+            self.groups[-1].publish = lambda shards=shards: self.published.extend(s.weights.clone() for s in shards)  # type: ignore[misc]
+        self.optimizer: ShardedOptimizer = make_optimizer(self.groups, config, lone_rank(), staged=staged)
+        self.steps_done = 0
+
+    def step(self, *, skipped: bool = False) -> None:
+        self.steps_done += 1
+        for group in reversed(self.groups):  # as backward completes them
+            coming = Coming(group.shards, self.steps_done)
+            if group.reduced is not None and self.tells:
+                group.reduced(coming)
+                assert coming.waited_beside or torch.get_device_module("cpu") is not lazy_streams
+            coming.wait()
+        if not skipped:
+            self.optimizer.step(0.01 * self.steps_done, 0.1, 1.0 / 3.0 if self.steps_done % 2 else 1.0)
+        for shard in self.optimizer.shards:
+            shard.grad.fill_(torch.nan)  # the next backward
+
+    def state(self) -> list[torch.Tensor]:
+        return [t for s in self.optimizer.shards for t in (s.weights, s.main, *self.optimizer.moments(s).values())]
+
+
+def assert_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
+    assert len(first) == len(second)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@RULES
+@DTYPES
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("tells", [True, False], ids=["told", "not told"])
+def test_offloading_changes_no_bit(config: OptimizerConfig, dtype: torch.dtype, fraction: float, tells: bool, staged: bool) -> None:
+    plain = Run(config, dtype)
+    run = Run(offloading(config, fraction), dtype, staged=staged, tells=tells)
+    assert type(run.optimizer) is type(plain.optimizer) is (Float16Optimizer if dtype == torch.bfloat16 else FP32Optimizer)
+    for step in range(1, 6):
+        for each in (plain, run):
+            each.step(skipped=step in (1, 3))
+    assert_equal(run.state(), plain.state())
+    assert_equal(run.published, plain.published)
+    assert run.optimizer.num_updates == 3 and len(run.published) == 3 * len(run.optimizer.shards)
+    assert not torch.equal(run.state()[0], Run(config, dtype).state()[0])
+
+
+@RULES
+@DTYPES
+def test_state_goes_to_and_from_an_optimizer_that_offloads(config: OptimizerConfig, dtype: torch.dtype, staged: bool) -> None:
+    """As by a checkpoint: mains, moments, and the number of updates."""
+    for before, after in ((config, offloading(config, 0.5)), (offloading(config, 0.5), config)):
+        through, resumed = Run(before, dtype, staged=staged), Run(after, dtype, staged=staged)
+        for _ in range(3):
+            through.step()
+        for old, new in zip(through.optimizer.shards, resumed.optimizer.shards, strict=True):
+            new.main.copy_(old.main)
+            for name, moment in through.optimizer.moments(old).items():
+                resumed.optimizer.moments(new)[name].copy_(moment)
+        resumed.optimizer.set_num_updates(through.optimizer.num_updates)
+        resumed.optimizer.publish()
+        resumed.steps_done = 3
+        assert_equal(resumed.published, [shard.weights for shard in through.optimizer.shards])
+        for _ in range(2):
+            through.step()
+            resumed.step()
+        assert_equal(resumed.state(), through.state())
+
+
+@DTYPES
+def test_what_is_offloaded_lies_apart_from_the_weights(dtype: torch.dtype, staged: bool) -> None:
+    """Also where dtypes agree, unless the device is the host; and its memory is counted as the host's."""
+    optimizer = Run(offloading(ADAM, 0.5), dtype, staged=staged).optimizer
+    numel = sum(itertools.chain(*SIZES))
+    taken = choose_offloaded(list(itertools.chain(*SIZES)), 0.5)
+    apart = [s.main.untyped_storage().data_ptr() != s.weights.untyped_storage().data_ptr() for s in optimizer.shards]
+    assert apart == [dtype == torch.bfloat16 or (staged and index in taken) for index in range(len(apart))]
+    assert (
+        optimizer.offloaded_share
+        == sum(optimizer.shards[index].main.numel() for index in taken) / numel
+        == pytest.approx(0.5, abs=1e-3)
+    )
+    device, host = optimizer.held()
+    padded = {
+        where: sum(-(-s.main.numel() // 64) * 64 for i, s in enumerate(optimizer.shards) if (i in taken) == where)
+        for where in (True, False)
+    }
+    width = optimizer.shards[0].main.itemsize
+
+    def size(tensors: Sequence[torch.Tensor]) -> int:
+        return sum(tensor.nbytes for tensor in tensors)
+
+    assert size(host.mains) == (padded[True] * width if dtype == torch.bfloat16 or staged else 0)
+    assert size(host.moments) == 2 * padded[True] * width
+    assert size(device.mains) == (padded[False] * width if dtype == torch.bfloat16 else 0)
+    assert size(device.moments) == 2 * padded[False] * width and not device.buffers
+    staging = padded[True] * width + 2 * 128 * dtype.itemsize
+    assert size(host.buffers) == (staging if staged else 0)
+
+
+def test_two_may_not_listen_to_a_group() -> None:
+    groups = Run(ADAM, torch.float32).groups
+    make_optimizer(groups, offloading(ADAM, 1.0), lone_rank(), staged=True)
+    with pytest.raises(AssertionError, match="somebody else listens"):
+        make_optimizer(groups, offloading(ADAM, 1.0), lone_rank(), staged=True)
+
+
+def test_copies_go_on_beside_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins to copy gradients without waiting for them, and waits for weights only when both buffers are full."""
+    monkeypatch.setattr(torch, "get_device_module", lambda device: lazy_streams)
+    link = Link(torch.device("cpu"))
+    grads, arrived = torch.ones(3), torch.zeros(3)
+    wait = link.bring(Pending(grads), [grads], [arrived])
+    assert not arrived.any()
+    wait()
+    assert arrived.all()
+    mains, weights = [torch.full((2,), float(i)) for i in range(1, 5)], [torch.zeros(2, dtype=torch.bfloat16) for _ in range(4)]
+    link.reserve(4)
+    there = []
+    for main, weight in zip(mains, weights, strict=True):
+        link.send([main], [weight])
+        main.zero_()
+        there.append([w.tolist() == [i, i] for i, w in enumerate(weights, start=1)])
+    assert there == [[False] * 4, [False] * 4, [True, False, False, False], [True, True, False, False]]
+    link.finish()
+    assert [w.tolist() for w in weights] == [[i, i] for i in range(1, 5)]
+
+
+# ---- which shards
+
+
+@pytest.mark.parametrize("sizes", [[], [5], [1, 1, 1, 1], [100, 1], [100, 60, 50, 40, 3, 3, 2, 1], [7, 7, 7], [0, 4, 0]])
+@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.25, 0.5, 0.6, 0.99, 1.0])
+def test_whole_shards_come_near_to_the_fraction(sizes: list[int], fraction: float) -> None:
+    chosen = choose_offloaded(sizes, fraction)
+    assert chosen <= set(range(len(sizes)))
+    taken, wanted = sum(sizes[index] for index in chosen), fraction * sum(sizes)
+    assert abs(taken - wanted) <= max(sizes, default=0) / 2
+    if fraction in (0.0, 1.0):
+        assert taken == wanted
+    for index in range(len(sizes)):  # no single change comes nearer
+        other = taken + (-sizes[index] if index in chosen else sizes[index])
+        assert abs(taken - wanted) <= abs(other - wanted) + 1e-9
+
+
+def test_a_model_of_equal_blocks_comes_within_a_percent() -> None:
+    """Embedding and twelve blocks of a GPT with a hidden size of 768."""
+    block = [4 * 768 * 768, 4 * 768 * 768, 3 * 768 * 768, 768 * 768, 4 * 768, 768, 768, 768]
+    sizes = [50304 * 768, 1024 * 768, *(block * 12)]
+    for fraction in (0.05, 0.1, 0.25, 0.5, 0.75, 0.9):
+        assert sum(sizes[i] for i in choose_offloaded(sizes, fraction)) / sum(sizes) == pytest.approx(fraction, abs=0.01)

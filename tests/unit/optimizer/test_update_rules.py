@@ -1,0 +1,244 @@
+"""Every update rule does the same to slices as to whole parameters, if slices are cut as finely as it says and no finer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.data_parallel.plan import plan_buckets
+from megatron.optimizer import parts
+from megatron.optimizer.optimizer import make_optimizer
+from megatron.optimizer.rules import RULES, UpdateRule, as_seen
+from megatron.optimizer.updaters import ByTorch, Target, Updater, by_decay
+from megatron.parallel.boxes import DimPiece, FlatPiece
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import ParamEntry, ParamRecord, Split
+from megatron.parallel.shards import Granularity, Shard, ShardGroup
+from megatron.parallel.topology import Topology
+from tests.support.lone_rank import lone_rank
+
+RECORDS = [
+    ParamRecord("embedding", (46, 12), (Split(0, "tp", padded_size=48),), matrix_dims=(0, 1)),
+    ParamRecord("norm", (24,), decay=False),
+    ParamRecord("square", (16, 16), matrix_dims=(0, 1)),
+    ParamRecord("gated", (2, 10, 8), (Split(1, "tp"),), matrix_dims=(1, 2)),
+    ParamRecord("tall", (33, 12), (Split(1, "tp"),), matrix_dims=(0, 1)),
+    ParamRecord("wide", (4, 96), (Split(0, "tp"),), matrix_dims=(0, 1)),
+    ParamRecord("bias", (6,), decay=False),
+]
+STEPS = 4
+
+
+# ---- two rules that must see more than elements
+
+
+class RowsOptimizer(torch.optim.Optimizer):
+    """Momentum, each row of it divided by its norm."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                momentum = self.state[tensor]["momentum"]
+                momentum.mul_(0.9).add_(tensor.grad)
+                tensor.mul_(1.0 - group["lr"] * group["weight_decay"])
+                tensor.sub_(group["lr"] * self.direction(momentum))
+
+    def direction(self, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum / momentum.norm(dim=-1, keepdim=True).clamp(min=1e-300)
+
+
+class MatricesOptimizer(RowsOptimizer):
+    """Momentum, divided by its norm and, for matrices, brought nearer to orthogonality by a step of Newton and Schulz."""
+
+    def direction(self, momentum: torch.Tensor) -> torch.Tensor:
+        x = momentum / momentum.norm().clamp(min=1e-300)
+        return 1.5 * x - 0.5 * x @ x.mT @ x if x.dim() > 1 else x
+
+
+class TestRule(UpdateRule):
+    __test__ = False
+
+    def __init__(self, optimizer: type[RowsOptimizer], granularity: Granularity) -> None:
+        self.optimizer, self.granularity = optimizer, granularity
+
+    def moments(self, config: OptimizerConfig) -> tuple[str, ...]:
+        return ("momentum",)
+
+    def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> Updater:
+        return ByTorch(targets, self.optimizer(by_decay(targets)))
+
+
+ROWS = TestRule(RowsOptimizer, Granularity.ROWS)
+MATRICES = TestRule(MatricesOptimizer, Granularity.MATRICES)
+ALL = RULES | {"rows": ROWS, "matrices": MATRICES}
+
+
+# ---- the proof
+
+
+def values(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash_of(name) + step)
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def hash_of(name: str) -> int:
+    return int.from_bytes(name.encode()[:4], "big") * 100
+
+
+def entries(context: ParallelContext) -> list[ParamEntry]:
+    module = nn.Module()
+    for record in RECORDS:
+        shape = record.local_shape(context.axis_sizes)
+        setattr(module, record.name, nn.Parameter(torch.empty(shape, dtype=torch.float64, device="meta")))
+    return [ParamEntry(record, [(module, record.name)]) for record in RECORDS]
+
+
+def train(
+    rule: str, topology: Topology, tensor_rank: int, config: OptimizerConfig, bucket_size: int | None
+) -> dict[str, torch.Tensor]:
+    """Weights and moments after some updates, by name, put together from what the data ranks of one tensor rank hold."""
+    found: dict[str, torch.Tensor] = {}
+    for data_rank in range(topology.dp):
+        context = lone_rank(topology, data_rank * topology.tp + tensor_rank)
+        groups = []
+        for plan in plan_buckets(entries(context), context, bucket_size=bucket_size, granularity=RULES[rule].granularity):
+            shards = []
+            for placed, piece in plan.pieces(context.group(*plan.axes).index):
+                record = placed.entry.record
+                weights = values(record.name, placed.entry.param.shape, 0).view(-1)[piece.start : piece.stop].clone()
+                shards.append(Shard(record, piece, weights, torch.zeros_like(weights), range(0)))
+            groups.append(ShardGroup(shards))
+        optimizer = make_optimizer(groups, config, context, staged=True)
+        for step in range(1, STEPS + 1):
+            for shard in optimizer.shards:
+                grad = values(shard.record.name, shard.record.local_shape(context.axis_sizes), step)
+                shard.grad.copy_(grad.view(-1)[shard.piece.start : shard.piece.stop])  # type: ignore[union-attr]
+            optimizer.step(0.01 * step, 0.1, 0.7)
+        for shard in optimizer.shards:
+            for kind, tensor in {"weights": shard.weights, **optimizer.moments(shard)}.items():
+                name, numel = f"{kind}.{shard.record.name}", math.prod(shard.record.local_shape(context.axis_sizes))
+                whole = found.setdefault(name, torch.full((numel,), math.nan, dtype=torch.float64))
+                part = whole[shard.piece.start : shard.piece.stop]  # type: ignore[union-attr]
+                assert part.isnan().all(), "held twice"
+                part.copy_(tensor)
+    return found
+
+
+def prove(rule: str, *, tp: int = 1, dp: int, offload: float = 0.0, bucket_size: int | None = None) -> None:
+    """The update of slices on `dp` ranks equals that of whole parameters on one.
+
+    Raises:
+        AssertionError: it does not.
+    """
+    config = OptimizerConfig(optimizer=rule, optimizer_cpu_offload=offload > 0.0, optimizer_offload_fraction=offload)  # type: ignore[arg-type]
+    for tensor_rank in range(tp):
+        whole = train(rule, Topology(tp=tp), tensor_rank, OptimizerConfig(optimizer=rule), None)  # type: ignore[arg-type]
+        sliced = train(rule, Topology(tp=tp, dp=dp), tensor_rank, config, bucket_size)
+        assert sliced.keys() == whole.keys()
+        for name in whole:
+            torch.testing.assert_close(sliced[name], whole[name], rtol=1e-12, atol=1e-14, msg=f"{name} differs")
+            assert not torch.equal(whole[name], values(name.partition(".")[2], whole[name].shape, 0)), "nothing was updated"
+
+
+@pytest.fixture(autouse=True)
+def test_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, rule in ALL.items():
+        monkeypatch.setitem(RULES, name, rule)
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (1, 3), (2, 4)])
+@pytest.mark.parametrize("bucket_size", [None, 300])
+@pytest.mark.parametrize("rule", ALL)
+def test_update_of_slices_equals_that_of_whole_parameters(rule: str, tp: int, dp: int, bucket_size: int | None) -> None:
+    prove(rule, tp=tp, dp=dp, bucket_size=bucket_size)
+
+
+@pytest.mark.parametrize("rule", ALL)
+def test_offloaded_slices_are_no_other(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    """And in host memory those of a rule that sees elements are cut once more."""
+    monkeypatch.setattr(parts, "_BATCH", 64)
+    prove(rule, dp=3, offload=0.5)
+
+
+@pytest.mark.parametrize("rule", ALL)
+def test_the_proof_is_about_something(rule: str) -> None:
+    """Parameters lie on several ranks where the rule lets them, and each rank has some."""
+    context = lone_rank(Topology(dp=3))
+    plans = plan_buckets(entries(context), context, bucket_size=None, granularity=ALL[rule].granularity)
+    holders = [{placed.entry.record.name for plan in plans for placed, _ in plan.pieces(index)} for index in range(3)]
+    cut = [name for name in (record.name for record in RECORDS) if sum(name in held for held in holders) > 1]
+    assert all(holders) and bool(cut) == (ALL[rule].granularity is not Granularity.MATRICES)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "granularity"),
+    [
+        (RowsOptimizer, Granularity.ELEMENTS),
+        (MatricesOptimizer, Granularity.ELEMENTS),
+        (MatricesOptimizer, Granularity.ROWS),
+    ],
+)
+def test_the_proof_fails_for_a_rule_that_asks_for_less_than_it_needs(
+    monkeypatch: pytest.MonkeyPatch, optimizer: type[RowsOptimizer], granularity: Granularity
+) -> None:
+    monkeypatch.setitem(RULES, "greedy", TestRule(optimizer, granularity))
+    with pytest.raises(AssertionError, match="differs"):
+        prove("greedy", dp=3)
+
+
+# ---- what a rule is given
+
+
+@pytest.mark.parametrize("dp", [2, 3, 5])
+@pytest.mark.parametrize(("rule", "dims"), [(ROWS, 2), (MATRICES, None)], ids=["rows", "matrices"])
+def test_targets_have_the_shape_that_was_promised(
+    monkeypatch: pytest.MonkeyPatch, rule: TestRule, dims: int | None, dp: int
+) -> None:
+    given: list[Target] = []
+
+    class Recording(TestRule):
+        def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> Updater:
+            given.extend(targets)
+            return super().make(targets, config, context)
+
+    monkeypatch.setitem(RULES, "recording", Recording(rule.optimizer, rule.granularity))
+    train("recording", Topology(dp=dp), 0, OptimizerConfig(optimizer="recording"), None)  # type: ignore[arg-type]
+    rows = dict.fromkeys((record.name for record in RECORDS), 0)
+    for target in given:
+        shape = target.record.local_shape({})
+        assert target.main.shape[-1] == shape[-1]
+        assert all(tensor.shape == target.main.shape for tensor in (target.grad, *target.moments.values()))
+        assert target.main.dim() == dims if dims else target.main.shape == shape
+        rows[target.record.name] += target.main.numel() // shape[-1]
+    assert rows == {record.name: math.prod(record.local_shape({})[:-1]) for record in RECORDS}
+
+
+def test_pieces_that_cut_too_finely_are_refused() -> None:
+    context = lone_rank()
+    record = ParamRecord("w", (6, 4))
+
+    def seen(granularity: Granularity, piece: FlatPiece | DimPiece, numel: int) -> tuple[int, ...]:
+        return tuple(as_seen(torch.zeros(numel), granularity, record, piece, context).shape)
+
+    assert seen(Granularity.ELEMENTS, FlatPiece(3, 9), 6) == (6,)
+    assert seen(Granularity.ROWS, FlatPiece(4, 12), 8) == (2, 4)
+    assert seen(Granularity.ROWS, DimPiece(0, 1, 4), 12) == (3, 4)
+    assert seen(Granularity.ROWS, DimPiece(1, 0, 4), 24) == (6, 4)
+    for whole in (FlatPiece(0, 24), DimPiece(0, 0, 6), DimPiece(1, 0, 4)):
+        assert seen(Granularity.MATRICES, whole, 24) == (6, 4)
+    for piece, numel in ((FlatPiece(3, 12), 9), (FlatPiece(4, 10), 6), (DimPiece(1, 0, 2), 12)):
+        with pytest.raises(AssertionError, match="cuts a row"):
+            seen(Granularity.ROWS, piece, numel)
+    for piece, numel in ((FlatPiece(0, 20), 20), (DimPiece(0, 0, 5), 20), (DimPiece(1, 0, 2), 12)):
+        with pytest.raises(AssertionError, match="is not the whole"):
+            seen(Granularity.MATRICES, piece, numel)

@@ -1,0 +1,71 @@
+"""The closed formulas of the papers: wherever one is given, the simulator agrees exactly."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.pipeline_parallel.formulas import BUBBLE, PEAK_LIVE, expected
+from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
+from megatron.pipeline_parallel.simulate import Costs
+from megatron.pipeline_parallel.validate import validate
+from tests.support.timelines import chunks_of, timeline
+
+names = st.sampled_from(list(GENERATORS))
+# Twelve has all numbers of chunks as divisors, so costs of chunks are whole and sums of them exact.
+durations = st.integers(0, 9).map(lambda n: 12.0 * n)
+costs_of_a_stage = st.one_of(st.builds(Costs, durations, durations, durations), durations.map(lambda n: Costs(n, n, n)))
+
+
+def test_every_schedule_has_its_formulas() -> None:
+    assert set(BUBBLE) == set(PEAK_LIVE) == set(GENERATORS)
+    nothing = expected("of my own", 4, 8, 1, Costs())
+    assert (nothing.bubble_time, nothing.peak_live, nothing.formulas) == (None, None, ())
+
+
+@given(names, st.integers(1, 12), st.integers(1, 40), st.integers(1, 4), costs_of_a_stage)
+def test_a_formula_that_is_given_is_exact(name: str, stages: int, microbatches: int, chunks: int, costs: Costs) -> None:
+    said = expected(name, stages, microbatches, chunks_of(name, chunks), costs)
+    if said.bubble_time is not None:
+        step = microbatches * (costs.forward + costs.input_grad + costs.weight_grad) + said.bubble_time
+        assert timeline(name, stages, microbatches, chunks, costs).step_time == step
+    if said.peak_live is not None:
+        schedule = make_schedule(name, stages, microbatches, chunks_of(name, chunks))
+        assert said.peak_live == validate(schedule).peak_live_activations
+
+
+@given(st.integers(2, 10), st.integers(0, 20), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
+def test_the_bubble_of_zb_h1_needs_weight_gradients_that_are_not_the_longest(
+    stages: int, more: int, f: int, i: int, w: int
+) -> None:
+    """W <= F and W <= I are not only enough: wherever one is missing the simulator has another bubble."""
+    costs, microbatches = Costs(f, i, w), stages + more
+    said = expected("zb-h1", stages, microbatches, 1, costs).bubble_time
+    assert (said is not None) == (w <= f and w <= i)
+    bubble = timeline("zb-h1", stages, microbatches, 1, costs).step_time - microbatches * (f + i + w)
+    assert (bubble == (stages - 1) * (f + i - w)) == (said is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "chunks", "costs"),
+    [
+        ("gpipe", 4, 8, 1, Costs(1, 1, 1, p2p=0.1)),
+        ("1f1b", 4, 8, 1, Costs(1, 1, 1, p2p=0.1)),
+        ("interleaved", 4, 3, 2, Costs()),
+        ("zb-h1", 4, 3, 1, Costs()),
+        ("zb-v", 4, 6, 2, Costs()),
+        ("zb-v", 4, 8, 2, Costs(2, 2, 1)),
+    ],
+)
+def test_no_formula_is_stretched(name: str, stages: int, microbatches: int, chunks: int, costs: Costs) -> None:
+    assert expected(name, stages, microbatches, chunks, costs).bubble_time is None
+
+
+def test_few_microbatches_of_zb_v_have_no_formula_of_memory() -> None:
+    assert expected("zb-v", 4, 6, 2, Costs()).peak_live is None
+    assert expected("zb-v", 4, 7, 2, Costs()).peak_live == (8, 8, 8, 8)
+
+
+def test_messages_between_no_stages_take_no_time() -> None:
+    assert expected("zb-v", 1, 3, 2, Costs(1, 2, 3, p2p=9)).bubble_time == 0

@@ -1,0 +1,143 @@
+"""The proof of a schedule: what it accepts and what it refuses. Without a process."""
+
+from __future__ import annotations
+
+import graphlib
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.pipeline_parallel.schedule import Message, Op, OpKind, Schedule
+from megatron.pipeline_parallel.schedules.simple import gpipe, one_f_one_b
+from megatron.pipeline_parallel.validate import validate
+from tests.support.schedule_examples import B, F, I, W, random_schedules, split_backwards
+
+# ---- the validator accepts
+
+
+@given(random_schedules())
+def test_any_order_that_meets_its_needs_is_accepted(schedule: Schedule) -> None:
+    """Zero-bubble splits, several chunks a stage; the peak is what counting along each stage gives."""
+    peaks = []
+    for ops in schedule.ops:
+        live = [0]
+        for op in ops:
+            live.append(live[-1] + (op.kind is F) - (op.kind in (B, W)))
+        assert live[-1] == 0
+        peaks.append(max(live))
+    assert validate(schedule).peak_live_activations == tuple(peaks)
+
+
+@pytest.mark.parametrize("weights_last", [False, True])
+def test_split_backwards_are_accepted(weights_last: bool) -> None:
+    """An activation lives until its weight gradient, so weight gradients at the end keep all."""
+    peaks = validate(split_backwards(one_f_one_b(3, 7), weights_last)).peak_live_activations
+    assert peaks == ((7, 7, 7) if weights_last else (3, 2, 1))
+
+
+# ---- the validator rejects
+
+
+def changed(stage: int, change: Callable[[list[Op]], None]) -> Schedule:
+    """1F1B of 3 stages and 4 microbatches with one stage's list changed."""
+    schedule = one_f_one_b(3, 4)
+    ops = [list(stage_ops) for stage_ops in schedule.ops]
+    change(ops[stage])
+    return replace(schedule, ops=tuple(map(tuple, ops)))
+
+
+def swap(a: Op, b: Op) -> Callable[[list[Op]], None]:
+    def change(ops: list[Op]) -> None:
+        i, j = ops.index(a), ops.index(b)
+        ops[i], ops[j] = ops[j], ops[i]
+
+    return change
+
+
+BROKEN: dict[str, tuple[Schedule, str]] = {
+    "missing forward": (
+        changed(1, lambda ops: ops.remove(Op(F, 1, 2))),
+        "chunk 1, microbatch 2: each must be computed exactly once",
+    ),
+    "missing backward": (changed(2, lambda ops: ops.remove(Op(B, 2, 0))), "chunk 2, microbatch 0"),
+    "doubled forward": (changed(0, lambda ops: ops.append(Op(F, 0, 3))), "chunk 0, microbatch 3"),
+    "doubled backward": (changed(1, lambda ops: ops.append(Op(B, 1, 1))), "chunk 1, microbatch 1"),
+    "backward and input gradient": (changed(1, lambda ops: ops.append(Op(I, 1, 1))), "chunk 1, microbatch 1"),
+    "input without weight gradient": (
+        changed(1, lambda ops: ops.__setitem__(ops.index(Op(B, 1, 3)), Op(I, 1, 3))),
+        "chunk 1, microbatch 3",
+    ),
+    "weight without input gradient": (
+        changed(1, lambda ops: ops.__setitem__(ops.index(Op(B, 1, 3)), Op(W, 1, 3))),
+        "chunk 1, microbatch 3",
+    ),
+    "one microbatch only forward": (changed(0, lambda ops: ops.remove(Op(B, 0, 3))), "chunk 0, microbatch 3"),
+    "a microbatch too many": (changed(0, lambda ops: ops.extend([Op(F, 0, 4), Op(B, 0, 4)])), "microbatches that do not exist"),
+    "a negative microbatch": (changed(0, lambda ops: ops.append(Op(F, 0, -1))), "microbatches that do not exist"),
+    "another stage's chunk": (changed(0, lambda ops: ops.append(Op(F, 1, 0))), "stands on stage 0, which does not hold its chunk"),
+    "a chunk that does not exist": (changed(2, lambda ops: ops.append(Op(F, 3, 0))), "does not hold its chunk"),
+    "a negative chunk": (changed(2, lambda ops: ops.append(Op(F, -1, 0))), "does not hold its chunk"),
+    "backward first on the last stage": (changed(2, swap(Op(F, 2, 1), Op(B, 2, 1))), "stands before its forward"),
+    "weight before input gradient": (
+        replace(gpipe(1, 1), ops=((Op(F, 0, 0), Op(W, 0, 0), Op(I, 0, 0)),)),
+        "stands before its input_grad",
+    ),
+    "forwards in another order than messages allow": (
+        # Stage 0 waits for the gradient of microbatch 1 before it gives the forward of 2; stage 1 wants that forward first.
+        replace(
+            gpipe(2, 3),
+            ops=(
+                (Op(F, 0, 0), Op(F, 0, 1), Op(B, 0, 1), Op(F, 0, 2), Op(B, 0, 0), Op(B, 0, 2)),
+                (Op(F, 1, 0), Op(F, 1, 2), Op(F, 1, 1), Op(B, 1, 1), Op(B, 1, 0), Op(B, 1, 2)),
+            ),
+        ),
+        "schedule gpipe deadlocks: stage 0 before B of chunk 0, microbatch 1; stage 1 before F of chunk 1, microbatch 2",
+    ),
+    "backward too early on the first stage": (
+        changed(0, swap(Op(F, 0, 0), Op(B, 0, 0))),
+        "deadlocks: stage 0 before B of chunk 0, microbatch 0",
+    ),
+    "a stage without operations": (changed(1, lambda ops: ops.clear()), "chunk 1, microbatch 0"),
+    "a chunk on a stage that is not there": (replace(gpipe(2, 1), stage_of_chunk=(0, 2)), "which does not hold its chunk"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_schedule_is_refused(what: str) -> None:
+    schedule, message = BROKEN[what]
+    with pytest.raises(ValueError, match=message):
+        validate(schedule)
+
+
+@given(random_schedules(), st.randoms(use_true_random=False))
+def test_two_swapped_operations_are_judged_as_the_graph_of_needs_judges(schedule: Schedule, chooser: random.Random) -> None:
+    """Order on each stage, messages, and forward before backward make a graph; a schedule is possible if it has no cycle."""
+    stages = [list(ops) for ops in schedule.ops]
+    ops = chooser.choice([ops for ops in stages if len(ops) > 1])
+    i, j = chooser.sample(range(len(ops)), 2)
+    ops[i], ops[j] = ops[j], ops[i]
+    swapped = replace(schedule, ops=tuple(map(tuple, stages)))
+
+    giver: dict[Message | None, Op] = {swapped.gives(op): op for ops in swapped.ops for op in ops}
+    graph: dict[Op, set[Op]] = {}
+    for stage_ops in swapped.ops:
+        for before, op in zip((None, *stage_ops), stage_ops, strict=False):
+            first = {F: None, B: F, I: F, W: I}[op.kind]
+            graph[op] = {before} if before else set()
+            graph[op] |= {giver[swapped.needs(op)]} if swapped.needs(op) else set()
+            graph[op] |= {Op(first, op.chunk, op.microbatch)} if first else set()
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError:
+        with pytest.raises(ValueError, match="deadlocks|stands before its"):
+            validate(swapped)
+    else:
+        validate(swapped)
+
+
+def test_every_kind_of_operation_has_its_letter() -> None:
+    assert [kind.value for kind in OpKind] == ["F", "B", "I", "W"]

@@ -1,0 +1,47 @@
+"""The covering subset: every possible pair occurs, few cases, the same for the same seed."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from tests.support.covering import covering, product
+
+AXES: dict[str, list[Any]] = {
+    "tp": [1, 2, 4, 8],
+    "pp": [1, 2, 4, 8],
+    "dp": [1, 2, 4, 8],
+    "sequence": [False, True],
+    "tied": [False, True],
+}
+
+
+def fits(case: dict[str, Any]) -> bool:
+    return case["tp"] * case["pp"] * case["dp"] in (1, 2, 4, 8) and not (case["sequence"] and case["tp"] == 1)
+
+
+def pairs(cases: list[dict[str, Any]]) -> set[Any]:
+    return {pair for case in cases for pair in itertools.combinations(case.items(), 2)}
+
+
+def test_every_valid_pair_occurs_in_few_valid_cases() -> None:
+    full = product(AXES, fits)
+    chosen = covering(AXES, 1, fits)
+    assert all(fits(case) and list(case) == list(AXES) for case in chosen)
+    assert pairs(chosen) == pairs(full)
+    assert len(full) == 60 and len(chosen) <= 24
+
+
+def test_large_product_needs_few_cases() -> None:
+    axes = {name: [0, 1, 2] for name in "abcdefg"}
+    chosen = covering(axes, 3)
+    assert len(pairs(chosen)) == 21 * 9 and len(chosen) <= 20  # of 2,187; 9 is the least possible
+
+
+def test_seed_decides() -> None:
+    assert covering(AXES, 5, fits) == covering(AXES, 5, fits)
+    assert covering(AXES, 5, fits) != covering(AXES, 6, fits)
+
+
+def test_one_axis_takes_every_setting() -> None:
+    assert sorted(case["tp"] for case in covering({"tp": [1, 2, 4]}, 0)) == [1, 2, 4]

@@ -1,0 +1,216 @@
+"""The architecture, read from the source: imports go one way, pure files stay pure, every setting is used."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.config.config import Config
+from megatron.config.parallel import ParallelConfig
+from megatron.config.rules import violations
+
+ROOT = Path(__file__).resolve().parents[2]
+MEGATRON = ROOT / "megatron"
+FILES = sorted(path.relative_to(ROOT) for path in MEGATRON.rglob("*.py"))
+
+ABOVE = {
+    "config": set(),
+    "parallel": {"config"},
+    "tensor_parallel": {"config", "parallel"},
+    "pipeline_parallel": {"config", "parallel"},
+    "data_parallel": {"config", "parallel"},
+    "model": {"config", "parallel", "tensor_parallel", "pipeline_parallel", "data_parallel"},
+    "optimizer": {"config", "parallel", "tensor_parallel", "pipeline_parallel", "data_parallel"},
+    "checkpoint": {"config", "parallel", "tensor_parallel", "pipeline_parallel", "data_parallel", "model", "optimizer"},
+    "data": {"config"},
+    "metrics": {"config"},
+}
+"""What each room may import beside itself."""
+ABOVE["inference"] = {*ABOVE["checkpoint"], "checkpoint", "data"}
+ABOVE["planner"] = {*ABOVE["checkpoint"], "metrics"}
+ABOVE["audit"] = {*ABOVE["checkpoint"], "checkpoint"}
+ABOVE["training"] = set(ABOVE) - {"inference"}
+ABOVE["verification"] = set(ABOVE) - {"inference"}
+
+WITHOUT_TORCH = [
+    *(str(file) for file in FILES if file.parts[1] == "config"),
+    "megatron/parallel/topology.py",
+    "megatron/parallel/boxes.py",
+    *(str(file) for file in FILES if file.parts[1] == "pipeline_parallel" and file.name not in ("executor.py", "p2p.py")),
+    "megatron/optimizer/lr_schedule.py",
+    "megatron/training/batch_size.py",
+    *(str(file) for file in FILES if file.parts[1:3] in (("checkpoint", "storage"), ("checkpoint", "format"))),
+    "megatron/checkpoint/errors.py",
+    *(f"megatron/checkpoint/saving/{name}.py" for name in "background check commit messages part plan process retention".split()),
+    "megatron/data/order.py",
+    "megatron/metrics/flops.py",
+]
+
+
+def tree(file: Path) -> ast.Module:
+    return ast.parse((ROOT / file).read_text())
+
+
+def imports(node: ast.AST) -> Iterator[str]:
+    """Modules that a file imports, anywhere in it."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            yield child.module or ""
+
+
+def test_there_is_something_to_read() -> None:
+    assert len(FILES) > 60 and {file.parts[1] for file in FILES} == set(ABOVE)
+    assert all((ROOT / file).exists() for file in WITHOUT_TORCH)
+
+
+def test_megatron_is_a_namespace_package_of_rooms() -> None:
+    assert not (MEGATRON / "__init__.py").exists()
+    for room in ABOVE:
+        body = tree(Path("megatron", room, "__init__.py")).body
+        assert len(body) == 1 and isinstance(body[0], ast.Expr), f"{room}/__init__.py is one docstring"
+
+
+def test_imports_go_one_way() -> None:
+    wrong = []
+    for file in FILES:
+        room = file.parts[1]
+        for module in imports(tree(file)):
+            top, _, rest = module.partition(".")
+            other = rest.partition(".")[0]
+            if top in ("tests", "tools", "pretrain_gpt") or (top == "megatron" and other != room and other not in ABOVE[room]):
+                wrong.append(f"{file} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_pure_files_do_not_load_torch() -> None:
+    """Not by way of others either; settings load no numpy."""
+    modules = [file.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".") for file in WITHOUT_TORCH]
+    config = [module for module in modules if module.startswith("megatron.config")]
+    code = (
+        "import importlib, sys\n"
+        f"for module in {config}: importlib.import_module(module)\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules), 'config loads one'\n"
+        f"for module in {modules}: importlib.import_module(module)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_are_short() -> None:
+    lengths = {str(file): len((ROOT / file).read_text().splitlines()) for file in FILES}
+    assert not {file: length for file, length in lengths.items() if length > 450}
+
+
+def calls(node: ast.AST) -> Iterator[ast.Call]:
+    """Every call."""
+    return (child for child in ast.walk(node) if isinstance(child, ast.Call))
+
+
+def names_a_device(argument: ast.expr) -> bool:
+    """Whether it is a text such as "cuda:0"."""
+    return (
+        isinstance(argument, ast.Constant) and isinstance(argument.value, str) and argument.value.split(":")[0] in ("cuda", "cpu")
+    )
+
+
+def test_no_device_is_hard_wired() -> None:
+    """No `.cuda()`, no current device, no device by name, but where the device is chosen."""
+    found = []
+    for file in FILES:
+        if file.parts[1] == "config" or str(file) == "megatron/parallel/context.py":
+            continue
+        for call in calls(tree(file)):
+            method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+            devices = [keyword.value for keyword in call.keywords if keyword.arg == "device"]
+            devices += call.args if method in ("to", "device") else []
+            if method in ("cuda", "set_device", "current_device") or any(map(names_a_device, devices)):
+                found.append(f"{file}:{call.lineno}")
+    # The generator of a device that was given without a number is the current one's; a plan sorts documents on the host.
+    allowed = {"megatron/parallel/random.py", "megatron/planner/activations/microbatch.py"}
+    assert {place.rpartition(":")[0] for place in found} == allowed, found
+
+
+def test_parallel_state_is_passed_on() -> None:
+    """Ranks and world sizes are asked of the context; process groups are no globals of a module."""
+    found = set()
+    for file in FILES:
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.Attribute) and node.attr in ("get_rank", "get_world_size"):
+                found.add(f"{file} {node.attr}")
+            if isinstance(node, ast.Global) and file.parts[1] != "data":
+                found.add(f"{file} global {', '.join(node.names)}")
+    assert found == {
+        "megatron/parallel/accumulate.py global _deferred",
+        "megatron/training/failure.py get_world_size",  # when all is lost, the context too
+    }
+
+
+# ---- settings
+
+REFUSED = {"expert_model_parallel_size": 2}
+"""Fields that nothing reads yet: any value but the default is refused."""
+_WORDS = "megatron/config/data_words.py"
+READ_WITHIN = {
+    "use_checkpoint_args": "megatron/config/cli.py",
+    **dict.fromkeys(("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"), _WORDS),
+}
+"""Act while the settings are read, or are read by a function of that room."""
+
+
+def last_name(node: ast.expr) -> str:
+    """`b` of `a.b` and of `b`, without leading underscores."""
+    return (node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else "").lstrip("_")
+
+
+def read_of_settings(file: Path) -> set[str]:
+    """Names read as `config.name`, `training.name`, `self._optimizer.name`: of something called as a topic is."""
+    topics = {"config", *(topic.name for topic in dataclasses.fields(Config))}
+    attributes = (node for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute))
+    return {node.attr for node in attributes if isinstance(node.ctx, ast.Load) and last_name(node.value) in topics}
+
+
+def behind_properties(topic: type) -> dict[str, set[str]]:
+    """For each property of a topic, the fields that it reads."""
+    found = {}
+    for name, value in vars(topic).items():
+        if isinstance(value, property):
+            body = ast.parse(textwrap.dedent(inspect.getsource(value.fget)))  # type: ignore[arg-type]
+            found[name] = {
+                node.attr for node in ast.walk(body) if isinstance(node, ast.Attribute) and last_name(node.value) == "self"
+            }
+    return found
+
+
+def test_every_setting_is_read_where_it_acts() -> None:
+    """Outside the room of settings: no flag is accepted, printed and ignored."""
+    used = set().union(
+        *(read_of_settings(file) for file in FILES if file.parts[1] != "config"), read_of_settings(Path("pretrain_gpt.py"))
+    )
+    unread: list[str] = []
+    for topic in dataclasses.fields(Config):
+        settings = topic.default_factory
+        assert isinstance(settings, type)
+        behind = set().union(*(fields for name, fields in behind_properties(settings).items() if name in used))
+        unread += [field.name for field in dataclasses.fields(settings) if field.name not in used | behind]
+    assert set(unread) == {*REFUSED, *READ_WITHIN}
+    assert all(name in read_of_settings(Path(file)) for name, file in READ_WITHIN.items())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_nothing_reads_yet_are_refused(name: str) -> None:
+    config = Config(parallel=ParallelConfig(**{name: REFUSED[name]}))  # type: ignore[arg-type]
+    flag = f"--{name.replace('_', '-')}"
+    assert any(flag in str(violation) for violation in violations(config, 2))
+    assert not any(flag in str(violation) for violation in violations(Config(), 2))

@@ -1,0 +1,172 @@
+"""What a difference after the gradients is told as: the norm, the update, replicas, evaluations."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron.verification.diagnosis.diagnose import diagnose
+from megatron.verification.diagnosis.finding import Kind
+from megatron.verification.observing.observation import Observation, RankObservation
+from tests.support.verify_observations import DATA, box, first_finding, observed, parts
+
+QKV = "layers.1.attention.qkv.weight"
+NORM = "layers.1.mlp_norm.weight"
+
+
+def change_steps(observation: Observation, step: int, **changes: Any) -> None:
+    """What every rank reports of a step."""
+    for rank in observation.layout.ranks:
+        rank.steps[step] = dataclasses.replace(rank.steps[step], **changes)
+
+
+def mains(step: int = 0) -> Any:
+    return lambda rank: rank.steps[step].mains
+
+
+def parameters(step: int) -> Any:
+    return lambda rank: rank.steps[step].parameters
+
+
+def test_a_norm_that_counts_replicas_twice() -> None:
+    """A parameter that both tensor ranks hold is counted by both."""
+    observation = observed()
+    one, other = observation.layout.ranks
+    (square,) = (each for rank in (one, other) for each in rank.steps[0].counted_squares if each.name == NORM and each.boxes)
+    holder = other if square in one.steps[0].counted_squares else one
+    holder.steps[0].counted_squares.append(square)
+    norm = observation.plain.steps[0].grad_norm
+    change_steps(observation, 0, grad_norm=(norm**2 + square.square) ** 0.5)
+    found = first_finding(observation)
+    assert found.kind is Kind.NORM and f"{NORM} is counted 2 times" in found.text and found.names == (NORM,)
+
+
+def test_a_norm_that_leaves_something_out() -> None:
+    observation = observed()
+    for rank in observation.layout.ranks:
+        rank.steps[0].counted_squares[:] = [each for each in rank.steps[0].counted_squares if each.name != QKV]
+    change_steps(observation, 0, grad_norm=0.9 * observation.plain.steps[0].grad_norm)
+    assert f"{QKV} is not counted" in first_finding(observation).text
+
+
+def test_what_is_written_to_on_its_way() -> None:
+    """It may have done no harm here."""
+    observation = observed()
+    kinds = ["a message of shape [2] to rank 1", "b", "c", "d"]
+    observation.layout.ranks[1].steps[1].overwritten.extend(kinds)
+    found = first_finding(observation)
+    assert (found.kind, found.step, found.place, found.ranks) == (Kind.TRANSFER, 2, kinds[0], (1,))
+    assert "written to before it had left" in found.text and found.text.endswith("; likewise b, c and 1 others")
+
+
+def test_a_norm_that_is_summed_too_often() -> None:
+    observation = observed()
+    change_steps(observation, 0, grad_norm=2**0.5 * observation.plain.steps[0].grad_norm)
+    assert "the sum of squares over the world is 2 times what it should be" in first_finding(observation).text
+
+
+@pytest.mark.parametrize("what", ["learning_rate", "weight_decay"])
+def test_a_wrong_schedule(what: str) -> None:
+    observation = observed()
+    change_steps(observation, 1, **{what: 0.123})
+    found = first_finding(observation)
+    assert found.kind is Kind.UPDATE and found.step == 2
+    assert f"the {what.replace('_', ' ')} is 0.123, the schedule says {getattr(observation.plain.steps[1], what):.9g}" in found.text
+
+
+def test_an_update_that_does_not_happen() -> None:
+    observation = observed()
+    for _, part in parts(observation, mains(), QKV):
+        part.values.copy_(box(part, observation.start[QKV]))
+    found = first_finding(observation)
+    assert found.kind is Kind.UPDATE and found.place == f"{QKV} (layer 1)" and "no update reached them" in found.text
+
+
+def test_an_update_that_is_too_large() -> None:
+    observation = observed()
+    for _, part in parts(observation, mains(), QKV):
+        start = box(part, observation.start[QKV])
+        part.values.add_(part.values - start)
+    assert "the change is 2.0x what it should be" in first_finding(observation).text, "sums over groups are right"
+
+
+def test_weight_decay_where_none_belongs() -> None:
+    observation = observed()
+    for _, part in parts(observation, mains(), NORM):
+        part.values.sub_(1e-4 * observation.start[NORM])
+    assert "too far by -0.0001 times the weights before: weight decay" in first_finding(observation).text
+
+
+def test_parameters_that_did_not_get_the_update() -> None:
+    observation = observed(DATA)
+    stale = next(part for rank, part in parts(observation, lambda rank: rank.steps[0].parameters, QKV) if rank == 1)
+    stale.values.copy_(observation.start[QKV])
+    found = first_finding(observation)
+    assert found.kind is Kind.REPLICAS and "the update was not carried to the parameters" in found.text and found.ranks == (1,)
+
+
+def test_replicas_that_differ_in_a_bit() -> None:
+    """Equal to rounding is not enough: they would drift apart."""
+    observation = observed()
+    part = next(part for rank, part in parts(observation, mains(), NORM) if rank == 1)
+    part.values[3] *= 1 + 2**-52
+    found = first_finding(observation)
+    assert found.kind is Kind.REPLICAS and found.group == "tensor" and found.ranks == (0, 1) and "not the same bits" in found.text
+
+
+def test_an_update_that_is_another_on_one_replica() -> None:
+    """The ranks are told, which tells more than that the update is wrong."""
+    observation = observed(DATA)
+    for rank, part in parts(observation, mains(), QKV):
+        part.values.add_(1e-3 * rank)
+    found = first_finding(observation)
+    assert found.kind is Kind.REPLICAS and found.group == "data" and found.ranks == (0, 1) and found.names == (QKV,)
+
+
+def test_a_skipped_step() -> None:
+    observation = observed()
+    change_steps(observation, 0, skipped=True)
+    assert "took the gradient for an overflow" in first_finding(observation).text
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_an_evaluation_that_differs(number: int) -> None:
+    observation = observed()
+
+    def spoil(rank: RankObservation) -> RankObservation:
+        evaluations = list(rank.evaluations)
+        evaluations[number] *= 1.01
+        return dataclasses.replace(rank, evaluations=evaluations)
+
+    observation.layout.ranks[:] = [spoil(rank) for rank in observation.layout.ranks]
+    found = first_finding(observation)
+    assert found.kind is Kind.EVALUATION and found.step == number
+    assert "though training with the same weights agrees" in found.text and "dropout" in found.text
+
+
+def test_a_run_that_is_too_short() -> None:
+    observation = observed()
+    for rank in observation.layout.ranks:
+        rank.steps.pop()
+    assert "ranks made 1 steps, the reference 2: the run does not end where it should" in first_finding(observation).text
+
+
+def test_rounding_that_adam_makes_an_update_of_is_no_difference() -> None:
+    """Without rotary positions the true gradient of a key bias is zero. Its update is what rounding says, over Adam's epsilon."""
+    observation = observed()
+    name = "layers.1.attention.qkv.bias"
+    plain = observation.plain.steps[0]
+    noise = (plain.gradients[name] != 0) & (plain.gradients[name].abs() < 1e-12 * plain.grad_norm)
+    assert 0 < int(noise.sum()) < len(noise)
+    reach = plain.learning_rate * 1e-14 * plain.grad_norm / observation.config.optimizer.adam_eps
+    for step in (0, 1):
+        for _, part in parts(observation, mains(step), name):
+            part.values.add_(0.9 * reach * box(part, noise.double()))
+        for _, part in parts(observation, parameters(step), name):
+            part.values.add_(0.9 * reach * box(part, noise.double()))
+    assert diagnose(observation).equal
+    for _, part in parts(observation, mains(1), name):
+        part.values.add_(20 * reach * box(part, noise.double()) + 1e-9)
+    assert first_finding(observation).kind is Kind.UPDATE
