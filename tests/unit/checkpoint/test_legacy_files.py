@@ -74,9 +74,7 @@ def test_a_name_put_together_while_reading_is_not_looked_up(path: Path, tmp_path
 
 def test_an_unknown_type_is_named(path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "other": Unknown()}, path)
-    with pytest.raises(
-        CheckpointError, match=r"asks for tests.*test_legacy_files.Unknown[\s\S]*save what is needed"
-    ):
+    with pytest.raises(CheckpointError, match=r"asks for tests.*test_legacy_files.Unknown[\s\S]*save what is needed"):
         RankFile(path)
 
 

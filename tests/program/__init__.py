@@ -1,0 +1,1 @@
+"""Whole programs: training runs, tools, launch scripts and the commands of the documents."""

@@ -1,0 +1,1 @@
+"""What the tests share: references, runs, layouts, corpora, random command lines."""

@@ -1,0 +1,1 @@
+"""What needs no process: functions and files, by the folder of `megatron/` that they test."""
