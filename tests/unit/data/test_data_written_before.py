@@ -1,0 +1,84 @@
+"""Files of an earlier version: indexed datasets, the indexes of their order, a run's history and a preprocessing job under way."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from megatron.config.data import DataConfig
+from megatron.data.build import open_datasets
+from megatron.data.cache import index_cache
+from megatron.data.history import Phase
+from megatron.data.preprocess import storage
+from megatron.data.preprocess.job import Job
+from megatron.data.preprocess.run import preprocess
+from megatron.data.tokenizers.simple import ByteTokenizer
+from tests.support.cli import ROOT
+
+ARCHIVE = ROOT / "tests/support/written_before/data.tar.gz"
+"""`data_made_by.txt` beside it says how it was made."""
+
+
+@pytest.fixture
+def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the earlier version's files, in which the test runs. Small indexes are kept too, and paths relative."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(index_cache, "MIN_ENTRIES", 1)
+    monkeypatch.setattr(storage, "normal", lambda path: path)
+    return tmp_path
+
+
+def read_samples(cache: str) -> None:
+    """Read what the earlier version read, with indexes in a folder, and compare the samples."""
+    for name, case in json.loads(Path("samples.json").read_text()).items():
+        settings = {key: tuple(value) if isinstance(value, list) else value for key, value in case["settings"].items()}
+        config = DataConfig(mock_data=False, data_cache_path=cache, split="80,20", **settings)
+        opened = open_datasets(config, seed=7, seq_length=16, tokenizer=ByteTokenizer(), need_validation=True, need_test=False)
+        phases = [Phase.from_json(phase) for phase in case["history"]]
+        assert [phase.to_json() for phase in phases] == [{**phase, "parts": tuple(phase["parts"])} for phase in case["history"]]
+        if phases:
+            assert phases[-1].parts == opened.train.parts(), f"{name}: the datasets are known again"
+        assert opened.valid is not None
+        for split, count in ((opened.train, 700), (opened.valid, 150)):
+            history = phases if split is opened.train else []
+            first = history[-1].first_sample if history else 0
+            samples = split.source(count, history).samples(first, count - first)
+            assert xxhash.xxh3_128_hexdigest(samples.tobytes()) == case["samples"][str(split.split)], f"{name}, split {split.split}"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of all files but the lock."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+
+
+def test_indexes_of_the_order_are_used_as_they_are(before: Path) -> None:
+    def seen() -> dict[str, tuple[int, int]]:
+        files = [path for path in (before / "cache").iterdir() if path.name != "lock"]
+        return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
+
+    earlier = seen()
+    read_samples("cache")
+    assert seen() == earlier, "no index was made anew, and none is missing"
+    read_samples("another")
+    assert contents(before / "another") == contents(before / "cache"), "today's indexes are the same files"
+
+
+def test_a_preprocessing_job_under_way_is_resumed(before: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(before / "job")
+    kept = len(list(Path("out.parts").glob("*_0.bin")))
+    job = Job(DataConfig(tokenizer_type="ByteTokenizer"), ("text", "title"), append_eod=True, skip_bad_lines=True)
+    notes: list[str] = []
+    summary = preprocess(["input"], "out", job, start="resume", note=notes.append)
+    assert summary.num_kept == kept == 5 and f"shards finished by an earlier run: {kept} of 8" in notes, notes
+    assert not Path("out.parts").exists()
+    complete = sorted(path for path in os.listdir() if path.startswith("complete_"))
+    assert len(complete) == 5
+    for name in complete:
+        assert Path(name.replace("complete", "out", 1)).read_bytes() == Path(name).read_bytes(), name
