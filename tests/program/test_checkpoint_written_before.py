@@ -1,0 +1,80 @@
+"""Checkpoints that an earlier commit has written load bit for bit, at their own layout and at another; training goes on as it did.
+
+The files in tests/support/written_before/checkpoints/ were written by commit b3ee0cc and are never made anew: that is their use.
+`expected.json` holds what that commit's program said of them: the digest of every tensor, and losses, gradient norms and the last
+checkpoint of four more steps on one rank and on two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.dtypes import bytes_of
+from megatron.checkpoint.format.manifest import read_manifest
+from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.stored import StoredCheckpoint
+from megatron.checkpoint.verify import verify
+from megatron.verification.diagnosis.equality import number_differences
+from tests.support.runs import arguments, checkpoint, losses, read_metrics, run
+
+FOLDER = Path(__file__).parents[1] / "support" / "written_before" / "checkpoints"
+EXPECTED = json.loads((FOLDER / "expected.json").read_text())
+SAVED, STEPS = 4, 8
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "lr_decay_iters": STEPS,
+    "lr_decay_style": "cosine",
+    "lr_warmup_iters": 2,
+    "min_lr": 1e-3,
+    "train_iters": STEPS,
+    "save_interval": STEPS,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "bf16_sharded": {"bf16": True, "use_distributed_optimizer": True},
+    "fp32_tensor_parallel": {
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 32,
+        "untie_embeddings_and_output_weights": True,
+    },
+}
+ON_TWO = {"fp32_tensor_parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
+"""The other one has two data ranks."""
+
+
+def test_every_tensor_is_read_bit_for_bit() -> None:
+    for name, expected in EXPECTED["runs"].items():
+        path = checkpoint(FOLDER / name, SAVED)
+        stored = StoredCheckpoint(path)
+        found = {tensor: hashlib.sha256(bytes_of(stored.read_stored(tensor))).hexdigest()[:16] for tensor in stored.tensors}
+        assert found == expected["tensors"], name
+        checked = verify(open_storage(path))
+        assert (checked.digest, checked.faults) == (expected["content_digest"], ()), name
+
+
+def test_training_goes_on_as_it_did(tmp_path: Path) -> None:
+    """Bit for bit where torch and the kind of CPU are those of the time; elsewhere matrix libraries round otherwise."""
+    same_machine = (torch.__version__, torch.backends.cpu.get_cpu_capability()) == (EXPECTED["torch"], EXPECTED["cpu"])
+    for name, settings in MODELS.items():
+        tolerance = 0.0 if same_machine else 1e-5 if name.startswith("fp32") else 1e-2
+        for ranks, layout in ((1, {}), (2, ON_TWO.get(name, {}))):
+            expected, save = EXPECTED["runs"][name]["continued_on"][str(ranks)], tmp_path / f"{name}-{ranks}"
+            metrics = tmp_path / f"{name}-{ranks}.jsonl"
+            run(arguments(**SHAPE | settings | layout, load=FOLDER / name, save=save, metrics_file=metrics), ranks)
+            norms = [line["grad_norm"] for line in read_metrics(metrics) if "grad_norm" in line]
+            problems = number_differences("losses", losses(metrics), expected["losses"], tolerance)
+            problems += number_differences("norms", norms, expected["grad_norms"], tolerance)
+            if same_machine and read_manifest(checkpoint(save, STEPS)).content_digest != expected["content_digest"]:
+                problems.append("the content of the last checkpoint is another one")
+            assert not problems, f"{name} on {ranks} ranks: {problems}"
