@@ -24,7 +24,7 @@ from megatron.pipeline_parallel.schedules.simple import one_f_one_b
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.runs import arguments, run
 from tests.support.vocabularies import sentencepiece
-from tools import checkpoint, generate_text, verify_layout
+from tools import checkpoint, draw_step, generate_text, verify_layout
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.name: path.read_text() for path in DOCUMENTS}
@@ -39,7 +39,7 @@ def commands(text: str) -> Iterator[str]:
                 yield command
 
 
-COMMANDS = list(commands(TEXTS["README.md"]))
+COMMANDS = [command for page in ("README.md", "launching.md", "speed.md") for command in commands(TEXTS[page])]
 
 
 def shell(command: str, folder: Path, **variables: str) -> str:
@@ -197,12 +197,12 @@ def test_a_command_of_the_readme(command: str, tmp_path: Path) -> None:
 
 def test_the_readme_opens_with_the_two_commands() -> None:
     assert COMMANDS[:2] == ["bash examples/quickstart.sh", "bash tests/run.sh"]
-    assert TEXTS["README.md"].index("```bash") < 40
+    assert TEXTS["README.md"].index("![") < TEXTS["README.md"].index("```bash") < 500, "after one picture"
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "examples").glob("train_*.sh")))
-def test_every_launch_script_is_in_the_readme(script: str) -> None:
-    (row,) = re.findall(rf"^\| `examples/{script}` \| .* \| (\d+) x (\d+) x (\d+) \| (.*) \|$", TEXTS["README.md"], re.MULTILINE)
+def test_every_launch_script_is_in_the_table(script: str) -> None:
+    (row,) = re.findall(rf"^\| `examples/{script}` \| .* \| (\d+) x (\d+) x (\d+) \| (.*) \|$", TEXTS["launching.md"], re.MULTILINE)
     text = (ROOT / "examples" / script).read_text()
     nodes, ranks = map(int, re.search(r"^launch (\d+) (\d+) ", text, re.MULTILINE).groups())  # type: ignore[union-attr]
     assert math.prod(map(int, row[:3])) == nodes * ranks
@@ -253,8 +253,12 @@ def test_what_is_not_built_is_refused() -> None:
     assert not set(flags()) & (set(REFUSED) | set(NO_EFFECT))
 
 
+def test_the_picture_is_what_the_tool_draws() -> None:
+    assert (ROOT / "docs/images/step.svg").read_text() == draw_step.draw(), "python tools/draw_step.py docs/images/step.svg"
+
+
 def test_the_rooms_of_the_picture_exist() -> None:
-    picture = TEXTS["README.md"].split("## The house")[1].split("```")[1]
+    picture = TEXTS["tour.md"].split("## The packages")[1].split("```")[1]
     drawn = set(re.findall(r"^  (\w+)/", picture, re.MULTILINE))
     assert drawn == {path.name for path in (ROOT / "megatron").iterdir() if path.is_dir() and path.name != "__pycache__"}
 
