@@ -88,7 +88,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     startup.set_numerics(config.training.deterministic_mode)
     context = connect(config.parallel)
     startup.set_logging(context.rank)
-    plan = BatchSizePlan(config.training, context.group("cp", "dp").size)
+    plan = BatchSizePlan(config.training, context.data_group.size)
     config = startup.with_batch_size(config, plan)
     data = open_data(config, context)
     patience_s = 60 * config.parallel.distributed_timeout_minutes / 2  # before a collective of the other ranks gives up

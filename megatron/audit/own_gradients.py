@@ -18,12 +18,13 @@ from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord, ParamTable
 from megatron.parallel.shards import Shard
+from megatron.parallel.topology import GRADIENT_AXES
 
 
 def whole_over(record: ParamRecord) -> tuple[str, ...]:
     """Axes along which every rank should find the same gradient, so that none is summed over them."""
     split = {split.axis for split in record.splits}
-    return tuple(axis for axis in ("tp", "cp", "dp") if axis not in split and axis not in record.partial_over)
+    return tuple(axis for axis in ("tp", *GRADIENT_AXES) if axis not in split and axis not in record.partial_over)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry, ParamTable
 from megatron.parallel.random import stable_seed
 from megatron.parallel.shards import Shard
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import GRADIENT_AXES, Topology
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Replicas:
         self._context, self._copies = context, list(copies)
         groups = {
             "tensor": context.group("tp"),
-            "data": context.group("cp", "dp"),
+            "data": context.gradient_group,
             "data parts": context.fsdp_replica,
             "first and last stage": context.pipeline_ends,
         }
@@ -162,7 +162,7 @@ def _odd_ones(by_rank: dict[int, int], topology: Topology) -> str:
 def _groups_of(rank: int, topology: Topology) -> dict[str, tuple[int, ...]]:
     pipeline = topology.group(rank, "pp")
     ends = {"first and last stage": (pipeline[0], pipeline[-1])} if rank in (pipeline[0], pipeline[-1]) else {}
-    return {"tensor group": topology.group(rank, "tp"), "data group": topology.group(rank, "cp", "dp"), **ends}
+    return {"tensor group": topology.group(rank, "tp"), "data group": topology.group(rank, *GRADIENT_AXES), **ends}
 
 
 def _group_name(what: str) -> str:

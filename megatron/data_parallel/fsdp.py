@@ -155,7 +155,7 @@ def _mesh(context: ParallelContext) -> DeviceMesh:
     assert shard.process_group is not None, "nobody to shard with"
     if replica.process_group is None:
         return DeviceMesh.from_group(shard.process_group, context.device.type)
-    ranks = torch.tensor(context.group("cp", "dp").ranks).view(replica.size, shard.size)
+    ranks = torch.tensor(context.gradient_group.ranks).view(replica.size, shard.size)
     groups = [replica.process_group, shard.process_group]
     return DeviceMesh.from_group(groups, context.device.type, mesh=ranks, mesh_dim_names=("replica", "shard"))
 

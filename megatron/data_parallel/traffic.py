@@ -32,6 +32,7 @@ from megatron.data_parallel.fsdp_plan import UnitPlan
 from megatron.data_parallel.memory import padded_part
 from megatron.data_parallel.plan import BucketPlan
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.topology import GRADIENT_AXES
 
 Kind = Literal["gradients", "parameters"]
 
@@ -81,7 +82,7 @@ def fsdp_traffic(
         dtype: in which they are gathered.
     """
     ranks, replicas = context.fsdp_shard.size, context.fsdp_replica.size
-    over = axes_in_words(("cp", "dp"), context)
+    over = axes_in_words(GRADIENT_AXES, context)
     part = sum(padded_part(entry, ranks) for unit in units for entry in unit.entries)
     once = (ranks - 1) * part
     gathered = (2 * num_microbatches if reshard == "always" else 1) * once

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from megatron.config.launcher import launched
 from megatron.config.parallel import ParallelConfig
-from megatron.parallel.topology import DENSE_AXES, Topology
+from megatron.parallel.topology import DATA_AXES, DENSE_AXES, GRADIENT_AXES, Topology
 
 # Groups that the framework asks for. Made eagerly and in this order, because every rank must take part in making every group.
-_GROUP_AXES = (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), ("tp", "cp", "dp"), ("tp", "cp", "dp", "pp"))
+_GROUP_AXES = (("tp",), ("cp",), DATA_AXES, ("pp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES), DENSE_AXES)
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,16 @@ class ParallelContext:
         """All ranks."""
         return self.group(*DENSE_AXES)
 
+    @property
+    def data_group(self) -> Group:
+        """Ranks that read different samples. Whoever cuts the global batch cuts it among these."""
+        return self.group(*DATA_AXES)
+
+    @property
+    def gradient_group(self) -> Group:
+        """Ranks whose gradients are summed and that share out the model's state: the data ranks with the context ranks of each."""
+        return self.group(*GRADIENT_AXES)
+
     def pipeline_channel(self, source: int, destination: int) -> Group:
         """Group for messages from one pipeline rank (position on the pp axis) to another.
 
@@ -90,8 +100,8 @@ class ParallelContext:
 
     @property
     def fsdp_shard(self) -> Group:
-        """Data ranks that hold a slice each of what `fully_shard` shards: all of ("cp", "dp"), or a part of --fsdp-shard-size."""
-        return self._groups.get(("fsdp_shard",)) or self.group("cp", "dp")
+        """Data ranks that hold a slice each of what `fully_shard` shards: the gradient group, or a part of --fsdp-shard-size."""
+        return self._groups.get(("fsdp_shard",)) or self.gradient_group
 
     @property
     def fsdp_replica(self) -> Group:
@@ -103,12 +113,12 @@ class ParallelContext:
 
         Args:
             tensor: place on the tensor axis; as each, by default this rank's.
-            data: place in the group ("cp", "dp").
+            data: place in the gradient group.
             stage: place on the pipeline axis.
         """
         sizes, part = self.topology, self.fsdp_shard.size
         tensor = self.group("tp").index if tensor is None else tensor
-        data = self.group("cp", "dp").index if data is None else data
+        data = self.gradient_group.index if data is None else data
         stage = self.group("pp").index if stage is None else stage
         dp, cp = divmod(data, sizes.cp)
         places = {
@@ -116,8 +126,8 @@ class ParallelContext:
             ("cp",): cp,
             ("dp",): dp,
             ("pp",): stage,
-            ("cp", "dp"): data,
-            ("tp", "cp", "dp"): tensor + sizes.tp * data,
+            GRADIENT_AXES: data,
+            ("tp", *GRADIENT_AXES): tensor + sizes.tp * data,
             ("fsdp_shard",): data % part,
             ("fsdp_replica",): data // part,
         }

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron.parallel.boxes import Box
+from megatron.parallel.topology import GRADIENT_AXES
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class ParamRecord:
     shape: tuple[int, ...]
     """Global shape without padding."""
     splits: tuple[Split, ...] = ()
-    partial_over: tuple[str, ...] = ("cp", "dp")
+    partial_over: tuple[str, ...] = GRADIENT_AXES
     """Axes over which each rank's gradient is a partial sum."""
     chunks: tuple[int, ...] = ()
     """Pipeline chunks that hold the parameter; more than one when it is tied across chunks."""

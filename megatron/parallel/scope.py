@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import Init, ParamRecord, ParamTable, Split
+from megatron.parallel.topology import GRADIENT_AXES
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Scope:
             name=f"{self.prefix}{attribute}",
             shape=shape,
             splits=() if split is None else (split,),
-            partial_over=("tp", "cp", "dp") if partial_over_tp else ("cp", "dp"),
+            partial_over=("tp", *GRADIENT_AXES) if partial_over_tp else GRADIENT_AXES,
             chunks=chunks or (self.chunk,),
             init=init,
             decay=decay,

@@ -27,6 +27,10 @@ import math
 from dataclasses import dataclass
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
+DATA_AXES = ("dp",)
+"""The data group: its ranks read different samples. The ranks along cp read the same ones, and share each sequence."""
+GRADIENT_AXES = ("cp", "dp")
+"""The gradient group: its ranks hold the same parameters, and the sum of their gradients is that of the whole batch."""
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 
 
@@ -123,7 +127,7 @@ class Topology:
         return sorted(self._members(axes, dict(zip(others, place, strict=True))) for place in places)
 
     def hybrid_groups(self, shard_size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Each group over cp and dp, cut into parts of `shard_size` neighbours; and the groups across, of one rank from each part.
+        """Each gradient group, cut into parts of `shard_size` neighbours; and the groups across, of one rank from each part.
 
         Example: of the data ranks [0, 2, 4, 6], parts of two are [0, 2] [4, 6], and [0, 4] [2, 6] lie across.
 
@@ -131,7 +135,7 @@ class Topology:
             ValueError: the parts would not be equal.
         """
         self._check_parts(shard_size)
-        data = self.groups("cp", "dp")
+        data = self.groups(*GRADIENT_AXES)
         parts = [ranks[start : start + shard_size] for ranks in data for start in range(0, len(ranks), shard_size)]
         return parts, [ranks[place::shard_size] for ranks in data for place in range(shard_size)]
 
@@ -142,13 +146,13 @@ class Topology:
             ValueError: the parts would not be equal.
         """
         self._check_parts(shard_size)
-        data = self.group(rank, "cp", "dp")
+        data = self.group(rank, *GRADIENT_AXES)
         place = data.index(rank)
         start = place // shard_size * shard_size
         return data[start : start + shard_size], data[place % shard_size :: shard_size]
 
     def _check_parts(self, shard_size: int) -> None:
-        data = self.size("cp", "dp")
+        data = self.size(*GRADIENT_AXES)
         if shard_size < 1 or data % shard_size:
             raise ValueError(f"{data} data ranks do not divide into parts of {shard_size}")
 

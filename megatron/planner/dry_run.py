@@ -9,7 +9,7 @@ from megatron.config.requests import DryRun
 from megatron.metrics.flops import count_parameters
 from megatron.model.build import Model, build_model, model_dtype
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import DATA_AXES, GRADIENT_AXES, Topology
 from megatron.pipeline_parallel.partition import Chunk, table_of
 from megatron.pipeline_parallel.schedule import Op, OpKind
 from megatron.pipeline_parallel.schedules.registry import make_schedule
@@ -66,7 +66,7 @@ class _Planner:
         )
         self._table = table_of(config.model, parallel, vocab_size)
         num_microbatches = advice.num_microbatches(config, dry_run.world_size)
-        self._global_batch_size = num_microbatches * training.micro_batch_size * self._topology.size("cp", "dp")
+        self._global_batch_size = num_microbatches * training.micro_batch_size * self._topology.size(*DATA_AXES)
         _check_operations(num_microbatches, len(self._table))
         stages = self._topology.pp
         self._schedule = make_schedule(parallel.schedule, stages, num_microbatches, len(self._table) // stages)
@@ -176,7 +176,7 @@ class _Planner:
             nodes=-(-topology.world_size // self._dry_run.gpus_per_node),
             tensor=topology.tp,
             pipeline=topology.pp,
-            data=topology.size("cp", "dp"),
+            data=topology.size(*GRADIENT_AXES),
             sequence_parallel=parallel.sequence_parallel and topology.tp > 1,
             device=self._device_type,
             dtype=str(model_dtype(config.precision)).removeprefix("torch."),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron.data_parallel.memory import Bytes, Memory
 from megatron.data_parallel.traffic import axes_in_words
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.topology import GRADIENT_AXES
 from megatron.planner.activations.peak import Activations
 from megatron.planner.links import Crossing, Links
 from megatron.planner.places import Held
@@ -46,8 +47,8 @@ class Groups:
 
     def __init__(self, context: ParallelContext, links: Links) -> None:
         topology, shard = context.topology, context.fsdp_shard.size
-        data = axes_in_words(("cp", "dp"), context)
-        replicas = topology.size("cp", "dp") // shard
+        data = axes_in_words(GRADIENT_AXES, context)
+        replicas = topology.size(*GRADIENT_AXES) // shard
         self._last = topology.pp - 1
         self._links = links
         self._known: dict[str, tuple[int, Callable[[int], Crossing]]] = {
@@ -56,7 +57,7 @@ class Groups:
             f"{replicas} replicas in {data}": (replicas, lambda stage: links.replicas(stage, shard)),
             "pipeline ends": (2, lambda stage: links.between(stage, self._last - stage)),
         }
-        for axes in (("tp", "cp", "dp"), ("cp", "dp"), ("tp",)):
+        for axes in (("tp", *GRADIENT_AXES), GRADIENT_AXES, ("tp",)):
             self._known[axes_in_words(axes, context)] = (topology.size(*axes), self._ring(axes))
 
     def size(self, one: Sending) -> int:

@@ -13,6 +13,7 @@ from megatron.data_parallel.report import StateLayout
 from megatron.data_parallel.state_parts import StatePart
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.topology import GRADIENT_AXES
 from megatron.planner.plan import Places
 
 Held = tuple[int, Memory]
@@ -66,7 +67,7 @@ class _Part:
 
     def __init__(self, part: StatePart, context: ParallelContext, state: OptimizerState) -> None:
         group = part.group(context)
-        self._tensor_size = context.topology.tp if group is context.group("tp", "cp", "dp") else 1
+        self._tensor_size = context.topology.tp if group is context.group("tp", *GRADIENT_AXES) else 1
         self.over_tensor = self._tensor_size > 1 and group.size > 1
         self._size = group.size
         self._starts = sorted(cut for cut in {0, *part.cuts()} if cut < group.size)
@@ -91,7 +92,7 @@ class _Part:
 
 def _alike(parts: Sequence[_Part], context: ParallelContext) -> Iterator[range]:
     """Runs of data ranks that keep the same of every part, on every tensor rank."""
-    data = context.group("cp", "dp").size
+    data = context.gradient_group.size
     cuts = {0, data, *(cut for part in parts for cut in part.cuts(data))}
     return (range(*pair) for pair in itertools.pairwise(sorted(cut for cut in cuts if cut <= data)))
 

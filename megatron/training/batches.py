@@ -100,7 +100,7 @@ class BatchMaker:
         num_workers: int,
         dropout: bool,
     ) -> Iterator[list[ModelInputs]]:
-        rank, size = self.context.group("cp", "dp").index, self.context.group("cp", "dp").size
+        rank, size = self.context.data_group.index, self.context.data_group.size
 
         def key(first_sample: int) -> DropoutKey | None:
             return DropoutKey(self.seed, step=consumed, first_sample=first_sample) if dropout else None

@@ -119,7 +119,7 @@ def describe_sharding(config: Config, context: ParallelContext, step: TrainStep,
     schedule = step.schedule(plan.num_microbatches(plan.total_samples))
     report = state_report(step.model, context, config.parallel, config.optimizer, schedule)
     reports = gather_objects(report, context.group("pp"))
-    return describe_state(reports, config.parallel, context.group("cp", "dp").size, schedule.num_microbatches)
+    return describe_state(reports, config.parallel, context.gradient_group.size, schedule.num_microbatches)
 
 
 def describe_pipeline(schedule: Schedule) -> list[str]:

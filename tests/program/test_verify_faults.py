@@ -59,7 +59,7 @@ FAULTS = {
             (
                 "megatron/training/step.py",
                 "self.scaler.scale / pending.wait().clamp(min=1.0)",
-                'self.scaler.scale / pending.wait().clamp(min=1.0) / self.context.group("cp", "dp").size',
+                "self.scaler.scale / pending.wait().clamp(min=1.0) / self.context.data_group.size",
             ),
         ),
         "--world-size 2",

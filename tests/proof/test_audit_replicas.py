@@ -16,7 +16,7 @@ from megatron.audit.replicas import Copy, Replicas, _odd_ones
 from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
 from megatron.parallel.params import ParamRecord, Split
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.verification.local_ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -126,7 +126,7 @@ def test_who_has_the_whole_gradient() -> None:
     split = ParamRecord("w", (8, 8), splits=(Split(0, "tp"),))
     assert whole_over(split) == ()
     assert whole_over(ParamRecord("w", (8,))) == ("tp",)
-    assert whole_over(ParamRecord("w", (8,), partial_over=("tp", "cp", "dp"))) == ()
+    assert whole_over(ParamRecord("w", (8,), partial_over=("tp", *GRADIENT_AXES))) == ()
 
 
 def test_a_factor_is_explained_by_the_layout() -> None:

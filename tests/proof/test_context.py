@@ -23,7 +23,7 @@ from megatron.parallel.context import (
     disconnect,
     make_context,
 )
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import AXES, CPU
 
@@ -61,7 +61,7 @@ def in_world(rank: int) -> list[dict[str, Any]]:
                 "processes": {name: id(group.process_group) for name, group in groups.items() if group.process_group},
                 "stage": stage,
                 "coordinates": context.coordinates,
-                "order": context.group("dp", "cp") is context.group("cp", "dp"),
+                "order": context.group("dp", "cp") is context.gradient_group,
             }
         )
     dist.barrier()
@@ -105,7 +105,7 @@ def in_hybrid_world(rank: int) -> list[tuple[Any, ...]]:
         groups = (context.fsdp_shard, context.fsdp_replica)
         found.append(tuple((group.ranks, group.index, members(group)) for group in groups))
     whole = make_context(Topology(dp=8), rank, CPU)
-    assert whole.fsdp_shard is whole.group("cp", "dp") and whole.fsdp_replica.ranks == (rank,)
+    assert whole.fsdp_shard is whole.gradient_group and whole.fsdp_replica.ranks == (rank,)
     dist.barrier()
     return found
 
@@ -115,7 +115,7 @@ def test_data_ranks_divide_into_neighbours_that_shard_and_replicas_across() -> N
     for number, (topology, size) in enumerate(HYBRID):
         for rank in range(8):
             (shard, index, asked), (replica, place, asked_across) = ranks[rank][number]
-            data = topology.group(rank, "cp", "dp")
+            data = topology.group(rank, *GRADIENT_AXES)
             start = data.index(rank) // size * size
             assert shard == data[start : start + size] and replica == data[data.index(rank) % size :: size]
             assert shard[index] == replica[place] == rank

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.parallel.context import connect_fake, disconnect
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.verification.local_ranks import run_ranks
 
 WORLDS = [
@@ -19,7 +19,7 @@ WORLDS = [
     (Topology(), None),
 ]
 """With the data ranks of a part."""
-KEYS = (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), ("tp", "cp", "dp"), ("fsdp_shard",), ("fsdp_replica",))
+KEYS = (("tp",), ("cp",), ("dp",), ("pp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES), ("fsdp_shard",), ("fsdp_replica",))
 
 
 def every_rank(_: int) -> list[list[dict[str, Any]]]:

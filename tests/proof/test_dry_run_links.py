@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.planner.links import Crossing, Links
 from tests.support.planned import kind_of, plans_of, settings, topology_of
 
@@ -39,7 +39,7 @@ def told(topology: Topology, crossings: Iterable[Crossing]) -> set[int]:
     """Ranks by the places of every stage."""
     found = set()
     for stage, crossing in enumerate(crossings):
-        assert crossing.shape == (topology.size("cp", "dp"), topology.tp)
+        assert crossing.shape == (topology.size(*GRADIENT_AXES), topology.tp)
         for data, tensor in np.argwhere(crossing):
             dp, cp = divmod(int(data), topology.cp)
             found.add(topology.rank(tp=int(tensor), cp=cp, dp=dp, pp=stage))
@@ -50,7 +50,7 @@ def told(topology: Topology, crossings: Iterable[Crossing]) -> set[int]:
 @pytest.mark.parametrize("topology", WORLDS, ids=str)
 def test_rings_leave_nodes_where_a_list_of_their_ranks_says(topology: Topology, per_node: int) -> None:
     links, stages = Links(topology, per_node), range(topology.pp)
-    for axes in (("tp",), ("dp",), ("cp", "dp"), ("tp", "cp", "dp")):
+    for axes in (("tp",), ("dp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES)):
         assert told(topology, (links.ring(stage, *axes) for stage in stages)) == leaving(topology.groups(*axes), per_node), axes
     whole = tuple(range(topology.world_size))
     assert told(topology, map(links.world, stages)) == leaving([whole], per_node)
@@ -82,7 +82,7 @@ def test_a_plan_tells_which_share_of_a_kind_sends_to_other_nodes(mapping: bool) 
     groups = {
         "tp": topology.groups("tp"),
         "dp": topology.groups("dp"),
-        "tp x dp": topology.groups("tp", "cp", "dp"),
+        "tp x dp": topology.groups("tp", *GRADIENT_AXES),
         "pipeline": topology.groups("pp"),
         "pipeline ends": topology.groups("pp"),
         "world": [tuple(range(12))],

@@ -14,6 +14,7 @@ from megatron.config.cli import LoadedConfig
 from megatron.data.batches import DocumentRules
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.topology import GRADIENT_AXES
 from megatron.training.batches import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
@@ -78,11 +79,11 @@ def random_batch(step: TrainStep, context: ParallelContext, one: LoadedConfig) -
 
 def groups_of(context: ParallelContext) -> dict[str, tuple[int, ...]]:
     """Ranks of the groups, by the words of the plan."""
-    data, shard, replica = context.group("cp", "dp"), context.fsdp_shard, context.fsdp_replica
+    data, shard, replica = context.gradient_group, context.fsdp_shard, context.fsdp_replica
     return {
         "dp": data.ranks,
         "tp": context.group("tp").ranks,
-        "tp x dp": context.group("tp", "cp", "dp").ranks,
+        "tp x dp": context.group("tp", *GRADIENT_AXES).ranks,
         "pipeline ends": context.pipeline_ends.ranks,
         "world": context.world.ranks,
         f"{shard.size} ranks of dp": shard.ranks,

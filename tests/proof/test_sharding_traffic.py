@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.data_parallel.buckets import Buckets
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.topology import GRADIENT_AXES
 from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.planner.state_report import state_report
 from megatron.verification.local_ranks import run_ranks
@@ -186,8 +187,8 @@ def test_the_report_tells_what_a_step_sends(where: str, sharding: str) -> None:
         model = model_on_meta(context, r, case)
         report = state_report(model, context, parallel_config(case), optimizer_config(r, case), schedule)
         groups = {
-            "dp": context.group("cp", "dp"),
-            "tp x dp": context.group("tp", "cp", "dp"),
+            "dp": context.gradient_group,
+            "tp x dp": context.group("tp", *GRADIENT_AXES),
             "pipeline ends": context.pipeline_ends,
         }
         return found, {(groups[some.over].ranks, some.kind): Fraction(some.elements) for some in report.sent}

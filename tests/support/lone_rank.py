@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from megatron.parallel.context import Group, ParallelContext
-from megatron.parallel.topology import DENSE_AXES, Topology
+from megatron.parallel.topology import DATA_AXES, DENSE_AXES, GRADIENT_AXES, Topology
 
-AXES = (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), ("tp", "cp", "dp"), DENSE_AXES)
+AXES = (("tp",), ("cp",), DATA_AXES, ("pp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES), DENSE_AXES)
 CPU = torch.device("cpu")
 
 

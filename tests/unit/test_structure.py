@@ -157,6 +157,20 @@ def test_parallel_state_is_passed_on() -> None:
     }
 
 
+def test_the_groups_of_data_and_of_gradients_are_named() -> None:
+    """Samples are cut among the data group, gradients summed over the gradient group: who writes the axes out confuses the two."""
+    found = []
+    for path in [*MEGATRON.rglob("*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("*.py")]:
+        if path == MEGATRON / "parallel" / "topology.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            written = node.elts if isinstance(node, ast.Tuple | ast.List) else node.args if isinstance(node, ast.Call) else []
+            axes = [argument.value for argument in written if isinstance(argument, ast.Constant)]
+            if axes in (["cp", "dp"], ["dp", "cp"], ["tp", "cp", "dp"]):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")  # type: ignore[attr-defined]
+    assert not found, f"take GRADIENT_AXES or DATA_AXES of parallel/topology.py at {found}"
+
+
 # ---- settings
 
 REFUSED = {"expert_model_parallel_size": 2}

@@ -63,7 +63,7 @@ def _observe(rank: int, job: Job, overwritten: list[str]) -> RankObservation:
     config = job.config
     startup.set_numerics(config.training.deterministic_mode)
     context = connect(config.parallel)
-    plan = BatchSizePlan(config.training, context.group("cp", "dp").size)
+    plan = BatchSizePlan(config.training, context.data_group.size)
     config = startup.with_batch_size(config, plan)
     step = _build_step(job, config, context)
     initial = parts_of_shards(step, lambda shard: shard.main)
@@ -110,7 +110,7 @@ class _Feed:
         self.job, self.plan, self.step = job, plan, step
         training = job.config.training
         self.micro_batch_size, self.num_workers = training.micro_batch_size, job.config.data.num_workers
-        self.data = context.group("cp", "dp")
+        self.data = context.data_group
         self.maker = BatchMaker(context, training.seed, job.config.model.seq_length, self.micro_batch_size, job.rules)
         self.reads = reads_samples(context, [chunk.stage for chunk in step.model.layer_table], job.rules)
 

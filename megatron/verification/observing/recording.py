@@ -138,7 +138,7 @@ class Recorder:
     def _keep(self, name: str, out: torch.Tensor) -> None:
         position = out.shape[0] * self.step.context.group("tp").index if self.step.model.sequence_parallel else 0
         values = out.detach().transpose(0, 1).cpu().to(torch.float64, copy=True).contiguous()
-        data = self.step.context.group("cp", "dp")
+        data = self.step.context.data_group
         first = (self._microbatch * data.size + data.index) * self.micro_batch_size
         self.activations.append(Activation(name, self._microbatch, first, position, values))
 

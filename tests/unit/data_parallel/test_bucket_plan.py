@@ -12,7 +12,7 @@ from megatron.data_parallel.plan import BucketPlan, default_bucket_size, plan_bu
 from megatron.metrics.flops import count_parameters
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Granularity
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import GRADIENT_AXES, Topology
 from tests.support.bucket_examples import MODEL, UNTIED, VOCAB, WORD, buckets_of, build
 from tests.support.lone_rank import lone_rank
 
@@ -119,7 +119,7 @@ def test_a_bucket_holds_gradients_of_one_kind(sequence_parallel: bool) -> None:
             for placed in plan.params:
                 assert ranks == context.group(*placed.entry.record.partial_over).ranks
                 assert plan.tied == (placed.entry.record.name == WORD)
-        partial = {(context.group("tp", "cp", "dp").ranks, False)} if sequence_parallel else set()
+        partial = {(context.group("tp", *GRADIENT_AXES).ranks, False)} if sequence_parallel else set()
         assert kinds == {(context.group("dp").ranks, False), (context.group("dp").ranks, True)} | partial
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.parallel.topology import DENSE_AXES, EXPERT_AXES, Topology
+from megatron.parallel.topology import DENSE_AXES, EXPERT_AXES, GRADIENT_AXES, Topology
 
 SIZES = st.sampled_from([1, 2, 3, 4])
 
@@ -107,7 +107,7 @@ def test_experts_by_hand() -> None:
 def test_3072_ranks(pp_before_dp: bool) -> None:
     t = Topology.from_world(3072, tp=8, pp=16, pp_before_dp=pp_before_dp)
     assert (t.dp, t.world_size, t.size("tp", "pp"), t.size()) == (24, 3072, 128, 1)
-    for axes, count in {("tp",): 384, ("dp",): 128, ("pp",): 192, ("tp", "pp"): 24, ("cp", "dp"): 128}.items():
+    for axes, count in {("tp",): 384, ("dp",): 128, ("pp",): 192, ("tp", "pp"): 24, GRADIENT_AXES: 128}.items():
         groups = t.groups(*axes)
         assert len(groups) == count
         assert sorted(itertools.chain(*groups)) == list(range(3072))

@@ -79,7 +79,7 @@ def test_every_world_reads_the_same_samples(
         context = lone_rank(Topology(tp=tp, pp=pp, dp=dp), rank)
         batches = list(steps(BatchMaker(context, 1, SEQ, micro, rules), Windows(ROWS), step * GLOBAL, num_workers))
         read = [[inputs.tokens.t().tolist() for inputs in batch] for batch in batches if batch]  # type: ignore[union-attr]
-        mine = context.group("cp", "dp").index
+        mine = context.data_group.index
         assert by_data_rank.setdefault(mine, read) == read
     for number in range(4 - step):
         together = [
