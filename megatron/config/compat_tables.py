@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron.spec.activations import FLAGS, spelled
+
 _FUSED = "kernels are chosen by torch; no switch is needed"
 _SDPA = "attention always runs through torch's scaled_dot_product_attention, which picks the fastest kernel"
 _NO_STATE = "random numbers follow from the seed and the step; there is no generator state to save or load"
@@ -122,7 +124,7 @@ _ROTARY = (
     "The rotary embedding knows --rotary-base, --rotary-percent, --rotary-seq-len-interpolation-factor, and --use-rope-scaling "
     "with --rope-scaling-factor."
 )
-_ACTIVATION = "The MLP's activation is GELU, --swiglu or --squared-relu."
+_ACTIVATION = f"The MLP's activation is GELU, {' or '.join(map(spelled, FLAGS))}."
 _NORM = "Norms stand before each sublayer and are LayerNorm or RMSNorm (--normalization)."
 _TOKENIZER = "The tokenizer is set by --tokenizer-type and --tokenizer-model, or --vocab-file and --merge-file, or --vocab-size."
 _LAUNCHER = "The launcher gives it in the environment (RANK, LOCAL_RANK, WORLD_SIZE)."

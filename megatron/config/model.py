@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.spec.activations import activation_of
+
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 
@@ -97,7 +99,7 @@ class ModelConfig:
         """Width of the MLP after defaults."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        return 8 * self.hidden_size // 3 // 64 * 64 if self.swiglu else 4 * self.hidden_size
+        return 8 * self.hidden_size // 3 // 64 * 64 if activation_of(self).gated else 4 * self.hidden_size
 
     @property
     def num_positions(self) -> int:

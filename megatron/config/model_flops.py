@@ -10,6 +10,7 @@ Shapes: `h` hidden size, `d` head size, `n` query heads, `k` key-value heads, `f
 from __future__ import annotations
 
 from megatron.config.model import ModelConfig
+from megatron.spec.activations import activation_of
 
 
 def layer_flops(model: ModelConfig) -> int:
@@ -17,7 +18,7 @@ def layer_flops(model: ModelConfig) -> int:
     h, d, f = model.hidden_size, model.head_size, model.ffn_size
     n, k = model.num_attention_heads, model.num_key_value_heads
     projections = 2 * h * (n + 2 * k) * d + 2 * n * d * h
-    mlp = 2 * h * f * (3 if model.swiglu else 2)
+    mlp = 2 * h * f * (3 if activation_of(model).gated else 2)
     return projections + attention_flops(model) + mlp
 
 

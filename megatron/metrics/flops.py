@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from megatron.config.model import ModelConfig
 from megatron.config.model_flops import attention_flops, layer_flops, output_flops
+from megatron.spec.activations import activation_of
 
 
 def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
@@ -42,7 +43,7 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
     n, k = model.num_attention_heads, model.num_key_value_heads
     bias = not model.disable_bias_linear
     qkv_rows = (n + 2 * k) * d
-    up_rows = 2 * f if model.swiglu else f
+    up_rows = 2 * f if activation_of(model).gated else f
     tensors_of_norm = 2 if model.normalization == "LayerNorm" else 1  # RMSNorm has no bias
 
     attention = qkv_rows * h + h * n * d

@@ -1,7 +1,9 @@
-"""The MLP: GELU, squared ReLU, or gated (SwiGLU, Shazeer 2020), its width split over the tensor group."""
+"""The MLP, plain or gated (Shazeer 2020), its width split over the tensor group; and the functions of the activations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from megatron.config.model import ModelConfig
 from megatron.parallel.params import Init
 from megatron.parallel.scope import Scope
+from megatron.spec.activations import ActivationName, activation_of
 from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -32,15 +35,24 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
 
+_FUNCTIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": partial(F.gelu, approximate="tanh"),  # as GPT-2
+    "swiglu": _SwiGLU.apply,
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+"""[..., f] to [..., f]; gated: [..., 2, f] to [..., f]."""
+
+
 class MLP(nn.Module):
     """Column-parallel up, activation, row-parallel down."""
 
     def __init__(self, scope: Scope, config: ModelConfig) -> None:
         super().__init__()
-        self.gated, self.squared_relu = config.swiglu, config.squared_relu
+        activation = activation_of(config)
+        self.activation = _FUNCTIONS[activation.name]
         std, bias = config.init_method_std, not config.disable_bias_linear
         self.up = ColumnParallelLinear(
-            scope.child("up"), config.hidden_size, config.ffn_size, bias=bias, init=Init(std), halves=2 if self.gated else 1
+            scope.child("up"), config.hidden_size, config.ffn_size, bias=bias, init=Init(std), halves=2 if activation.gated else 1
         )
         self.down = RowParallelLinear(
             scope.child("down"), config.ffn_size, config.hidden_size, bias=bias, init=Init(std / (2 * config.num_layers) ** 0.5)
@@ -49,10 +61,4 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, h] to [s, b, h]."""
         x = self.up(x)  # [s, b, f], gated [s, b, 2, f]
-        if self.gated:
-            x = _SwiGLU.apply(x)
-        elif self.squared_relu:
-            x = F.relu(x).square()
-        else:
-            x = F.gelu(x, approximate="tanh")  # as GPT-2
-        return self.down(x)
+        return self.down(self.activation(x))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megatron.config.model import ModelConfig
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.schedule import OpKind, Schedule
+from megatron.spec.activations import activation_of
 
 
 def kept_per_token(model: ModelConfig, chunk: Chunk, *, padded_vocab: int, tensor_size: int, sequence_parallel: bool) -> float:
@@ -21,7 +22,7 @@ def kept_per_token(model: ModelConfig, chunk: Chunk, *, padded_vocab: int, tenso
     residual = model.hidden_size / (tensor_size if sequence_parallel else 1)
     heads = model.num_attention_heads * model.head_size
     keys_and_values = 2 * model.num_key_value_heads * model.head_size
-    up = model.ffn_size * (2 if model.swiglu else 1)
+    up = model.ffn_size * (2 if activation_of(model).gated else 1)
     split = (heads + keys_and_values) + heads + up + model.ffn_size
     layer = 4 * residual + split / tensor_size
     return len(chunk.layers) * layer + (residual + padded_vocab / tensor_size if chunk.last else 0.0)

@@ -16,13 +16,15 @@ import pytest
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import violations
+from megatron.spec.activations import FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
 MEGATRON = ROOT / "megatron"
 FILES = sorted(path.relative_to(ROOT) for path in MEGATRON.rglob("*.py"))
 
 ABOVE = {
-    "config": set(),
+    "config": {"spec"},
+    "spec": {"config"},
     "parallel": {"config"},
     "tensor_parallel": {"config", "parallel"},
     "pipeline_parallel": {"config", "parallel"},
@@ -33,7 +35,13 @@ ABOVE = {
     "data": {"config"},
     "metrics": {"config"},
 }
-"""What each room may import beside itself."""
+for room in set(ABOVE) - {"config", "spec"}:
+    ABOVE[room] |= {"spec"}
+"""What each room may import beside itself. (Between config and spec: see `test_spec_lies_between_the_settings_and_their_rules`.)"""
+SETTINGS = {
+    f"megatron.config.{name}" for name in "checkpoint data debug logging model optimizer parallel precision training".split()
+}
+"""The dataclasses of the settings, which know nothing of the spec but its tables that import nothing."""
 ABOVE["inference"] = {*ABOVE["checkpoint"], "checkpoint", "data"}
 ABOVE["planner"] = {*ABOVE["checkpoint"], "metrics"}
 ABOVE["audit"] = {*ABOVE["checkpoint"], "checkpoint"}
@@ -41,7 +49,7 @@ ABOVE["training"] = set(ABOVE) - {"inference"}
 ABOVE["verification"] = set(ABOVE) - {"inference"}
 
 WITHOUT_TORCH = [
-    *(str(file) for file in FILES if file.parts[1] == "config"),
+    *(str(file) for file in FILES if file.parts[1] in ("config", "spec")),
     "megatron/parallel/topology.py",
     "megatron/parallel/boxes.py",
     *(str(file) for file in FILES if file.parts[1] == "pipeline_parallel" and file.name not in ("executor.py", "p2p.py")),
@@ -90,6 +98,20 @@ def test_imports_go_one_way() -> None:
             other = rest.partition(".")[0]
             if top in ("tests", "tools", "pretrain_gpt") or (top == "megatron" and other != room and other not in ABOVE[room]):
                 wrong.append(f"{file} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_spec_lies_between_the_settings_and_their_rules() -> None:
+    """The spec reads the settings' dataclasses and nothing else; of the spec, these read at most files that import nothing."""
+    wrong = []
+    for file in FILES:
+        module = ".".join(file.with_suffix("").parts)
+        for imported in imports(tree(file)):
+            if file.parts[1] == "spec" and imported.startswith("megatron.config") and imported not in SETTINGS:
+                wrong.append(f"{file} imports {imported}")
+            if module in SETTINGS and imported.startswith("megatron.spec"):
+                further = imports(tree(Path(*imported.split(".")).with_suffix(".py")))
+                wrong += [f"{file} imports {imported}, which imports {one}" for one in further if one.startswith("megatron")]
     assert not wrong, "\n".join(wrong)
 
 
@@ -212,6 +234,7 @@ def test_every_setting_is_read_where_it_acts() -> None:
     used = set().union(
         *(read_of_settings(file) for file in FILES if file.parts[1] != "config"), read_of_settings(Path("pretrain_gpt.py"))
     )
+    used |= set(FLAGS)  # looked up by name, in the table of activations
     unread: list[str] = []
     for topic in dataclasses.fields(Config):
         settings = topic.default_factory

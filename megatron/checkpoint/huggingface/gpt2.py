@@ -8,9 +8,9 @@ from megatron.checkpoint.huggingface.family import Family
 from megatron.checkpoint.huggingface.fields import Fields
 from megatron.checkpoint.huggingface.layout import grouped, whole
 from megatron.config.model import ModelConfig
+from megatron.spec.activations import GATED_FLAGS, activation_of, by_hugging_face_name, spelled
 
-_ACTIVATIONS = {"gelu_new": False, "gelu_pytorch_tanh": False, "relu2": True}
-"""Names of activations, and whether they are the squared ReLU; the others are GELU's approximation by tanh."""
+_ACTIVATIONS = by_hugging_face_name(gated=False)
 
 
 def _read(fields: Fields) -> ModelConfig:
@@ -36,7 +36,7 @@ def _read(fields: Fields) -> ModelConfig:
         position_embedding_type="learned_absolute",
         normalization="LayerNorm",
         norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
-        squared_relu=_ACTIVATIONS[activation],
+        **({flag: True} if (flag := _ACTIVATIONS[activation].flag) else {}),
         untie_embeddings_and_output_weights=not fields.switch("tie_word_embeddings", True),
         attention_dropout=fields.number("attn_pdrop", 0.1),
         hidden_dropout=dropout,
@@ -65,7 +65,7 @@ def _misfits(model: ModelConfig) -> list[str]:
     wrong = {
         f"positions are {model.position_embedding_type}, not learned_absolute": model.position_embedding_type != "learned_absolute",
         f"the norm is {model.normalization}, not LayerNorm": model.normalization != "LayerNorm",
-        "the MLP is gated (--swiglu)": model.swiglu,
+        f"the MLP is gated ({' or '.join(map(spelled, GATED_FLAGS))})": activation_of(model).gated,
         "linear layers have no biases (--disable-bias-linear)": model.disable_bias_linear,
         "queries and keys are normalised (--qk-layernorm)": model.qk_layernorm,
         f"{model.num_key_value_heads} key-value heads for {model.num_attention_heads} query heads": (
@@ -85,7 +85,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "n_layer": model.num_layers,
         "n_positions": model.num_positions,
         "n_inner": model.ffn_size,
-        "activation_function": "relu2" if model.squared_relu else "gelu_new",
+        "activation_function": activation_of(model).hugging_face[0],
         "layer_norm_epsilon": model.norm_epsilon,
         "attn_pdrop": model.attention_dropout,
         "resid_pdrop": model.hidden_dropout,

@@ -12,9 +12,12 @@ from megatron.checkpoint.huggingface.fields import Fields
 from megatron.checkpoint.huggingface.layout import grouped, stacked, whole
 from megatron.checkpoint.huggingface.rope import read_rope, write_rope
 from megatron.config.model import ModelConfig
+from megatron.spec.activations import GATED_FLAGS, activation_of, by_hugging_face_name, spelled
 
 Biases = Literal["none", "qkv", "all"]
 _BIASES_SAID = {"none": "no linear layer has a bias", "qkv": "only query, key and value have biases", "all": "all have biases"}
+_ACTIVATIONS = by_hugging_face_name(gated=True)
+_GATES = " or ".join(dict.fromkeys(activation.hugging_face[0] for activation in _ACTIVATIONS.values()))
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ def _read(style: Style, fields: Fields) -> ModelConfig:
     size = size or hidden // heads
     if size % 2:
         fields.refuse("hidden_size", f"heads of {size} channels cannot be rotated in pairs")
-    fields.expect("hidden_act", ("silu", "swish"), "silu", "the gated MLP has silu here")
+    activation = _ACTIVATIONS[fields.expect("hidden_act", tuple(_ACTIVATIONS), "silu", f"the gated MLP has {_GATES} here")]
+    assert activation.flag is not None
     biases = _read_biases(style, fields)
     positions = fields.size("max_position_embeddings", style.max_positions)
     window = style.window(fields, layers)
@@ -77,7 +81,7 @@ def _read(style: Style, fields: Fields) -> ModelConfig:
         **read_rope(fields, positions),
         normalization="RMSNorm",
         norm_epsilon=fields.number("rms_norm_eps", 1e-6),
-        swiglu=True,
+        **{activation.flag: True},
         untie_embeddings_and_output_weights=not fields.switch("tie_word_embeddings", False),
         disable_bias_linear=biases != "all",
         add_qkv_bias=biases == "qkv",
@@ -112,7 +116,7 @@ def _misfits(style: Style, model: ModelConfig) -> list[str]:
         f"positions are {model.position_embedding_type}, not rope": model.position_embedding_type != "rope",
         f"only {model.rotary_percent:.0%} of a head is rotated": model.rotary_percent != 1.0,
         f"the norm is {model.normalization}, not RMSNorm": model.normalization != "RMSNorm",
-        "the MLP is not gated (--swiglu)": not model.swiglu,
+        f"the MLP is not gated ({' or '.join(map(spelled, GATED_FLAGS))})": not activation_of(model).gated,
         _BIASES_SAID[biases]: biases not in style.biases,
         "queries and keys are normalised (--qk-layernorm)": model.qk_layernorm and not style.qk_norm,
         "queries and keys are not normalised (--qk-layernorm)": style.qk_norm and not model.qk_layernorm,
@@ -131,7 +135,7 @@ def _write(style: Style, model: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_key_value_heads,
         "head_dim": model.head_size,
-        "hidden_act": "silu",
+        "hidden_act": activation_of(model).hugging_face[0],
         "max_position_embeddings": model.num_positions,
         **write_rope(model),
         "rms_norm_eps": model.norm_epsilon,

@@ -16,6 +16,7 @@ from megatron.checkpoint.source import TensorInfo
 from megatron.model.records import global_records
 from megatron.parallel.boxes import Box
 from megatron.parallel.params import ParamRecord
+from megatron.spec.activations import activation_of
 from megatron.tensor_parallel.embedding import padded_vocab_size
 
 
@@ -138,7 +139,7 @@ class LegacyCheckpoint:
     def _find(self, record: ParamRecord) -> Iterator[Part]:
         """The parts of a parameter by tensor rank."""
         shape = local_shape(record, self._tensor_ranks, self._padded)
-        if self.model.swiglu and ".mlp.up." in record.name:
+        if activation_of(self.model).gated and ".mlp.up." in record.name:
             shape = (shape[0] * shape[1], *shape[2:])
         chunk = self._chunk_of(record.name)
         names = place_of(record.name).stored_names(chunk.first_layer)

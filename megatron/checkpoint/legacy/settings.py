@@ -11,6 +11,7 @@ from megatron.config.checks.model import RULES
 from megatron.config.config import Config
 from megatron.config.data import DataConfig, TokenizerType
 from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
+from megatron.spec.activations import FLAGS
 
 _SAME = (
     "num_layers",
@@ -29,8 +30,7 @@ _SAME = (
     "rope_scaling_factor",
     "normalization",
     "norm_epsilon",
-    "swiglu",
-    "squared_relu",
+    *FLAGS,
     "untie_embeddings_and_output_weights",
     "add_qkv_bias",
     "qk_layernorm",
@@ -123,8 +123,8 @@ def _as_field(name: str, value: Any, where: str) -> Any:
 def notes_on(args: Namespace) -> list[str]:
     """Where the model computes a little otherwise here than there."""
     given = vars(args)
-    gated = given.get("swiglu") or given.get("squared_relu")
-    if not gated and given.get("bias_gelu_fusion") is False and not given.get("openai_gelu"):
+    other = any(given.get(flag) for flag in FLAGS)
+    if not other and given.get("bias_gelu_fusion") is False and not given.get("openai_gelu"):
         return ["It was trained with the exact GELU; here GELU is the approximation by tanh, which differs by up to 5e-4."]
     return []
 

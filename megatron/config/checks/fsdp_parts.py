@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.checks.finding import positive
 from megatron.config.config import Config
+from megatron.spec.activations import GATED_FLAGS
 
 _TP, VOCABULARY = "tensor_model_parallel_size", "make_vocab_size_divisible_by"
 
@@ -32,7 +33,7 @@ def split_dimensions(config: Config) -> list[Dimension]:
         whole.append(Dimension("learned positions", ("max_position_embeddings", "seq_length"), model.num_positions))
     if not model.tied:
         whole.append(Dimension("vocabulary, a multiple of", (VOCABULARY,), model.make_vocab_size_divisible_by))
-    over_tensor = [Dimension("width of the MLP", ("ffn_hidden_size", "hidden_size", "swiglu"), model.ffn_size)]
+    over_tensor = [Dimension("width of the MLP", ("ffn_hidden_size", "hidden_size", *GATED_FLAGS), model.ffn_size)]
     if positive(model.num_attention_heads, model.num_key_value_heads) and model.head_size > 0:
         rows = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_size
         fields = ("num_attention_heads", "num_query_groups", "kv_channels", "hidden_size")

@@ -16,6 +16,7 @@ from megatron.config.checks.finding import (
     try_values,
 )
 from megatron.config.config import Config
+from megatron.spec.activations import FLAGS, activation_of, spelled
 
 
 def hidden_divides_by_heads(config: Config, world_size: int) -> Iterator[Finding]:
@@ -38,9 +39,11 @@ def mlp_has_width(config: Config, world_size: int) -> Iterator[Finding]:
     """The default width of a gated MLP is rounded down to a multiple of 64, which a small hidden size does not reach."""
     model = config.model
     if model.ffn_hidden_size is None and positive(model.hidden_size) and model.ffn_size < 1:
+        flag = activation_of(model).flag
+        assert flag is not None, "an MLP that is not gated is wider than the model"
         yield Finding(
-            ("hidden_size", "ffn_hidden_size", "swiglu"),
-            f"The MLP has no width: --swiglu with --hidden-size {model.hidden_size} gives "
+            ("hidden_size", "ffn_hidden_size", flag),
+            f"The MLP has no width: {spelled(flag)} with --hidden-size {model.hidden_size} gives "
             f"8 x {model.hidden_size} / 3 rounded down to a multiple of 64, which is 0.",
             "Give --ffn-hidden-size.",
             ((change(ffn_hidden_size=8 * config.parallel.tensor_model_parallel_size),),),
@@ -65,12 +68,13 @@ def query_groups_divide_heads(config: Config, world_size: int) -> Iterator[Findi
 
 def one_activation(config: Config, world_size: int) -> Iterator[Finding]:
     """There is one activation."""
-    if config.model.swiglu and config.model.squared_relu:
+    given = [flag for flag in FLAGS if getattr(config.model, flag)]
+    if len(given) > 1:
         yield Finding(
-            ("swiglu", "squared_relu"),
-            "--swiglu and --squared-relu exclude each other.",
+            tuple(given),
+            f"{' and '.join(map(spelled, given))} exclude each other.",
             "Each sets the MLP's activation.",
-            ((change(swiglu=False), change(squared_relu=False)),),
+            (tuple(change(**{flag: False for flag in given if flag != kept}) for kept in reversed(given)),),
         )
 
 

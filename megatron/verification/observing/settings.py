@@ -7,6 +7,7 @@ from collections.abc import Callable
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.spec.activations import activation_of
 from megatron.verification.reference.schedules import Course, Growth
 from megatron.verification.reference.shape import ReferenceShape
 from megatron.verification.reference.update import Rule
@@ -31,7 +32,7 @@ def reference_shape(model: ModelConfig, vocab_size: int) -> ReferenceShape:
         rope_scaling_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
         norm=model.normalization,
         epsilon=model.norm_epsilon,
-        activation="swiglu" if model.swiglu else "squared_relu" if model.squared_relu else "gelu",
+        activation=activation_of(model).name,
         bias=not model.disable_bias_linear,
         qkv_bias=model.add_qkv_bias,
         qk_norm=model.qk_layernorm,
