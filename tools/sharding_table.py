@@ -24,7 +24,7 @@ from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
-from megatron.data_parallel.report import Report
+from megatron.data_parallel.state_layout import StateReport
 from megatron.model.build import build_model
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.topology import Topology
@@ -103,7 +103,7 @@ class Reports:
     data_size: int
     shard_size: int
     """Data ranks among which optim_grads_params shards: as many as divide every dimension."""
-    by_strategy: dict[str, Report]
+    by_strategy: dict[str, StateReport]
 
 
 _OFFLOADED = "optim, offloaded"
@@ -134,11 +134,11 @@ def reports_of(published: Published, data_size: int) -> Reports:
         )
         schedule = make_schedule(parallel.schedule, stages, published.num_microbatches)
 
-        def under(strategy: ShardingStrategy, optimizer: OptimizerConfig) -> Report:
+        def under(strategy: ShardingStrategy, optimizer: OptimizerConfig) -> StateReport:
             sharded = replace(parallel, data_parallel_sharding_strategy=strategy)
             return state_report(built, context, sharded, optimizer, schedule)
 
-        found: dict[str, Report] = {strategy: under(strategy, OptimizerConfig()) for strategy in STRATEGIES}
+        found: dict[str, StateReport] = {strategy: under(strategy, OptimizerConfig()) for strategy in STRATEGIES}
         found[_OFFLOADED] = under("optim", OptimizerConfig(optimizer_cpu_offload=True))
     finally:
         disconnect()
@@ -204,7 +204,7 @@ def _rule(columns: int) -> str:
     return "|" + "---|" * columns
 
 
-def _state_and_buffers(report: Report) -> str:
+def _state_and_buffers(report: StateReport) -> str:
     memory = report.memory
     state = _gb(memory.total.device - memory.buffers.device)
     return f"{state} + {_gb(memory.buffers.device)}" if memory.buffers.device else state

@@ -2,19 +2,22 @@
 
 A digest of each is compared by one small reduction a group. Only where something differs, ranks tell each other what they have, and
 all raise the same error.
+
+A digest is a wrapping 64-bit sum of a tensor's words, each times an odd weight, computed where the tensor is. One changed word
+always changes it, since an odd weight times a difference is not 0; other changes go unseen once in about 2^63.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.audit.bits import bit_digest
-from megatron.audit.errors import raise_audit, ranks_in_words
 from megatron.parallel.boxes import Box, DimPiece
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import Group, ParallelContext
@@ -23,9 +26,80 @@ from megatron.parallel.random import stable_seed
 from megatron.parallel.shards import Shard
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 
+MOST_LINES = 8
+"""Findings that an error tells in full."""
+
+
+class AuditError(RuntimeError):
+    """Replicas differ, or a gradient was not summed or counted as its record says. Raised on every rank with the same words."""
+
+
+def raise_audit(head: str, findings: Sequence[str], advice: str) -> None:
+    """Say what was found; nothing if there is nothing.
+
+    Raises:
+        AuditError: there are findings. Every rank must come here with the same ones.
+    """
+    if not findings:
+        return
+    more = [f"and {len(findings) - MOST_LINES} more"] if len(findings) > MOST_LINES else []
+    raise AuditError("\n  ".join([head, *findings[:MOST_LINES], *more, advice]))
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1 and 2`."""
+    shown = [str(rank) for rank in ranks[:MOST_LINES]]
+    if len(ranks) > MOST_LINES:
+        return f"ranks {', '.join(shown)} and {len(ranks) - MOST_LINES} more"
+    return f"rank {shown[0]}" if len(shown) == 1 else f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+_ROW = 1 << 14
+"""Words with a weight each; each row of so many words has a further weight."""
+
+_ROWS_AT_ONCE = 64
+
+
+def bit_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """An int64 scalar on the tensor's device: the same for the same bytes in the same order, at any address."""
+    words = _words(tensor)
+    weights, row_weights = _weights(tensor.device), _odd_numbers(-(-len(words) // _ROW))
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    whole = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
+    for start in range(0, len(whole), _ROWS_AT_ONCE):
+        rows = (whole[start : start + _ROWS_AT_ONCE] * weights).sum(1)
+        total += (rows * row_weights[start : start + len(rows)].to(tensor.device)).sum()
+    rest = words[whole.numel() :]
+    if len(rest):
+        total += (rest * weights[: len(rest)]).sum() * int(row_weights[-1])
+    return total
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes as 64-bit words, zeros behind them."""
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if raw.numel() % 8 or raw.storage_offset() % 8:
+        padded = raw.new_zeros(-(-raw.numel() // 8) * 8)
+        padded[: raw.numel()] = raw
+        raw = padded
+    return raw.view(torch.int64)
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(device: torch.device) -> torch.Tensor:
+    """Of the words of a row: int64 [16384]."""
+    return _odd_numbers(_ROW).to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _odd_numbers(count: int) -> torch.Tensor:
+    """Drawn once and for all: int64 [count], in host memory; a longer list begins with a shorter one."""
+    drawn = np.random.Generator(np.random.Philox(stable_seed("bits"))).bytes(8 * count)
+    return torch.from_numpy(np.frombuffer(drawn, dtype=np.int64) | 1)
+
 
 @dataclass(frozen=True)
-class Copy:
+class ReplicatedPart:
     """Some boxes of a parameter that this rank holds, and perhaps others too."""
 
     name: str
@@ -43,7 +117,7 @@ class Copy:
         return self.name if self.what == "weights" else f"{self.name} ({self.what})"
 
 
-def copies_held(params: ParamTable, shards: Sequence[Shard], context: ParallelContext) -> list[Copy]:
+def copies_held(params: ParamTable, shards: Sequence[Shard], context: ParallelContext) -> list[ReplicatedPart]:
     """What this rank holds that another may hold too: its parameters (of those that data ranks share out, its part), and the mains
     that are kept apart from them."""
     shared_out = {shard.record.name for shard in shards if isinstance(shard.piece, DimPiece)}
@@ -51,15 +125,15 @@ def copies_held(params: ParamTable, shards: Sequence[Shard], context: ParallelCo
     for shard in shards:
         boxes = tuple(placed.box for placed in shard.boxes(context))
         if shard.record.name in shared_out:
-            copies.append(Copy(shard.record.name, "weights", boxes, lambda shard=shard: shard.weights))  # type: ignore[misc]
+            copies.append(ReplicatedPart(shard.record.name, "weights", boxes, lambda shard=shard: shard.weights))  # type: ignore[misc]
         if shard.main.data_ptr() != shard.weights.data_ptr():
-            copies.append(Copy(shard.record.name, "main weights", boxes, lambda shard=shard: shard.main))  # type: ignore[misc]
+            copies.append(ReplicatedPart(shard.record.name, "main weights", boxes, lambda shard=shard: shard.main))  # type: ignore[misc]
     return [copy for copy in copies if any(box.numel for box in copy.boxes)]
 
 
-def _whole(entry: ParamEntry, context: ParallelContext) -> Copy:
+def _whole(entry: ParamEntry, context: ParallelContext) -> ReplicatedPart:
     held = entry.record.held_box(context.axis_sizes, context.coordinates)
-    return Copy(entry.record.name, "weights", (held,), lambda: entry.param)
+    return ReplicatedPart(entry.record.name, "weights", (held,), lambda: entry.param)
 
 
 class Replicas:
@@ -69,7 +143,7 @@ class Replicas:
         copies: this rank's.
     """
 
-    def __init__(self, copies: Sequence[Copy], context: ParallelContext) -> None:
+    def __init__(self, copies: Sequence[ReplicatedPart], context: ParallelContext) -> None:
         self._context, self._copies = context, list(copies)
         groups = {
             "tensor": context.group("tp"),

@@ -14,10 +14,9 @@ from typing import Any
 from torch import nn
 
 from megatron.config.parallel import ParallelConfig
-from megatron.data_parallel.bucket import Bucket, Fill, SlicedBucket, WholeBucket, main_grad_dtype
-from megatron.data_parallel.plan import BucketPlan, plan_buckets
-from megatron.data_parallel.pool import BufferPool
-from megatron.data_parallel.provider import Held, Inspect
+from megatron.data_parallel.bucket import Bucket, BufferPool, Fill, SlicedBucket, WholeBucket, main_grad_dtype
+from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
+from megatron.data_parallel.provider import HeldTensors, Inspect
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import Granularity, ShardGroup
@@ -88,11 +87,11 @@ class Buckets:
     def finish_evaluation(self) -> None:
         """Nothing is kept."""
 
-    def held(self) -> Held:
+    def held(self) -> HeldTensors:
         """See `Provider`."""
         gradients = [bucket.grads if isinstance(bucket, WholeBucket) else bucket.own_grads for bucket in self.buckets]
         buffers = [buffer for pool in self._pools.values() for buffer in pool.buffers]
-        return Held([bucket.weights for bucket in self.buckets], gradients, buffers)
+        return HeldTensors([bucket.weights for bucket in self.buckets], gradients, buffers)
 
     def _make(self, plan: BucketPlan, context: ParallelContext, fill: Fill, sharding: str) -> Bucket:
         if sharding != "optim_grads" or plan.num_slices == 1:

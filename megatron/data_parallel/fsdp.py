@@ -11,29 +11,197 @@ never  (N - 1) / N           M (N - 1) / N       all units of the rank, from the
 ====== ===================== =================== ============================================================
 
 With replicas (hybrid sharding, Zhao et al. 2023, section 3.2.2) each rank's part of the gradient is summed over them once a step.
+
+The sharded parameter is its own main parameter, in float32 or wider. FSDP gathers it in the model's dtype into an unsharded
+parameter, which is the same object in every step. Layers hand its gradients to that object's sink, not to autograd: each gets new
+memory and is left as the parameter's `.grad`, where FSDP takes it once backward has left the unit. It sums over the data ranks, and
+adds this rank's part to a buffer that is allocated once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardedDim
 
 from megatron.config.parallel import FsdpReshard
-from megatron.data_parallel.bucket import Fill
-from megatron.data_parallel.completeness import complain
-from megatron.data_parallel.fsdp_plan import plan_units
-from megatron.data_parallel.fsdp_unit import FsdpUnit
-from megatron.data_parallel.provider import Held, Inspect
+from megatron.data_parallel.bucket import Fill, main_grad_dtype
+from megatron.data_parallel.fsdp_plan import UnitPlan, own_piece, plan_units
+from megatron.data_parallel.provider import HeldTensors, Inspect, complain
+from megatron.parallel.accumulate import GradSink
+from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamEntry
-from megatron.parallel.shards import ShardGroup
+from megatron.parallel.params import ParamEntry, ParamRecord
+from megatron.parallel.shards import Shard, ShardGroup
+
+
+class FsdpUnit:
+    """The parameters of a unit on this rank: local shards, their gradients, and sinks.
+
+    Args:
+        mesh: the data ranks; with replicas two-dimensional, replicas first.
+        dtype: in which parameters are gathered and used.
+        fill: initial values of parameters on the meta device; others keep their values.
+        reshard_after_forward: free the gathered parameters when the forward has left the unit.
+        outside: parameters of the modules that are not sharded.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        mesh: DeviceMesh,
+        context: ParallelContext,
+        *,
+        dtype: torch.dtype,
+        fill: Fill,
+        reshard_after_forward: bool,
+        outside: set[nn.Parameter],
+    ) -> None:
+        self._entries, self._context = plan.entries, context
+        self._dtype, self._main_dtype = dtype, main_grad_dtype(dtype)
+        self._microbatches = self._rounds = self._num_added = 0
+        self._writes = [0] * len(plan.entries)
+        self._inspect: Inspect | None = None
+
+        empty = {entry.record.name for entry in plan.entries if entry.param.is_meta}
+        for entry in plan.entries:
+            entry.replace(nn.Parameter(entry.param.detach().to(self._main_dtype)))
+        self.module = self._wrap(plan, mesh, reshard_after_forward, outside)
+        for entry in plan.entries:
+            if entry.record.name in empty:
+                entry.replace(nn.Parameter(torch.empty_like(entry.param.detach(), device=context.device)))
+        self.module.unshard()
+        self._gathered = [entry.param for entry in plan.entries]
+        self._sinks = [self._attach(number, param) for number, param in enumerate(self._gathered)]
+        self.module.reshard()
+
+        sizes = [_local(entry).numel() for entry in plan.entries]
+        self.grads = torch.zeros(sum(sizes), dtype=self._main_dtype, device=context.device)
+        parts = torch.split(self.grads, sizes)
+        self.group = ShardGroup([self._make_shard(e, part) for e, part in zip(plan.entries, parts, strict=True)], self.reshard)
+        for shard in self.group.shards:
+            if shard.record.name in empty:
+                self._fill(shard, fill)
+
+    def start_step(self, num_microbatches: int, *, inspect: Inspect | None) -> None:
+        """Forget the last step's gradients, and what a step that failed has left."""
+        if inspect is None:
+            self.grads.zero_()
+        self._microbatches, self._rounds, self._num_added = num_microbatches, 0, 0
+        self._writes = [0] * len(self._entries)
+        self._inspect = inspect
+        for param, sink in zip(self._gathered, self._sinks, strict=True):
+            param.grad = sink.main_grad = None
+            sink.written = False
+
+    def before_backward(self) -> None:
+        """The next backward goes through the unit."""
+        self._rounds += 1
+
+    def counts(self) -> list[tuple[str, int, int]]:
+        """Of each parameter, how many gradients reached it in this step, and how many should."""
+        return [(entry.record.name, found, self._microbatches) for entry, found in zip(self._entries, self._writes, strict=True)]
+
+    def nonfinite(self) -> set[str]:
+        """Parameters whose gradient, this rank's part of the sum, is not finite."""
+        return {shard.record.name for shard in self.group.shards if not torch.isfinite(shard.grad).all()}
+
+    def gathered(self) -> list[torch.Tensor]:
+        """The unsharded parameters that have memory now."""
+        return [param.detach() for param in self._gathered if param.untyped_storage().size()]
+
+    def passing(self) -> list[torch.Tensor]:
+        """Gradients that FSDP has not taken yet."""
+        places = [*(sink.main_grad for sink in self._sinks), *(param.grad for param in self._gathered)]
+        return [grad for grad in places if grad is not None]
+
+    def _wrap(self, plan: UnitPlan, mesh: DeviceMesh, reshard_after_forward: bool, outside: set[nn.Parameter]) -> FSDPModule:
+        dims = {entry.param: ShardedDim(entry.record.fsdp_dim) for entry in plan.entries}
+        wrapped = fully_shard(
+            list(plan.modules),
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=dims.__getitem__,
+            mp_policy=MixedPrecisionPolicy(self._dtype, self._main_dtype, cast_forward_inputs=False),
+            ignored_params=outside,
+        )
+        module = wrapped[0]  # of modules wrapped together, any speaks for all
+        # Sums, without any division: the loss carries the scale. The two hold for this unit alone.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        return module
+
+    def _attach(self, number: int, param: nn.Parameter) -> GradSink:
+        sink = GradSink(self._main_dtype, partial(self._wrote, number), provide=partial(self._provide, number))
+        param.grad_sink = sink  # type: ignore[attr-defined]
+        param.grad_dtype = self._main_dtype  # of `.grad`, which is wider than a 16-bit parameter
+        return sink
+
+    def _make_shard(self, entry: ParamEntry, grad: torch.Tensor) -> Shard:
+        param, local = entry.param, _local(entry)
+        assert isinstance(param, DTensor) and local.is_contiguous()
+        # To a gradient that is there FSDP adds in place.
+        param.grad = DTensor.from_local(
+            grad.view(local.shape), param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+        param.register_post_accumulate_grad_hook(self._added)
+        counted = range(local.numel()) if self._counts(entry.record) else range(0)
+        return Shard(entry.record, own_piece(entry, self._context.fsdp_shard), local.view(-1), grad, counted)
+
+    def _counts(self, record: ParamRecord) -> bool:
+        at = self._context.coordinates
+        return self._context.fsdp_replica.index == 0 and all(at[axis] == 0 for axis in record.replicated_axes)
+
+    def _fill(self, shard: Shard, fill: Fill) -> None:
+        """Initial values, rounded to the model's dtype first: the same as under every other strategy."""
+        values = torch.empty_like(shard.weights, dtype=self._dtype)
+        fill(values, shard.record, shard.boxes(self._context))
+        shard.weights.copy_(values)
+
+    def _provide(self, number: int) -> None:
+        shape = self._gathered[number].shape
+        self._sinks[number].main_grad = torch.empty(shape, dtype=self._main_dtype, device=self._context.device)
+
+    def _wrote(self, number: int) -> None:
+        entry = self._entries[number]
+        self._writes[number] += 1
+        if self._writes[number] > self._rounds:
+            complain(self._context.rank, [(entry.record.name, self._writes[number], self._rounds)])
+        sink = self._sinks[number]
+        grad, sink.main_grad, sink.written = sink.main_grad, None, False
+        assert grad is not None
+        if self._inspect is None:
+            self._gathered[number].grad = grad
+        else:
+            self._inspect(entry, grad)
+
+    def _added(self, param: torch.Tensor) -> None:
+        """FSDP has added a sum to a shard's gradient (on CUDA: is about to, on the current stream, which is a side stream)."""
+        if self._rounds < self._microbatches:
+            return
+        self._num_added += 1
+        if self._num_added == len(self._entries) and self.group.reduced is not None:
+            stream = torch.get_device_module(self._context.device).current_stream()
+            self.group.reduced(Pending(self.grads, cast(Any, stream.record_event())))
+
+    def reshard(self) -> None:
+        """Free the gathered parameters. After an update too: nothing is sent then, the next forward gathers."""
+        self.module.reshard()
+
+
+def _local(entry: ParamEntry) -> torch.Tensor:
+    """The memory of a sharded parameter."""
+    with torch.no_grad():
+        return cast(DTensor, entry.param).to_local()
 
 
 class HasUnits(Protocol):
@@ -140,9 +308,9 @@ class FullyShardedParams:
         for unit in self._units:
             unit.reshard()
 
-    def held(self) -> Held:
+    def held(self) -> HeldTensors:
         """See `Provider`."""
-        held = Held([shard.weights for group in self.groups for shard in group.shards], [unit.grads for unit in self._units])
+        held = HeldTensors([shard.weights for group in self.groups for shard in group.shards], [unit.grads for unit in self._units])
         for unit in self._units:
             held.parameters += unit.gathered()
             held.buffers += unit.passing()

@@ -61,3 +61,9 @@ def own_piece(entry: ParamEntry, group: Group) -> DimPiece:
     size = entry.param.shape[dim]
     most = -(-size // group.size)
     return DimPiece(dim, min(group.index * most, size), min((group.index + 1) * most, size))
+
+
+def padded_part(entry: ParamEntry, ranks: int) -> int:
+    """Elements of a parameter that each of so many ranks has room for: those of the first rank."""
+    length = entry.param.shape[entry.record.fsdp_dim]
+    return entry.param.numel() // length * -(-length // ranks)

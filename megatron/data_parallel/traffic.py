@@ -28,9 +28,8 @@ import torch
 
 from megatron.config.parallel import FsdpReshard
 from megatron.data_parallel.bucket import main_grad_dtype
-from megatron.data_parallel.fsdp_plan import UnitPlan
-from megatron.data_parallel.memory import padded_part
-from megatron.data_parallel.plan import BucketPlan
+from megatron.data_parallel.bucket_plan import BucketPlan
+from megatron.data_parallel.fsdp_plan import UnitPlan, padded_part
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
 

@@ -13,11 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.optimizer.homes import Home, OnDevice
-from megatron.optimizer.offload import Link, OnHost, choose_offloaded
-from megatron.optimizer.parts import Part
-from megatron.optimizer.rules import RULES
-from megatron.optimizer.updaters import Update
+from megatron.optimizer.placement import Home, Link, OnDevice, OnHost, Part, choose_offloaded
+from megatron.optimizer.rules import RULES, Update
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, ShardGroup
 

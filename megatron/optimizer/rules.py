@@ -1,18 +1,7 @@
-"""Update rules: what each must see of a parameter, what it keeps for it, and the torch optimizer that does it.
+"""What carries out an update: torch's fused kernels, called directly, or any torch optimizer.
 
-A rule gets targets: the mains that lie on this rank, each in the shape that the rule's granularity promises, with the record of
-what it is a part of. How state is cut over the data ranks, reduced, published, saved or kept in host memory is not the rule's
-affair; and none of those who see to that know the rule. To add one, write a subclass of UpdateRule and enter it in RULES.
-
-A target is a view of the main, its `.grad` a view of the gradient (unscaled and clipped when `step()` runs, or to be divided by
-the optimizer's `grad_scale` if it says that it supports this, as torch's fused ones do). What a target looks like:
-    ELEMENTS  flat, any part of the parameter. It may be cut further, so a rule may not sum over it.
-    ROWS      [rows, row length]: whole rows of this rank's tensor. A sum over columns is over some of the rows only; the other rows
-              are with the other ranks of `context.group(*record.partial_over)`.
-    MATRICES  this rank's whole tensor in its shape: the matrix, or matrices, are `record.matrix_dims`.
-Tensor parallelism has cut the parameter before that, see `record.splits`; where it does, rows of padding may follow, whose
-gradient is zero. A rule that treats some parameters differently (as Muon leaves vectors and embeddings to AdamW) puts them into
-param groups of their own.
+The kernels are called directly because an update in host memory calls them for a few hundred thousand elements at a time: there the
+bookkeeping of `torch.optim.AdamW.step`, driven out of the cache by the data, takes a third as long as the kernel.
 """
 
 from __future__ import annotations
@@ -20,16 +9,186 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.optimizer.updaters import ByTorch, FusedAdamW, FusedSGD, Target, Updater, by_decay
 from megatron.parallel.boxes import DimPiece, FlatPiece, Piece
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.shards import Granularity
+
+
+@dataclass(frozen=True)
+class Target:
+    """One main, or a part of one, as an update rule sees it."""
+
+    main: torch.Tensor
+    """What is updated in place."""
+    grad: torch.Tensor
+    moments: dict[str, torch.Tensor]
+    """By the names that the rule gave; zeros at first, updated in place. All have the shape and dtype of the main."""
+    record: ParamRecord
+
+
+@dataclass
+class Update:
+    """One update of everything."""
+
+    learning_rate: float
+    weight_decay: float
+    """Of what decays."""
+    factor: float
+    """Multiplies every gradient: clip coefficient / loss scale."""
+    number: int
+    """Counted from 1."""
+    _made: dict[tuple[float, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    def scalar(self, value: float, device: torch.device) -> torch.Tensor:
+        """A float32 scalar on a device, made once."""
+        if (value, device) not in self._made:
+            self._made[value, device] = torch.full((), value, dtype=torch.float32, device=device)
+        return self._made[value, device]
+
+    def decay(self, decays: bool) -> float:
+        """Weight decay of what decays, or not."""
+        return self.weight_decay if decays else 0.0
+
+
+class Updater(ABC):
+    """Updates some targets in place."""
+
+    @abstractmethod
+    def step(self, update: Update) -> None:
+        """One update."""
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Targets of one decay class, as the kernels take them."""
+
+    decays: bool
+    mains: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    moments: list[list[torch.Tensor]]
+
+
+class Fused(Updater):
+    """Targets on one device, in one dtype, by a kernel of torch's.
+
+    Args:
+        moments: their names, in the order in which the kernel takes them.
+    """
+
+    def __init__(self, targets: Sequence[Target], moments: Sequence[str]) -> None:
+        self._classes = []
+        for decays in (True, False):
+            some = [target for target in targets if target.record.decay is decays]
+            if some:
+                lists = [[target.moments[name] for target in some] for name in moments]
+                self._classes.append(_Lists(decays, [target.main for target in some], [target.grad for target in some], lists))
+
+    def step(self, update: Update) -> None:
+        """One update. The kernel divides the gradients by a float32 scalar as it goes; for float64 that is too coarse."""
+        for lists in self._classes:
+            scale: torch.Tensor | None = None
+            if update.factor != 1.0:
+                if lists.grads[0].dtype == torch.float64:
+                    torch._foreach_mul_(lists.grads, update.factor)
+                else:
+                    scale = update.scalar(1.0 / update.factor, lists.grads[0].device)
+            self.call_kernel(lists, update, scale)
+
+    @abstractmethod
+    def call_kernel(self, lists: _Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
+        """Update one class."""
+
+
+class FusedAdamW(Fused):
+    """Loshchilov and Hutter 2019, algorithm 2."""
+
+    def __init__(self, targets: Sequence[Target], betas: tuple[float, float], eps: float) -> None:
+        super().__init__(targets, ("exp_avg", "exp_avg_sq"))
+        self._betas, self._eps = betas, eps
+
+    def call_kernel(self, lists: _Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
+        """Of AdamW; it takes the number of the update for each tensor, from its device."""
+        first, second = lists.moments
+        number = update.scalar(float(update.number), lists.mains[0].device)
+        torch._fused_adamw_(
+            lists.mains,
+            lists.grads,
+            first,
+            second,
+            max_exp_avg_sqs=[],
+            state_steps=[number] * len(lists.mains),
+            lr=update.learning_rate,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            weight_decay=update.decay(lists.decays),
+            eps=self._eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+        )
+
+
+class FusedSGD(Fused):
+    """Momentum, with the weight decay added to the gradient."""
+
+    def __init__(self, targets: Sequence[Target], momentum: float) -> None:
+        super().__init__(targets, ("momentum_buffer",) if momentum else ())
+        self._momentum = momentum
+
+    def call_kernel(self, lists: _Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
+        """Of SGD. The first update finds zeros in the momentum, so it needs no case of its own."""
+        torch._fused_sgd_(
+            lists.mains,
+            lists.grads,
+            lists.moments[0] if lists.moments else [],
+            weight_decay=update.decay(lists.decays),
+            momentum=self._momentum,
+            lr=update.learning_rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+            grad_scale=grad_scale,
+        )
+
+
+class ByTorch(Updater):
+    """A torch optimizer. It finds gradients in `.grad`, moments in its state.
+
+    Args:
+        optimizer: with a bool "decays" in each of its param groups.
+    """
+
+    def __init__(self, targets: Sequence[Target], optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._grads = optimizer, [target.grad for target in targets]
+        for target in targets:
+            target.main.grad = target.grad
+            optimizer.state[target.main].update(target.moments)
+
+    def step(self, update: Update) -> None:
+        """One update; the factor costs a pass over the gradients."""
+        if update.factor != 1.0:
+            torch._foreach_mul_(self._grads, update.factor)
+        for group in self._optimizer.param_groups:
+            group["lr"], group["weight_decay"] = update.learning_rate, update.decay(group["decays"])
+            group["step"] = update.number - 1  # NVIDIA apex counts here
+        self._optimizer.step()
+
+
+def by_decay(targets: Sequence[Target]) -> list[dict[str, Any]]:
+    """Param groups for `ByTorch`: those that decay, and the others."""
+    groups = [
+        {"params": [target.main for target in targets if target.record.decay is decays], "decays": decays}
+        for decays in (True, False)
+    ]
+    return [group for group in groups if group["params"]]
 
 
 class UpdateRule(ABC):

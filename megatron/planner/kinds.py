@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.data_parallel.memory import Bytes, Memory
+from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.data_parallel.traffic import axes_in_words
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
@@ -96,7 +96,7 @@ def _amounts(sent: Sequence[Sending]) -> tuple[tuple[str, str, int], ...]:
 
 
 def _kind(
-    stages: Sequence[StagePlan], parameters: int, memory: Memory, places: tuple[Places, ...], groups: Groups, links: Links
+    stages: Sequence[StagePlan], parameters: int, memory: StateMemory, places: tuple[Places, ...], groups: Groups, links: Links
 ) -> Kind:
     return Kind(
         stages=tuple(stage.stage for stage in stages),

@@ -8,15 +8,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data_parallel.memory import Bytes, Memory, OptimizerState
-from megatron.data_parallel.report import StateLayout
-from megatron.data_parallel.state_parts import StatePart
+from megatron.data_parallel.state_layout import Bytes, OptimizerState, StateLayout, StateMemory, StatePart
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
 from megatron.planner.plan import Places
 
-Held = tuple[int, Memory]
+Held = tuple[int, StateMemory]
 """Elements of the model without padding, and what a rank keeps of its state."""
 
 
@@ -32,7 +30,7 @@ def places_by_content(
     found: dict[Held, list[Places]] = {}
     parts = [_Part(part, context, state) for part in layout.parts]
     ranges = list(_alike(parts, context))
-    memories: Sequence[Memory] = []
+    memories: Sequence[StateMemory] = []
     for tensor in range(context.topology.tp):
         if tensor == 0 or any(part.over_tensor for part in parts):
             memories = _memories(parts, layout, state, tensor, ranges)
@@ -99,7 +97,7 @@ def _alike(parts: Sequence[_Part], context: ParallelContext) -> Iterator[range]:
 
 def _memories(
     parts: Sequence[_Part], layout: StateLayout, state: OptimizerState, tensor: int, ranges: Sequence[range]
-) -> list[Memory]:
+) -> list[StateMemory]:
     """What ranks keep in all, of each run of data ranks."""
     data = np.array([some.start for some in ranges])
     numbers = [part.numbers(tensor, data) for part in parts]
@@ -107,16 +105,16 @@ def _memories(
         rows = [tuple(row) for row in np.stack(numbers, axis=1).tolist()]
         known = {row: layout.memory_of([p.kept[n] for p, n in zip(parts, row, strict=True)], state) for row in dict.fromkeys(rows)}
         return [known[row] for row in rows]
-    total = np.array([_flat(Memory(buffers=layout.buffers))] * len(ranges))
+    total = np.array([_flat(StateMemory(buffers=layout.buffers))] * len(ranges))
     for part, mine in zip(parts, numbers, strict=True):
         total += part.alone[mine]
     return [_unflat(row) for row in total.tolist()]
 
 
-def _flat(memory: Memory) -> list[int]:
+def _flat(memory: StateMemory) -> list[int]:
     parts = (memory.parameters, memory.gradients, memory.mains, memory.moments, memory.buffers)
     return [number for part in parts for number in (part.device, part.host, part.padding)]
 
 
-def _unflat(numbers: Sequence[int]) -> Memory:
-    return Memory(*(Bytes(*numbers[start : start + 3]) for start in range(0, len(numbers), 3)))
+def _unflat(numbers: Sequence[int]) -> StateMemory:
+    return StateMemory(*(Bytes(*numbers[start : start + 3]) for start in range(0, len(numbers), 3)))

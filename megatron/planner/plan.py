@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megatron.data_parallel.memory import Bytes
+from megatron.data_parallel.state_layout import Bytes
 from megatron.pipeline_parallel.partition import Chunk
 
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, fields
 from typing import Any
 
-from megatron.data_parallel.memory import Bytes
+from megatron.data_parallel.state_layout import Bytes
 from megatron.planner.plan import Kind, Plan, Traffic
 
 

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.data_parallel.memory import OptimizerState
-from megatron.data_parallel.report import Report, StateLayout, state_layout
+from megatron.data_parallel.state_layout import OptimizerState, StateLayout, StateReport, state_layout
 from megatron.model.build import Model
-from megatron.optimizer.homes import ALIGN
-from megatron.optimizer.offload import choose_offloaded
+from megatron.optimizer.placement import ALIGN, choose_offloaded
 from megatron.optimizer.rules import RULES
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.schedule import Op, OpKind, Schedule
@@ -18,7 +16,7 @@ from megatron.pipeline_parallel.schedule import Op, OpKind, Schedule
 
 def state_report(
     model: Model, context: ParallelContext, parallel: ParallelConfig, optimizer: OptimizerConfig, schedule: Schedule
-) -> Report:
+) -> StateReport:
     """Of this rank, by arithmetic: the parameters may be on the meta device.
 
     Args:
@@ -26,7 +24,7 @@ def state_report(
     """
     ops = schedule.ops[context.group("pp").index]
     layout = layout_of(model, context, parallel, optimizer, ops, schedule.num_microbatches)
-    return Report(layout.memory(context, optimizer_state(optimizer, context.device.type)), layout.sent)
+    return StateReport(layout.memory(context, optimizer_state(optimizer, context.device.type)), layout.sent)
 
 
 def layout_of(
@@ -88,7 +86,9 @@ def _writes(model: Model, number: int, kind: OpKind) -> Iterator[str]:
                 yield from (entry.record.name for module, _ in entry.holders if module in modules)
 
 
-def describe_state(reports: Sequence[Report], parallel: ParallelConfig, num_data_ranks: int, num_microbatches: int) -> list[str]:
+def describe_state(
+    reports: Sequence[StateReport], parallel: ParallelConfig, num_data_ranks: int, num_microbatches: int
+) -> list[str]:
     """Lines of the start-up log: the state of the largest stage, and what a step sends there.
 
     Args:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from megatron.audit.errors import AuditError
+from megatron.audit.replicas import AuditError
 from megatron.checkpoint.errors import CheckpointError
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.training.nonfinite import NonFiniteError

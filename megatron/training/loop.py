@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron.audit.errors import AuditError
+from megatron.audit.replicas import AuditError
 from megatron.config.config import Config
 from megatron.metrics.timers import Timers
 from megatron.model.inputs import ModelInputs

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron.audit.errors import raise_audit
-from megatron.audit.own_gradients import OwnGradients
-from megatron.audit.reductions import audit
-from megatron.audit.replicas import Replicas, copies_held
+from megatron.audit.reductions import OwnGradients, audit
+from megatron.audit.replicas import Replicas, copies_held, raise_audit
 from megatron.model.inputs import ModelInputs
 from megatron.model.records import global_records
 from megatron.training.step import StepResult, TrainStep

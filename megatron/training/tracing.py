@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.audit.trace import TraceRecorder
+from megatron.audit.signature import TraceRecorder
 from megatron.audit.trace_file import TraceHeader, TraceStep, TraceWriter
 from megatron.config.config import Config
 from megatron.config.save import to_dict

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.config.model import ModelConfig
 from megatron.config.output_file import check_output
-from megatron.data_parallel.memory import Bytes
+from megatron.data_parallel.state_layout import Bytes
 from megatron.metrics.flops import count_parameters, flops_per_step, flops_per_token
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
 from megatron.pipeline_parallel.schedule import Op, OpKind

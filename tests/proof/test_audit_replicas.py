@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.audit.errors import AuditError, raise_audit, ranks_in_words
-from megatron.audit.own_gradients import whole_over
-from megatron.audit.reductions import _counted_in_words, _fact, _wrongly_counted
-from megatron.audit.replicas import Copy, Replicas, _odd_ones
+from megatron.audit.reductions import _counted_in_words, _fact, _wrongly_counted, whole_over
+from megatron.audit.replicas import AuditError, Replicas, ReplicatedPart, _odd_ones, raise_audit, ranks_in_words
 from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
 from megatron.parallel.params import ParamRecord, Split
@@ -57,13 +55,13 @@ def test_findings_beyond_the_first_ones_are_counted() -> None:
     assert str(caught.value).splitlines() == ["head", *(f"  finding {n}" for n in range(8)), "  and 3 more", "  advice"]
 
 
-def copies(context: Any, changed: dict[str, int]) -> list[Copy]:
+def copies(context: Any, changed: dict[str, int]) -> list[ReplicatedPart]:
     """A parameter that all hold, one that is split over tensor ranks, one that the first stage has alone, one of both ends."""
     at = context.coordinates
 
-    def copy(name: str, rows: int) -> Copy:
+    def copy(name: str, rows: int) -> ReplicatedPart:
         values = torch.arange(100.0) + (changed.get(name) == context.rank)
-        return Copy(name, "weights", (Box((rows, 0), (2, 50)),), lambda: values)
+        return ReplicatedPart(name, "weights", (Box((rows, 0), (2, 50)),), lambda: values)
 
     found = [
         copy("norm" if at["pp"] == 0 else "other", 0),

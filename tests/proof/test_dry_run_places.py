@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.config.cli import LoadedConfig
-from megatron.data_parallel.memory import Memory
+from megatron.data_parallel.state_layout import StateMemory
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.planner.places import Held, places_by_content
@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def found_and_asked(one: LoadedConfig) -> list[tuple[dict[Held, list[Places]], dict[tuple[int, int], Memory]]]:
+def found_and_asked(one: LoadedConfig) -> list[tuple[dict[Held, list[Places]], dict[tuple[int, int], StateMemory]]]:
     """Of both stages: what is found, and the memory of each place."""
     config, topology = one.config, topology_of(one.config, RANKS)
     schedule = make_schedule("1f1b", 2, 2)

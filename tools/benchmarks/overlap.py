@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
-from megatron.data_parallel.plan import plan_buckets
+from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.metrics.flops import count_parameters
 from megatron.model.build import build_model
 from megatron.model.inputs import ModelInputs

@@ -15,7 +15,7 @@ from megatron.config.data import DataConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import violations
-from megatron.data_parallel.plan import default_bucket_size
+from megatron.data_parallel.bucket_plan import default_bucket_size
 from megatron.metrics.flops import count_parameters
 from megatron.verification.shrinking.course import reduced_rates, reduced_training
 from megatron.verification.shrinking.model import Cuts, reduced_model, reduced_vocabulary

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from megatron.audit import bits, signature
-from megatron.audit.bits import bit_digest
+from megatron.audit import replicas, signature
+from megatron.audit.replicas import bit_digest
 from megatron.audit.signature import NUM_SIGNS, box_signature, named, placed_signature, signature_of
 from megatron.parallel.boxes import Box, PlacedBox, flat_range_boxes
 
@@ -127,10 +127,10 @@ def test_the_digest_is_of_bits_not_of_places_in_memory() -> None:
 
 def test_the_digest_sees_order_in_long_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Words, rows of words, and blocks of rows."""
-    monkeypatch.setattr(bits, "_ROWS_AT_ONCE", 2)
-    tensor = random_tensor(5 * bits._ROW + 77)
+    monkeypatch.setattr(replicas, "_ROWS_AT_ONCE", 2)
+    tensor = random_tensor(5 * replicas._ROW + 77)
     digests = {int(bit_digest(tensor))}
-    for i, j in ((0, 1), (3, 3 + bits._ROW), (3, 3 + 2 * bits._ROW), (4, 4 + 5 * bits._ROW)):
+    for i, j in ((0, 1), (3, 3 + replicas._ROW), (3, 3 + 2 * replicas._ROW), (4, 4 + 5 * replicas._ROW)):
         other = tensor.clone()
         other[i], other[j] = tensor[j], tensor[i]
         digests.add(int(bit_digest(other)))

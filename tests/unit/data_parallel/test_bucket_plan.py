@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.data_parallel.plan import BucketPlan, default_bucket_size, plan_buckets
+from megatron.data_parallel.bucket_plan import BucketPlan, default_bucket_size, plan_buckets
 from megatron.metrics.flops import count_parameters
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Granularity

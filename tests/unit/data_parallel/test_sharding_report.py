@@ -13,10 +13,8 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
-from megatron.data_parallel.memory import Bytes, Memory
-from megatron.data_parallel.passing import play_steps
-from megatron.data_parallel.plan import plan_buckets
-from megatron.data_parallel.report import Report
+from megatron.data_parallel.bucket_plan import plan_buckets
+from megatron.data_parallel.state_layout import Bytes, StateMemory, StateReport, play_steps
 from megatron.data_parallel.traffic import Sent
 from megatron.metrics.flops import count_parameters
 from megatron.model.build import Model, build_model
@@ -56,7 +54,7 @@ def reported(
     optimizer: OptimizerConfig | None = None,
     microbatches: int = 1,
     device: torch.device = META,
-) -> Report:
+) -> StateReport:
     """Of a rank that has nobody to talk to."""
     context = lone_rank(topology, rank, META)
     model = build(context, config, dtype)
@@ -69,7 +67,7 @@ def strategy(name: ShardingStrategy, **settings: object) -> ParallelConfig:
     return ParallelConfig(data_parallel_sharding_strategy=name, **settings)  # type: ignore[arg-type]
 
 
-def together(memory: Memory) -> int:
+def together(memory: StateMemory) -> int:
     """Without what only passes through, and without padding."""
     parts = (memory.parameters, memory.gradients, memory.mains, memory.moments)
     return sum(part.total - part.padding for part in parts)
@@ -221,7 +219,7 @@ def test_replicas(microbatches: int) -> None:
         Sent("2 replicas in dp", "gradients", quarter, 4 * quarter),
     ]
     # What is summed over the replicas at the end has to wait somewhere.
-    assert found.memory == alone.memory + Memory(buffers=Bytes(4 * quarter))
+    assert found.memory == alone.memory + StateMemory(buffers=Bytes(4 * quarter))
 
 
 def test_groups_are_told_by_their_axes() -> None:
@@ -260,9 +258,9 @@ def test_offloaded_state_lies_in_host_memory(fraction: float) -> None:
 
 
 def test_the_fullest_stage_is_told() -> None:
-    def stage(size: int) -> Report:
-        memory = Memory(Bytes(2 * size, padding=size // 100), Bytes(4 * size), moments=Bytes(host=8 * size))
-        return Report(memory, (Sent("dp", "gradients", size, 4 * size), Sent("dp", "parameters", size, 2 * size)))
+    def stage(size: int) -> StateReport:
+        memory = StateMemory(Bytes(2 * size, padding=size // 100), Bytes(4 * size), moments=Bytes(host=8 * size))
+        return StateReport(memory, (Sent("dp", "gradients", size, 4 * size), Sent("dp", "parameters", size, 2 * size)))
 
     lines = describe_state([stage(10**6), stage(10**9)], strategy("optim_grads_params", fsdp_shard_size=2), 8, 3)
     assert lines == [
@@ -271,7 +269,7 @@ def test_the_fullest_stage_is_told() -> None:
         "and 8 GB in host memory: moments 8 GB",
         "in a step of 3 microbatches such a rank sends 6 GB over dp (gradients 4 GB, parameters 2 GB)",
     ]
-    small = Report(Memory(Bytes(2000), Bytes(4000)), ())
+    small = StateReport(StateMemory(Bytes(2000), Bytes(4000)), ())
     assert describe_state([small], strategy("optim"), 1, 1) == [
         "state of the model, one data rank: 6 kB on each rank: parameters 2 kB, gradients 4 kB"
     ]

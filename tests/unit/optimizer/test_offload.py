@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.optimizer import parts
-from megatron.optimizer.offload import Link, choose_offloaded
+from megatron.optimizer import placement
 from megatron.optimizer.optimizer import Float16Optimizer, FP32Optimizer, ShardedOptimizer, make_optimizer
+from megatron.optimizer.placement import Link, choose_offloaded
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.collectives import Pending
 from megatron.parallel.params import ParamRecord
@@ -32,7 +32,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are many."""
-    monkeypatch.setattr(parts, "_BATCH", 128)
+    monkeypatch.setattr(placement, "_BATCH", 128)
 
 
 @pytest.fixture(params=["in place", "staged", "late"])

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.optimizer import parts
+from megatron.optimizer import placement
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import Float16Optimizer, FP32Optimizer, ShardedOptimizer, make_optimizer
-from megatron.optimizer.updaters import ByTorch
+from megatron.optimizer.rules import ByTorch
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.shards import Shard, ShardGroup
@@ -232,7 +232,7 @@ def test_updating_in_batches_changes_no_bit(
     """On a processor a large shard is updated and rounded part by part; where nothing is rounded, as a whole."""
     results = []
     for limit, count in zip((64, 128, 2**20), counts, strict=True):
-        monkeypatch.setattr(parts, "_BATCH", limit)
+        monkeypatch.setattr(placement, "_BATCH", limit)
         size = 1000
         wide = torch.promote_types(dtype, torch.float32)
         made = [
@@ -258,7 +258,7 @@ def test_updating_in_batches_changes_no_bit(
 @pytest.mark.parametrize("sizes", [[], [0], [64], [1], [100, 64, 1, 1, 300, 0, 7], [1000]])
 @pytest.mark.parametrize("limit", [64, 128, None])
 def test_batches_cover_everything_in_order(sizes: list[int], limit: int | None) -> None:
-    made = parts.batches(sizes, limit)
+    made = placement.batches(sizes, limit)
     assert [(b.index, i) for batch in made for b in batch for i in range(b.start, b.stop)] == [
         (index, i) for index, size in enumerate(sizes) for i in range(size)
     ]

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.data_parallel.plan import plan_buckets
-from megatron.optimizer import parts
+from megatron.data_parallel.bucket_plan import plan_buckets
+from megatron.optimizer import placement
 from megatron.optimizer.optimizer import make_optimizer
-from megatron.optimizer.rules import RULES, UpdateRule, as_seen
-from megatron.optimizer.updaters import ByTorch, Target, Updater, by_decay
+from megatron.optimizer.rules import RULES, ByTorch, Target, Updater, UpdateRule, as_seen, by_decay
 from megatron.parallel.boxes import DimPiece, FlatPiece
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord, Split
@@ -166,7 +165,7 @@ def test_update_of_slices_equals_that_of_whole_parameters(rule: str, tp: int, dp
 @pytest.mark.parametrize("rule", ALL)
 def test_offloaded_slices_are_no_other(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
     """And in host memory those of a rule that sees elements are cut once more."""
-    monkeypatch.setattr(parts, "_BATCH", 64)
+    monkeypatch.setattr(placement, "_BATCH", 64)
     prove(rule, dp=3, offload=0.5)
 
 

@@ -1,0 +1,366 @@
+"""What the state of a model takes on one rank, by arithmetic: nothing is allocated, and parameters may be on the meta device.
+
+For a model in 16 bits with Adam, on each of N data ranks, bytes for each parameter (Rajbhandari et al. 2019, section 5; here
+gradients are float32):
+
+================== ========== ========= =========== ======= ========
+strategy           parameters gradients main params moments together
+================== ========== ========= =========== ======= ========
+no_shard           2          4         4           8       18
+optim              2          4         4/N         8/N     6 + 12/N
+optim_grads        2          4/N       4/N         8/N     2 + 16/N
+optim_grads_params 4/N        4/N       themselves  8/N     16/N
+================== ========== ========= =========== ======= ========
+
+Beside it there is padding, and what only passes through: under optim_grads the gradients of a bucket until they are reduced, under
+optim_grads_params the parameters and gradients of a unit while it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
+from megatron.data_parallel.bucket import BufferPool, main_grad_dtype
+from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
+from megatron.data_parallel.fsdp_plan import UnitPlan, is_fully_sharded, own_piece, padded_part, plan_units
+from megatron.data_parallel.provider import WriteCount
+from megatron.data_parallel.traffic import Sent, bucket_traffic, fsdp_traffic, joined
+from megatron.parallel.boxes import DimPiece
+from megatron.parallel.context import Group, ParallelContext
+from megatron.parallel.params import ParamEntry
+from megatron.parallel.shards import Granularity
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of one kind of state."""
+
+    device: int = 0
+    host: int = 0
+    padding: int = 0
+    """Of both together, what belongs to no parameter."""
+
+    @property
+    def total(self) -> int:
+        """On the device and in host memory."""
+        return self.device + self.host
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.device + other.device, self.host + other.host, self.padding + other.padding)
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """The state of a model on one rank."""
+
+    parameters: Bytes = Bytes()
+    gradients: Bytes = Bytes()
+    mains: Bytes = Bytes()
+    """Main parameters that are not the parameters themselves."""
+    moments: Bytes = Bytes()
+    buffers: Bytes = Bytes()
+    """What only passes through, at most."""
+
+    @property
+    def total(self) -> Bytes:
+        """All together."""
+        return sum((getattr(self, kind.name) for kind in fields(self)), Bytes())
+
+    def __add__(self, other: StateMemory) -> StateMemory:
+        return StateMemory(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.mains + other.mains,
+            self.moments + other.moments,
+            self.buffers + other.buffers,
+        )
+
+
+@dataclass(frozen=True)
+class ShardSizes:
+    """ShardSizes that the optimizer gets."""
+
+    sizes: tuple[int, ...]
+    """Elements of each."""
+    dtype: torch.dtype
+    """Of the weights."""
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer keeps for each element that it updates, in the dtype of the mains."""
+
+    num_moments: int
+    """Adam 2; SGD 1 with momentum, else 0."""
+    align: int = 1
+    """Each shard's place in a buffer is a multiple of so many elements long."""
+    offloaded: Callable[[Sequence[int]], Collection[int]] = lambda sizes: ()
+    """Of shards of so many elements, the indices of those whose mains and moments lie in host memory."""
+    apart: bool = True
+    """What is offloaded of some shards does not depend on what others there are."""
+    staged: bool = False
+    """Host memory is apart from the device's: what is offloaded has copies of its parameters and gradients there."""
+
+    def memory(self, shards: Sequence[ShardSizes]) -> StateMemory:
+        """Mains and moments, and the host's copies of gradients."""
+        each = [(size, some.dtype) for some in shards for size in some.sizes]
+        offloaded = self.offloaded([size for size, _ in each])
+        total = StateMemory()
+        for index, (size, dtype) in enumerate(each):
+            main = main_grad_dtype(dtype)
+            on_host = index in offloaded
+            one = self._buffer(size, main.itemsize, on_host)
+            total += StateMemory(
+                mains=one if dtype != main or (on_host and self.staged) else Bytes(),
+                moments=self._buffer(size, self.num_moments * main.itemsize, on_host),
+                buffers=one if on_host and self.staged else Bytes(),
+            )
+        return total
+
+    def _buffer(self, size: int, each: int, on_host: bool) -> Bytes:
+        room = -(-size // self.align) * self.align
+        return Bytes(0 if on_host else room * each, room * each if on_host else 0, (room - size) * each)
+
+
+def bucket_memory(plan: BucketPlan, index: int, sharding: str, dtype: torch.dtype) -> tuple[StateMemory, ShardSizes]:
+    """Parameters and gradients in a bucket, and the shards that a rank updates.
+
+    Args:
+        index: of the slice that is the rank's.
+        sharding: no_shard, optim or optim_grads.
+        dtype: of the parameters.
+    """
+    main = main_grad_dtype(dtype)
+    own = [piece.stop - piece.start for _, piece in plan.pieces(index)]
+    whole = [placed.numel for placed in plan.params]
+    parameters = _padded(plan.size, whole, dtype)
+    gradients = _padded(plan.slice_size, own, main) if sharding == "optim_grads" else _padded(plan.size, whole, main)
+    return StateMemory(parameters, gradients), ShardSizes(tuple(whole if sharding == "no_shard" else own), dtype)
+
+
+def fsdp_memory(
+    chunks: Iterable[Sequence[UnitPlan]], group: Group, replicas: int, reshard: FsdpReshard, dtype: torch.dtype
+) -> tuple[StateMemory, ShardSizes]:
+    """Sharded parameters, which are their own mains, their gradients, and units at work; and the shards that this rank updates.
+
+    Most is at work when a backward leaves a unit: its gathered parameters and those of the unit that comes next (or of all units,
+    if they are kept), its gradients, torch's copy of gradients that is reduced, and this rank's part of the sum. With replicas,
+    such parts of all units wait for the end of the step, to be summed over the replicas.
+
+    Args:
+        chunks: the units of each, in the order of the forward.
+        group: that shards, as the rank sees it.
+        replicas: of what the group holds.
+        dtype: in which parameters are gathered.
+    """
+    main = main_grad_dtype(dtype)
+    sizes, parts, at_work, gathered = [], 0, 0, 0
+    for units in chunks:
+        before = 0
+        for unit in units:
+            own = [_elements(entry, own_piece(entry, group)) for entry in unit.entries]
+            whole, part = sum(entry.param.numel() for entry in unit.entries), sum(padded_part(e, group.size) for e in unit.entries)
+            beside = 0 if reshard == "never" else before + whole
+            at_work = max(at_work, beside * dtype.itemsize + (2 * whole + part) * main.itemsize)
+            before = whole
+            gathered += whole
+            parts += part
+            sizes += own
+    passing = at_work
+    if reshard == "never":
+        passing += gathered * dtype.itemsize
+    if replicas > 1:
+        passing += parts * main.itemsize
+    memory = StateMemory(_padded(parts, sizes, main), Bytes(sum(sizes) * main.itemsize), buffers=Bytes(passing))
+    return memory, ShardSizes(tuple(sizes), main)
+
+
+def _elements(entry: ParamEntry, piece: DimPiece) -> int:
+    return entry.param.numel() // entry.param.shape[piece.dim] * (piece.stop - piece.start)
+
+
+def _padded(size: int, held: Iterable[int], dtype: torch.dtype) -> Bytes:
+    """A buffer of `size` elements with shards of so many in it."""
+    return Bytes(size * dtype.itemsize, padding=(size - sum(held)) * dtype.itemsize)
+
+
+def play_steps(plans: Sequence[BucketPlan], writes: Iterable[str], dtype: torch.dtype, *, overlap: bool) -> tuple[int, list[int]]:
+    """Borrow and return buffers as a step does, again and again until no step needs another buffer.
+
+    Args:
+        writes: names of parameters in the order in which the backward passes of a step write their gradients; others are left out.
+        dtype: of the gradients.
+        overlap: reductions go on beside the backward.
+
+    Returns:
+        elements of all buffers, and how often each bucket is reduced in a step.
+    """
+    pool = BufferPool(dtype, torch.device("meta"))
+    # With one rank there is nothing to slice, so nothing is passed through.
+    ours = {placed.entry.record.name for plan in plans if plan.num_slices > 1 for placed in plan.params}
+    writes = [name for name in writes if name in ours]
+    before, size = -1, 0
+    while size > before:
+        reductions = _play_step(plans, writes, pool, overlap)
+        before, size = size, sum(buffer.numel() for buffer in pool.buffers)
+    return size, reductions
+
+
+def _play_step(plans: Sequence[BucketPlan], writes: Sequence[str], pool: BufferPool, overlap: bool) -> list[int]:
+    counts = [WriteCount([placed.entry.uses_per_microbatch for placed in plan.params]) for plan in plans]
+    place_of = {placed.entry.record.name: (i, k) for i, plan in enumerate(plans) for k, placed in enumerate(plan.params)}
+    borrowed: dict[int, torch.Tensor] = {}
+    for name in writes:
+        bucket, number = place_of[name]
+        if bucket not in borrowed:
+            borrowed[bucket] = pool.take(plans[bucket].size)
+        if counts[bucket].add(number):
+            pool.give_back(borrowed.pop(bucket), _nothing)
+            if not overlap:
+                pool.settle()
+    pool.settle()
+    return [count.rounds for count in counts]
+
+
+def _nothing() -> None: ...
+
+
+class StatePart(Protocol):
+    """See the module."""
+
+    def group(self, context: ParallelContext) -> Group:
+        """The ranks that divide it."""
+
+    def memory(self, index: int) -> tuple[StateMemory, ShardSizes]:
+        """What the rank at a place of the group keeps, and the shards that it updates."""
+
+    def cuts(self) -> set[int]:
+        """Places from which on ranks may keep pieces of other sizes than those before."""
+
+
+@dataclass(frozen=True)
+class BucketPart:
+    """A bucket."""
+
+    plan: BucketPlan
+    sharding: ShardingStrategy
+    dtype: torch.dtype
+
+    def group(self, context: ParallelContext) -> Group:
+        """See `StatePart`."""
+        return context.group(*self.plan.axes)
+
+    def memory(self, index: int) -> tuple[StateMemory, ShardSizes]:
+        """See `StatePart`."""
+        return bucket_memory(self.plan, index, self.sharding, self.dtype)
+
+    def cuts(self) -> set[int]:
+        """Around the slices that hold the begin or the end of a parameter."""
+        if self.sharding == "no_shard":
+            return set()
+        ends = [place for placed in self.plan.params for place in (placed.start, placed.start + placed.numel - 1)]
+        return {end // self.plan.slice_size + after for end in ends for after in (0, 1)}
+
+
+@dataclass(frozen=True)
+class UnitsPart:
+    """The parameters under `fully_shard`, with the units at work, of all chunks."""
+
+    chunks: Sequence[Sequence[UnitPlan]]
+    shard: Group
+    replicas: int
+    reshard: FsdpReshard
+    dtype: torch.dtype
+
+    def group(self, context: ParallelContext) -> Group:
+        """See `StatePart`."""
+        return context.fsdp_shard
+
+    def memory(self, index: int) -> tuple[StateMemory, ShardSizes]:
+        """See `StatePart`."""
+        return fsdp_memory(self.chunks, replace(self.shard, index=index), self.replicas, self.reshard, self.dtype)
+
+    def cuts(self) -> set[int]:
+        """Where a parameter's rows are all given away."""
+        entries = [entry for units in self.chunks for unit in units for entry in unit.entries]
+        lengths = {entry.param.shape[entry.record.fsdp_dim] for entry in entries}
+        full = {length // -(-length // self.shard.size) for length in lengths}
+        return {place + after for place in full for after in (0, 1)}
+
+
+@dataclass(frozen=True)
+class StateReport:
+    """Of one rank."""
+
+    memory: StateMemory
+    sent: tuple[Sent, ...]
+    """In a step, by group and kind."""
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """How the state of a pipeline stage is cut: the same for all of its ranks, of which each keeps some pieces."""
+
+    parts: Sequence[StatePart]
+    buffers: Bytes
+    """Gradients of buckets that pass through, on every rank."""
+    sent: tuple[Sent, ...]
+    """By every rank, in a step."""
+
+    def memory(self, context: ParallelContext, state: OptimizerState) -> StateMemory:
+        """Of a rank, by its places in its data groups."""
+        return self.memory_of([part.memory(part.group(context).index) for part in self.parts], state)
+
+    def memory_of(self, kept: Iterable[tuple[StateMemory, ShardSizes]], state: OptimizerState) -> StateMemory:
+        """With what is kept of each part."""
+        kept = list(kept)
+        state_of_optimizer = state.memory([shards for _, shards in kept])
+        return sum((memory for memory, _ in kept), StateMemory(buffers=self.buffers)) + state_of_optimizer
+
+
+def state_layout(
+    entries: Iterable[ParamEntry],
+    modules: Mapping[int, Sequence[nn.Module]],
+    context: ParallelContext,
+    config: ParallelConfig,
+    *,
+    dtype: torch.dtype,
+    num_microbatches: int,
+    writes: Iterable[str],
+    granularity: Granularity = Granularity.ELEMENTS,
+) -> StateLayout:
+    """What the strategy of the settings means for a pipeline stage.
+
+    Args:
+        entries: the parameters of a rank of the stage, perhaps on the meta device.
+        modules: those that hold them, in the order of the forward, by number of the chunk.
+        dtype: of the parameters where they are used.
+        num_microbatches: of a step.
+        writes: names of parameters in the order in which the backward passes of a step write their gradients.
+        granularity: what the optimizer must see in one piece.
+    """
+    entries, sharding, reshard = list(entries), config.sharding, config.fsdp_reshard_after_forward
+    parts: list[StatePart] = []
+    sent: list[Sent] = []
+    if sharding == "optim_grads_params":
+        sharding = "optim_grads"  # what is left
+        inside = [entry for entry in entries if is_fully_sharded(entry, context)]
+        entries = [entry for entry in entries if not is_fully_sharded(entry, context)]
+        units = [plan_units(some, [e for e in inside if e.chunk == number]) for number, some in modules.items()]
+        parts.append(UnitsPart(units, context.fsdp_shard, context.fsdp_replica.size, reshard, dtype))
+        sent += fsdp_traffic([unit for some in units for unit in some], context, reshard, dtype, num_microbatches)
+    plans = plan_buckets(entries, context, bucket_size=config.ddp_bucket_size, granularity=granularity)
+    reductions, buffers = [1] * len(plans), Bytes()
+    if sharding == "optim_grads":
+        main = main_grad_dtype(dtype)
+        passing, reductions = play_steps(plans, writes, main, overlap=config.overlap_grad_reduce)
+        buffers = Bytes(passing * main.itemsize)
+    parts += [BucketPart(plan, sharding, dtype) for plan in plans]
+    sent += bucket_traffic(plans, context, sharding, dtype, reductions)
+    return StateLayout(parts, buffers, tuple(joined(sent)))
