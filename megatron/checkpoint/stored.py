@@ -14,7 +14,7 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format.content import content_sums
 from megatron.checkpoint.format.manifest import CONFIG, STATE, Manifest
 from megatron.checkpoint.global_tensor import WEIGHT, relative, slices
-from megatron.checkpoint.loading.data_files import DataFiles, Part
+from megatron.checkpoint.loading.data_files import BoxRead, DataFiles
 from megatron.checkpoint.loading.find import manifest_in, read_json
 from megatron.checkpoint.source import TensorInfo
 from megatron.checkpoint.storage.opening import open_storage
@@ -115,7 +115,7 @@ class StoredCheckpoint:
             common = stored.box.intersect(wanted)
             if common is not None:
                 target = found[slices(relative(common, wanted).offsets, common.sizes)]
-                self._files.read(stored, tensor.dtype, [Part(relative(common, stored.box), target)])
+                self._files.read(stored, tensor.dtype, [BoxRead(relative(common, stored.box), target)])
         if tensor.content is None or wanted.sizes != tensor.shape:
             return found
         content = content_sums(bytes_of(found), tensor.dtype, wanted, tensor.shape).hex

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.checkpoint.errors import raise_for_user
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed, ranks_named
 from megatron.parallel.context import SELF_GROUP, Group
 
 Share = TypeVar("Share")
@@ -55,8 +55,31 @@ def decide(group: Group, doing: str, share: Callable[[], Share], answer: Callabl
         answers = [decided] * group.size if failed else [(item, False) for item in value]
     value, failed = _dealt(answers, group)
     if failed:
-        raise_for_user(CheckpointException(doing, value), doing)
+        _raise_for_user(value, doing)
     return value
+
+
+def _raise_for_user(failures: Mapping[int, tuple[Exception, traceback.StackSummary]], doing: str) -> NoReturn:
+    """Turn the failures of some ranks into one error; see `decide`."""
+    causes = {rank: cause for rank, (cause, _) in sorted(failures.items())}
+    first = next(iter(causes.values()))
+    if not all(isinstance(cause, (CheckpointError, OSError)) for cause in causes.values()):
+        traces = (
+            f"Traceback (most recent call last): ({ranks_named([rank])})\n"
+            + "".join([*trace.format(), *traceback.format_exception_only(cause)])
+            for rank, (cause, trace) in sorted(failures.items())
+        )
+        raise RuntimeError(f"{doing}: {ranks_named(list(causes))} failed\n{''.join(traces)}") from first
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank, cause in causes.items():
+        ranks_of[str(cause)].append(rank)
+    # A disagreement between settings and checkpoint is found by one rank for all; anything else is told with its ranks.
+    reasons = [
+        text if type(causes[ranks[0]]) is CheckpointError else f"{ranks_named(ranks)}: {text}" for text, ranks in ranks_of.items()
+    ]
+    damaged = any(isinstance(cause, DamagedCheckpointError) for cause in causes.values())
+    kind = DamagedCheckpointError if damaged else CheckpointError
+    raise kind(f"{doing}:\n  " + listed(reasons, "\n  ")) from first
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, bool]:

@@ -13,7 +13,7 @@ from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format.content import NO_SUMS, content_sums
 from megatron.checkpoint.format.manifest import CONFIG, STATE, Manifest, StoredTensor
 from megatron.checkpoint.format.tiling import tiles
-from megatron.checkpoint.loading.data_files import DataFiles, Part
+from megatron.checkpoint.loading.data_files import BoxRead, DataFiles
 from megatron.checkpoint.loading.find import manifest_in, read_json
 from megatron.checkpoint.storage.protocol import Storage
 from megatron.parallel.boxes import Box
@@ -78,7 +78,7 @@ def _faults_of_tensor(name: str, stored: StoredTensor, files: DataFiles) -> list
     for box in stored.boxes:
         data = torch.empty(math.prod(box.box.sizes), dtype=torch_dtype(stored.dtype)).view(box.box.sizes)
         try:
-            files.read(box, stored.dtype, [Part(Box((0,) * len(box.box.sizes), box.box.sizes), data)])
+            files.read(box, stored.dtype, [BoxRead(Box((0,) * len(box.box.sizes), box.box.sizes), data)])
         except DamagedCheckpointError as error:
             faults.append(str(error))
             continue

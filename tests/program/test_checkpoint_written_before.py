@@ -1,6 +1,6 @@
 """Checkpoints that an earlier commit has written load bit for bit, at their own layout and at another; training goes on as it did.
 
-The files in tests/support/written_before/checkpoints/ were written by commit b3ee0cc and are never made anew: that is their use.
+The files in tests/support/written_before/checkpoints/ were written by commit 191c503 and are never made anew: that is their use.
 `expected.json` holds what that commit's program said of them: the digest of every tensor, and losses, gradient norms and the last
 checkpoint of four more steps on one rank and on two.
 """

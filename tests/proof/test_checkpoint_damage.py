@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format.digest import checksum
 from megatron.checkpoint.format.manifest import Manifest, StoredBox, StoredFile, StoredTensor, read_manifest
-from megatron.checkpoint.loading.data_files import DataFiles, Part
+from megatron.checkpoint.loading.data_files import BoxRead, DataFiles
 from megatron.checkpoint.loading.find import find_checkpoint, read_config, read_state
 from megatron.checkpoint.loading.load import load_tensors
 from megatron.checkpoint.saving.save import save_checkpoint
@@ -165,7 +165,7 @@ def test_an_entry_that_is_not_what_the_manifest_says(tmp_path: Path, header: dic
     manifest = Manifest({"a": StoredTensor((4,), "float32", (box,))}, {"x": StoredFile(8 + len(text) + 16)})
     files, target = DataFiles(LocalStorage(tmp_path), manifest), torch.zeros(4)
     with pytest.raises(DamagedCheckpointError, match=r"x(: entry a is| holds no readable entry a| cannot be read to its end)"):
-        files.read(box, "float32", [Part(Box((0,), (4,)), target)])
+        files.read(box, "float32", [BoxRead(Box((0,), (4,)), target)])
 
 
 def rewrite_manifest(path: Path, change: Callable[[dict], None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,18 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.format.manifest import Manifest, StoredTensor, read_manifest
+from megatron.checkpoint.format.manifest import Manifest, StoredBox, StoredTensor, read_manifest
 from megatron.checkpoint.global_tensor import GlobalTensor, slices
-from megatron.checkpoint.loading import content, data_files
-from megatron.checkpoint.loading.data_files import DataFiles, Part
+from megatron.checkpoint.loading import content, data_files, load
+from megatron.checkpoint.loading.data_files import BoxRead, DataFiles
 from megatron.checkpoint.loading.find import find_checkpoint, read_state
 from megatron.checkpoint.loading.load import load_tensors
-from megatron.checkpoint.loading.plan import BoxLoadPlanner
 from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.checkpoint.storage.local import LocalStorage
 from megatron.parallel.boxes import Box, PlacedBox
@@ -56,7 +53,7 @@ def test_parts_of_a_box_in_pieces_of_any_size(drawn: tuple[tuple[int, ...], list
         (stored,) = manifest.tensors["a"].boxes
         with DataFiles(LocalStorage(Path(path)), manifest) as files:
             for _ in range(2):
-                parts = [Part(inner, torch.zeros(inner.sizes, dtype=dtype)) for inner in inners]
+                parts = [BoxRead(inner, torch.zeros(inner.sizes, dtype=dtype)) for inner in inners]
                 files.read(stored, "float32", parts)
                 for inner, target in parts:
                     assert torch.equal(target, value[slices(inner.offsets, inner.sizes)].to(dtype))
@@ -85,18 +82,18 @@ def test_a_file_that_is_truncated_meanwhile(tmp_path: Path, strided: bool) -> No
         os.truncate(Path(path) / stored.file, 200_000)
         target = torch.zeros(100_000, 2)[:, 0] if strided else torch.zeros(100_000)
         with pytest.raises(DamagedCheckpointError, match=r"rank_00000.safetensors cannot be read to its end"):
-            files.read(stored, "float32", [Part(stored.box, target)])
+            files.read(stored, "float32", [BoxRead(stored.box, target)])
 
 
 def spoiled(change: Callable[[list[GlobalTensor]], None], patch: pytest.MonkeyPatch) -> None:
     """Let every load change what it has read."""
-    original = dcp.load
+    original = load.compare_content
 
-    def load(state: dict[str, Any], **named: Any) -> None:
-        original(state, **named)
-        change(state["tensors"])
+    def compare(tensors: list[GlobalTensor], *others: Any) -> Any:
+        change(tensors)
+        return original(tensors, *others)
 
-    patch.setattr(dcp, "load", load)
+    patch.setattr(load, "compare_content", compare)
 
 
 def _exchange_rows(tensor: torch.Tensor) -> None:
@@ -137,8 +134,8 @@ def test_what_lies_in_memory_is_compared(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_read_that_is_not_made_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where everything else goes whole into its place."""
     path = save_checkpoint(tmp_path, 1, [whole("a", torch.randn(5, 7)), whole("b", torch.randn(3))], {}, {})
-    original = BoxLoadPlanner._plan_reads
-    monkeypatch.setattr(BoxLoadPlanner, "_plan_reads", lambda self, t, boxes: original(self, t, boxes) if t.name == "a" else None)
+    original = load.planned_reads
+    monkeypatch.setattr(load, "planned_reads", lambda tensor, stored: original(tensor, stored) if tensor.name == "a" else [])
     with pytest.raises(DamagedCheckpointError, match=r"content sums \(1\): b"):
         load_tensors(path, [whole("a", torch.zeros(5, 7)), whole("b", torch.zeros(3))])
 
@@ -148,20 +145,23 @@ def test_a_read_to_another_place_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     value = torch.randn(4, 3)
     halves = [GlobalTensor("a", (4, 3), value[at : at + 2].clone(), [PlacedBox(Box((at, 0), (2, 3)), 0)]) for at in (0, 2)]
     path = save_world(tmp_path, 1, [[half] for half in halves])
-    original = BoxLoadPlanner._plan_reads
+    original, within = load.planned_reads, load.PlannedRead.within
 
-    def exchanged(self: BoxLoadPlanner, tensor: GlobalTensor, boxes: list[Box]) -> None:
-        original(self, tensor, boxes)
-        first, second = self._items
-        places = first.dest_offsets, second.dest_offsets
-        self._items = [dataclasses.replace(item, dest_offsets=at) for item, at in zip((first, second), places[::-1], strict=True)]
+    def exchanged(tensor: GlobalTensor, stored: StoredTensor) -> list[tuple[StoredBox, load.PlannedRead]]:
+        (first, one), (second, other) = original(tensor, stored)
+        return [(first, other), (second, one)]
+
+    def into_the_other(self: load.PlannedRead, stored: StoredBox) -> data_files.BoxRead:
+        return within(self, stored)._replace(inner=Box((0, 0), (2, 3)))
 
     target = whole("a", torch.zeros(4, 3))
     load_tensors(path, [target])
     assert torch.equal(target.local, value)
-    monkeypatch.setattr(BoxLoadPlanner, "_plan_reads", exchanged)
-    with pytest.raises(DamagedCheckpointError, match=r"content sums \(1\): a"):
-        load_tensors(path, [target])
+    for change in ("planned_reads", exchanged), ("PlannedRead.within", into_the_other):  # the second hides what the first has done
+        monkeypatch.setattr(f"megatron.checkpoint.loading.load.{change[0]}", change[1])
+        target.local.zero_()
+        with pytest.raises(DamagedCheckpointError, match=r"content sums \(1\): a"):
+            load_tensors(path, [target])
 
 
 def test_one_rank_s_difference_is_everybody_s_error(tmp_path: Path) -> None:

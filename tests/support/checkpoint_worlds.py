@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.checkpoint.format.folder import checkpoint_name
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.loading.plan import TENSORS, BoxLoadPlanner
-from megatron.checkpoint.loading.reader import BoxReader
+from megatron.checkpoint.loading.find import manifest_in
+from megatron.checkpoint.loading.load import check_requests, plan_load, read_boxes
 from megatron.checkpoint.saving.commit import commit, encoded
 from megatron.checkpoint.saving.part import part_of, write_part
 from megatron.checkpoint.saving.plan import share_out
@@ -121,17 +120,13 @@ def save_world(
 
 
 def load_world(path: Path, world: World, allow_unused: Callable[[str], bool] = lambda name: False) -> None:
-    """Fill what all ranks hold, in this process: the steps of torch.distributed.checkpoint.load, rank by rank."""
-    readers, planners = [BoxReader(open_storage(path)) for _ in world], [BoxLoadPlanner(allow_unused) for _ in world]
-    plans = []
-    for rank, tensors in enumerate(world):
-        metadata: Metadata = readers[rank].read_metadata()
-        planners[rank].set_up_planner({TENSORS: tensors}, metadata, rank == 0)
-        readers[rank].set_up_storage_reader(metadata, rank == 0)
-        plans.append(readers[rank].prepare_local_plan(planners[rank].create_local_plan()))
-    plans = readers[0].prepare_global_plan(planners[0].create_global_plan(plans))
-    for rank in range(len(world)):
-        readers[rank].read_data(planners[rank].finish_plan(plans[rank]), planners[rank]).wait()
+    """Fill what all ranks hold, in this process: the steps of `load_tensors`, rank by rank."""
+    storage = open_storage(path)
+    manifest = manifest_in(storage)
+    planned = [plan_load(tensors, manifest) for tensors in world]
+    check_requests([request for request, _ in planned], manifest, allow_unused)
+    for _, reads in planned:
+        read_boxes(storage, manifest, reads)
 
 
 def assert_holds(tensors: Sequence[GlobalTensor], expected: Sequence[GlobalTensor], padding: float) -> None:

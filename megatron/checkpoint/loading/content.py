@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class Compared:
 
 
 @dataclass
-class Held:
+class ContentHere:
     """What one rank holds."""
 
     whole: set[str]
@@ -50,7 +50,7 @@ class Held:
 
 
 def compare_content(
-    tensors: list[GlobalTensor], straight: Mapping[str, int], manifest: Manifest, threads: int, group: Group, doing: str
+    tensors: list[GlobalTensor], cut: set[str], manifest: Manifest, threads: int, group: Group, doing: str
 ) -> Compared:
     """Compare what all ranks hold, as it lies in memory, with what was saved. All ranks call it together.
 
@@ -59,7 +59,7 @@ def compare_content(
 
     Args:
         tensors: what this rank has loaded.
-        straight: by tensor, how many of this rank's elements came in whole boxes that were checked in their place.
+        cut: names of the tensors of which any rank holds something that did not come in whole boxes.
         manifest: of the checkpoint.
         threads: how many to use.
         group: the ranks that loaded.
@@ -68,19 +68,14 @@ def compare_content(
     Raises:
         DamagedCheckpointError: on every rank, if a tensor differs, or ranks that hold the same box differ.
     """
-    cut = {tensor.name for tensor in tensors if straight.get(tensor.name, 0) != sum(p.box.numel for p in tensor.boxes)}
-
-    def everywhere(world: list[set[str]]) -> list[set[str]]:
-        return [set().union(*world)] * group.size
-
-    cut_anywhere = decide(group, doing, lambda: cut, everywhere)
-    summed = [tensor for tensor in tensors if tensor.name in cut_anywhere]
-    whole = {tensor.name for tensor in tensors} - cut_anywhere
-
-    def share() -> Held:
-        return _held(summed, whole, manifest, threads)
-
-    return decide(group, doing, share, lambda world: [_judge(world, manifest)] * group.size)
+    summed = [tensor for tensor in tensors if tensor.name in cut]
+    whole = {tensor.name for tensor in tensors} - cut
+    return decide(
+        group,
+        doing,
+        lambda: _sums_here(summed, whole, manifest, threads),
+        lambda world: [_judge(world, manifest)] * group.size,
+    )
 
 
 def exactly_comparable(stored: torch.dtype, here: torch.dtype) -> bool:
@@ -88,9 +83,9 @@ def exactly_comparable(stored: torch.dtype, here: torch.dtype) -> bool:
     return torch.promote_types(stored, here) == here
 
 
-def _held(tensors: list[GlobalTensor], whole: set[str], manifest: Manifest, threads: int) -> Held:
+def _sums_here(tensors: list[GlobalTensor], whole: set[str], manifest: Manifest, threads: int) -> ContentHere:
     """Sums of the boxes of this rank, taken from memory, in the stored dtype."""
-    tasks, held = [], Held(whole, {}, set(), set())
+    tasks, held = [], ContentHere(whole, {}, set(), set())
     for tensor in tensors:
         stored = manifest.tensors[tensor.name]
         if stored.content is None:
@@ -126,7 +121,7 @@ def _stretches(box: Box, part: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor
             at += inner.numel
 
 
-def _judge(everybody: list[Held], manifest: Manifest) -> Compared:
+def _judge(everybody: list[ContentHere], manifest: Manifest) -> Compared:
     """Whether the boxes of all ranks add up to what is stored.
 
     Raises:

@@ -29,7 +29,7 @@ _PIECE_BYTES = {True: 1 << 20, False: 32 << 20}
 """Bytes that are read at once: of a local file as many as fit into a cache, of a remote one as many as are worth a request."""
 
 
-class Part(NamedTuple):
+class BoxRead(NamedTuple):
     """Elements of a stored box that are wanted."""
 
     inner: Box
@@ -73,7 +73,7 @@ class DataFiles:
         """
         return self._file(stored.file).header.place(Entry(stored.key, dtype, stored.box.sizes))
 
-    def read(self, stored: StoredBox, dtype: str, parts: Sequence[Part]) -> None:
+    def read(self, stored: StoredBox, dtype: str, parts: Sequence[BoxRead]) -> None:
         """Fill the targets of a stored box. The box is checked when it is read for the first time.
 
         Args:
@@ -158,7 +158,7 @@ class DataFiles:
         return error
 
 
-def _spread(some: torch.Tensor, first: int, sizes: tuple[int, ...], parts: Sequence[Part]) -> None:
+def _spread(some: torch.Tensor, first: int, sizes: tuple[int, ...], parts: Sequence[BoxRead]) -> None:
     """Copy a stretch of a box's flattened elements, of which the first is number `first`, to where they are wanted."""
     at = 0
     for box in flat_range_boxes(sizes, first, first + some.numel()):

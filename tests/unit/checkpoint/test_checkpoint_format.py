@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
@@ -19,11 +18,9 @@ from megatron.checkpoint.format.manifest import read_manifest
 from megatron.checkpoint.format.safetensors_file import Entry, Header, header_length
 from megatron.checkpoint.loading.find import read_state
 from megatron.checkpoint.loading.load import load_tensors
-from megatron.checkpoint.loading.reader import BoxReader
 from megatron.checkpoint.saving.save import save_checkpoint
 from megatron.checkpoint.saving.stream import write_checkpoint
 from megatron.checkpoint.source import TensorInfo
-from megatron.checkpoint.storage.opening import open_storage
 from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, save_world, whole
 
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
@@ -149,17 +146,6 @@ def test_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path: 
     with pytest.raises(CheckpointError, match=r"state\.json would hold what JSON cannot"):
         save_checkpoint(tmp_path, 1, [whole("a", torch.ones(2))], {}, {"bad": {1, 2}})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_stock_load_reads_plain_tensors_through_the_reader(tmp_path: Path) -> None:
-    path = save_example(tmp_path)
-    values = random_values(SHAPES)
-    target = {name: torch.zeros_like(value) for name, value in values.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(target, storage_reader=BoxReader(open_storage(path)), no_dist=True)
-    for name, value in values.items():
-        assert torch.equal(target[name], value), name
 
 
 def test_boxes_that_are_not_whole_tensors_are_not_saved(tmp_path: Path) -> None:
