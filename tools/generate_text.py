@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
-from megatron.config.checks.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
+from megatron.config.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizers.arguments import add_tokenizer_flags
 from tools.checkpoints.tokenizer_choice import named_tokenizer

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
-from megatron.config.checks.ranges import LARGEST_WORLD
+from megatron.config.checks.each import LARGEST_WORLD
 from megatron.config.cli import LoadedConfig, load, parse
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.given import is_count, split

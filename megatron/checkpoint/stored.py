@@ -18,9 +18,8 @@ from megatron.checkpoint.loading.data_files import BoxRead, DataFiles
 from megatron.checkpoint.loading.find import manifest_in, read_json
 from megatron.checkpoint.source import TensorInfo
 from megatron.checkpoint.storage.opening import open_storage
-from megatron.config.checks.data import TOKENIZER_SETTINGS
 from megatron.config.config import Config
-from megatron.config.data import DataConfig
+from megatron.config.data import TOKENIZER_SETTINGS, DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.save import from_dict
 from megatron.parallel.boxes import Box

@@ -12,8 +12,8 @@ from typing import Any
 import xxhash
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from megatron.config.config import Config
+from megatron.config.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.files import names_in, read_bytes
 from megatron.config.flags import flags

@@ -11,6 +11,8 @@ from pathlib import Path
 from megatron.config.data import DataConfig
 
 SPLIT_FIELDS = ("train_data_path", "valid_data_path", "test_data_path")
+PATH_FIELDS = ("data_path", "data_args_path", *SPLIT_FIELDS, "per_split_data_args_path")
+"""Settings that say where the datasets lie."""
 _SPLIT_KEYS = ("train", "valid", "test")
 
 
@@ -104,8 +106,7 @@ def _read_text(path: Path, flag: str) -> str:
 
 def path_flags(data: DataConfig) -> list[str]:
     """Fields that say where the datasets lie, as far as they are given."""
-    fields = ("data_path", "data_args_path", *SPLIT_FIELDS, "per_split_data_args_path")
-    return [field for field in fields if getattr(data, field)]
+    return [field for field in PATH_FIELDS if getattr(data, field)]
 
 
 def has_own_splits(data: DataConfig) -> bool:

@@ -2,94 +2,36 @@
 
 from __future__ import annotations
 
-from megatron.config.checks.finding import data_size, is_changed, shown
-from megatron.config.config import Config
-from megatron.config.data_words import has_own_splits
-from megatron.config.sharding_effects import sharding_notes
+from collections.abc import Iterator
 
-_SPREADING = (
-    "pipeline_split",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-)
+from megatron.config.checks.each import idle_settings
+from megatron.config.checks.finding import data_size, is_changed, shown
+from megatron.config.checks.fsdp_parts import left_to_buckets
+from megatron.config.config import Config
+
 _SCHEDULING = (
     "pipeline_schedule",
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
     "pipeline_model_parallel_layout",
 )
+_ALWAYS = {
+    "overlap_grad_reduce": "the gradients of a block are always reduced while backward goes on",
+    "overlap_param_gather": "the parameters of the next block are always fetched ahead",
+    "ddp_bucket_size": "the parameters of a block are always sent together",
+}
+"""Settings of buckets, and what optim_grads_params does instead."""
 
 
 def notes(config: Config, world_size: int) -> list[str]:
     """One line for each such setting, with the reason. The settings must have passed the rules."""
-    model, parallel, training, precision = config.model, config.parallel, config.training, config.precision
-    data, logging = config.data, config.logging
-    copies = data_size(config, world_size)
-    chunks = parallel.pipeline_model_parallel_size * parallel.chunks_per_stage(model.num_layers)
-    cases = (
-        ("sequence_parallel", parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1, "there is one tensor rank"),
-        ("overlap_grad_reduce", parallel.overlap_grad_reduce and copies == 1, "there is one data rank"),
-        ("overlap_param_gather", parallel.overlap_param_gather and copies == 1, "there is one data rank"),
-        (
-            "use_distributed_optimizer",
-            parallel.use_distributed_optimizer and is_changed(config, "data_parallel_sharding_strategy"),
-            f"{shown(config, 'data_parallel_sharding_strategy')} shards the optimizer's state too",
-        ),
-        (
-            "use_tp_pp_dp_mapping",
-            parallel.use_tp_pp_dp_mapping and (copies == 1 or parallel.pipeline_model_parallel_size == 1),
-            "both numberings of the ranks are the same here",
-        ),
-        (
-            "overlap_p2p_communication",
-            not parallel.overlap_p2p_communication and parallel.pipeline_model_parallel_size == 1,
-            "nothing is sent between pipeline stages",
-        ),
-        *((field, is_changed(config, field) and chunks == 1, "one rank computes all layers in one piece") for field in _SPREADING),
-        (
-            "fp32_residual_connection",
-            model.fp32_residual_connection and not (precision.fp16 or precision.bf16),
-            "the model does not compute in 16 bits",
-        ),
-        ("add_qkv_bias", model.add_qkv_bias and not model.disable_bias_linear, "all linear layers have biases"),
-        (
-            "max_position_embeddings",
-            model.max_position_embeddings is not None and model.position_embedding_type != "learned_absolute",
-            "there is no learned position table",
-        ),
-        ("split", data.mock_data and is_changed(config, "split"), "--mock-data makes up tokens for each split"),
-        (
-            "reset_position_ids",
-            data.reset_position_ids and model.position_embedding_type == "none",
-            "--position-embedding-type none uses no positions",
-        ),
-        ("split", has_own_splits(data) and is_changed(config, "split"), "each split has datasets of its own"),
-        (
-            "timing_log_option",
-            logging.timing_log_level == 0 and is_changed(config, "timing_log_option"),
-            "--timing-log-level 0 switches timers off",
-        ),
-        (
-            "log_timers_to_tensorboard",
-            logging.timing_log_level == 0 and logging.log_timers_to_tensorboard,
-            "--timing-log-level 0 switches timers off",
-        ),
-        (
-            "log_memory_to_tensorboard",
-            logging.log_memory_to_tensorboard and parallel.device == "cpu",
-            "only the memory of CUDA devices is measured",
-        ),
-        (
-            "eval_interval",
-            training.eval_interval is not None and training.eval_iters == 0,
-            "--eval-iters 0 switches evaluation off",
-        ),
-    )
+    parallel = config.parallel
+    data_ranks = data_size(config, world_size) or 1
+    chunks = parallel.pipeline_model_parallel_size * parallel.chunks_per_stage(config.model.num_layers)
     return [
-        *(f"{shown(config, field)} has no effect: {reason}." for field, idle, reason in cases if idle),
+        *idle_settings(config, data_ranks, chunks),
         *_without_pipeline(config, chunks),
-        *sharding_notes(config, copies or 1),
+        *_of_sharding(config, data_ranks),
     ]
 
 
@@ -102,3 +44,34 @@ def _without_pipeline(config: Config, chunks: int) -> list[str]:
     return [
         f"{shown(config, field)} saves no time: there is one pipeline stage, which never waits for another." for field in fields
     ]
+
+
+def _of_sharding(config: Config, data_ranks: int) -> Iterator[str]:
+    """Settings of sharding and offload that do less than one might think."""
+    parallel = config.parallel
+    if parallel.use_distributed_optimizer and is_changed(config, "data_parallel_sharding_strategy"):
+        strategy = shown(config, "data_parallel_sharding_strategy")
+        yield f"--use-distributed-optimizer has no effect: {strategy} shards the optimizer's state too."
+    if data_ranks == 1:
+        for field in ("data_parallel_sharding_strategy", "use_distributed_optimizer"):
+            if is_changed(config, field):
+                yield f"{shown(config, field)} hardly saves memory: there is one data rank."
+                break
+    elif parallel.sharding == "optim_grads_params":
+        if parallel.fsdp_shard_size == 1:
+            yield "--fsdp-shard-size 1 leaves parameters whole: it makes optim_grads_params the same as optim_grads."
+        else:
+            yield from _blocks(config)
+    if (parallel.fsdp_shard_size or data_ranks) == 1 and is_changed(config, "fsdp_reshard_after_forward"):
+        yield f"{shown(config, 'fsdp_reshard_after_forward')} has no effect: every data rank holds the parameters whole."
+    if config.optimizer.optimizer_cpu_offload and parallel.device == "cpu":
+        yield "--optimizer-cpu-offload saves no memory: --device cpu has everything in host memory."
+
+
+def _blocks(config: Config) -> Iterator[str]:
+    """Settings of buckets where most parameters are sharded by blocks."""
+    left = left_to_buckets(config)
+    for field, instead in _ALWAYS.items():
+        if is_changed(config, field):
+            effect = f"acts only on {', '.join(left)}" if left else "has no effect"
+            yield f"{shown(config, field)} {effect}: with optim_grads_params {instead}."

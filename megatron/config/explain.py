@@ -5,15 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from megatron.config.checks.inert import CONDITIONS
-from megatron.config.checks.ranges import RANGES, REQUIRED
 from megatron.config.compat import NoEffect, find, find_family
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.field_docs import field_docs
 from megatron.config.flags import Flag, flag_of, flags, nearest_names, topics
-from megatron.config.relations import rules_about
 from megatron.config.requests import HELP
-from megatron.config.units import UNITS
+from megatron.config.rules import RULES
 
 _WIDTH = 110
 
@@ -45,8 +42,8 @@ def _page(flag: Flag) -> Iterator[str]:
     yield from _wrapped(field_docs(topics()[flag.topic])[flag.field], "  ")
     yield ""
     yield from _wrapped(f"takes     {_takes(flag)}", "            ", "  ")
-    if flag.field in UNITS:
-        yield f"  unit      {UNITS[flag.field]}"
+    if flag.facts.unit is not None:
+        yield f"  unit      {flag.facts.unit}"
     yield f"  default   {_default(flag)}"
     yield f"  in files  under {flag.topic}: {flag.field}"
     yield from _conditions(flag)
@@ -65,12 +62,13 @@ def _page(flag: Flag) -> Iterator[str]:
 def _takes(flag: Flag) -> str:
     if flag.kind is bool:
         return "no value: it is a switch"
-    bound = f", {'each ' if flag.is_tuple else ''}{RANGES[flag.field]}" if flag.field in RANGES else ""
-    return f"{flag.expects}{bound}{', or None' if flag.optional and flag.field not in REQUIRED else ''}"
+    interval = flag.facts.interval
+    bound = f", {'each ' if flag.is_tuple else ''}{interval}" if interval is not None else ""
+    return f"{flag.expects}{bound}{', or None' if flag.optional and not flag.facts.required else ''}"
 
 
 def _default(flag: Flag) -> str:
-    if flag.field in REQUIRED:
+    if flag.facts.required:
         return "none: it must be given"
     if flag.kind is bool:
         return "on" if flag.default else "off"
@@ -81,12 +79,31 @@ def _default(flag: Flag) -> str:
 
 def _conditions(flag: Flag) -> Iterator[str]:
     """When it acts, and what acts only with it."""
-    for condition in CONDITIONS:
-        if flag.field in condition.fields:
-            yield from _wrapped(f"acts      only {condition.needs}", "            ", "  ")
-    dependent = [field for condition in CONDITIONS if _names(condition.needs, flag) for field in condition.fields]
-    if dependent:
-        yield from _wrapped(f"needed by {', '.join(map(_flag_name, dict.fromkeys(dependent)))}", "            ", "  ")
+    if flag.facts.acts is not None:
+        yield from _wrapped(f"acts      only {flag.facts.acts.words}", "            ", "  ")
+    for idle in flag.facts.idle:
+        yield from _wrapped(f"idle      where {idle.words}", "            ", "  ")
+    dependent = [other for other in flags().values() if other.facts.acts is not None and flag.field in other.facts.acts.others]
+    for word, wanted in (("needed by", True), ("stops", False)):
+        names = [f"--{other.name}" for other in dependent if _asks(other, flag) == wanted]
+        if names:
+            yield from _wrapped(f"{word:9} {', '.join(names)}", "            ", "  ")
+
+
+def _asks(dependent: Flag, flag: Flag) -> bool:
+    """Whether a setting acts where another is given, or where it is not."""
+    assert dependent.facts.acts is not None
+    return dependent.facts.acts.others[flag.field] not in (None, False)
+
+
+def rules_about(field: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Of every rule that looks at a setting beside others: why it exists, and the others' names, in the order of the flags."""
+    order = [flag.field for flag in flags().values()]
+    return [
+        (rule.why, tuple(other for other in order if other in rule.fields and other != field))
+        for rule in RULES
+        if field in rule.fields and len(rule.fields) > 1
+    ]
 
 
 def _mentions(flag: Flag) -> list[Flag]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.config.config import Config
+from megatron.config.setting import SettingFacts, facts_of
 
 _KINDS = {int: "whole number", float: "number", str: "text"}
 _LARGEST = 10**15
@@ -37,6 +38,8 @@ class Flag:
     """How many values it takes: 0 for a switch, None for any number."""
     default: Any
     """Value of the field when the flag is not given."""
+    facts: SettingFacts = dataclasses.field(compare=False, repr=False)
+    """Its unit and range, and when it acts."""
 
     @property
     def name(self) -> str:
@@ -123,7 +126,7 @@ def _flag(topic: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
         count = None if arguments[-1] is Ellipsis else len(arguments)
         hint = arguments[0]
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-    return Flag(topic, field.name, str if choices else hint, choices, optional, count, field.default)
+    return Flag(topic, field.name, str if choices else hint, choices, optional, count, field.default, facts_of(field))
 
 
 @functools.cache

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.config.setting import GIVEN, acts_with, idle_with, setting
+
+_PROFILES = acts_with(profile=True, profile_pipeline=True)
+_CURVES = acts_with(tensorboard_dir=GIVEN, wandb_project=GIVEN)
+_NO_TIMERS = idle_with("--timing-log-level 0 switches timers off", timing_log_level=0)
+
 
 @dataclass(frozen=True)
 class LoggingConfig:
     """Log line, metrics file, TensorBoard, Weights & Biases, timers and profiler."""
 
-    log_interval: int = 100
+    log_interval: int = setting(100, at_least=1, unit="steps")
     """Steps between log lines."""
     log_throughput: bool = False
     """Add TFLOP/s for each device to the log line."""
@@ -18,35 +24,37 @@ class LoggingConfig:
     """Add the norm of all parameters to the log line."""
     log_num_zeros_in_grad: bool = False
     """Add the number of zeros in the gradient to the log line."""
-    log_layer_norms: bool = False
+    log_layer_norms: bool = setting(False, acts=acts_with(metrics_file=GIVEN, tensorboard_dir=GIVEN, wandb_project=GIVEN))
     """Log gradient and weight norms of each layer (TensorBoard and metrics file)."""
     metrics_file: str | None = None
     """Write one JSON object a line for every logged iteration and evaluation, with full digits."""
-    timing_log_level: int = 0
+    timing_log_level: int = setting(0, at_least=0, at_most=2, unit="level of detail")
     """Detail of the timers, 0 to 2."""
-    timing_log_option: Literal["minmax", "max", "all"] = "minmax"
+    timing_log_option: Literal["minmax", "max", "all"] = setting("minmax", idle=_NO_TIMERS)
     """How timers of several ranks are shown."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""
-    tensorboard_log_interval: int = 1
+    tensorboard_log_interval: int = setting(1, at_least=1, unit="steps", acts=_CURVES)
     """Steps between TensorBoard points."""
-    log_timers_to_tensorboard: bool = False
+    log_timers_to_tensorboard: bool = setting(False, acts=_CURVES, idle=_NO_TIMERS)
     """Write timers to TensorBoard too."""
-    log_memory_to_tensorboard: bool = False
+    log_memory_to_tensorboard: bool = setting(
+        False, acts=_CURVES, idle=idle_with("only the memory of CUDA devices is measured", device="cpu")
+    )
     """Write device memory to TensorBoard too."""
     wandb_project: str | None = None
     """Project at Weights & Biases (needs the wandb extra)."""
-    wandb_exp_name: str | None = None
+    wandb_exp_name: str | None = setting(None, acts=acts_with(wandb_project=GIVEN))
     """Name of the run at Weights & Biases."""
     profile: bool = False
     """Record steps --profile-step-start to --profile-step-end with torch's profiler."""
     profile_pipeline: bool = False
     """Write the measured timeline of the pipeline in step --profile-step-start, beside the planned one, to --profile-dir."""
-    profile_step_start: int = 10
+    profile_step_start: int = setting(10, at_least=1, unit="number of a step, from 1 on", acts=_PROFILES)
     """First step to record (the first iteration is 1)."""
-    profile_step_end: int = 12
+    profile_step_end: int = setting(12, at_least=1, unit="number of a step, from 1 on", acts=acts_with(profile=True))
     """Step to stop recording before."""
-    profile_ranks: tuple[int, ...] = (0,)
+    profile_ranks: tuple[int, ...] = setting((0,), at_least=0, unit="number of a rank, from 0 on", acts=acts_with(profile=True))
     """Ranks that record."""
-    profile_dir: str = "profile"
+    profile_dir: str = setting("profile", acts=_PROFILES)
     """Folder for the Chrome trace and the memory snapshot."""

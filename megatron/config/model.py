@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.config.setting import OtherThan, acts_with, idle_with, setting
 from megatron.spec.activations import activation_of
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
@@ -22,44 +23,51 @@ computes with dropout off, but for rounding."""
 FREE_AT_BEGINNING = frozenset({"rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"})
 """Fields that may also differ where a run begins with the weights of another, as when a model is taught longer sequences."""
 
+_ROPE = acts_with(position_embedding_type="rope")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and parts of a GPT- or Llama-style decoder."""
 
-    num_layers: int = 0
+    num_layers: int = setting(0, at_least=1, at_most=100_000, unit="layers", required=True)  # each is an entry of the layer table
     """Number of transformer layers. Required."""
-    hidden_size: int = 0
+    hidden_size: int = setting(0, at_least=1, unit="channels", required=True)
     """Width of the residual stream. Required."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: int | None = setting(None, at_least=1, unit="channels")
     """Width of the MLP; by default 4 x hidden, with --swiglu floor(8 x hidden / 3) rounded down to a multiple of 64."""
-    num_attention_heads: int = 0
+    num_attention_heads: int = setting(0, at_least=1, unit="heads", required=True)
     """Number of query heads. Required."""
-    kv_channels: int | None = None
+    kv_channels: int | None = setting(None, at_least=1, unit="channels")
     """Size of one attention head; by default hidden / heads."""
     group_query_attention: bool = False
     """Share key and value heads between groups of query heads (see --num-query-groups)."""
-    num_query_groups: int = 1
+    num_query_groups: int = setting(1, at_least=1, unit="heads", acts=acts_with(group_query_attention=True))
     """Number of key-value heads; acts with --group-query-attention."""
-    seq_length: int = 0
+    seq_length: int = setting(0, at_least=1, unit="tokens", required=True)
     """Tokens in a training sequence. Required."""
-    max_position_embeddings: int | None = None
+    max_position_embeddings: int | None = setting(
+        None,
+        at_least=1,
+        unit="rows of a table",
+        idle=idle_with("there is no learned position table", position_embedding_type=OtherThan("learned_absolute")),
+    )
     """Rows of the learned position table; by default the sequence length."""
     position_embedding_type: PositionEmbedding = "learned_absolute"
     """How positions enter: a learned table, rotary embeddings, or not at all."""
-    rotary_base: float = 10000.0
+    rotary_base: float = setting(10000.0, above=0, unit="plain number", acts=_ROPE)
     """Base of the rotary frequencies (theta)."""
-    rotary_percent: float = 1.0
+    rotary_percent: float = setting(1.0, above=0, at_most=1, unit="share, 1 for all", acts=_ROPE)
     """Share of each head that is rotated."""
-    rotary_seq_len_interpolation_factor: float = 1.0
+    rotary_seq_len_interpolation_factor: float = setting(1.0, above=0, unit="factor", acts=_ROPE)
     """Divide rotary positions by this (linear scaling, Chen et al. 2023), to stretch a model to longer sequences."""
-    use_rope_scaling: bool = False
+    use_rope_scaling: bool = setting(False, acts=_ROPE)
     """Stretch low rotary frequencies as Llama 3.1 does (original context 8192, low and high factors 1 and 4)."""
-    rope_scaling_factor: float = 8.0
+    rope_scaling_factor: float = setting(8.0, above=0, unit="factor", acts=acts_with(use_rope_scaling=True))
     """Factor of --use-rope-scaling."""
     normalization: Normalization = "LayerNorm"
     """Kind of every norm."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: float = setting(1e-5, above=0, unit="plain number")
     """Added to the variance (or mean square) in every norm."""
     swiglu: bool = False
     """Gated MLP: silu(gate) x up."""
@@ -69,19 +77,21 @@ class ModelConfig:
     """Give the output layer a weight of its own instead of the word embedding's."""
     disable_bias_linear: bool = False
     """Leave out the biases of all linear layers."""
-    add_qkv_bias: bool = False
+    add_qkv_bias: bool = setting(False, idle=idle_with("all linear layers have biases", disable_bias_linear=False))
     """Keep a bias on the query-key-value projection even with --disable-bias-linear."""
     qk_layernorm: bool = False
     """Normalise each query and key head before attention."""
-    attention_dropout: float = 0.1
+    attention_dropout: float = setting(0.1, at_least=0, below=1, unit="probability")
     """Dropout probability of the attention weights."""
-    hidden_dropout: float = 0.1
+    hidden_dropout: float = setting(0.1, at_least=0, below=1, unit="probability")
     """Dropout probability of the embedding and of each sublayer's output."""
-    init_method_std: float = 0.02
+    init_method_std: float = setting(0.02, above=0, unit="standard deviation")
     """Standard deviation of the initial weights; output projections use std / sqrt(2 x layers)."""
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: int = setting(128, at_least=1, unit="rows of a table")
     """Rows of the word embedding are padded to a multiple of this x TP, for speed; padding never reaches the loss."""
-    fp32_residual_connection: bool = False
+    fp32_residual_connection: bool = setting(
+        False, idle=idle_with("the model does not compute in 16 bits", every=True, fp16=False, bf16=False)
+    )
     """Keep the residual stream in float32 when the model computes in 16 bits."""
 
     @property

@@ -7,71 +7,85 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.pipeline_layout import LayoutChunk, layout_problems, parse_layout
+from megatron.config.setting import OtherThan, acts_with, idle_with, setting
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 PipelineSplit = Literal["even", "balanced"]
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 FsdpReshard = Literal["always", "never"]
 
+_FSDP = acts_with(data_parallel_sharding_strategy="optim_grads_params")
+_SHARDED = acts_with(
+    "with --use-distributed-optimizer, or a --data-parallel-sharding-strategy other than no_shard",
+    use_distributed_optimizer=True,
+    data_parallel_sharding_strategy=OtherThan("no_shard"),
+)
+_ONE_DATA_RANK = idle_with("there is one data rank", data_ranks=1)
+_ONE_PIECE = idle_with("one rank computes all layers in one piece", chunks=1)
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Tensor, pipeline and data parallelism; the data size is world size / (TP x CP x PP)."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = setting(1, at_least=1, unit="ranks")
     """Ranks that split each layer (TP)."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = setting(1, at_least=1, unit="ranks")
     """Ranks that split the depth (PP)."""
-    context_parallel_size: int = 1
+    context_parallel_size: int = setting(1, at_least=1, unit="ranks")
     """Ranks that split the sequence (CP). Only 1 so far."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: int = setting(1, at_least=1, unit="ranks")
     """Ranks that split the experts (EP). Only 1 so far."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = setting(False, idle=idle_with("there is one tensor rank", tensor_model_parallel_size=1))
     """Split norms, dropout and residual along the sequence over the tensor ranks (saves activation memory)."""
-    use_tp_pp_dp_mapping: bool = False
+    use_tp_pp_dp_mapping: bool = setting(
+        False, idle=idle_with("both numberings of the ranks are the same here", data_ranks=1, pipeline_model_parallel_size=1)
+    )
     """Number the ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
     pipeline_schedule: PipelineSchedule | None = None
     """Order of forwards and backwards in the pipeline; by default interleaved with several virtual stages, else 1f1b."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = setting(None, at_least=1, unit="layers")
     """Layers of one virtual stage (chunk); each pipeline rank holds several."""
-    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = setting(None, at_least=1, unit="chunks of layers")
     """Virtual stages (chunks) that each pipeline rank holds; the other way to ask for them."""
-    pipeline_split: PipelineSplit = "even"
+    pipeline_split: PipelineSplit = setting("even", idle=_ONE_PIECE)
     """How layers are spread over the stages: the same number each, or by their cost, embedding and loss counted."""
-    decoder_first_pipeline_num_layers: int | None = None
+    decoder_first_pipeline_num_layers: int | None = setting(None, at_least=1, unit="layers")
     """Layers on the first pipeline rank; the others share the rest."""
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = setting(None, at_least=1, unit="layers")
     """Layers on the last pipeline rank; the others share the rest."""
-    account_for_embedding_in_pipeline_split: bool = False
+    account_for_embedding_in_pipeline_split: bool = setting(False, idle=_ONE_PIECE)
     """Count the embedding as a layer when layers are spread."""
-    account_for_loss_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = setting(False, idle=_ONE_PIECE)
     """Count the output layer and the loss as a layer when layers are spread."""
-    pipeline_model_parallel_layout: str | None = None
+    pipeline_model_parallel_layout: str | None = setting(None, idle=_ONE_PIECE)
     """Every stage by hand: E embedding, t layer, L loss, | between stages, (..)*n repeats, as in "Et*3|(tt|)*6L"."""
-    overlap_p2p_communication: bool = True
+    overlap_p2p_communication: bool = setting(
+        True, idle=idle_with("nothing is sent between pipeline stages", pipeline_model_parallel_size=1)
+    )
     """Send and receive between stages while computing; without, a stage waits for each exchange (the same result, bit for bit)."""
     data_parallel_sharding_strategy: ShardingStrategy = "no_shard"
     """What each data rank keeps only its share of. optim: main parameters and moments (ZeRO-1); optim_grads: gradients too
     (ZeRO-2); optim_grads_params: parameters too, gathered block by block where they are used (ZeRO-3)."""
     use_distributed_optimizer: bool = False
     """The same as --data-parallel-sharding-strategy optim. If both are given, what shards more counts."""
-    fsdp_shard_size: int | None = None
+    fsdp_shard_size: int | None = setting(None, at_least=1, unit="ranks", acts=_FSDP)
     """Data ranks that share one copy of the model under optim_grads_params; each group of so many has a copy of its own (hybrid
     sharding). By default all data ranks share one."""
-    fsdp_reshard_after_forward: FsdpReshard = "always"
+    fsdp_reshard_after_forward: FsdpReshard = setting("always", acts=_FSDP)
     """Under optim_grads_params: free the parameters of a block after its forward and gather them again for backward (always), or
     keep them from their first use in a step to their last (never: sends less, but in between all of this rank's are in memory)."""
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: bool = setting(False, idle=_ONE_DATA_RANK)
     """Reduce each gradient bucket as soon as it is complete, while backward goes on. (optim_grads_params always does, block by
     block.)"""
-    overlap_param_gather: bool = False
+    overlap_param_gather: bool = setting(False, acts=_SHARDED, idle=_ONE_DATA_RANK)
     """Under optim and optim_grads: wait for updated parameters just before the layers that use them in the next forward, not at the
     end of the step. (optim_grads_params always fetches the next block ahead.)"""
-    ddp_bucket_size: int | None = None
+    ddp_bucket_size: int | None = setting(None, at_least=1, unit="elements")
     """Elements in a gradient bucket; by default 1,000,000 x DP, but from 40,000,000 to 160,000,000."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; by default nccl on CUDA and gloo on CPU."""
-    distributed_timeout_minutes: int = 10
+    distributed_timeout_minutes: int = setting(10, at_least=1, unit="minutes")
     """Give up on a collective after this long."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA when there is one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron.config.checks.ranges import LARGEST_WORLD
+from megatron.config.checks.each import LARGEST_WORLD
 from megatron.config.config import Config
 from megatron.config.data_words import has_own_splits
 from megatron.config.errors import Violation

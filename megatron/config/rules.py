@@ -8,35 +8,21 @@ from enum import IntEnum
 from megatron.config.checks import (
     checkpoint,
     data,
-    inert,
+    each,
     model,
     optimizer,
     parallel,
     pipeline,
     pipeline_layout,
     pipeline_split,
-    ranges,
     sharding,
     training,
 )
-from megatron.config.checks.finding import Change, Finding, Rule, data_size
+from megatron.config.checks.finding import Change, Finding, data_size, rules_in
 from megatron.config.config import Config
 from megatron.config.errors import Violation
 
-RULES: tuple[Rule, ...] = (
-    *ranges.RULES,
-    *model.RULES,
-    *parallel.RULES,
-    *pipeline.RULES,
-    *pipeline_split.RULES,
-    *pipeline_layout.RULES,
-    *sharding.RULES,
-    *training.RULES,
-    *optimizer.RULES,
-    *data.RULES,
-    *checkpoint.RULES,
-    *inert.RULES,
-)
+RULES = rules_in(each, model, parallel, pipeline, pipeline_split, pipeline_layout, sharding, training, optimizer, data, checkpoint)
 """All rules. None depends on another: each is evaluated whatever the others say."""
 
 _SHOWN = 2  # suggestions for one setting
@@ -52,14 +38,14 @@ def violations(config: Config, world_size: int, given: Collection[str] = ()) -> 
     Args:
         given: fields that the user set, so that 0 is not taken for a setting that was left out.
     """
-    if world_size > ranges.LARGEST_WORLD:  # rules that divide by it would take long, and what they say would not help
-        return [_worded(finding, ()) for finding in ranges.world_has_ranks(config, world_size)]
+    if world_size > each.LARGEST_WORLD:  # rules that divide by it would take long, and what they say would not help
+        return [_worded(finding, ()) for finding in each.world_has_ranks(config, world_size)]
     found = _evaluate(config, world_size)
     counts = [len(findings) for findings in found]
     return [
         _worded(finding, _nearest(finding, index, counts, config, world_size))
         for index, findings in enumerate(found)
-        for finding in (_as_given(findings, config, world_size, given) if RULES[index] is ranges.required_are_given else findings)
+        for finding in (_as_given(findings, config, world_size, given) if RULES[index] is each.required_are_given else findings)
     ]
 
 
@@ -73,7 +59,7 @@ def _evaluate(config: Config, world_size: int) -> list[list[Finding]]:
 
 
 def _as_given(findings: list[Finding], config: Config, world_size: int, given: Collection[str]) -> list[Finding]:
-    return [ranges.as_given(finding, config, world_size, given) for finding in findings]
+    return [each.as_given(finding, config, world_size, given) for finding in findings]
 
 
 def _nearest(finding: Finding, index: int, counts: list[int], config: Config, world_size: int) -> list[Change]:

@@ -6,6 +6,7 @@ import functools
 import shlex
 
 from megatron.config.checks import pipeline, pipeline_layout, pipeline_split, sharding
+from megatron.config.checks.finding import rules_in
 from megatron.config.cli import parse
 from megatron.config.config import Config
 from megatron.config.errors import Violation
@@ -24,8 +25,8 @@ BASE = {
     "--vocab-size": "100",
 }
 
-PIPELINE_RULES = (*pipeline.RULES, *pipeline_split.RULES, *pipeline_layout.RULES)
-SHARDING_RULES = sharding.RULES
+PIPELINE_RULES = rules_in(pipeline, pipeline_split, pipeline_layout)
+SHARDING_RULES = rules_in(sharding)
 
 Case = tuple[str, int, set[str], list[str], list[str]]
 """Extra flags, world size, flags of the violation that must take part, pieces of its text, suggestions that must be shown."""

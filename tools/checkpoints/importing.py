@@ -16,9 +16,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.checks.data import TOKENIZER_FILES, run_settings, tokenizer_settings
 from megatron.config.config import Config
-from megatron.config.data import DataConfig
+from megatron.config.data import TOKENIZER_FILES, DataConfig, run_settings, tokenizer_settings
 from megatron.config.save import run_record
 from tools.checkpoints.text import size
 from tools.checkpoints.tokenizer_choice import add_choice, chosen_tokenizer, local_folder

@@ -7,8 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.config.checks.data import TOKENIZER_FILES
-from megatron.config.data import DataConfig
+from megatron.config.data import TOKENIZER_FILES, DataConfig
 from megatron.data.tokenizers.arguments import add_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:

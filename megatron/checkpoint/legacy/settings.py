@@ -6,10 +6,10 @@ from argparse import Namespace
 from typing import Any, get_args
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.config.checks.data import TOKENIZER_SETTINGS
-from megatron.config.checks.model import RULES
+from megatron.config.checks import model as model_checks
+from megatron.config.checks.finding import rules_in
 from megatron.config.config import Config
-from megatron.config.data import DataConfig, TokenizerType
+from megatron.config.data import TOKENIZER_SETTINGS, DataConfig, TokenizerType
 from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
 from megatron.spec.activations import FLAGS
 
@@ -103,7 +103,7 @@ def model_of(args: Namespace, where: str) -> ModelConfig:
     if missing:
         raise CheckpointError(f"{where}: its args say nothing of {', '.join(missing)}, or a number below 1")
     model = ModelConfig(**settings)
-    for rule in RULES:
+    for rule in rules_in(model_checks):
         for finding in rule(Config(model=model), 1):
             raise CheckpointError(f"{where}: its args describe no model: {finding.message}")
     return model

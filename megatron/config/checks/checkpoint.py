@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Finding, Rule, change, multiples_near, positive, try_values
+from megatron.config.checks.finding import Finding, change, multiples_near, positive, rule, try_values
 from megatron.config.config import Config
 
 
+@rule("save_interval", "save_retain_interval")
 def retained_are_saved(config: Config, world_size: int) -> Iterator[Finding]:
     """Checkpoints to retain are among those that are saved."""
     every, retain = config.checkpoint.save_interval, config.checkpoint.save_retain_interval
@@ -21,6 +22,7 @@ def retained_are_saved(config: Config, world_size: int) -> Iterator[Finding]:
     )
 
 
+@rule("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "finetune")
 def one_scheduler(config: Config, world_size: int) -> Iterator[Finding]:
     """On resume the schedules come from one place."""
     optimizer = config.optimizer
@@ -41,6 +43,7 @@ def one_scheduler(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("pretrained_checkpoint", "finetune", "exit_on_missing_checkpoint")
 def one_beginning(config: Config, world_size: int) -> Iterator[Finding]:
     """What a run does that finds no checkpoint of its own is said once."""
     checkpoint = config.checkpoint
@@ -62,6 +65,3 @@ def one_beginning(config: Config, world_size: int) -> Iterator[Finding]:
             "One begins a run where --load holds no checkpoint, the other ends it.",
             ((change(exit_on_missing_checkpoint=False), change(pretrained_checkpoint=None)),),
         )
-
-
-RULES: tuple[Rule, ...] = (retained_are_saved, one_scheduler, one_beginning)

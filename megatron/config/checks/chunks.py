@@ -11,6 +11,9 @@ from megatron.config.pipeline_layout import LayoutChunk
 
 PP, LAYOUT = "pipeline_model_parallel_size", "pipeline_model_parallel_layout"
 LAYERS_EACH, COUNT = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+COUNTS_CHUNKS = ("num_layers", PP, "pipeline_schedule", LAYOUT, LAYERS_EACH, COUNT, *COUNTED)
+"""The settings on which the number of chunks depends."""
 
 _LINES = 32  # of a table; of a longer one the middle is left out
 

@@ -5,44 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Finding, Rule, change, switch_on, without
+from megatron.config.checks.finding import Finding, change, rule, switch_on, without
 from megatron.config.config import Config
-from megatron.config.data_words import SPLIT_FIELDS, is_number, parse_data_words, path_flags
-
-TOKENIZER_NEEDS: dict[str, tuple[str, ...]] = {
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "TikTokenizer": ("tokenizer_model",),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "NullTokenizer": ("vocab_size",),
-    "ByteTokenizer": (),
-}
-"""The settings that each kind of tokenizer is made from."""
-TOKENIZER_TAKES: dict[str, tuple[str, ...]] = {
-    "TikTokenizer": ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"),
-}
-"""Further settings that act on a kind of tokenizer."""
-TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
-"""Those that name a file."""
-TOKENIZER_SETTINGS = tuple(
-    dict.fromkeys(field for table in (TOKENIZER_NEEDS, TOKENIZER_TAKES) for kind in table.values() for field in kind)
-)
-"""All settings of tokenizers beside their type."""
+from megatron.config.data import TOKENIZER_NEEDS
+from megatron.config.data_words import PATH_FIELDS, SPLIT_FIELDS, is_number, parse_data_words, path_flags
 
 
-def tokenizer_settings(kind: str) -> tuple[str, ...]:
-    """Settings that act on a kind of tokenizer."""
-    return TOKENIZER_NEEDS[kind] + TOKENIZER_TAKES.get(kind, ())
-
-
-def run_settings(kind: str) -> tuple[str, ...]:
-    """Settings that act on a run with a kind of tokenizer: with files also the rows of the word embedding."""
-    own = tokenizer_settings(kind)
-    return own if "vocab_size" in own or kind == "ByteTokenizer" else (*own, "vocab_size")
-
-
+@rule("mock_data", *PATH_FIELDS)
 def one_source(config: Config, world_size: int) -> Iterator[Finding]:
     """Tokens come from indexed datasets, named in one way, or are made up."""
     data = config.data
@@ -71,6 +40,7 @@ def one_source(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("mock_data", *SPLIT_FIELDS, "eval_iters")
 def own_splits_are_whole(config: Config, world_size: int) -> Iterator[Finding]:
     """Where the splits have datasets of their own, those that are read are there."""
     data = config.data
@@ -90,6 +60,7 @@ def own_splits_are_whole(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("data_path", *SPLIT_FIELDS)
 def blends_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
     """The words of a data path are prefixes, or weights and prefixes in turn."""
     for field in ("data_path", *SPLIT_FIELDS):
@@ -102,6 +73,7 @@ def blends_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
             yield Finding((field,), message, rule)
 
 
+@rule("split", "data_path", "data_args_path", "eval_iters")
 def split_has_shares(config: Config, world_size: int) -> Iterator[Finding]:
     """The split is up to three shares, and what the run reads is not empty."""
     text, fields = config.data.split, ("split",)
@@ -128,6 +100,7 @@ def split_has_shares(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("tokenizer_type", *dict.fromkeys(field for needs in TOKENIZER_NEEDS.values() for field in needs))
 def tokenizer_has_parts(config: Config, world_size: int) -> Iterator[Finding]:
     """A tokenizer is made from certain files or numbers."""
     kind = config.data.tokenizer_type
@@ -149,6 +122,3 @@ def _shares(text: str) -> list[float] | None:
         return None
     shares = [float(part) for part in parts]
     return shares if all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0 else None
-
-
-RULES: tuple[Rule, ...] = (one_source, own_splits_are_whole, blends_can_be_read, split_has_shares, tokenizer_has_parts)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import shlex
+import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +36,7 @@ class Change:
         """
         total = 0.0 if self.world_size is None else 1.0 + _steps(world_size, self.world_size)
         for name, value in self.fields:
-            topic = _by_field(name).topic
-            total += _steps(getattr(getattr(config, topic), name), value) + (3.0 if topic == "model" else 0.0)
+            total += _steps(value_of(config, name), value) + (3.0 if _by_field(name).topic == "model" else 0.0)
         return total
 
     def __str__(self) -> str:
@@ -60,9 +60,43 @@ class Finding:
     """Lines that show it, such as which layers would lie where."""
 
 
-Rule = Callable[[Config, int], Iterator[Finding]]
-"""A rule looks at the settings and the world size. It keeps silent where a number that it needs is missing or out of range:
-another rule says so."""
+@dataclass(frozen=True)
+class SettingsRule:
+    """A rule between settings: looks at them and the world size, and says what is wrong.
+
+    It keeps silent where a number that it needs is missing or out of range: another rule says so.
+    """
+
+    check: Callable[[Config, int], Iterator[Finding]]
+    fields: tuple[str, ...]
+    """Every setting that it looks at; none where it looks at each by itself."""
+
+    def __call__(self, config: Config, world_size: int) -> Iterator[Finding]:
+        return self.check(config, world_size)
+
+    @property
+    def name(self) -> str:
+        """For tests and debuggers."""
+        return self.check.__name__
+
+    @property
+    def why(self) -> str:
+        """Why it exists: a sentence."""
+        return " ".join((self.check.__doc__ or "").split())
+
+
+def rule(*fields: str) -> Callable[[Callable[[Config, int], Iterator[Finding]]], SettingsRule]:
+    """Make a rule of a function, about these settings. Its docstring is what ``--explain`` says of it."""
+    return lambda check: SettingsRule(check, fields)
+
+
+def rules_in(*modules: types.ModuleType) -> tuple[SettingsRule, ...]:
+    """The rules of modules, in the order in which they stand there."""
+    return tuple(dict.fromkeys(found for module in modules for found in vars(module).values() if isinstance(found, SettingsRule)))
+
+
+RANKS = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+"""The settings on which the number of data ranks depends."""
 
 
 def change(**fields: Any) -> Change:
@@ -80,10 +114,14 @@ def try_values(field: str, current: float, values: Iterable[Any]) -> tuple[Chang
     return tuple(change(**{field: value}) for value in sorted(set(values), key=lambda value: (abs(value - current), value)))
 
 
+def value_of(config: Config, field: str) -> Any:
+    """The value of a setting."""
+    return getattr(getattr(config, _by_field(field).topic), field)
+
+
 def is_changed(config: Config, field: str) -> bool:
     """Whether a setting differs from its default."""
-    flag = _by_field(field)
-    return bool(getattr(getattr(config, flag.topic), field) != flag.default)
+    return bool(value_of(config, field) != _by_field(field).default)
 
 
 def without(config: Config, *fields: str, **others: Any) -> Change:
@@ -93,8 +131,7 @@ def without(config: Config, *fields: str, **others: Any) -> Change:
 
 def shown(config: Config, field: str) -> str:
     """A setting as it would be typed: ``--lr 0.1``, ``--bf16``, ``--no-load-optim``."""
-    flag = _by_field(field)
-    return _shown(flag, getattr(getattr(config, flag.topic), field))
+    return _shown(_by_field(field), value_of(config, field))
 
 
 def positive(*values: float | None) -> bool:
@@ -117,8 +154,7 @@ def multiples_near(number: int, unit: int, reach: int = 8) -> list[int]:
 
 def data_size(config: Config, world_size: int) -> int | None:
     """Data-parallel size, or None where the layout does not fit the world."""
-    parallel = config.parallel
-    sizes = (parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.pipeline_model_parallel_size)
+    sizes = [getattr(config.parallel, field) for field in RANKS]
     if not positive(world_size, *sizes) or world_size % math.prod(sizes):
         return None
     return world_size // math.prod(sizes)

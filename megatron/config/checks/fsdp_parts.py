@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 from megatron.config.checks.finding import positive
 from megatron.config.config import Config
-from megatron.spec.activations import GATED_FLAGS
+from megatron.spec.activations import FLAGS, GATED_FLAGS
 
 _TP, VOCABULARY = "tensor_model_parallel_size", "make_vocab_size_divisible_by"
+_MODEL = ("hidden_size", "ffn_hidden_size", *FLAGS, "num_attention_heads", "group_query_attention", "num_query_groups")
+_POSITIONS = ("seq_length", "max_position_embeddings", "position_embedding_type", "sequence_parallel")
+DIMENSIONS = (*_MODEL, "kv_channels", *_POSITIONS, "untie_embeddings_and_output_weights", VOCABULARY)
+"""The settings from which they follow."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from megatron.config.checks.finding import (
     Finding,
-    Rule,
     change,
     divisors,
     is_changed,
     multiples_near,
     positive,
+    rule,
     shown,
     try_values,
 )
@@ -19,6 +19,7 @@ from megatron.config.config import Config
 from megatron.spec.activations import FLAGS, activation_of, spelled
 
 
+@rule("hidden_size", "num_attention_heads", "kv_channels")
 def hidden_divides_by_heads(config: Config, world_size: int) -> Iterator[Finding]:
     """Without --kv-channels the heads share the hidden size evenly."""
     hidden, heads = config.model.hidden_size, config.model.num_attention_heads
@@ -35,6 +36,7 @@ def hidden_divides_by_heads(config: Config, world_size: int) -> Iterator[Finding
     )
 
 
+@rule("hidden_size", "ffn_hidden_size", *FLAGS, "tensor_model_parallel_size")
 def mlp_has_width(config: Config, world_size: int) -> Iterator[Finding]:
     """The default width of a gated MLP is rounded down to a multiple of 64, which a small hidden size does not reach."""
     model = config.model
@@ -50,6 +52,7 @@ def mlp_has_width(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("num_attention_heads", "group_query_attention", "num_query_groups")
 def query_groups_divide_heads(config: Config, world_size: int) -> Iterator[Finding]:
     """Each key-value head serves the same number of query heads."""
     heads, groups = config.model.num_attention_heads, config.model.num_query_groups
@@ -66,6 +69,7 @@ def query_groups_divide_heads(config: Config, world_size: int) -> Iterator[Findi
     )
 
 
+@rule(*FLAGS)
 def one_activation(config: Config, world_size: int) -> Iterator[Finding]:
     """There is one activation."""
     given = [flag for flag in FLAGS if getattr(config.model, flag)]
@@ -78,6 +82,7 @@ def one_activation(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("hidden_size", "num_attention_heads", "kv_channels", "position_embedding_type", "rotary_percent")
 def rotated_channels_pair_up(config: Config, world_size: int) -> Iterator[Finding]:
     """Rotary embeddings turn channels in pairs."""
     model = config.model
@@ -99,6 +104,7 @@ def rotated_channels_pair_up(config: Config, world_size: int) -> Iterator[Findin
     )
 
 
+@rule("use_rope_scaling", "rotary_seq_len_interpolation_factor")
 def one_rope_scaling(config: Config, world_size: int) -> Iterator[Finding]:
     """Rotary frequencies are stretched in one way."""
     if config.model.use_rope_scaling and is_changed(config, "rotary_seq_len_interpolation_factor"):
@@ -110,6 +116,7 @@ def one_rope_scaling(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("seq_length", "max_position_embeddings", "position_embedding_type")
 def sequence_fits_positions(config: Config, world_size: int) -> Iterator[Finding]:
     """A learned table has a row for every position."""
     model = config.model
@@ -122,14 +129,3 @@ def sequence_fits_positions(config: Config, world_size: int) -> Iterator[Finding
             "The learned position table needs a row for every token of a sequence.",
             ((change(max_position_embeddings=model.seq_length),), (change(seq_length=model.num_positions),)),
         )
-
-
-RULES: tuple[Rule, ...] = (
-    hidden_divides_by_heads,
-    mlp_has_width,
-    query_groups_divide_heads,
-    one_activation,
-    rotated_channels_pair_up,
-    one_rope_scaling,
-    sequence_fits_positions,
-)

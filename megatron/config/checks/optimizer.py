@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Finding, Rule, change, positive, shown, without
+from megatron.config.checks.finding import Finding, change, positive, rule, shown, without
 from megatron.config.config import Config
 
 _UNITS = ("lr_decay", "lr_warmup", "lr_wsd_decay")
+_LENGTHS = tuple(f"{schedule}_{unit}" for schedule in _UNITS for unit in ("iters", "samples"))
+_RUN = ("train_iters", "train_samples")
 
 
+@rule(*_RUN, *_LENGTHS)
 def schedule_counts_as_run(config: Config, world_size: int) -> Iterator[Finding]:
     """A run in steps has its schedule in steps, a run in samples has it in samples."""
     training = config.training
@@ -26,6 +29,7 @@ def schedule_counts_as_run(config: Config, world_size: int) -> Iterator[Finding]
             )
 
 
+@rule(*_LENGTHS, "lr_warmup_fraction")
 def schedule_is_given_once(config: Config, world_size: int) -> Iterator[Finding]:
     """A length of the schedule is given in one way."""
     optimizer = config.optimizer
@@ -45,6 +49,7 @@ def schedule_is_given_once(config: Config, world_size: int) -> Iterator[Finding]
             )
 
 
+@rule("lr", "min_lr", "lr_warmup_init")
 def rates_are_ordered(config: Config, world_size: int) -> Iterator[Finding]:
     """--lr is the highest rate."""
     optimizer = config.optimizer
@@ -59,6 +64,7 @@ def rates_are_ordered(config: Config, world_size: int) -> Iterator[Finding]:
             )
 
 
+@rule(*_RUN, *_LENGTHS, "lr_warmup_fraction", "lr_decay_style")
 def phases_fit_decay(config: Config, world_size: int) -> Iterator[Finding]:
     """Warm-up ends before the decay does, and leaves room for the final decay of WSD."""
     optimizer, training = config.optimizer, config.training
@@ -91,6 +97,7 @@ def phases_fit_decay(config: Config, world_size: int) -> Iterator[Finding]:
             )
 
 
+@rule("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 def wsd_has_final_decay(config: Config, world_size: int) -> Iterator[Finding]:
     """WSD needs the length of its final decay."""
     optimizer = config.optimizer
@@ -102,6 +109,7 @@ def wsd_has_final_decay(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("weight_decay_incr_style", "weight_decay", "start_weight_decay", "end_weight_decay")
 def weight_decay_has_ends(config: Config, world_size: int) -> Iterator[Finding]:
     """A weight decay that changes has a start and an end."""
     optimizer = config.optimizer
@@ -120,6 +128,7 @@ def weight_decay_has_ends(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("fp16", "bf16", "fp64")
 def one_precision(config: Config, world_size: int) -> Iterator[Finding]:
     """There is one dtype."""
     given = [field for field in ("fp16", "bf16", "fp64") if getattr(config.precision, field)]
@@ -133,6 +142,7 @@ def one_precision(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("fp16", "loss_scale", "initial_loss_scale", "min_loss_scale")
 def loss_scales_are_ordered(config: Config, world_size: int) -> Iterator[Finding]:
     """The dynamic loss scale starts at or above its smallest value."""
     precision = config.precision
@@ -150,6 +160,7 @@ def loss_scales_are_ordered(config: Config, world_size: int) -> Iterator[Finding
         )
 
 
+@rule("use_apex", "optimizer_cpu_offload", "optimizer_offload_fraction", "device", "fp64")
 def apex_updates_on_cuda(config: Config, world_size: int) -> Iterator[Finding]:
     """The kernels of apex take what lies on CUDA devices, and no float64."""
     if not config.optimizer.use_apex:
@@ -170,16 +181,3 @@ def apex_updates_on_cuda(config: Config, world_size: int) -> Iterator[Finding]:
                 "NVIDIA apex updates float32 parameters on CUDA devices only.",
                 ((change(use_apex=False),), others),
             )
-
-
-RULES: tuple[Rule, ...] = (
-    schedule_counts_as_run,
-    schedule_is_given_once,
-    rates_are_ordered,
-    phases_fit_decay,
-    wsd_has_final_decay,
-    weight_decay_has_ends,
-    one_precision,
-    loss_scales_are_ordered,
-    apex_updates_on_cuda,
-)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Change, Finding, Rule, change, divisors, multiples_near, positive, try_values
+from megatron.config.checks.finding import RANKS, Change, Finding, change, divisors, multiples_near, positive, rule, try_values
 from megatron.config.config import Config
+from megatron.spec.activations import FLAGS
 
 _TP = "tensor_model_parallel_size"
 
 
+@rule(*RANKS)
 def world_divides(config: Config, world_size: int) -> Iterator[Finding]:
     """TP x CP x PP ranks hold the model once; the world holds it a whole number of times."""
     parallel = config.parallel
@@ -30,6 +32,7 @@ def world_divides(config: Config, world_size: int) -> Iterator[Finding]:
     )
 
 
+@rule("num_attention_heads", _TP)
 def heads_divide_by_tensor(config: Config, world_size: int) -> Iterator[Finding]:
     """Each tensor rank holds whole query heads."""
     heads, tp = config.model.num_attention_heads, config.parallel.tensor_model_parallel_size
@@ -45,6 +48,7 @@ def heads_divide_by_tensor(config: Config, world_size: int) -> Iterator[Finding]
         )
 
 
+@rule("group_query_attention", "num_query_groups", _TP)
 def query_groups_divide_by_tensor(config: Config, world_size: int) -> Iterator[Finding]:
     """Each tensor rank holds whole key-value heads, of its own."""
     groups, tp = config.model.num_query_groups, config.parallel.tensor_model_parallel_size
@@ -64,6 +68,7 @@ def query_groups_divide_by_tensor(config: Config, world_size: int) -> Iterator[F
     )
 
 
+@rule("ffn_hidden_size", "hidden_size", *FLAGS, _TP)
 def mlp_divides_by_tensor(config: Config, world_size: int) -> Iterator[Finding]:
     """Each tensor rank holds the same width of the MLP."""
     width, tp = config.model.ffn_size, config.parallel.tensor_model_parallel_size
@@ -76,6 +81,7 @@ def mlp_divides_by_tensor(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("seq_length", "sequence_parallel", _TP)
 def sequence_divides_by_tensor(config: Config, world_size: int) -> Iterator[Finding]:
     """Under sequence parallelism each tensor rank holds the same number of tokens."""
     length, tp = config.model.seq_length, config.parallel.tensor_model_parallel_size
@@ -92,6 +98,7 @@ def sequence_divides_by_tensor(config: Config, world_size: int) -> Iterator[Find
         )
 
 
+@rule("context_parallel_size", "expert_model_parallel_size")
 def only_built_axes(config: Config, world_size: int) -> Iterator[Finding]:
     """Context and expert parallelism are not built yet."""
     parallel = config.parallel
@@ -108,6 +115,7 @@ def only_built_axes(config: Config, world_size: int) -> Iterator[Finding]:
             )
 
 
+@rule("device", "distributed_backend")
 def backend_fits_device(config: Config, world_size: int) -> Iterator[Finding]:
     """NCCL moves only what lies on CUDA devices."""
     if config.parallel.device == "cpu" and config.parallel.distributed_backend == "nccl":
@@ -119,6 +127,7 @@ def backend_fits_device(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("profile", "profile_ranks")
 def profiled_ranks_exist(config: Config, world_size: int) -> Iterator[Finding]:
     """Ranks to profile are ranks of the world."""
     outside = sorted({rank for rank in config.logging.profile_ranks if rank >= world_size})
@@ -130,15 +139,3 @@ def profiled_ranks_exist(config: Config, world_size: int) -> Iterator[Finding]:
             f"Ranks are 0 to {world_size - 1}.",
             ((change(profile_ranks=inside),), (Change(world_size=outside[-1] + 1),)),
         )
-
-
-RULES: tuple[Rule, ...] = (
-    world_divides,
-    heads_divide_by_tensor,
-    query_groups_divide_by_tensor,
-    mlp_divides_by_tensor,
-    sequence_divides_by_tensor,
-    only_built_axes,
-    backend_fits_device,
-    profiled_ranks_exist,
-)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from megatron.config.checks.chunks import (
     COUNT,
+    COUNTED,
+    COUNTS_CHUNKS,
     LAYERS_EACH,
     LAYOUT,
     PP,
@@ -19,11 +21,11 @@ from megatron.config.checks.chunks import (
 from megatron.config.checks.finding import (
     Change,
     Finding,
-    Rule,
     change,
     divisors,
     multiples_near,
     positive,
+    rule,
     shown,
     try_values,
     without,
@@ -48,6 +50,7 @@ def fits_schedule(schedule: str, chunks: int) -> bool:
     return {"interleaved": chunks > 1, "zb-v": chunks == 2}.get(schedule, chunks == 1)
 
 
+@rule("num_layers", PP, LAYERS_EACH, COUNT, *COUNTED)
 def layers_fill_virtual_stages(config: Config, world_size: int) -> Iterator[Finding]:
     """Virtual stages of so many layers each come out whole, and as many as the other way of asking says."""
     parallel, layers, stages = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
@@ -78,6 +81,7 @@ def layers_fill_virtual_stages(config: Config, world_size: int) -> Iterator[Find
         )
 
 
+@rule(*COUNTS_CHUNKS)
 def schedule_has_its_virtual_stages(config: Config, world_size: int) -> Iterator[Finding]:
     """Interleaving needs several virtual stages, a V two, the other schedules have one."""
     parallel, layers, chunks = config.parallel, config.model.num_layers, chunks_per_stage(config)
@@ -109,6 +113,7 @@ def _source(config: Config, field: str) -> str:
     return f"{counted(config)} over {stages} ranks, --num-layers-per-virtual-pipeline-stage {each}"
 
 
+@rule(*COUNTS_CHUNKS, *SPLITS)
 def stages_have_layers(config: Config, world_size: int) -> Iterator[Finding]:
     """Each chunk holds a layer, or an end whose cost counts; any number of layers beyond that is fine."""
     parallel, layers, stages = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
@@ -146,6 +151,3 @@ def _ends_alone(config: Config, chunks: int) -> tuple[Change, ...]:
         return ()
     layout = layout_text(chunks_of([int(first <= index < chunks - 1) for index in range(chunks)]))
     return (without(config, *SPLITS, **{LAYOUT: layout}),)
-
-
-RULES: tuple[Rule, ...] = (layers_fill_virtual_stages, schedule_has_its_virtual_stages, stages_have_layers)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from megatron.config.checks.chunks import LAYOUT, PP, chunk_table, chunks_of, layout_of, layout_text
-from megatron.config.checks.finding import Change, Finding, Rule, change, divisors, positive, shown, try_values
+from megatron.config.checks.chunks import COUNT, LAYERS_EACH, LAYOUT, PP, chunk_table, chunks_of, layout_of, layout_text
+from megatron.config.checks.finding import Change, Finding, change, divisors, positive, rule, shown, try_values
 from megatron.config.config import Config
 from megatron.config.pipeline_layout import LayoutChunk, layout_problems
 
@@ -14,6 +14,7 @@ _MOST_MOVED = 1000  # layers that a suggested layout has more or fewer
 _MOST_CHUNKS = 256  # of a suggested layout
 
 
+@rule(LAYOUT)
 def layout_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
     """The text follows the grammar, and embedding and loss stand at the ends."""
     text = config.parallel.pipeline_model_parallel_layout
@@ -26,6 +27,7 @@ def layout_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("num_layers", LAYOUT, PP, "pipeline_schedule", LAYERS_EACH, COUNT)
 def layout_places_every_layer(config: Config, world_size: int) -> Iterator[Finding]:
     """A layout has as many t as the model has layers."""
     layout, layers = layout_of(config), config.model.num_layers
@@ -42,6 +44,7 @@ def layout_places_every_layer(config: Config, world_size: int) -> Iterator[Findi
     )
 
 
+@rule("num_layers", LAYOUT, PP, "pipeline_schedule", LAYERS_EACH, COUNT)
 def layout_divides_among_ranks(config: Config, world_size: int) -> Iterator[Finding]:
     """Each pipeline rank holds the same number of chunks of a layout."""
     layout, stages = layout_of(config), config.parallel.pipeline_model_parallel_size
@@ -84,6 +87,3 @@ def _with_chunks(sizes: list[int], stages: int) -> tuple[Change, ...]:
             longest = max(range(len(sizes)), key=lambda at: sizes[at])
             sizes[longest : longest + 1] = [sizes[longest] - sizes[longest] // 2, sizes[longest] // 2]
     return (change(**{LAYOUT: layout_text(chunks_of(sizes))}),)
-
-
-RULES: tuple[Rule, ...] = (layout_can_be_read, layout_places_every_layer, layout_divides_among_ranks)

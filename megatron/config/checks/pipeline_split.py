@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from megatron.config.checks.chunks import COUNT, LAYERS_EACH, LAYOUT, PP, chunks_per_stage
+from megatron.config.checks.chunks import COUNT, COUNTED, COUNTS_CHUNKS, LAYERS_EACH, LAYOUT, PP, chunks_per_stage
 from megatron.config.checks.finding import (
     Finding,
-    Rule,
     change,
     divisors,
     is_changed,
     multiples_near,
     positive,
+    rule,
     shown,
     try_values,
     without,
@@ -20,15 +20,14 @@ from megatron.config.checks.finding import (
 from megatron.config.config import Config
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
-_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-SPLITS = ("pipeline_split", LAYERS_EACH, COUNT, FIRST, LAST, *_COUNTED)
+SPLITS = ("pipeline_split", LAYERS_EACH, COUNT, FIRST, LAST, *COUNTED)
 """Settings that say how layers are spread, all but the layout."""
 
 EXCLUSIONS = (
     ((LAYOUT,), SPLITS, "The layout says what every chunk holds, and how many there are."),
     (
         ("pipeline_split",),
-        (LAYERS_EACH, FIRST, LAST, *_COUNTED),
+        (LAYERS_EACH, FIRST, LAST, *COUNTED),
         "A balanced split chooses the layers of each chunk by cost.",
     ),
     (
@@ -36,7 +35,7 @@ EXCLUSIONS = (
         (FIRST, LAST),
         "Virtual stages then differ in length between the ranks; ask for them by --num-virtual-stages-per-pipeline-rank.",
     ),
-    (_COUNTED, (FIRST, LAST), "Layers at the ends are counted by hand, or embedding and loss count as layers."),
+    (COUNTED, (FIRST, LAST), "Layers at the ends are counted by hand, or embedding and loss count as layers."),
 )
 """Settings that exclude others, with the reason."""
 
@@ -44,6 +43,7 @@ EXCLUSIONS = (
 _HOLDS_A_LAYER = "Each virtual stage (chunk) holds at least one layer."
 
 
+@rule(LAYOUT, *SPLITS)
 def one_way_of_splitting(config: Config, world_size: int) -> Iterator[Finding]:
     """Each layer's place is decided once."""
     for ones, others, reason in EXCLUSIONS:
@@ -70,6 +70,7 @@ def _ends(config: Config) -> dict[str, int]:
     return ends if known and parallel.pipeline_model_parallel_layout is None else {}
 
 
+@rule(*COUNTS_CHUNKS, FIRST, LAST)
 def ends_have_chunks(config: Config, world_size: int) -> Iterator[Finding]:
     """Layers given to the first or the last pipeline rank divide by its chunks, and it is not the only rank."""
     ends, stages = _ends(config), config.parallel.pipeline_model_parallel_size
@@ -96,6 +97,7 @@ def ends_have_chunks(config: Config, world_size: int) -> Iterator[Finding]:
             )
 
 
+@rule(*COUNTS_CHUNKS, FIRST, LAST)
 def ends_leave_layers(config: Config, world_size: int) -> Iterator[Finding]:
     """Layers given to the first and the last pipeline rank leave the others enough, and all where there are no others."""
     ends, layers, stages = _ends(config), config.model.num_layers, config.parallel.pipeline_model_parallel_size
@@ -130,6 +132,3 @@ def ends_leave_layers(config: Config, world_size: int) -> Iterator[Finding]:
 
 def _verb(ends: Collection[str], one: str, several: str) -> str:
     return one if len(ends) == 1 else several
-
-
-RULES: tuple[Rule, ...] = (one_way_of_splitting, ends_have_chunks, ends_leave_layers)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from megatron.config.checks.chunks import COUNT, LAYERS_EACH
+from megatron.config.checks.chunks import COUNT, LAYERS_EACH, LAYOUT, PP
 from megatron.config.checks.finding import (
+    RANKS,
     Change,
     Finding,
-    Rule,
     change,
     data_size,
     divisors,
     multiples_near,
     positive,
+    rule,
     try_values,
     without,
 )
-from megatron.config.checks.fsdp_parts import VOCABULARY, split_dimensions
+from megatron.config.checks.fsdp_parts import DIMENSIONS, VOCABULARY, split_dimensions
 from megatron.config.config import Config
 
 STRATEGY, SHARD_SIZE, RESHARD = "data_parallel_sharding_strategy", "fsdp_shard_size", "fsdp_reshard_after_forward"
 
+_SHARDING = (STRATEGY, "use_distributed_optimizer")
 _ALL = "--data-parallel-sharding-strategy optim_grads_params"
 
 
@@ -30,6 +32,7 @@ def shards_parameters(config: Config) -> bool:
     return config.parallel.sharding == "optim_grads_params"
 
 
+@rule(*_SHARDING, SHARD_SIZE, *RANKS)
 def shard_size_divides_data(config: Config, world_size: int) -> Iterator[Finding]:
     """Groups of --fsdp-shard-size ranks make up the data ranks."""
     size, ranks = config.parallel.fsdp_shard_size, data_size(config, world_size)
@@ -43,6 +46,7 @@ def shard_size_divides_data(config: Config, world_size: int) -> Iterator[Finding
     )
 
 
+@rule(*_SHARDING, SHARD_SIZE, RESHARD, *RANKS, *DIMENSIONS)
 def dimensions_divide_by_shards(config: Config, world_size: int) -> Iterator[Finding]:
     """Each rank of an FSDP group holds an equal part of every parameter."""
     given, ranks = config.parallel.fsdp_shard_size, data_size(config, world_size)
@@ -83,6 +87,7 @@ def _even_sizes(config: Config, fields: Collection[str], size: int) -> tuple[Cha
     return (change(**{field: -(-current // unit) * unit for field, (current, unit) in uneven.items()}),) if uneven else ()
 
 
+@rule(*_SHARDING, SHARD_SIZE, RESHARD, "pipeline_schedule", PP, LAYOUT, LAYERS_EACH, COUNT)
 def late_gradients_find_their_block(config: Config, world_size: int) -> Iterator[Finding]:
     """A block's weight gradients are there when they are reduced, at the end of its backward."""
     schedule = config.parallel.schedule
@@ -110,6 +115,3 @@ def _other_strategy(config: Config) -> tuple[Change, ...]:
 
 def _count(ranks: int) -> str:
     return f"{ranks} data rank{'s' * (ranks != 1)}"
-
-
-RULES: tuple[Rule, ...] = (shard_size_divides_data, dimensions_divide_by_shards, late_gradients_find_their_block)

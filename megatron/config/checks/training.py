@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config.checks.finding import (
+    RANKS,
     Change,
     Finding,
-    Rule,
     change,
     data_size,
     divisors,
     multiples_near,
     positive,
+    rule,
     shown,
     try_values,
 )
 from megatron.config.config import Config
 
 
+@rule("train_iters", "train_samples")
 def length_is_given_once(config: Config, world_size: int) -> Iterator[Finding]:
     """The run's length is given in steps or in samples."""
     training = config.training
@@ -35,6 +37,7 @@ def length_is_given_once(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("micro_batch_size", "global_batch_size", *RANKS)
 def batch_divides(config: Config, world_size: int) -> Iterator[Finding]:
     """A step is a whole number of microbatches on each data rank."""
     micro, batch, ranks = config.training.micro_batch_size, config.training.global_batch_size, data_size(config, world_size)
@@ -67,6 +70,7 @@ def _batch_is_no_microbatches(batch: int, micro: int) -> Finding:
     )
 
 
+@rule("rampup_batch_size", "micro_batch_size", "global_batch_size", *RANKS)
 def ramp_up_reaches_batch(config: Config, world_size: int) -> Iterator[Finding]:
     """Batch sizes of the ramp-up are whole numbers of microbatches, and it ends at the global batch size."""
     ramp, micro, ranks = config.training.rampup_batch_size, config.training.micro_batch_size, data_size(config, world_size)
@@ -116,6 +120,7 @@ def _ramps(pairs: list[tuple[int, int]], ramp: tuple[int, int, int]) -> tuple[Ch
     return tuple(change(rampup_batch_size=(*pair, samples)) for pair in pairs)
 
 
+@rule("train_samples", "rampup_batch_size", "micro_batch_size", "global_batch_size", *RANKS)
 def samples_fill_a_step(config: Config, world_size: int) -> Iterator[Finding]:
     """There is at least one step."""
     samples, ranks = config.training.train_samples, data_size(config, world_size)
@@ -132,6 +137,7 @@ def samples_fill_a_step(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("iterations_to_skip", "train_iters")
 def skipped_iterations_exist(config: Config, world_size: int) -> Iterator[Finding]:
     """Iterations to skip are iterations of the run."""
     last = config.training.train_iters
@@ -146,6 +152,7 @@ def skipped_iterations_exist(config: Config, world_size: int) -> Iterator[Findin
         )
 
 
+@rule("profile", "profile_pipeline", "profile_step_start", "profile_step_end", "train_iters")
 def profile_window_opens(config: Config, world_size: int) -> Iterator[Finding]:
     """The profiler's window is not empty, and what is recorded begins within the run."""
     start, end, last = config.logging.profile_step_start, config.logging.profile_step_end, config.training.train_iters
@@ -166,13 +173,3 @@ def profile_window_opens(config: Config, world_size: int) -> Iterator[Finding]:
             f"{' and '.join(shown(config, field) for field in recording)} would record nothing.",
             ((change(profile_step_start=last),),),
         )
-
-
-RULES: tuple[Rule, ...] = (
-    length_is_given_once,
-    batch_divides,
-    ramp_up_reaches_batch,
-    samples_fill_a_step,
-    skipped_iterations_exist,
-    profile_window_opens,
-)

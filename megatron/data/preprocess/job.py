@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from megatron.config.checks.data import TOKENIZER_FILES, tokenizer_settings
-from megatron.config.data import DataConfig
+from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
 from megatron.data.indexed_dataset import token_dtype
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.protocol import Tokenizer

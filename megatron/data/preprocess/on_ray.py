@@ -8,7 +8,7 @@ import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.config.checks.data import TOKENIZER_FILES
+from megatron.config.data import TOKENIZER_FILES
 from megatron.data.preprocess.job import Job
 from megatron.data.preprocess.parts import Parts, ShardReport
 from megatron.data.preprocess.processes import Listen, ShardError

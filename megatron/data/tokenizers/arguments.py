@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from megatron.config.checks.data import TOKENIZER_SETTINGS, tokenizer_settings
-from megatron.config.data import DataConfig, TiktokenPattern, TokenizerType
+from megatron.config.data import TOKENIZER_SETTINGS, DataConfig, TiktokenPattern, TokenizerType, tokenizer_settings
 
 
 def add_tokenizer_flags(flags: argparse.ArgumentParser, *, required: bool = True) -> None:

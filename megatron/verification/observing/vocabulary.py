@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.config.checks.data import TOKENIZER_FILES, tokenizer_settings
-from megatron.config.data import DataConfig
+from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
 from megatron.data.tokenizers.build import build_tokenizer, embedding_rows
 
 

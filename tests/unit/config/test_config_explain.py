@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+from typing import Any, cast
+
 import pytest
 
-from megatron.config.checks import inert, ranges
 from megatron.config.cli import load
 from megatron.config.compat import known_names
+from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.config.explain import explain
+from megatron.config.explain import explain, rules_about
 from megatron.config.field_docs import field_docs
 from megatron.config.flags import flags, topics
-from megatron.config.relations import fields_of, rules_about
 from megatron.config.requests import HELP
 from megatron.config.rules import RULES
-from megatron.config.units import UNITS
 from tests.support.rule_cases import config_of
 from tests.unit.config import test_config_pipeline, test_config_rules, test_config_sharding
 
@@ -80,7 +83,20 @@ def test_what_is_asked_wrongly_is_all_that_is_told(words: list[str], message: st
 
 
 def test_every_number_has_a_unit_and_nothing_else() -> None:
-    assert set(UNITS) == {flag.field for flag in flags().values() if flag.kind in (int, float)}
+    for flag in flags().values():
+        assert (flag.facts.unit is not None) == (flag.kind in (int, float)), flag.name
+
+
+def test_conditions_are_about_settings() -> None:
+    counted = {"data_ranks", "chunks"}
+    known = {flag.field: flag for flag in flags().values()}
+    for flag in known.values():
+        for beside in (flag.facts.acts, *flag.facts.idle):
+            for name, wanted in beside.others.items() if beside is not None else ():
+                assert name in {*known, *counted} and name != flag.field, flag.name
+                values = wanted if isinstance(wanted, tuple) else (wanted,)
+                choices = known[name].choices if name in known else ()
+                assert all(value in choices for value in values if choices and isinstance(value, str)), flag.name
 
 
 def test_every_setting_has_a_text() -> None:
@@ -90,19 +106,39 @@ def test_every_setting_has_a_text() -> None:
 
 def test_every_rule_says_why() -> None:
     for rule in RULES:
-        assert (rule.__doc__ or "").strip().endswith("."), rule
+        assert rule.why.endswith("."), rule.name
 
 
-def test_the_settings_of_a_rule_are_those_that_its_findings_name() -> None:
-    """What is read from the compiled rules misses none that a violated rule has ever named."""
+class ReadFields:
+    """Settings that write down which of them are read, also by way of their properties and methods."""
+
+    def __init__(self, part: Any, found: set[str]) -> None:
+        self._part, self._found = part, found
+
+    def __getattr__(self, name: str) -> Any:
+        reader = getattr(type(self._part), name, None)
+        if isinstance(reader, property):
+            assert reader.fget is not None
+            return reader.fget(self)
+        if inspect.isfunction(reader):
+            return functools.partial(reader, self)
+        value = getattr(self._part, name)
+        if dataclasses.is_dataclass(value):
+            return ReadFields(value, self._found)
+        self._found.add(name)
+        return value
+
+
+def test_a_rule_declares_all_settings_that_it_reads_and_names() -> None:
     cases = [*test_config_rules.CASES, *test_config_pipeline.CASES, *test_config_sharding.CASES]
-    apart = {*ranges.RULES, *inert.RULES}
     seen = set()
     for extra, world_size, *_ in cases:
-        for rule in RULES:
-            for finding in rule(config_of(extra), world_size) if rule not in apart else ():
+        for rule in (rule for rule in RULES if rule.fields):
+            read: set[str] = set()
+            for finding in rule(cast(Config, ReadFields(config_of(extra), read)), world_size):
                 seen.add(rule)
-                assert set(finding.fields) - {"optimizer"} <= fields_of(rule), rule
+                assert set(finding.fields) <= set(rule.fields), rule.name
+            assert read <= set(rule.fields), rule.name
     assert len(seen) > 40
 
 

@@ -219,7 +219,7 @@ def test_two_ways_of_splitting_go_together_or_exclude_each_other(one: str, other
     assert len(excluding) == ({one, other} not in GO_TOGETHER)
 
 
-@pytest.mark.parametrize("rule", PIPELINE_RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", PIPELINE_RULES, ids=lambda rule: rule.name)
 def test_each_rule_has_a_case(rule: Callable[..., object]) -> None:
     assert any(list(rule(config_of(extra), world_size)) for extra, world_size, *_ in CASES)  # type: ignore[call-overload]
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable
 from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.checks import inert
-from megatron.config.checks.finding import divisors, is_changed, multiples_near
-from megatron.config.checks.ranges import RANGES, REQUIRED
+from megatron.config.checks.each import changed_settings_act
+from megatron.config.checks.finding import SettingsRule, divisors, is_changed, multiples_near
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
 from megatron.config.effects import notes
@@ -544,16 +542,16 @@ def test_a_broken_rule_is_reported(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [rule for rule in RULES if rule not in (*PIPELINE_RULES, *SHARDING_RULES)], ids=lambda rule: rule.__name__
+    "rule", [rule for rule in RULES if rule not in (*PIPELINE_RULES, *SHARDING_RULES)], ids=lambda rule: rule.name
 )
-def test_each_rule_has_a_case(rule: Callable[..., object]) -> None:
-    broken = [extra for extra, world_size, *_ in CASES if list(rule(config_of(extra), world_size))]  # type: ignore[call-overload]
+def test_each_rule_has_a_case(rule: SettingsRule) -> None:
+    broken = [extra for extra, world_size, *_ in CASES if list(rule(config_of(extra), world_size))]
     assert broken, rule
 
 
 def test_each_setting_that_may_do_nothing_has_a_case() -> None:
-    tried = {finding.fields[0] for case in CASES for finding in inert.changed_settings_act(config_of(case[0]), 1)}
-    assert tried == {field for condition in inert.CONDITIONS for field in condition.fields}
+    tried = {finding.fields[0] for case in CASES for finding in changed_settings_act(config_of(case[0]), 1)}
+    assert tried == {flag.field for flag in flags().values() if flag.facts.acts is not None}
 
 
 VALID = [
@@ -606,21 +604,21 @@ def test_what_can_be_run_is_let_through(extra: str, world_size: int) -> None:
 def test_what_is_required_is_named_together() -> None:
     found = violations(Config(), 1)
     missing = {flag for violation in found for flag in violation.flags if "missing" in violation.message}
-    assert missing == {*(f"--{field.replace('_', '-')}" for field in REQUIRED), *BASE, "--train-samples", "--data-path"} - {
-        "--vocab-size"
-    }
-    assert len(found) == len(REQUIRED) + 2
+    required = {f"--{flag.name}" for flag in flags().values() if flag.facts.required}
+    assert missing == {*required, *BASE, "--train-samples", "--data-path"} - {"--vocab-size"}
+    assert len(found) == len(required) + 2
 
 
 def test_every_number_has_a_range() -> None:
-    numbers = {flag.field for flag in flags().values() if flag.kind in (int, float)}
-    assert set(RANGES) == numbers
+    for flag in flags().values():
+        assert (flag.facts.interval is not None) == (flag.kind in (int, float)), flag.name
 
 
 def test_defaults_lie_in_their_ranges() -> None:
     for flag in flags().values():
-        if flag.field in RANGES and flag.default not in (None, 0) and not isinstance(flag.default, tuple):
-            assert RANGES[flag.field].holds(flag.default), flag.name
+        interval = flag.facts.interval
+        if interval is not None and flag.default not in (None, 0) and not isinstance(flag.default, tuple):
+            assert interval.holds(flag.default), flag.name
 
 
 def test_all_violations_are_reported_together() -> None:

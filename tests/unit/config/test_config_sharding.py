@@ -102,7 +102,7 @@ def test_a_broken_rule_is_reported(case: Case) -> None:
     check_case(case)
 
 
-@pytest.mark.parametrize("rule", SHARDING_RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", SHARDING_RULES, ids=lambda rule: rule.name)
 def test_each_rule_has_a_case(rule: Callable[..., object]) -> None:
     assert [extra for extra, world_size, *_ in CASES if list(rule(config_of(extra), world_size))]  # type: ignore[call-overload]
 

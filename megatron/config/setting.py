@@ -1,0 +1,150 @@
+"""What is known of a setting beside its type, its default and its text: its unit, its range, and when it acts.
+
+Each field of a topic says so where it stands: ``num_layers: int = setting(0, at_least=1, unit="layers", required=True)``. The
+checks, ``--explain`` and the tests read it there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The numbers that a setting may be."""
+
+    low: float
+    high: float = math.inf
+    with_low: bool = True
+    with_high: bool = True
+
+    def holds(self, value: float) -> bool:
+        """Whether a finite number lies inside (nan and infinity never do)."""
+        above = value >= self.low if self.with_low else value > self.low
+        below = value <= self.high if self.with_high else value < self.high
+        return math.isfinite(value) and above and below
+
+    def __str__(self) -> str:
+        low = f"at least {self.low:g}" if self.with_low else f"above {self.low:g}"
+        if self.high == math.inf:
+            return low
+        return f"{low} and {f'at most {self.high:.12g}' if self.with_high else f'below {self.high:g}'}"
+
+
+@dataclass(frozen=True)
+class OtherThan:
+    """Any value but this one."""
+
+    value: Any
+
+
+GIVEN = object()
+"""Any value but None, 0 and nothing."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Values of other settings beside which a setting acts, or beside which it does nothing."""
+
+    others: Mapping[str, Any]
+    """By name: a value, a tuple of possible values, `OtherThan`, or `GIVEN`."""
+    words: str
+    """What it says to a user."""
+    every: bool = False
+    """Whether all of them must hold; otherwise one is enough."""
+    fix: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings that are likely to be meant where it does not hold."""
+
+    def holds(self, value: Callable[[str], Any]) -> bool:
+        """Whether the settings, looked up by name, are so."""
+        return (all if self.every else any)(_is(value(name), wanted) for name, wanted in self.others.items())
+
+
+@dataclass(frozen=True)
+class SettingFacts:
+    """What a field of a topic says of itself."""
+
+    unit: str | None = None
+    """What its number counts or measures; every setting that is a number has one."""
+    interval: Interval | None = None
+    """The allowed numbers; every setting that is a number has one."""
+    required: bool = False
+    """Whether it has no useful default and must be given."""
+    acts: Beside | None = None
+    """It acts only beside these; changed without them, it is refused, so that nobody believes that it acts."""
+    idle: tuple[Beside, ...] = ()
+    """Beside these it changes nothing, although what it asks for holds: accepted, and named in the start-up log with the reason."""
+
+
+def setting(
+    default: _T,
+    *,
+    unit: str | None = None,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float = math.inf,
+    below: float | None = None,
+    required: bool = False,
+    acts: Beside | None = None,
+    idle: Beside | tuple[Beside, ...] = (),
+) -> _T:
+    """A field of a topic: its default and its facts. (Its type is a lie of the same kind as that of `dataclasses.field`.)"""
+    interval = None
+    low = at_least if at_least is not None else above
+    if low is not None:
+        interval = Interval(low, at_most if below is None else below, with_low=above is None, with_high=below is None)
+    facts = SettingFacts(unit, interval, required, acts, idle if isinstance(idle, tuple) else (idle,))
+    field: Any = dataclasses.field(default=default, metadata={SettingFacts: facts})
+    return field  # type: ignore[no-any-return]
+
+
+def facts_of(field: dataclasses.Field[Any]) -> SettingFacts:
+    """What a field says of itself."""
+    facts: SettingFacts = field.metadata.get(SettingFacts, SettingFacts())
+    return facts
+
+
+def acts_with(words: str = "", *, every: bool = False, fix: Mapping[str, Any] | None = None, **others: Any) -> Beside:
+    """A condition under which a setting acts: one of the others (with `every`, each) is as named.
+
+    Args:
+        words: the condition after "it acts only", where "with --this 1 or --that" would not read well.
+        fix: what to suggest, where the first of the others is not it.
+    """
+    if not words:
+        *some, last = [_typed(name, wanted) for name, wanted in others.items()]
+        words = f"with {', '.join(some)} or {last}" if some else f"with {last}"
+    if fix is None:
+        name, wanted = next(iter(others.items()))
+        value = wanted[0] if isinstance(wanted, tuple) else wanted
+        fix = {name: value} if isinstance(value, bool | str) else {}
+    return Beside(others, words, every, fix)
+
+
+def idle_with(because: str, *, every: bool = False, **others: Any) -> Beside:
+    """A condition under which a setting changes nothing, with the reason."""
+    return Beside(others, because, every)
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    if wanted is GIVEN:
+        return bool(value)
+    if isinstance(wanted, OtherThan):
+        return bool(value != wanted.value)
+    return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)
+
+
+def _typed(name: str, wanted: Any) -> str:
+    """As on a command line."""
+    flag = f"--{name.replace('_', '-')}"
+    if wanted is GIVEN or wanted is True:
+        return flag
+    if isinstance(wanted, OtherThan):
+        return f"a {flag} other than {wanted.value}"
+    return f"{flag} {' or '.join(map(str, wanted)) if isinstance(wanted, tuple) else wanted}"
