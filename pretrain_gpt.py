@@ -6,9 +6,8 @@ import sys
 import time
 
 from megatron.config.cli import PROGRAM, LoadedConfig, load_or_exit
+from megatron.config.given import DryRun, check_output
 from megatron.config.launcher import launched
-from megatron.config.output_file import check_output
-from megatron.config.requests import DryRun
 from megatron.config.save import run_record
 
 

@@ -22,8 +22,8 @@ import torch
 from megatron.config.checks.sharding import dimensions_divide_by_shards
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.state_layout import StateReport
 from megatron.model.build import build_model
 from megatron.parallel.context import connect_fake, disconnect

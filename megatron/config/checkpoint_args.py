@@ -7,17 +7,17 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.files import names_in, read_bytes
 from megatron.config.flags import flags
 from megatron.config.model import FREE_AT_BEGINNING, FREE_FIELDS
+from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import from_dict
 
 _FLAGS = ("--use-checkpoint-args", "--load", "--pretrained-checkpoint", "--ckpt-step")
@@ -170,3 +170,43 @@ def _was_altered(folder: str, config: bytes) -> bool:
 def _unreadable(message: str) -> ConfigError:
     rule = "--use-checkpoint-args needs a checkpoint that was saved here; without it, describe the model by flags."
     return ConfigError([Violation(_FLAGS, message, rule)])
+
+
+def names_in(folder: str) -> set[str]:
+    """Names of files and folders in a folder; none if there is no such folder."""
+    if "://" in folder:
+        system, path = _remote(folder)
+        try:
+            return {name.rstrip("/").rsplit("/", 1)[-1] for name in system.ls(path, detail=False)}
+        except OSError:
+            return set()
+    place = Path(folder)
+    return {path.name for path in place.iterdir()} if place.is_dir() else set()
+
+
+def read_bytes(folder: str, name: str) -> bytes:
+    """Content of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if "://" in folder:
+        system, path = _remote(folder)
+        content: bytes = system.cat_file(f"{path.rstrip('/')}/{name}")
+        return content
+    return (Path(folder) / name).read_bytes()
+
+
+def _remote(url: str) -> tuple[Any, str]:
+    """File system and path of a URL.
+
+    Raises:
+        ConfigError: nothing is installed that opens such a URL.
+    """
+    try:
+        from fsspec.core import url_to_fs
+
+        return url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        rule = "URLs are opened by fsspec and its drivers: pip install fsspec, and for s3:// s3fs, for gs:// gcsfs."
+        raise ConfigError([Violation((), f"{url} cannot be opened: {error}.", rule)]) from error

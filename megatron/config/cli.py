@@ -22,9 +22,8 @@ from megatron.config.config import Config
 from megatron.config.effects import notes as effect_notes
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import build, flag_of, flags, switch
-from megatron.config.given import Given, split
+from megatron.config.given import DryRun, Given, Requests, split, take, without_gaps
 from megatron.config.launcher import launched
-from megatron.config.requests import DryRun, Requests, take, without_gaps
 from megatron.config.rules import violations
 from megatron.config.save import to_yaml
 from megatron.config.yaml_file import read_yaml
@@ -105,14 +104,14 @@ def load_or_exit(argv: Sequence[str]) -> LoadedConfig:
 def _read(argv: Sequence[str]) -> _Reading:
     stray, given = split(argv)
     if any(item.name in ("help", "h") for item in given):
-        from megatron.config.help import help_text  # its library takes 0.1 s, which only the help has to spend
+        from megatron.config.help import help_text
 
         _write_and_exit(help_text(PROGRAM))
     asked = given
     given, requests, problems = take(asked)
     if any(item.name == "explain" for item in asked):
         _explain_and_exit(requests, given, problems)
-    from_files, unread = _read_files(requests.files)
+    from_files, unread = _read_files(requests.config)
     given, problems = [*from_files, *given], [*problems, *unread]
     found = sort_given(stray, given)
     if unread:  # nothing is known for sure
@@ -133,7 +132,7 @@ def _read(argv: Sequence[str]) -> _Reading:
 
 def _explain_and_exit(requests: Requests, given: Sequence[Given], problems: Sequence[Violation]) -> NoReturn:
     """Answer every --explain, whatever is missing or wrong for a run; but a flag that nobody knows may have been meant with it."""
-    from megatron.config.explain import explain  # reads the settings' source, which only it has to spend time on
+    from megatron.config.help import explain  # reads the settings' source, which only it has to spend time on
 
     problems = [problem for problem in problems if "--explain" in problem.flags]
     problems += sort_given((), [item for item in given if flag_of(item.name) is None and find(item.name) is None]).problems

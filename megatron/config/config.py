@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.debug import DebugConfig
-from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.outputs import CheckpointConfig, DebugConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.precision import PrecisionConfig
-from megatron.config.training import TrainingConfig
+from megatron.config.training import OptimizerConfig, PrecisionConfig, TrainingConfig
 
 
 @dataclass(frozen=True)

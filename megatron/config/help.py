@@ -1,39 +1,182 @@
-"""The text of ``--help``, made by tyro from the dataclasses: grouped by topic, each flag with its docstring and default."""
+"""The pages of ``--help`` and ``--explain FLAG``. They read what the fields and the rules say of themselves."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dataclasses
+import functools
+import inspect
 import io
-from dataclasses import dataclass
-from typing import Annotated
+import textwrap
+from collections.abc import Iterator
+from typing import Annotated, Any
 
-import tyro
-
+from megatron.config.compat import NoEffect, find, find_family
 from megatron.config.config import Config
-from megatron.config.requests import GPUS_PER_NODE, HELP
+from megatron.config.errors import ConfigError, Violation
+from megatron.config.flags import Flag, flag_of, flags, nearest_names, topics
+from megatron.config.given import GPUS_PER_NODE, HELP, REQUEST_SWITCHES
+from megatron.config.rules import RULES
 
+_WIDTH = 110  # of a page of --explain
 _DESCRIPTION = (
     "Pretrain a GPT- or Llama-style model with tensor, pipeline and data parallelism, by the same command on one CPU and on "
     "many GPUs. Flags have the names and defaults of Megatron-LM; those that cannot be had are refused with what to use instead."
 )
 
 
-@dataclass(frozen=True)
-class _CommandLine(Config):
-    """The settings, and the flags that are not settings of the run."""
-
-    config: Annotated[str | None, tyro.conf.arg(help=HELP["config"])] = None
-    print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help=HELP["print-config"])] = False
-    explain: Annotated[str | None, tyro.conf.arg(help=HELP["explain"])] = None
-    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help=HELP["dry-run"])] = False
-    world_size: Annotated[int | None, tyro.conf.arg(help=HELP["world-size"])] = None
-    gpus_per_node: Annotated[int, tyro.conf.arg(help=HELP["gpus-per-node"])] = GPUS_PER_NODE
-    dry_run_json: Annotated[str | None, tyro.conf.arg(help=HELP["dry-run-json"])] = None
-
-
 def help_text(program: str) -> str:
-    """The help page, as wide as the terminal."""
+    """The text of ``--help``, as wide as the terminal: grouped by topic, each flag with its docstring and default."""
+    import tyro  # takes 0.1 s, which only this page has to spend
+
+    def request(name: str) -> tuple[str, Any, Any]:
+        described = tyro.conf.arg(help=HELP[name])
+        field = name.replace("-", "_")
+        if name in REQUEST_SWITCHES:
+            return field, Annotated[bool, tyro.conf.FlagCreatePairsOff, described], False
+        if name == "gpus-per-node":
+            return field, Annotated[int, described], GPUS_PER_NODE
+        kind: Any = int | None if name == "world-size" else str | None
+        return field, Annotated[kind, described], None
+
+    command_line = dataclasses.make_dataclass("CommandLine", map(request, HELP), bases=(Config,), frozen=True)
     with io.StringIO() as page:
         with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
-            tyro.cli(_CommandLine, args=["--help"], prog=program, description=_DESCRIPTION, config=(tyro.conf.OmitArgPrefixes,))
+            tyro.cli(command_line, args=["--help"], prog=program, description=_DESCRIPTION, config=(tyro.conf.OmitArgPrefixes,))
         return page.getvalue()
+
+
+def explain(name: str) -> str:
+    """The answer to ``--explain``: a page on one flag, given with or without its dashes.
+
+    Raises:
+        ConfigError: nobody knows such a flag; names those that may have been meant.
+    """
+    name = name.lstrip("-").replace("_", "-")
+    flag = flag_of(name)
+    if flag is not None:
+        return "\n".join(_page(flag)) + "\n"
+    if name in HELP:
+        return "\n".join([f"--{name}", *_wrapped(HELP[name], "  ")]) + "\n"
+    known = find(name) or find_family(name)
+    if known is not None:
+        fate = f"is accepted and has no effect: {known.reason}." if isinstance(known, NoEffect) else f"is refused. {known.reason}"
+        return "\n".join(_wrapped(f"--{name} {fate}", "  ", "")) + "\n"
+    nearest = tuple(f"--explain {near}" for near in nearest_names(name, [*flags(), *HELP]))
+    raise ConfigError(
+        [Violation(("--explain",), f"--{name} is not a flag.", "" if nearest else "See --help for all flags.", nearest)]
+    )
+
+
+def _page(flag: Flag) -> Iterator[str]:
+    yield f"--{flag.name}" if flag.kind is not bool else f"--{flag.name}, --no-{flag.name}"
+    yield from _wrapped(_text(flag), "  ")
+    yield ""
+    yield from _wrapped(f"takes     {_takes(flag)}", "            ", "  ")
+    if flag.facts.unit is not None:
+        yield f"  unit      {flag.facts.unit}"
+    yield f"  default   {_default(flag)}"
+    yield f"  in files  under {flag.topic}: {flag.field}"
+    yield from _conditions(flag)
+    rules = rules_about(flag.field)
+    if rules:
+        yield "\n  Rules that it must keep:"
+        for why, others in rules:
+            yield from _wrapped(f"{why} (with {', '.join(map(_flag_name, others))})", "    ", "  - ")
+    mentions = _mentions(flag)
+    if mentions:
+        yield "\n  See also:"
+        for other in mentions:
+            yield from _wrapped(f"--{other.name}: {_text(other)}", "    ", "  - ")
+
+
+def _takes(flag: Flag) -> str:
+    if flag.kind is bool:
+        return "no value: it is a switch"
+    interval = flag.facts.interval
+    bound = f", {'each ' if flag.is_tuple else ''}{interval}" if interval is not None else ""
+    return f"{flag.expects}{bound}{', or None' if flag.optional and not flag.facts.required else ''}"
+
+
+def _default(flag: Flag) -> str:
+    if flag.facts.required:
+        return "none: it must be given"
+    if flag.kind is bool:
+        return "on" if flag.default else "off"
+    if isinstance(flag.default, tuple):
+        return " ".join(map(str, flag.default)) or "no value"
+    return "not set" if flag.default is None else str(flag.default)
+
+
+def _conditions(flag: Flag) -> Iterator[str]:
+    """When it acts, and what acts only with it."""
+    if flag.facts.acts is not None:
+        yield from _wrapped(f"acts      only {flag.facts.acts.words}", "            ", "  ")
+    for idle in flag.facts.idle:
+        yield from _wrapped(f"idle      where {idle.words}", "            ", "  ")
+    dependent = [other for other in flags().values() if other.facts.acts is not None and flag.field in other.facts.acts.others]
+    for word, wanted in (("needed by", True), ("stops", False)):
+        names = [f"--{other.name}" for other in dependent if _asks(other, flag) == wanted]
+        if names:
+            yield from _wrapped(f"{word:9} {', '.join(names)}", "            ", "  ")
+
+
+def _asks(dependent: Flag, flag: Flag) -> bool:
+    """Whether a setting acts where another is given, or where it is not."""
+    assert dependent.facts.acts is not None
+    return dependent.facts.acts.others[flag.field] not in (None, False)
+
+
+def rules_about(field: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Of every rule that looks at a setting beside others: why it exists, and the others' names, in the order of the flags."""
+    order = [flag.field for flag in flags().values()]
+    return [
+        (rule.why, tuple(other for other in order if other in rule.fields and other != field))
+        for rule in RULES
+        if field in rule.fields and len(rule.fields) > 1
+    ]
+
+
+def _mentions(flag: Flag) -> list[Flag]:
+    """Settings whose texts name it, or that its own text names, and that share no rule with it."""
+    told = {other for _, others in rules_about(flag.field) for other in others} | {flag.field}
+    own = _text(flag)
+    return [other for other in flags().values() if other.field not in told and (_names(own, other) or _names(_text(other), flag))]
+
+
+def _names(text: str, flag: Flag) -> bool:
+    words = (word.strip(".,;:()") for word in text.replace("/", " ").split())
+    return f"--{flag.name}" in words
+
+
+def _flag_name(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def _text(flag: Flag) -> str:
+    return field_docs(topics()[flag.topic])[flag.field]
+
+
+@functools.cache
+def field_docs(topic: type) -> dict[str, str]:
+    """The texts below the fields of a dataclass, each as one line, by the fields' names."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(topic))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            found[field.target.id] = " ".join(str(below.value.value).split())
+    return found

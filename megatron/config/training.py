@@ -1,10 +1,11 @@
-"""How long to train, on how much at once, and when to stop."""
+"""How to train: on how much at once and how long, in which number formats, with which optimizer and schedules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from megatron.config.setting import acts_with, idle_with, setting
+from megatron.config.setting import GIVEN, OtherThan, acts_with, idle_with, setting
 
 
 @dataclass(frozen=True)
@@ -41,3 +42,127 @@ class TrainingConfig:
     """Switch Python's garbage collector off and collect at set steps, on all ranks together."""
     manual_gc_interval: int = setting(0, at_least=0, unit="steps", acts=acts_with(manual_gc=True))
     """Steps between collections with --manual-gc; 0 collects only at evaluations and saves."""
+
+
+_LARGEST = 2.0**127  # the scale is a float32
+_DYNAMIC = acts_with(
+    "with --fp16 and without --loss-scale, when the scale is dynamic", every=True, fix={}, fp16=True, loss_scale=None
+)
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Dtype of the model's parameters and activations (float32 by default) and the scale of the loss in float16."""
+
+    fp16: bool = False
+    """Compute in float16 with float32 main parameters and a loss scale."""
+    bf16: bool = False
+    """Compute in bfloat16 with float32 main parameters."""
+    fp64: bool = False
+    """Compute in float64 (for proofs)."""
+    loss_scale: float | None = setting(None, above=0, at_most=_LARGEST, unit="factor on the loss", acts=acts_with(fp16=True))
+    """Constant loss scale; by default float16 uses a dynamic one."""
+    initial_loss_scale: float = setting(2.0**32, above=0, at_most=_LARGEST, unit="factor on the loss", acts=_DYNAMIC)
+    """First dynamic loss scale."""
+    min_loss_scale: float = setting(1.0, above=0, unit="factor on the loss", acts=_DYNAMIC)
+    """Smallest dynamic loss scale; an overflow at this scale stops the run."""
+    loss_scale_window: int = setting(1000, at_least=1, unit="steps", acts=_DYNAMIC)
+    """Steps without overflow after which the dynamic scale doubles."""
+    hysteresis: int = setting(2, at_least=1, unit="overflows", acts=_DYNAMIC)
+    """Overflows that are tolerated before the dynamic scale halves."""
+
+
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+
+_SHARE_OF_WEIGHT = "share of a weight taken off in an update, in units of the rate"
+_ADAM = acts_with(optimizer="adam")
+_WSD = acts_with(lr_decay_style="WSD")
+_HAS_DECAY = acts_with(
+    "with a --lr-decay-style other than constant, or with --lr-warmup-fraction",
+    lr_decay_style=OtherThan("constant"),
+    lr_warmup_fraction=GIVEN,
+)
+_CHANGES = acts_with(weight_decay_incr_style=("linear", "cosine"))
+_STAYS = acts_with(
+    "with --weight-decay-incr-style constant; otherwise --start-weight-decay and --end-weight-decay do",
+    fix={},
+    weight_decay_incr_style="constant",
+)
+_LOADS = acts_with(load=GIVEN)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW or SGD. All schedules count the samples of the updates that were made."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """Update rule: adam is AdamW, sgd has momentum."""
+    use_apex: bool = False
+    """Take FusedAdam or FusedSGD of NVIDIA apex, if it is installed, instead of torch's."""
+    lr: float | None = setting(None, above=0, unit="step length of the update", required=True)
+    """Highest learning rate. Required."""
+    min_lr: float = setting(0.0, at_least=0, unit="step length of the update", acts=acts_with(lr_decay_style=OtherThan("constant")))
+    """Lowest learning rate after decay."""
+    lr_decay_style: DecayStyle = "linear"
+    """Form of the decay from --lr to --min-lr."""
+    lr_decay_iters: int | None = setting(None, at_least=1, unit="steps", acts=_HAS_DECAY)
+    """Steps over which the rate decays; by default the whole run."""
+    lr_decay_samples: int | None = setting(None, at_least=1, unit="sequences", acts=_HAS_DECAY)
+    """Samples over which the rate decays, instead of --lr-decay-iters."""
+    lr_warmup_iters: int = setting(0, at_least=0, unit="steps")
+    """Steps of linear warm-up."""
+    lr_warmup_samples: int = setting(0, at_least=0, unit="sequences")
+    """Samples of linear warm-up, instead of --lr-warmup-iters."""
+    lr_warmup_fraction: float | None = setting(None, at_least=0, below=1, unit="share, 1 for all")
+    """Warm-up as a share of the decay length, instead of the two above."""
+    lr_warmup_init: float = setting(
+        0.0,
+        at_least=0,
+        unit="step length of the update",
+        acts=acts_with(lr_warmup_iters=GIVEN, lr_warmup_samples=GIVEN, lr_warmup_fraction=GIVEN),
+    )
+    """Learning rate at which warm-up starts."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting("exponential", acts=_WSD)
+    """Form of the final decay of WSD."""
+    lr_wsd_decay_iters: int | None = setting(None, at_least=1, unit="steps", acts=_WSD)
+    """Steps of the final decay of WSD."""
+    lr_wsd_decay_samples: int | None = setting(None, at_least=1, unit="sequences", acts=_WSD)
+    """Samples of the final decay of WSD, instead of --lr-wsd-decay-iters."""
+    weight_decay: float = setting(0.01, at_least=0, unit=_SHARE_OF_WEIGHT, acts=_STAYS)
+    """Decoupled weight decay (not on biases and norms)."""
+    start_weight_decay: float | None = setting(None, at_least=0, unit=_SHARE_OF_WEIGHT, acts=_CHANGES)
+    """Weight decay at the start, when it changes over the run."""
+    end_weight_decay: float | None = setting(None, at_least=0, unit=_SHARE_OF_WEIGHT, acts=_CHANGES)
+    """Weight decay at the end, when it changes over the run."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay goes from start to end."""
+    clip_grad: float = setting(1.0, at_least=0, unit="norm of the whole gradient")
+    """Clip the global gradient norm to this; 0 switches clipping off."""
+    adam_beta1: float = setting(0.9, at_least=0, below=1, unit="share that is kept from one update to the next", acts=_ADAM)
+    """Decay rate of Adam's first moment."""
+    adam_beta2: float = setting(0.999, at_least=0, below=1, unit="share that is kept from one update to the next", acts=_ADAM)
+    """Decay rate of Adam's second moment."""
+    adam_eps: float = setting(1e-8, above=0, unit="plain number", acts=_ADAM)
+    """Added to the root of Adam's second moment."""
+    sgd_momentum: float = setting(
+        0.9, at_least=0, below=1, unit="share that is kept from one update to the next", acts=acts_with(optimizer="sgd")
+    )
+    """Momentum of SGD."""
+    optimizer_cpu_offload: bool = setting(
+        False,
+        acts=acts_with(
+            "with an --optimizer-offload-fraction above 0",
+            fix={"optimizer_offload_fraction": 1.0},
+            optimizer_offload_fraction=OtherThan(0),
+        ),
+    )
+    """Keep main parameters and moments in host memory and update them there."""
+    optimizer_offload_fraction: float = setting(
+        1.0, at_least=0, at_most=1, unit="share, 1 for all", acts=acts_with(optimizer_cpu_offload=True)
+    )
+    """Share of main parameters and moments that --optimizer-cpu-offload keeps in host memory, above 0 and up to 1; the rest stays
+    on the device."""
+    override_opt_param_scheduler: bool = setting(False, acts=_LOADS)
+    """On resume take the schedules from the command line although the checkpoint's differ."""
+    use_checkpoint_opt_param_scheduler: bool = setting(False, acts=_LOADS)
+    """On resume take the schedules from the checkpoint."""

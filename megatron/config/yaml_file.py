@@ -16,8 +16,7 @@ import yaml
 from megatron.config.compat import NoEffect, Refused, find
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flag_of, flags, switch, topics
-from megatron.config.given import Given
-from megatron.config.requests import HELP
+from megatron.config.given import HELP, Given
 
 _NULLS = ("null", "Null", "NULL", "~", "")
 _EXAMPLE = "It should hold lines such as `num-layers: 12`."

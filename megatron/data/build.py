@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from megatron.config.data import DataConfig
-from megatron.config.data_words import WeightedPrefix, split_words
+from megatron.config.data import DataConfig, WeightedPrefix, split_words
 from megatron.data.fingerprint import fingerprint
 from megatron.data.history import Blending
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset

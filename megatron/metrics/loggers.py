@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.config.logging import LoggingConfig
+from megatron.config.outputs import LoggingConfig
 from megatron.metrics.log_line import perplexity
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.training import PrecisionConfig
 from megatron.model.gpt import GPTChunk, residual_dtype
 from megatron.model.init import initialize_all
 from megatron.parallel.context import ParallelContext

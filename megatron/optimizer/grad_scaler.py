@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any
 
-from megatron.config.precision import PrecisionConfig
+from megatron.config.training import PrecisionConfig
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.training import TrainingConfig
+from megatron.config.training import OptimizerConfig, TrainingConfig
 
 
 @dataclass(frozen=True)

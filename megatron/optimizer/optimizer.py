@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.optimizer.placement import Home, Link, OnDevice, OnHost, Part, choose_offloaded
 from megatron.optimizer.rules import RULES, Update
 from megatron.parallel.context import ParallelContext

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.optimizer.rules import Target, Update, Updater, UpdateRule, as_seen
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext

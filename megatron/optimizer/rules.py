@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.parallel.boxes import DimPiece, FlatPiece, Piece
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.config.config import Config
-from megatron.config.requests import DryRun
+from megatron.config.given import DryRun
 from megatron.metrics.flops import count_parameters
 from megatron.model.build import Model, build_model, model_dtype
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.state_layout import OptimizerState, StateLayout, StateReport, state_layout
 from megatron.model.build import Model
 from megatron.optimizer.placement import ALIGN, choose_offloaded

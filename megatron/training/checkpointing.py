@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 from megatron.checkpoint.global_tensor import WEIGHT, GlobalTensor
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.optimizer.lr_schedule import ScheduleLengths
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.context import ParallelContext

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.config.config import Config
-from megatron.config.data_words import has_own_splits, split_words
+from megatron.config.data import has_own_splits, split_words
 from megatron.data.batches import DocumentRules, SampleSource
 from megatron.data.build import Datasets, open_datasets
 from megatron.data.document_ends import missing_ends

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from megatron.config.logging import LoggingConfig
+from megatron.config.outputs import LoggingConfig
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.pictures.files import check_output, write_picture

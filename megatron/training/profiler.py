@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from megatron.config.logging import LoggingConfig
+from megatron.config.outputs import LoggingConfig
 
 logger = logging.getLogger(__name__)
 

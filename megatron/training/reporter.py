@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.config.logging import LoggingConfig
+from megatron.config.outputs import LoggingConfig
 from megatron.metrics.log_line import training_log_line, validation_lines
 from megatron.metrics.loggers import MetricsFile, Sink, curve_sinks
 from megatron.metrics.timers import Timers, format_times, times_of_ranks

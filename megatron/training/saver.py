@@ -13,7 +13,7 @@ from megatron.checkpoint.saving.retention import retain
 from megatron.checkpoint.saving.save import TensorSaver
 from megatron.checkpoint.storage.opening import open_storage
 from megatron.checkpoint.storage.protocol import Storage
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.outputs import CheckpointConfig
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.context import ParallelContext

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 
 from megatron.config.config import Config
-from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
+from megatron.config.outputs import LoggingConfig
 from megatron.config.save import to_dict
 from megatron.metrics.device_peaks import peak_flops
 from megatron.metrics.flops import count_parameters, flops_per_step

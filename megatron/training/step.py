@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.provider import Inspect
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model

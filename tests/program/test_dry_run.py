@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron.config.given import check_output
 from megatron.config.model import ModelConfig
-from megatron.config.output_file import check_output
 from megatron.data_parallel.state_layout import Bytes
 from megatron.metrics.flops import count_parameters, flops_per_step, flops_per_token
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
@@ -305,7 +305,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="broken is no folder"):
         check_output("--dry-run-json", str(tmp_path / "broken" / "plan.json"))
-    monkeypatch.setattr("megatron.config.output_file.os.access", lambda *_: False)  # root may write anywhere
+    monkeypatch.setattr("megatron.config.given.os.access", lambda *_: False)  # root may write anywhere
     for path in (new, tmp_path / "other" / "plan.json"):
         with pytest.raises(ValueError, match="permission denied"):
             check_output("--dry-run-json", str(path))

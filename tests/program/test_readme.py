@@ -16,9 +16,9 @@ import pytest
 
 from examples.make_corpus import write_corpus
 from megatron.config.cli import load
-from megatron.config.compat_tables import FAMILIES, NO_EFFECT, REFUSED
+from megatron.config.compat import FAMILIES, NO_EFFECT, REFUSED
 from megatron.config.flags import flags
-from megatron.config.requests import HELP
+from megatron.config.given import HELP
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.schedules.simple import one_f_one_b
 from tests.support.cli import ROOT, spawn_cli

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.training import OptimizerConfig
 from megatron.data.batches import DocumentRules
 from megatron.data.mock import MockDataset
 from megatron.model import attention as attention_module

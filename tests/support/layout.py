@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
+from megatron.config.training import OptimizerConfig
 from megatron.data.batches import DocumentRules
 from megatron.model.build import Model, build_model
 from megatron.model.inputs import ModelInputs

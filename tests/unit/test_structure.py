@@ -197,7 +197,7 @@ def test_the_groups_of_data_and_of_gradients_are_named() -> None:
 
 REFUSED = {"expert_model_parallel_size": 2}
 """Fields that nothing reads yet: any value but the default is refused."""
-_WORDS = "megatron/config/data_words.py"
+_WORDS = "megatron/config/data.py"
 READ_WITHIN = {
     "use_checkpoint_args": "megatron/config/cli.py",
     **dict.fromkeys(("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"), _WORDS),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.optimizer.optimizer import make_optimizer
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import make_context

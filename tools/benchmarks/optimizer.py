@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.optimizer.optimizer import ShardedOptimizer, make_optimizer
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import ParallelContext, make_context

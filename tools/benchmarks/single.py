@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.training import OptimizerConfig
 from megatron.metrics.device_peaks import peak_flops
 from megatron.metrics.flops import count_parameters, flops_per_step
 from megatron.model.build import build_model

@@ -18,7 +18,7 @@ import torch
 
 from megatron.checkpoint.storage.opening import is_url
 from megatron.config.config import Config
-from megatron.config.data_words import split_words
+from megatron.config.data import split_words
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.tokenizers.build import build_tokenizer, embedding_rows
 from megatron.metrics.flops import count_parameters

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from megatron.config.checks.finding import Finding, change, rule, switch_on, without
 from megatron.config.config import Config
-from megatron.config.data import TOKENIZER_NEEDS
-from megatron.config.data_words import PATH_FIELDS, SPLIT_FIELDS, is_number, parse_data_words, path_flags
+from megatron.config.data import PATH_FIELDS, SPLIT_FIELDS, TOKENIZER_NEEDS, is_number, parse_data_words, path_flags
 
 
 @rule("mock_data", *PATH_FIELDS)

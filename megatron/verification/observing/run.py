@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.config import Config
-from megatron.config.logging import LoggingConfig
+from megatron.config.outputs import CheckpointConfig, LoggingConfig
 from megatron.data.batches import DocumentRules
 from megatron.data.tokenizers.build import build_tokenizer, embedding_rows
 from megatron.model.build import build_model

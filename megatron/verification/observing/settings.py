@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.spec.activations import activation_of
 from megatron.verification.reference.schedules import Course, Growth
 from megatron.verification.reference.shape import ReferenceShape

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.config.config import Config
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.training import TrainingConfig
+from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.verification.reference.schedules import batch_size
 
 _LEAST_RATE = 1e-3

@@ -9,10 +9,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.config import Config
 from megatron.config.data import DataConfig
-from megatron.config.logging import LoggingConfig
+from megatron.config.outputs import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import violations
 from megatron.data_parallel.bucket_plan import default_bucket_size

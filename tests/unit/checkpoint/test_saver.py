@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.outputs import CheckpointConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.context import connect, disconnect
 from megatron.training.saver import Saver

@@ -7,8 +7,7 @@ import shlex
 import pytest
 
 from megatron.config.cli import load, parse
-from megatron.config.compat import NoEffect, Refused, find, find_family, known_names, refused_choice
-from megatron.config.compat_tables import CHOICES
+from megatron.config.compat import CHOICES, NoEffect, Refused, find, find_family, known_names, refused_choice
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags, switch
 

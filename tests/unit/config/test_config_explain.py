@@ -13,10 +13,9 @@ from megatron.config.cli import load
 from megatron.config.compat import known_names
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.config.explain import explain, rules_about
-from megatron.config.field_docs import field_docs
 from megatron.config.flags import flags, topics
-from megatron.config.requests import HELP
+from megatron.config.given import HELP
+from megatron.config.help import explain, field_docs, rules_about
 from megatron.config.rules import RULES
 from tests.support.rule_cases import config_of
 from tests.unit.config import test_config_pipeline, test_config_rules, test_config_sharding

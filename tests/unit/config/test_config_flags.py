@@ -15,8 +15,7 @@ from megatron.config.cli import load, load_or_exit, parse
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation, format_violations
 from megatron.config.flags import Flag, flags, topics
-from megatron.config.given import Given, split
-from megatron.config.requests import DryRun
+from megatron.config.given import DryRun, Given, split
 
 ROOT = Path(__file__).resolve().parents[3]
 

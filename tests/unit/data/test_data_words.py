@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.data import DataConfig
-from megatron.config.data_words import WeightedPrefix, parse_data_words, split_words
+from megatron.config.data import DataConfig, WeightedPrefix, parse_data_words, split_words
 
 BLEND = [WeightedPrefix(0.3, "a"), WeightedPrefix(7.0, "b")]
 

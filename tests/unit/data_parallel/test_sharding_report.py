@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
+from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.data_parallel.state_layout import Bytes, StateMemory, StateReport, play_steps
 from megatron.data_parallel.traffic import Sent

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.logging import LoggingConfig
+from megatron.config.outputs import LoggingConfig
 from megatron.metrics.loggers import MetricsFile, TensorBoard, WandB, curve_sinks
 
 

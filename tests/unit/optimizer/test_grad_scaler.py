@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.precision import PrecisionConfig
+from megatron.config.training import PrecisionConfig
 from megatron.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, LossScaleError, make_grad_scaler
 
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.training import TrainingConfig
+from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.optimizer.lr_schedule import ScheduleLengths, learning_rate, schedule_lengths, weight_decay
 from megatron.training.batch_size import BatchSizePlan
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.optimizer import placement
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import Float16Optimizer, FP32Optimizer, ShardedOptimizer, make_optimizer

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.optimizer import placement
 from megatron.optimizer.optimizer import make_optimizer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.logging import LoggingConfig
+from megatron.config.outputs import LoggingConfig
 from megatron.training.profiler import StepProfiler
 
 CPU = torch.device("cpu")
