@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.verification.diagnosis.comparison import Row
-from megatron.verification.diagnosis.diagnose import Diagnosis
-from megatron.verification.diagnosis.finding import Finding
-from megatron.verification.diagnosis.tolerance import TOLERANCE, short
+from megatron.verification.comparison import ComparisonRow, ProofFinding
+from megatron.verification.diagnosis import Diagnosis
+from megatron.verification.wording import TOLERANCE, short
 
 WORST = 8
 """Rows of the table."""
@@ -35,7 +34,7 @@ class Proof:
     diagnosis: Diagnosis | None
     failure: str = ""
     """Why there is nothing to compare."""
-    seen: Sequence[Finding] = ()
+    seen: Sequence[ProofFinding] = ()
     """What is wrong before anything runs; told where there is nothing to compare."""
     kept: Sequence[str] = ()
     """What of the user's settings is as it was."""
@@ -55,7 +54,7 @@ class Proof:
         return self.diagnosis is not None and self.diagnosis.equal
 
     @property
-    def findings(self) -> Sequence[Finding]:
+    def findings(self) -> Sequence[ProofFinding]:
         """What differs, in the order of cause."""
         return self.seen if self.diagnosis is None else self.diagnosis.findings
 
@@ -139,7 +138,7 @@ def _common(notes: Sequence[Sequence[str]]) -> list[str]:
     return [note for note in notes[0] if all(note in others for others in notes[1:])]
 
 
-def _findings(findings: Sequence[Finding]) -> Iterator[str]:
+def _findings(findings: Sequence[ProofFinding]) -> Iterator[str]:
     first = findings[0]
     yield f"where   {first.place}"
     yield f"when    {'step ' + str(first.step) if first.step else 'before the first step'}"
@@ -156,7 +155,7 @@ def _findings(findings: Sequence[Finding]) -> Iterator[str]:
             yield f"  and {len(findings) - 1 - FURTHER} more"
 
 
-def _table(rows: Sequence[Row]) -> Iterator[str]:
+def _table(rows: Sequence[ComparisonRow]) -> Iterator[str]:
     width = max([len("parameter"), *(len(row.name) for row in rows)])
     yield f"  {'step':>4}  {'of':8}  {'parameter':{width}}  {'stage':>5}  {'difference':>10}  ratio"
     for row in rows:
@@ -190,7 +189,7 @@ def _proof_json(proof: Proof) -> dict[str, Any]:
     }
 
 
-def _finding_json(finding: Finding) -> dict[str, Any]:
+def _finding_json(finding: ProofFinding) -> dict[str, Any]:
     return {
         "kind": str(finding.kind),
         "step": finding.step,
@@ -204,7 +203,7 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: ComparisonRow) -> dict[str, Any]:
     return {
         "step": row.step,
         "of": row.what,

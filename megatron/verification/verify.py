@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron.audit.trace_file import TraceRun
+import torch
+
+from megatron.audit.signature import named, signature_of
+from megatron.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep, TraceWriter
 from megatron.config.config import Config
+from megatron.config.save import to_dict
 from megatron.pipeline_parallel.partition import table_of
-from megatron.verification.diagnosis.diagnose import diagnose
-from megatron.verification.diagnosis.isolation import conclusions, isolate
-from megatron.verification.diagnosis.start import layer_findings
+from megatron.verification.comparison import Comparison
+from megatron.verification.diagnosis import diagnose, layer_findings
+from megatron.verification.isolation import conclusions, isolate
+from megatron.verification.joined import JoinedTensor
 from megatron.verification.local_ranks import RanksError
-from megatron.verification.observing.run import prove
+from megatron.verification.observation import Observation
+from megatron.verification.prove import prove
 from megatron.verification.report import Proof
-from megatron.verification.shrinking.shrink import Reduced, shrink
-from megatron.verification.traces.compare import compare, format_traces, read_whole
-from megatron.verification.traces.of_proof import trace_of, write_trace
+from megatron.verification.shrink import Reduced, shrink
+from megatron.verification.traces import compare, format_traces, read_whole
 
 
 @dataclass(frozen=True)
@@ -75,3 +82,59 @@ def title_of(config: Config, world_size: int) -> str:
     """`tensor 2 x pipeline 2 x data 1`."""
     tensor, stages = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     return f"tensor {tensor} x pipeline {stages} x data {world_size // (tensor * stages)}"
+
+
+def trace_of(observation: Observation) -> TraceRun:
+    """Of the layout's run, not of the reference's."""
+    runs = Comparison(observation)
+    config = observation.config
+    header = TraceHeader(
+        settings=to_dict(config),
+        layout={"cp": 1, **runs.sizes},
+        layers=[(chunk.stage, list(chunk.layers)) for chunk in runs.table],
+        dtype="float64",
+        torch=torch.__version__,
+        vocab_size=observation.vocab_size,
+        parameters={name: list(tensor.shape) for name, tensor in observation.start.items()},
+    )
+    trace = TraceRun(header, 0, _signatures(runs.start().joined))
+    consumed = 0
+    for index in range(runs.num_steps):
+        step = runs.ranks[0].steps[index]
+        samples = step.num_microbatches * config.training.micro_batch_size * runs.sizes["dp"]
+        consumed += samples
+        trace.steps.append(
+            TraceStep(
+                iteration=step.iteration,
+                samples=samples,
+                consumed_samples=consumed,
+                loss=step.loss,
+                tokens=math.fsum(rank.steps[index].token_count for rank in runs.ranks),
+                grad_norm=step.grad_norm,
+                learning_rate=step.learning_rate,
+                weight_decay=step.weight_decay,
+                loss_scale=1.0,
+                skipped=step.skipped,
+                gradients=_signatures(runs.gradients(index).joined),
+                weights=_signatures(runs.weights(index).joined),
+            )
+        )
+    return trace
+
+
+def write_trace(trace: TraceRun, path: str) -> None:
+    """To a new file.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    writer = TraceWriter(path, append=False)
+    writer.header(trace.header)
+    writer.start(trace.iteration, trace.weights)
+    for step in trace.steps:
+        writer.step(step)
+    writer.close()
+
+
+def _signatures(joined: Mapping[str, JoinedTensor]) -> dict[str, Signature]:
+    return {name: named(signature_of(name, each.tensor)) for name, each in joined.items()}

@@ -19,7 +19,7 @@ from megatron.checkpoint.format.manifest import read_manifest
 from megatron.checkpoint.storage.opening import open_storage
 from megatron.checkpoint.stored import StoredCheckpoint
 from megatron.checkpoint.verify import verify
-from megatron.verification.diagnosis.equality import number_differences
+from tests.support.equality import number_differences
 from tests.support.runs import arguments, checkpoint, losses, read_metrics, run
 
 FOLDER = Path(__file__).parents[1] / "support" / "written_before" / "checkpoints"

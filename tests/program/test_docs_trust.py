@@ -6,11 +6,11 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from megatron.verification.diagnosis.equality import TOLERANCE
-from megatron.verification.diagnosis.tolerance import NEGLIGIBLE
+from megatron.verification.wording import NEGLIGIBLE
 from tests.program.test_readme import commands, proof
 from tests.program.test_run_curves import PRECISIONS
 from tests.support.cli import ROOT
+from tests.support.equality import TOLERANCE
 from tests.support.runs import arguments, run
 from tools import verify_layout
 

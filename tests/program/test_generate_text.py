@@ -17,13 +17,13 @@ import torch
 from examples.make_corpus import write_corpus
 from megatron.data.tokenizers.simple import ByteTokenizer
 from megatron.verification.local_ranks import run_ranks
-from megatron.verification.reference.model import Weights, logits
-from megatron.verification.reference.random_inputs import random_weights
-from megatron.verification.reference.shape import ReferenceShape, llama_like
+from megatron.verification.reference.model import logits
+from megatron.verification.reference.shape import ReferenceShape, Weights, random_weights
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.cli import ROOT
 from tests.support.legacy_checkpoints import LegacyLayout, write_legacy
 from tests.support.model_styles import STYLES
+from tests.support.reference_runs import llama_like
 from tests.support.runs import arguments, run, saved_tensors
 from tests.support.vocabularies import sentencepiece
 from tools import checkpoint, generate_text

@@ -14,7 +14,7 @@ from megatron.checkpoint.loading.data_files import DataFiles
 from megatron.checkpoint.saving.stream import write_checkpoint
 from megatron.checkpoint.storage.local import LocalStorage
 from megatron.checkpoint.stored import StoredCheckpoint
-from megatron.verification.diagnosis.equality import assert_equal_tensors
+from tests.support.equality import assert_equal_tensors
 from tests.support.runs import arguments, checkpoint, digest, launch, report, run, saved_state, saved_tensors
 
 LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"tensor_model_parallel_size": 2, "sequence_parallel": True}}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron.verification.diagnosis.equality import number_differences
+from tests.support.equality import number_differences
 from tests.support.model_styles import STYLES
 from tests.support.runs import arguments, losses, read_metrics, run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.verification.diagnosis.equality import number_differences
+from tests.support.equality import number_differences
 from tests.support.runs import TINY, arguments, losses, read_metrics, run
 
 STEP_KEYS = {

@@ -12,11 +12,12 @@ import torch
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.split import split_documents
-from megatron.verification.diagnosis.equality import assert_equal_tensors, number_differences
-from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
-from megatron.verification.reference.training import Batch, ReferenceRun, mean_loss, train
+from megatron.verification.reference.model import Batch
+from megatron.verification.reference.shape import ReferenceShape
 from tests.support.byte_dataset import FLAGS, write_bytes
+from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.model_styles import STYLES
+from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, mean_loss, train
 from tests.support.runs import TINY, arguments, read_metrics, run, saved_tensors
 
 STEPS, EVAL_ITERS = 4, 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.verification.diagnosis.equality import assert_equal_tensors, number_differences
+from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.runs import (
     arguments,
     at_iteration,

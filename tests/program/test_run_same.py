@@ -14,8 +14,8 @@ from megatron.data_parallel import bucket
 from megatron.data_parallel.buckets import Buckets
 from megatron.model.inputs import ModelInputs
 from megatron.training.step import TrainStep
-from megatron.verification.diagnosis.equality import assert_equal_tensors, number_differences
 from tests.support.byte_dataset import FLAGS, write_bytes
+from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.runs import arguments, at_iteration, digest, launch, losses, report, run, saved_tensors, timeless
 
 STEPS = 4

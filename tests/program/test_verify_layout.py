@@ -16,15 +16,14 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags
-from megatron.verification.diagnosis.diagnose import diagnose
-from megatron.verification.diagnosis.isolation import conclusions, isolate
-from megatron.verification.diagnosis.ratios import Facts, ratio_group, ratio_words
-from megatron.verification.diagnosis.variants import axes_alone, one_process, without_each
+from megatron.verification.diagnosis import diagnose
+from megatron.verification.isolation import axes_alone, conclusions, isolate, one_process, without_each
 from megatron.verification.local_ranks import RanksError
-from megatron.verification.observing.observation import Observation
-from megatron.verification.observing.vocabulary import vocabulary_of
+from megatron.verification.observation import Observation
+from megatron.verification.prove import vocabulary_of
 from megatron.verification.report import Proof, format_report, report_json
-from megatron.verification.traces.of_proof import trace_of, write_trace
+from megatron.verification.verify import trace_of, write_trace
+from megatron.verification.wording import Facts, ratio_group, ratio_words
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.verify_observations import FLAGS, TENSOR, observed, scale_gradients
 from tools.verify_layout import HELP, main, take
@@ -213,7 +212,7 @@ def test_two_traces_are_compared_as_json_too(tmp_path: Path, capsys: pytest.Capt
 
 INTERRUPTS = {
     "while ranks run": """
-import megatron.verification.observing.run as module
+import megatron.verification.prove as module
 def observe(rank, *args):
     if rank == 0:
         os.kill(os.getppid(), signal.SIGINT)

@@ -20,13 +20,12 @@ import torch.distributed as dist
 
 from megatron.checkpoint.format.manifest import read_manifest
 from megatron.training.step import TrainStep
-from megatron.verification.diagnosis.equality import assert_equal_tensors, number_differences
 from megatron.verification.local_ranks import run_ranks
-from megatron.verification.reference.random_inputs import random_batches, random_weights
-from megatron.verification.reference.shape import gpt2_like
-from megatron.verification.reference.training import train
+from megatron.verification.reference.shape import random_weights
 from tests.support.covering import Case, covering
+from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches
+from tests.support.reference_runs import gpt2_like, random_batches, train
 from tests.support.runs import checkpoint, saved_tensors
 from tests.support.step_checkpoints import load, save
 

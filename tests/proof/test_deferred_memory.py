@@ -15,9 +15,9 @@ from megatron.pipeline_parallel.partition import layer_table
 from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
 from megatron.tensor_parallel.embedding import padded_vocab_size
 from megatron.verification.local_ranks import run_ranks
-from megatron.verification.reference.random_inputs import random_batches, random_weights
-from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.layout import Layout, Recipe, build_step, microbatches, model_config
+from tests.support.reference_runs import gpt2_like, llama_like, random_batches
 
 SIZES = dict(num_layers=5, hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, vocab=29, seq=8)
 SHAPES = {

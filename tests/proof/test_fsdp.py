@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch._dynamo  # noqa: F401  FSDP's hooks import it at their first call: here once, not in every rank
 
-from megatron.verification.diagnosis.equality import assert_equal_runs
-from megatron.verification.reference.random_inputs import random_batches, random_weights
-from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
-from megatron.verification.reference.training import ReferenceRun, train
+from megatron.verification.reference.shape import ReferenceShape, random_weights
+from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, LayoutRun, Recipe, run_layout
+from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, random_batches, train
 
 STEPS = 3
 SHAPES: dict[str, ReferenceShape] = {

@@ -9,9 +9,10 @@ from megatron.data_parallel.fsdp_plan import is_fully_sharded, own_piece, plan_u
 from megatron.parallel.boxes import DimPiece
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
-from megatron.verification.reference.shape import ReferenceShape, gpt2_like
+from megatron.verification.reference.shape import ReferenceShape
 from tests.support.fsdp_world import TIED, UNTIED, build, in_world, shard
 from tests.support.lone_rank import lone_rank
+from tests.support.reference_runs import gpt2_like
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -16,10 +16,10 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.huggingface.export import SpecialTokens, export
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 from megatron.parallel.boxes import Box
-from megatron.verification.reference.random_inputs import random_weights
-from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.huggingface_models import opened
 from tests.support.memory_source import MemorySource, reference_source
+from tests.support.reference_runs import gpt2_like, llama_like
 
 
 def source_of(shape: ReferenceShape) -> MemorySource:

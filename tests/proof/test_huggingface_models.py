@@ -16,12 +16,12 @@ from megatron.inference.model import model_from
 from megatron.parallel.boxes import Box
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.model import logits as reference_logits
-from megatron.verification.reference.random_inputs import random_weights
-from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.huggingface_models import CASES, VOCAB, logits, opened, saved, some_ids
 from tests.support.layout import Layout, context_of
 from tests.support.lone_rank import lone_rank
 from tests.support.memory_source import MemorySource, reference_source
+from tests.support.reference_runs import gpt2_like, llama_like
 
 CLOSE = 1e-5
 """Of logits of about 5 in float32."""

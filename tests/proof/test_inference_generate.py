@@ -16,11 +16,11 @@ from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.verification.local_ranks import run_ranks
-from megatron.verification.reference.model import Weights, logits
-from megatron.verification.reference.random_inputs import random_weights
-from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from megatron.verification.reference.model import logits
+from megatron.verification.reference.shape import ReferenceShape, Weights, random_weights
 from tests.support.layout import Layout, context_of
 from tests.support.memory_source import reference_source
+from tests.support.reference_runs import gpt2_like, llama_like
 
 VOCAB = 61
 SHAPES = {

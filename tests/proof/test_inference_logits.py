@@ -18,11 +18,11 @@ from megatron.pipeline_parallel.partition import layer_table
 from megatron.pipeline_parallel.schedules.placement import loop, v_shape
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.model import logits as reference_logits
-from megatron.verification.reference.random_inputs import random_weights
-from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.layout import Layout, context_of
 from tests.support.lone_rank import lone_rank
 from tests.support.memory_source import MemorySource, reference_source
+from tests.support.reference_runs import gpt2_like, llama_like
 
 VOCAB = 61  # with TP=2 and rows padded to a multiple of 8 x TP, the last tensor rank holds padding
 SHAPES = {

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from megatron.verification.diagnosis.equality import assert_equal_runs
-from megatron.verification.reference.random_inputs import random_batches, random_weights
-from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
-from megatron.verification.reference.training import ReferenceRun, train
+from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.covering import covering, product
+from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
+from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, random_batches, train
 
 SIZES = [
     (tp, pp, dp) for n in (1, 2, 4, 8) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for dp in (1, 2, 4, 8) if tp * pp * dp == n

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from megatron.data.batches import DocumentRules
-from megatron.verification.diagnosis.equality import assert_equal_runs
-from megatron.verification.reference.documents import Rules, loss_of_documents_apart, loss_with_rules
-from megatron.verification.reference.random_inputs import random_weights
-from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
-from megatron.verification.reference.training import Batch, ReferenceRun, train
+from megatron.verification.reference.model import Batch, Rules
+from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.covering import covering, product
+from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
+from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, loss_of_documents_apart, loss_with_rules, train
 
 SEQ, VOCAB, EOD = 10, 29, 5
 FLAGS = list(itertools.product((False, True), repeat=3))

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from megatron.pipeline_parallel.schedules.registry import GENERATORS
-from megatron.verification.diagnosis.equality import assert_equal_runs
-from megatron.verification.reference.random_inputs import random_batches, random_weights
-from megatron.verification.reference.shape import gpt2_like, llama_like
-from megatron.verification.reference.training import ReferenceRun, train
+from megatron.verification.reference.shape import random_weights
 from tests.support.covering import covering, product
+from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
+from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, random_batches, train
 
 AXES: dict[str, list[Any]] = {
     "sizes": [(1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)],

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from megatron.verification.diagnosis.equality import assert_equal_runs, number_differences
-from megatron.verification.reference.random_inputs import random_batches, random_weights
-from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
-from megatron.verification.reference.training import ReferenceRun, mean_loss, train
+from megatron.verification.reference.shape import ReferenceShape, random_weights
+from tests.support.equality import assert_equal_runs, number_differences
 from tests.support.layout import Layout, Recipe, run_layout
+from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, mean_loss, random_batches, train
 
 SHARDED = ("optim", "optim_grads", "optim_grads_params")
 STRATEGIES = ("no_shard", *SHARDED)

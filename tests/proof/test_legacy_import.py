@@ -16,12 +16,12 @@ from megatron.inference.model import model_from
 from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
-from megatron.verification.observing.parts import inside
-from megatron.verification.reference.model import Weights, logits
-from megatron.verification.reference.random_inputs import random_weights
-from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from megatron.verification.recording import inside
+from megatron.verification.reference.model import logits
+from megatron.verification.reference.shape import ReferenceShape, Weights, random_weights
 from tests.support.layout import model_config
 from tests.support.legacy_checkpoints import PADDING, LegacyLayout, padded_rows, write_legacy
+from tests.support.reference_runs import gpt2_like, llama_like
 from tools import checkpoint
 
 VOCAB = 61

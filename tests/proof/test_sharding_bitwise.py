@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.verification.diagnosis.equality import assert_same_bits
-from megatron.verification.reference.random_inputs import random_batches, random_weights
-from megatron.verification.reference.shape import gpt2_like
+from megatron.verification.reference.shape import random_weights
+from tests.support.equality import assert_same_bits
 from tests.support.layout import Layout, LayoutRun, Recipe, run_layout
+from tests.support.reference_runs import gpt2_like, random_batches
 
 STEPS = 2
 LAYOUTS: dict[str, dict[str, Any]] = {

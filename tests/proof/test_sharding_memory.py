@@ -18,8 +18,7 @@ from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.planner.state_report import state_report
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
-from megatron.verification.reference.random_inputs import random_batches, random_weights
-from megatron.verification.reference.shape import gpt2_like, llama_like
+from megatron.verification.reference.shape import random_weights
 from tests.support.layout import (
     Layout,
     Recipe,
@@ -30,6 +29,7 @@ from tests.support.layout import (
     optimizer_config,
     parallel_config,
 )
+from tests.support.reference_runs import gpt2_like, llama_like, random_batches
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SEQUENCES = 8

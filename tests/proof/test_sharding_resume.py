@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.verification.diagnosis.equality import assert_equal_tensors, number_differences
 from megatron.verification.local_ranks import run_ranks
-from megatron.verification.reference.random_inputs import random_batches, random_weights
-from megatron.verification.reference.shape import gpt2_like
-from megatron.verification.reference.training import train
+from megatron.verification.reference.shape import random_weights
+from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches
+from tests.support.reference_runs import gpt2_like, random_batches, train
 from tests.support.runs import arguments, digest, run, saved_tensors, timeless
 from tests.support.step_checkpoints import load, save
 

@@ -23,10 +23,10 @@ from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.verification.local_ranks import run_ranks
-from megatron.verification.reference.random_inputs import random_batches
-from megatron.verification.reference.shape import ReferenceShape, gpt2_like, llama_like
+from megatron.verification.reference.shape import ReferenceShape
 from tests.support.layout import microbatches, model_config
 from tests.support.lone_rank import CPU
+from tests.support.reference_runs import gpt2_like, llama_like, random_batches
 
 SEED = 1
 MICROBATCHES = 2

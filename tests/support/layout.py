@@ -21,14 +21,14 @@ from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.training.batches import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
-from megatron.verification.diagnosis.join import where
+from megatron.verification.joined import where
 from megatron.verification.local_ranks import run_ranks
-from megatron.verification.observing.observation import Part
-from megatron.verification.observing.parts import parts_of_parameters, parts_of_shards, set_weights
-from megatron.verification.observing.prepare import import_before_fork
-from megatron.verification.reference.model import Weights
-from megatron.verification.reference.shape import ReferenceShape
-from megatron.verification.reference.training import Batch, ReferenceRun
+from megatron.verification.observation import TensorPart
+from megatron.verification.prove import import_before_fork
+from megatron.verification.recording import parts_of_parameters, parts_of_shards, set_weights
+from megatron.verification.reference.model import Batch
+from megatron.verification.reference.shape import ReferenceShape, Weights
+from tests.support.reference_runs import ReferenceRun
 from tests.support.windows import Windows
 
 import_before_fork()
@@ -224,7 +224,7 @@ def read_microbatches(batch: Batch, step: TrainStep, micro_batch_size: int, rule
     return next(maker.evaluation(source, global_batch_size=len(tokens), num_batches=1))
 
 
-def join(ranks: Sequence[list[Part]]) -> dict[str, torch.Tensor]:
+def join(ranks: Sequence[list[TensorPart]]) -> dict[str, torch.Tensor]:
     """Global tensors from all ranks' parts; where several ranks hold an element, they must agree bit for bit."""
     whole: dict[str, torch.Tensor] = {}
     for parts in ranks:
@@ -243,9 +243,9 @@ class _RankRun:
 
     losses: list[float]
     norms: list[float]
-    gradients: list[Part]
-    mains: list[Part]
-    parameters: list[Part]
+    gradients: list[TensorPart]
+    mains: list[TensorPart]
+    parameters: list[TensorPart]
     evaluations: list[float]
     num_shards: int
 
@@ -296,7 +296,7 @@ def run_layout(recipe: Recipe, layout: Layout, *, evaluate: Batch | None = None)
     return LayoutRun(first.losses, first.norms, gradients, weights, first.evaluations, [r.num_shards for r in ranks])
 
 
-def keep_gradients(step: TrainStep, kept: list[Part]) -> None:
+def keep_gradients(step: TrainStep, kept: list[TensorPart]) -> None:
     """At the next update, before it is made, keep the gradients, unscaled, not clipped."""
     update = step.optimizer.step
 

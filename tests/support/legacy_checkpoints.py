@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.verification.reference.model import Weights
-from megatron.verification.reference.random_inputs import random_weights
-from megatron.verification.reference.shape import ReferenceShape, llama_like
+from megatron.verification.reference.shape import ReferenceShape, Weights, random_weights
+from tests.support.reference_runs import llama_like
 
 PADDING = 4
 """Rows of the vocabulary are padded to a multiple of this x TP."""

@@ -10,9 +10,8 @@ from megatron.checkpoint.source import TensorInfo
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
-from megatron.verification.observing.parts import inside
-from megatron.verification.reference.model import Weights
-from megatron.verification.reference.shape import ReferenceShape
+from megatron.verification.recording import inside
+from megatron.verification.reference.shape import ReferenceShape, Weights
 from tests.support.layout import model_config
 
 

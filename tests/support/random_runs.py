@@ -12,8 +12,8 @@ from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flag_of
 from megatron.training.batch_size import BatchSizePlan
-from megatron.verification.diagnosis.diagnose import diagnose
-from megatron.verification.observing.run import prove
+from megatron.verification.diagnosis import diagnose
+from megatron.verification.prove import prove
 from tests.support.random_configs import CommandLine
 from tests.support.random_starts import rehearse, start
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron.config.cli import load
-from megatron.verification.diagnosis.diagnose import Diagnosis, diagnose
-from megatron.verification.diagnosis.finding import Finding
-from megatron.verification.observing.observation import Observation, Part, RankObservation
-from megatron.verification.observing.run import prove
+from megatron.verification.comparison import ProofFinding
+from megatron.verification.diagnosis import Diagnosis, diagnose
+from megatron.verification.observation import Observation, RankObservation, TensorPart
+from megatron.verification.prove import prove
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --ffn-hidden-size 12 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1e-2 "
@@ -36,14 +36,16 @@ def observed(flags: str = TENSOR) -> Observation:
     return copy.deepcopy(_observed(flags, 2))
 
 
-def first_finding(observation: Observation) -> Finding:
+def first_finding(observation: Observation) -> ProofFinding:
     """The cause."""
     found: Diagnosis = diagnose(observation)
     assert not found.equal and found.worst.what
     return found.findings[0]
 
 
-def parts(observation: Observation, of: Callable[[RankObservation], list[Part]], name: str) -> Iterator[tuple[int, Part]]:
+def parts(
+    observation: Observation, of: Callable[[RankObservation], list[TensorPart]], name: str
+) -> Iterator[tuple[int, TensorPart]]:
     """The parts of a tensor with their ranks."""
     for rank in observation.layout.ranks:
         for part in of(rank):
@@ -51,11 +53,11 @@ def parts(observation: Observation, of: Callable[[RankObservation], list[Part]],
                 yield rank.rank, part
 
 
-def gradients(step: int = 0) -> Callable[[RankObservation], list[Part]]:
+def gradients(step: int = 0) -> Callable[[RankObservation], list[TensorPart]]:
     return lambda rank: rank.steps[step].gradients
 
 
-def box(part: Part, whole: Tensor) -> Tensor:
+def box(part: TensorPart, whole: Tensor) -> Tensor:
     """The part's elements of a whole tensor."""
     return whole[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.values.shape, strict=True))]
 

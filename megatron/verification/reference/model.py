@@ -1,4 +1,4 @@
-"""The forward pass of the reference model, in plain tensor operations.
+"""The forward pass of the reference model in plain tensor operations, also on samples of several documents.
 
 Shapes: B sequences, s tokens in each, h hidden, n query heads, g key-value heads, d head size, f MLP width, V vocabulary.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.verification.reference.shape import ReferenceShape
+from megatron.verification.reference.shape import ReferenceShape, Weights
 
-Weights = dict[str, Tensor]
 Seen = Callable[[str, Tensor], None]
 """Told of what the embedding, each layer, its attention and its MLP give, [B, s, h], by their names."""
 
@@ -151,3 +151,49 @@ def norm(shape: ReferenceShape, weights: Weights, name: str, x: Tensor) -> Tenso
     centred = x - x.mean(dim=-1, keepdim=True)
     variance = centred.square().mean(dim=-1, keepdim=True)
     return centred / (variance + shape.epsilon).sqrt() * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""Tokens, labels and loss mask of a global batch, each [B, s]."""
+
+
+class Rules(NamedTuple):
+    """What the end of a document does; it belongs to the document that it ends."""
+
+    eod: int
+    positions: bool = True
+    """They start again at 0 after it."""
+    attention: bool = True
+    """Nothing after it attends to it or to what is before it."""
+    loss: bool = True
+    """What follows it need not be predicted."""
+
+
+def spans(tokens: list[int], eod: int) -> list[tuple[int, int]]:
+    """First token and end of each document of a sample."""
+    found, start = [], 0
+    for i, token in enumerate(tokens):
+        if token == eod or i == len(tokens) - 1:
+            found.append((start, i + 1))
+            start = i + 1
+    return found
+
+
+def losses_with_rules(
+    shape: ReferenceShape, weights: Weights, batch: Batch, rules: Rules, seen: Seen = by_nobody
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy of every token of packed samples, and whether it counts: two tensors [B, s].
+
+    Args:
+        seen: told of what layers give.
+    """
+    tokens, labels, mask = batch
+    positions, documents = torch.zeros_like(tokens), torch.zeros_like(tokens)
+    for sample, row in enumerate(tokens.tolist()):
+        for number, (start, end) in enumerate(spans(row, rules.eod)):
+            positions[sample, start:end] = torch.arange(end - start)
+            documents[sample, start:end] = number
+    losses = token_losses(
+        shape, weights, tokens, labels, positions if rules.positions else None, documents if rules.attention else None, seen
+    )
+    return losses, mask * (tokens != rules.eod) if rules.loss else mask

@@ -1,9 +1,14 @@
-"""What the reference model is, and the names and shapes of its weights."""
+"""What the reference model is: its parts, the names and shapes of its weights, and random values for them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+from torch import Tensor
+
+Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,19 +41,6 @@ class ReferenceShape:
     """A bias on the query-key-value projection even without the others."""
     qk_norm: bool = False
     tied: bool = True
-
-
-def gpt2_like(**changes: object) -> ReferenceShape:
-    """A small GPT-2: learned positions, LayerNorm, GELU, biases, tied output."""
-    sizes = {"num_layers": 2, "hidden": 32, "ffn": 64, "heads": 4, "kv_heads": 4, "head_size": 8, "vocab": 64, "seq": 16}
-    return ReferenceShape(**{**sizes, **changes})  # type: ignore[arg-type]
-
-
-def llama_like(**changes: object) -> ReferenceShape:
-    """A small Llama: rotary positions, RMSNorm, SwiGLU, grouped queries, no biases, untied output."""
-    parts = {"positions": "rope", "norm": "RMSNorm", "activation": "swiglu", "bias": False, "tied": False}
-    sizes = {"num_layers": 2, "hidden": 32, "ffn": 48, "heads": 4, "kv_heads": 2, "head_size": 8, "vocab": 64, "seq": 16}
-    return ReferenceShape(**{**sizes, **parts, **changes})  # type: ignore[arg-type]
 
 
 def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
@@ -99,3 +91,13 @@ def is_norm(name: str) -> bool:
 def decays(name: str) -> bool:
     """Whether weight decay applies: to matrices and embeddings, not to norms and biases."""
     return not is_norm(name) and not name.endswith(".bias")
+
+
+def random_weights(shape: ReferenceShape, seed: int, std: float = 0.1) -> Weights:
+    """Normal values; also biases are not zero and norm weights not one, so that a forgotten one shows."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, size in weight_shapes(shape).items():
+        values = torch.randn(size, generator=generator, dtype=torch.float64) * std
+        weights[name] = values + 1 if is_norm(name) and name.endswith(".weight") else values
+    return weights

@@ -1,97 +1,137 @@
-"""Training steps of the reference model: one mean over all tokens of the global batch, clipping, and the update written out."""
+"""How the reference trains: its update written out, and the batch size, learning rate and weight decay of each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron.verification.reference.model import Weights, token_losses
-from megatron.verification.reference.shape import ReferenceShape
-from megatron.verification.reference.update import Rule, State, update
-
-Batch = tuple[Tensor, Tensor, Tensor]
-"""Tokens, labels and loss mask of a global batch, each [B, s]."""
+from megatron.verification.reference.shape import Weights, decays
 
 
 @dataclass(frozen=True)
-class ReferenceRun:
-    """What a run gave; the framework's runs are put into the same form to be compared."""
+class Rule:
+    """How gradients change weights."""
 
-    losses: list[float]
-    """Of each step, before its update."""
-    grad_norms: list[float]
-    """Of each step, before clipping."""
-    first_gradients: dict[str, Tensor]
-    """Of the first step, before clipping."""
-    weights_after: dict[str, Tensor]
-    """After the last step."""
-
-
-def mean_loss(shape: ReferenceShape, weights: Weights, batch: Batch) -> Tensor:
-    """Mean cross entropy over the tokens of the batch that the mask keeps."""
-    tokens, labels, mask = batch
-    mask = mask.to(torch.float64)
-    return (token_losses(shape, weights, tokens, labels) * mask).sum() / mask.sum()
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """adam has decoupled decay (Loshchilov and Hutter 2019), with sgd the decay is added to the gradient."""
+    clip: float | None = None
+    """Greatest norm of the whole gradient; None for no clipping."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Of adam."""
+    eps: float = 1e-8
+    """Of adam."""
+    momentum: float = 0.0
+    """Of sgd."""
 
 
-Loss = Callable[[ReferenceShape, Weights, Batch], Tensor]
+class State:
+    """Weights and moments in float64. The weights that it is made from are not changed."""
+
+    def __init__(self, weights: Weights) -> None:
+        assert all(w.dtype == torch.float64 for w in weights.values()), "the reference is float64 throughout"
+        self.weights = {name: w.detach().clone() for name, w in weights.items()}
+        self.first_moments = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.second_moments = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.updates = 0
 
 
-def train(
-    shape: ReferenceShape,
-    weights: Weights,
-    batches: Sequence[Batch],
-    *,
-    loss: Loss = mean_loss,
-    lr: float | Sequence[float],
-    weight_decay: float = 0.0,
-    clip: float | None = None,
-    optimizer: Literal["adam", "sgd"] = "adam",
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    momentum: float = 0.0,
-) -> ReferenceRun:
-    """One step on every batch.
+def update(state: State, gradients: dict[str, Tensor], rule: Rule, rate: float, weight_decay: float) -> float:
+    """Clip the gradients and change the weights.
 
     Args:
-        shape: the model.
-        weights: float64 start values; not changed.
-        batches: one global batch a step.
-        loss: what is made small, a scalar.
-        lr: learning rate, of every step or one a step.
+        rate: learning rate.
         weight_decay: of matrices and embeddings, not of norms and biases.
-        clip: greatest norm of the whole gradient; None for no clipping.
-        optimizer: adam (with decoupled decay, Loshchilov and Hutter 2019) or sgd (decay added to the gradient).
-        betas: of adam.
-        eps: of adam.
-        momentum: of sgd.
+
+    Returns:
+        the norm of the whole gradient before clipping.
     """
-    assert all(w.dtype == torch.float64 for w in weights.values()), "the reference is float64 throughout"
-    rates = [lr] * len(batches) if isinstance(lr, int | float) else list(lr)
-    assert len(rates) == len(batches)
-    rule = Rule(optimizer, clip, betas, eps, momentum)
-    state = State(weights)
-    losses: list[float] = []
-    grad_norms: list[float] = []
-    first_gradients: dict[str, Tensor] = {}
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+    factor = 1.0 if rule.clip is None else min(1.0, rule.clip / (norm + 1e-6))
+    state.updates += 1
+    beta1, beta2 = rule.betas
+    for name, w in state.weights.items():
+        g = gradients[name] * factor
+        decay = weight_decay if decays(name) else 0.0
+        if rule.optimizer == "adam":
+            state.first_moments[name] = m = beta1 * state.first_moments[name] + (1 - beta1) * g
+            state.second_moments[name] = v = beta2 * state.second_moments[name] + (1 - beta2) * g.square()
+            m, v = m / (1 - beta1**state.updates), v / (1 - beta2**state.updates)
+            state.weights[name] = w * (1 - rate * decay) - rate * m / (v.sqrt() + rule.eps)
+        else:
+            state.first_moments[name] = m = rule.momentum * state.first_moments[name] + g + decay * w
+            state.weights[name] = w - rate * m
+    return norm
 
-    for batch, rate in zip(batches, rates, strict=True):
-        value, gradients = loss_and_gradients(shape, state.weights, batch, loss)
-        losses.append(value)
-        first_gradients = first_gradients or gradients
-        grad_norms.append(update(state, gradients, rule, rate, weight_decay))
-    return ReferenceRun(losses, grad_norms, first_gradients, state.weights)
+
+@dataclass(frozen=True)
+class Course:
+    """The way of a value from `start` over a warm-up to `high`, and from there down to `low`. Places are counted in samples."""
+
+    high: float
+    low: float = 0.0
+    start: float = 0.0
+    warmup: float = 0.0
+    style: str = "linear"
+    """constant, linear, cosine, inverse-square-root, or WSD: `high` until the final decay begins."""
+    end: float = 0.0
+    """Place where `low` is reached."""
+    final: float = 0.0
+    """Length of the final decay of WSD, which is over at `end`."""
+    final_style: str = "exponential"
+    """exponential (halves from 1 to 1/2, stretched to reach 0), linear, cosine or minus_sqrt."""
+
+    def at(self, samples: int) -> float:
+        """The value of the next update, after updates with so many samples."""
+        if 0 < self.warmup and samples <= self.warmup:
+            return self.start + (self.high - self.start) * (samples / self.warmup)
+        if self.style == "constant":
+            return self.high
+        if samples > self.end:
+            return self.low
+        if self.style == "inverse-square-root":
+            return max(self.low, self.high * math.sqrt(max(1, self.warmup) / max(1, samples)))
+        begin, style = (self.end - self.final, self.final_style) if self.style == "WSD" else (self.warmup, self.style)
+        if samples <= begin:
+            return self.high
+        way = (samples - begin) / (self.end - begin)
+        left = {
+            "linear": 1 - way,
+            "cosine": (1 + math.cos(math.pi * way)) / 2,
+            "exponential": 2 ** (1 - way) - 1,
+            "minus_sqrt": 1 - math.sqrt(way),
+        }[style]
+        return self.low + left * (self.high - self.low)
 
 
-def loss_and_gradients(
-    shape: ReferenceShape, weights: Weights, batch: Batch, loss: Loss = mean_loss
-) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a batch and its gradient with respect to every weight."""
-    leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
-    value = loss(shape, leaves, batch)
-    gradients = torch.autograd.grad(value, list(leaves.values()))
-    return value.item(), dict(zip(leaves, gradients, strict=True))
+@dataclass(frozen=True)
+class Growth:
+    """A value that goes from `first` at 0 samples to `last` at `end` of them: constant, linear, or along half a cosine."""
+
+    first: float
+    last: float
+    end: int
+    style: str = "constant"
+
+    def at(self, samples: int) -> float:
+        """The value of the next update, after updates with so many samples."""
+        way = min(1.0, samples / self.end)
+        gone = {"constant": 0.0, "linear": way, "cosine": (1 - math.cos(math.pi * way)) / 2}[self.style]
+        return self.first + gone * (self.last - self.first)
+
+
+def batch_size(consumed: int, full: int, ramp: tuple[int, int, int] | None) -> int:
+    """Samples of the step that begins after `consumed` of them.
+
+    Args:
+        full: size at the end.
+        ramp: (first size, growth, samples): the sizes first, first + growth, ... below `full` share the samples equally.
+    """
+    if ramp is None or consumed >= ramp[2]:
+        return full
+    first, growth, samples = ramp
+    sizes = range(first, full, growth)
+    return sizes[consumed * len(sizes) // samples]

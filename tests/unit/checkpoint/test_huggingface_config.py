@@ -14,10 +14,10 @@ from megatron.checkpoint.huggingface.families import FAMILIES, fitting
 from megatron.checkpoint.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.model.rope import frequencies
-from megatron.verification.reference.shape import gpt2_like, llama_like
 from tests.support.huggingface_models import library
 from tests.support.layout import model_config
 from tests.support.lone_rank import CPU
+from tests.support.reference_runs import gpt2_like, llama_like
 
 LLAMA = {
     "model_type": "llama",

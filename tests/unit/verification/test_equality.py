@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from megatron.verification.diagnosis.equality import assert_equal_runs, assert_equal_tensors, assert_same_bits
-from megatron.verification.reference.training import ReferenceRun
+from tests.support.equality import assert_equal_runs, assert_equal_tensors, assert_same_bits
+from tests.support.reference_runs import ReferenceRun
 
 
 def run(**changes: object) -> ReferenceRun:

@@ -14,10 +14,10 @@ import megatron.model.init
 import megatron.training.loop
 from megatron.config.cli import load
 from megatron.config.config import Config
-from megatron.verification.diagnosis.diagnose import diagnose
-from megatron.verification.observing.batches import RandomSamples
-from megatron.verification.observing.observation import Observation
-from megatron.verification.observing.run import prove
+from megatron.verification.diagnosis import diagnose
+from megatron.verification.observation import Observation
+from megatron.verification.prove import prove
+from megatron.verification.random_samples import RandomSamples
 
 BASIS = {
     "num-layers": "2",

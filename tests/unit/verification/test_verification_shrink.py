@@ -10,12 +10,11 @@ import pytest
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.rules import violations
-from megatron.verification.diagnosis.diagnose import diagnose
-from megatron.verification.observing.run import prove
-from megatron.verification.shrinking.model import Cuts, padded, padding_of, reduced_vocabulary
-from megatron.verification.shrinking.ranks import RankSizes, reduced_sizes
-from megatron.verification.shrinking.shrink import Reduced, shrink, sizes_of
-from megatron.verification.shrinking.stages import Pattern, pattern_of, reduced_pattern
+from megatron.verification.diagnosis import diagnose
+from megatron.verification.prove import prove
+from megatron.verification.shrink import Reduced, shrink, sizes_of
+from megatron.verification.small_layout import Pattern, RankSizes, pattern_of, reduced_pattern, reduced_sizes
+from megatron.verification.small_model import Cuts, padded, padding_of, reduced_vocabulary
 
 COMMON = (
     "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --micro-batch-size 4 --global-batch-size 1536 "

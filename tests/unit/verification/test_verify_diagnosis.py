@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.verification.diagnosis.diagnose import diagnose
-from megatron.verification.diagnosis.finding import Kind
-from megatron.verification.diagnosis.start import layer_findings
+from megatron.verification.comparison import FindingKind
+from megatron.verification.diagnosis import diagnose, layer_findings
 from tests.support.verify_observations import (
     DATA,
     STAGES,
@@ -47,7 +46,7 @@ def test_a_factor_is_the_tensor_size(factor: float, words: str) -> None:
     observation = observed()
     scale_gradients(observation, factor)
     found = first_finding(observation)
-    assert found.kind is Kind.GRADIENT and found.group == "tensor" and found.step == 1
+    assert found.kind is FindingKind.GRADIENT and found.group == "tensor" and found.step == 1
     assert words in found.text and "so are the gradients of all parameters" in found.text and len(found.names) == 28
 
 
@@ -151,7 +150,7 @@ def test_microbatches_that_overwrite_those_before() -> None:
 def test_layers_out_of_order() -> None:
     table = [Chunk(0, 4, 0, range(2)), Chunk(1, 4, 1, range(4, 6)), Chunk(2, 4, 0, range(2, 4)), Chunk(3, 4, 1, range(6, 8))]
     (found,) = layer_findings(table, 8)
-    assert found.kind is Kind.PARAMETERS and found.names == ("layers.2",) and found.stages == (0,)
+    assert found.kind is FindingKind.PARAMETERS and found.names == ("layers.2",) and found.stages == (0,)
     assert found.text == "the layers are out of order: chunk 2 begins with layer 2, behind layer 5 of chunk 1"
     assert not list(layer_findings([table[0], dataclasses.replace(table[1], layers=range(2, 4))], 4))
 
@@ -161,7 +160,7 @@ def test_a_step_of_the_wrong_size() -> None:
     plain = observation.plain
     plain.steps[1] = dataclasses.replace(plain.steps[1], num_samples=4)
     found = first_finding(observation)
-    assert (found.kind, found.step) == (Kind.COUNT, 2) and "takes 6 samples, and should take 4" in found.text
+    assert (found.kind, found.step) == (FindingKind.COUNT, 2) and "takes 6 samples, and should take 4" in found.text
 
 
 def test_a_microbatch_counted_twice() -> None:
@@ -221,7 +220,7 @@ def test_a_parameter_that_nobody_holds() -> None:
     for rank in observation.layout.ranks:
         rank.start[:] = [part for part in rank.start if part.name != QKV]
     found = first_finding(observation)
-    assert found.kind is Kind.PARAMETERS and found.place.startswith(QKV) and found.text == "no rank holds it"
+    assert found.kind is FindingKind.PARAMETERS and found.place.startswith(QKV) and found.text == "no rank holds it"
 
 
 def test_elements_that_nobody_holds() -> None:
@@ -236,14 +235,14 @@ def test_initial_values_that_depend_on_the_layout() -> None:
     for _, part in parts(observation, lambda rank: rank.initial, QKV):
         part.values.mul_(1.5)
     found = first_finding(observation)
-    assert found.kind is Kind.INITIAL and found.step == 0 and "initialisation depends on the layout" in found.text
+    assert found.kind is FindingKind.INITIAL and found.step == 0 and "initialisation depends on the layout" in found.text
 
 
 def test_start_weights_that_were_not_taken() -> None:
     observation = observed()
     for _, part in parts(observation, lambda rank: rank.start, QKV):
         part.values.add_(1e-3)
-    assert first_finding(observation).kind is Kind.START
+    assert first_finding(observation).kind is FindingKind.START
 
 
 @pytest.mark.parametrize(
@@ -257,7 +256,7 @@ def test_a_wrong_activation(tensor_rank: int | None, position: slice, words: str
             if each.name in ("layers.1.attention", "layers.1") and tensor_rank in (None, rank.rank):
                 each.values[:, position] += 0.1 * random_like(each.values[:, position])
     found = first_finding(observation)
-    assert found.kind is Kind.FORWARD and found.place == "layers.1.attention (layer 1)"
+    assert found.kind is FindingKind.FORWARD and found.place == "layers.1.attention (layer 1)"
     assert "what the attention gives differs, though all before it agrees" in found.text and words in found.text
     assert found.ranks == (() if tensor_rank is None else (1,))
 
@@ -296,7 +295,11 @@ def test_a_count_that_ignores_the_mask() -> None:
     counting = next(rank for rank in observation.layout.ranks if rank.steps[0].token_count)
     counting.steps[0] = dataclasses.replace(counting.steps[0], token_count=float(tokens))
     found = first_finding(observation)
-    assert found.kind is Kind.COUNT and "48 tokens are counted" in found.text and "the count ignores the loss mask" in found.text
+    assert (
+        found.kind is FindingKind.COUNT
+        and "48 tokens are counted" in found.text
+        and "the count ignores the loss mask" in found.text
+    )
 
 
 def test_a_wrong_sum_of_the_loss() -> None:
@@ -304,4 +307,4 @@ def test_a_wrong_sum_of_the_loss() -> None:
     counting = next(rank for rank in observation.layout.ranks if rank.steps[0].loss_sum)
     counting.steps[0] = dataclasses.replace(counting.steps[0], loss_sum=2 * counting.steps[0].loss_sum)
     found = first_finding(observation)
-    assert found.kind is Kind.LOSS and "2.0x, the tensor size" in found.text and "the cross entropy" in found.text
+    assert found.kind is FindingKind.LOSS and "2.0x, the tensor size" in found.text and "the cross entropy" in found.text

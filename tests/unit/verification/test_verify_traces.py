@@ -13,8 +13,8 @@ import torch
 
 from megatron.audit.signature import named, signature_of
 from megatron.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep
-from megatron.verification.traces.compare import TraceComparison, compare, compare_files, format_traces, read_whole, traces_json
-from megatron.verification.traces.of_proof import trace_of, write_trace
+from megatron.verification.traces import TraceComparison, compare, compare_files, format_traces, read_whole, traces_json
+from megatron.verification.verify import trace_of, write_trace
 from tests.support.verify_observations import DATA, STAGES, observed
 from tools.verify_layout import main
 

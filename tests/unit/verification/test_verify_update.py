@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron.verification.diagnosis.diagnose import diagnose
-from megatron.verification.diagnosis.finding import Kind
-from megatron.verification.observing.observation import Observation, RankObservation
+from megatron.verification.comparison import FindingKind
+from megatron.verification.diagnosis import diagnose
+from megatron.verification.observation import Observation, RankObservation
 from tests.support.verify_observations import DATA, box, first_finding, observed, parts
 
 QKV = "layers.1.attention.qkv.weight"
@@ -40,7 +40,7 @@ def test_a_norm_that_counts_replicas_twice() -> None:
     norm = observation.plain.steps[0].grad_norm
     change_steps(observation, 0, grad_norm=(norm**2 + square.square) ** 0.5)
     found = first_finding(observation)
-    assert found.kind is Kind.NORM and f"{NORM} is counted 2 times" in found.text and found.names == (NORM,)
+    assert found.kind is FindingKind.NORM and f"{NORM} is counted 2 times" in found.text and found.names == (NORM,)
 
 
 def test_a_norm_that_leaves_something_out() -> None:
@@ -57,7 +57,7 @@ def test_what_is_written_to_on_its_way() -> None:
     kinds = ["a message of shape [2] to rank 1", "b", "c", "d"]
     observation.layout.ranks[1].steps[1].overwritten.extend(kinds)
     found = first_finding(observation)
-    assert (found.kind, found.step, found.place, found.ranks) == (Kind.TRANSFER, 2, kinds[0], (1,))
+    assert (found.kind, found.step, found.place, found.ranks) == (FindingKind.TRANSFER, 2, kinds[0], (1,))
     assert "written to before it had left" in found.text and found.text.endswith("; likewise b, c and 1 others")
 
 
@@ -72,7 +72,7 @@ def test_a_wrong_schedule(what: str) -> None:
     observation = observed()
     change_steps(observation, 1, **{what: 0.123})
     found = first_finding(observation)
-    assert found.kind is Kind.UPDATE and found.step == 2
+    assert found.kind is FindingKind.UPDATE and found.step == 2
     assert f"the {what.replace('_', ' ')} is 0.123, the schedule says {getattr(observation.plain.steps[1], what):.9g}" in found.text
 
 
@@ -81,7 +81,7 @@ def test_an_update_that_does_not_happen() -> None:
     for _, part in parts(observation, mains(), QKV):
         part.values.copy_(box(part, observation.start[QKV]))
     found = first_finding(observation)
-    assert found.kind is Kind.UPDATE and found.place == f"{QKV} (layer 1)" and "no update reached them" in found.text
+    assert found.kind is FindingKind.UPDATE and found.place == f"{QKV} (layer 1)" and "no update reached them" in found.text
 
 
 def test_an_update_that_is_too_large() -> None:
@@ -104,7 +104,9 @@ def test_parameters_that_did_not_get_the_update() -> None:
     stale = next(part for rank, part in parts(observation, lambda rank: rank.steps[0].parameters, QKV) if rank == 1)
     stale.values.copy_(observation.start[QKV])
     found = first_finding(observation)
-    assert found.kind is Kind.REPLICAS and "the update was not carried to the parameters" in found.text and found.ranks == (1,)
+    assert (
+        found.kind is FindingKind.REPLICAS and "the update was not carried to the parameters" in found.text and found.ranks == (1,)
+    )
 
 
 def test_replicas_that_differ_in_a_bit() -> None:
@@ -113,7 +115,12 @@ def test_replicas_that_differ_in_a_bit() -> None:
     part = next(part for rank, part in parts(observation, mains(), NORM) if rank == 1)
     part.values[3] *= 1 + 2**-52
     found = first_finding(observation)
-    assert found.kind is Kind.REPLICAS and found.group == "tensor" and found.ranks == (0, 1) and "not the same bits" in found.text
+    assert (
+        found.kind is FindingKind.REPLICAS
+        and found.group == "tensor"
+        and found.ranks == (0, 1)
+        and "not the same bits" in found.text
+    )
 
 
 def test_an_update_that_is_another_on_one_replica() -> None:
@@ -122,7 +129,7 @@ def test_an_update_that_is_another_on_one_replica() -> None:
     for rank, part in parts(observation, mains(), QKV):
         part.values.add_(1e-3 * rank)
     found = first_finding(observation)
-    assert found.kind is Kind.REPLICAS and found.group == "data" and found.ranks == (0, 1) and found.names == (QKV,)
+    assert found.kind is FindingKind.REPLICAS and found.group == "data" and found.ranks == (0, 1) and found.names == (QKV,)
 
 
 def test_a_skipped_step() -> None:
@@ -142,7 +149,7 @@ def test_an_evaluation_that_differs(number: int) -> None:
 
     observation.layout.ranks[:] = [spoil(rank) for rank in observation.layout.ranks]
     found = first_finding(observation)
-    assert found.kind is Kind.EVALUATION and found.step == number
+    assert found.kind is FindingKind.EVALUATION and found.step == number
     assert "though training with the same weights agrees" in found.text and "dropout" in found.text
 
 
@@ -169,4 +176,4 @@ def test_rounding_that_adam_makes_an_update_of_is_no_difference() -> None:
     assert diagnose(observation).equal
     for _, part in parts(observation, mains(1), name):
         part.values.add_(20 * reach * box(part, noise.double()) + 1e-9)
-    assert first_finding(observation).kind is Kind.UPDATE
+    assert first_finding(observation).kind is FindingKind.UPDATE

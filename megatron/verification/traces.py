@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep, read_trace
-from megatron.verification.diagnosis.places import backward_order, layer_of, listing
-from megatron.verification.diagnosis.tolerance import NEGLIGIBLE, relative, short
+from megatron.verification.wording import NEGLIGIBLE, backward_order, layer_of, listing, relative, short
 
 LISTED = 8
 _JUMP = 10.0
@@ -35,7 +34,7 @@ they are compared in full."""
 
 
 @dataclass(frozen=True)
-class Part:
+class TracePart:
     """One thing that two traces tell differently."""
 
     step: int
@@ -74,11 +73,11 @@ class Part:
 class TraceComparison:
     """What two traces have in common, and where they part."""
 
-    first: tuple[Part, ...]
+    first: tuple[TracePart, ...]
     """What differs by more than rounding in the first step in which anything does, in the order of cause."""
     drifts: bool
     """They come there bit by bit, each step little further than the one before, as rounding does when a run carries it on."""
-    largest: Part | None
+    largest: TracePart | None
     """Of all that was compared, measured by what is allowed."""
     steps: tuple[int, ...]
     """That both have."""
@@ -154,8 +153,8 @@ def compare(run: TraceRun, other: TraceRun) -> TraceComparison:
         )
     band = max((BANDS[each.header.dtype] for each in (run, other)), key=lambda band: band.tensor)
     order = backward_order(other.header.parameters)
-    all_parts: list[Part] = []
-    first: tuple[Part, ...] = ()
+    all_parts: list[TracePart] = []
+    first: tuple[TracePart, ...] = ()
     drifts, before, moved = False, 0.0, 0.0
     if run.iteration == other.iteration:
         all_parts += _tensors(run.iteration, "start weight", run.weights, other.weights, order[::-1], band)
@@ -239,7 +238,9 @@ def _step_notes(found: TraceComparison, name: str, other: str) -> Iterator[str]:
         yield f"not finite in either, which counts as equal: something in {_steps(found.blind)}"
 
 
-def _step_parts(mine: TraceStep, theirs: TraceStep, order: Sequence[str], band: Band, reach: Mapping[str, float]) -> Iterator[Part]:
+def _step_parts(
+    mine: TraceStep, theirs: TraceStep, order: Sequence[str], band: Band, reach: Mapping[str, float]
+) -> Iterator[TracePart]:
     """One step, in the order of cause: the batch, the loss, gradients from the end to the beginning, their norm, the update."""
     step = mine.iteration
     for what, a, b in (
@@ -247,12 +248,12 @@ def _step_parts(mine: TraceStep, theirs: TraceStep, order: Sequence[str], band: 
         ("the samples consumed", mine.consumed_samples, theirs.consumed_samples),
         ("the count of tokens", mine.tokens, theirs.tokens),
     ):
-        yield Part(step, what, "", relative(a - b, b), 1e-12, f": {a:,.0f} and {b:,.0f}, so the batches are not the same")
+        yield TracePart(step, what, "", relative(a - b, b), 1e-12, f": {a:,.0f} and {b:,.0f}, so the batches are not the same")
     yield _number(step, "the loss", mine.loss, theirs.loss, band.loss)
     if mine.skipped != theirs.skipped:
         one, two = ("the first", "the reference") if mine.skipped else ("the reference", "the first")
         told = f": {one} skipped it, for a gradient that overflowed, and {two} did not"
-        yield Part(step, "the update", "", math.inf, band.tensor, told)
+        yield TracePart(step, "the update", "", math.inf, band.tensor, told)
     elif not mine.skipped:  # a gradient that overflowed is none, and its norm is not finite
         yield from _tensors(step, "gradient", mine.gradients, theirs.gradients, order, band)
         yield _number(step, "the gradient norm", mine.grad_norm, theirs.grad_norm, band.tensor)
@@ -261,9 +262,9 @@ def _step_parts(mine: TraceStep, theirs: TraceStep, order: Sequence[str], band: 
     yield from _tensors(step, "weight", mine.weights, theirs.weights, order[::-1], band, reach)
 
 
-def _number(step: int, what: str, a: float, b: float, allowed: float) -> Part:
+def _number(step: int, what: str, a: float, b: float, allowed: float) -> TracePart:
     blind = _lost(a, b)
-    return Part(step, what, "", 0.0 if blind else relative(a - b, b), allowed, f": {a!r} and {b!r}", blind)
+    return TracePart(step, what, "", 0.0 if blind else relative(a - b, b), allowed, f": {a!r} and {b!r}", blind)
 
 
 def _lost(a: float, b: float) -> bool:
@@ -279,12 +280,12 @@ def _tensors(
     order: Sequence[str],
     band: Band,
     reach: Mapping[str, float] | None = None,
-) -> Iterator[Part]:
+) -> Iterator[TracePart]:
     total = math.hypot(*(numbers[0] for numbers in theirs.values() if math.isfinite(numbers[0])))
     for name in order:
         if name not in mine or name not in theirs:
             if (name in mine) != (name in theirs):
-                yield Part(step, what, name, math.inf, band.tensor, ": only one of the traces has it")
+                yield TracePart(step, what, name, math.inf, band.tensor, ": only one of the traces has it")
             continue
         a, b = mine[name], theirs[name]
         factor = _factor(a, b, band)
@@ -294,7 +295,7 @@ def _tensors(
         layer = layer_of(name)
         note = "" if layer is None else f", layer {layer}"
         note += "" if factor is None else f": {short(factor)}x the other"
-        yield Part(step, what, name, relative(apart, scale), allowed, note, any(map(_lost, a, b)))
+        yield TracePart(step, what, name, relative(apart, scale), allowed, note, any(map(_lost, a, b)))
 
 
 def _least(band: Band) -> float:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron.verification.diagnosis.measure import joint_norm, measure
-from megatron.verification.diagnosis.tolerance import TOLERANCE, relative_words
-from megatron.verification.reference.training import ReferenceRun
+from megatron.verification.joined import joint_norm, measure
+from megatron.verification.wording import TOLERANCE, relative_words
+from tests.support.reference_runs import ReferenceRun
 
 LISTED = 10
 """Lines of a message."""

@@ -1,12 +1,46 @@
-"""What a constant factor says: which whole-number fact of the layout it is, and what kind of mistake gives it."""
+"""How a difference is told: how large it is beside what is allowed, which factor of the layout it is, and where. Needs no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.verification.diagnosis.tolerance import short
+from megatron.pipeline_parallel.partition import Chunk
+
+TOLERANCE = 1e-10
+"""Relative, of tensors, losses and norms."""
+ROUNDING = 1e-14
+"""Error of a number that sums others as large as the global norm, in parts of that: what is much smaller than they are has lost the
+digits below it, and agrees to no better."""
+NEGLIGIBLE = 1e-12
+"""A tensor whose reference is below this part of the global norm is rounding error (the true gradient of a key bias is zero): it is
+compared absolutely at that scale."""
+
+
+def relative(difference: float, scale: float) -> float:
+    """A difference in parts of a scale: infinite where that is zero, or where anything is not finite."""
+    if not math.isfinite(difference):
+        return math.inf
+    if not scale:
+        return math.inf if difference else 0.0
+    return abs(difference) / abs(scale)
+
+
+def relative_words(difference: float, size: float) -> str:
+    """A difference in parts of a reference of this norm, in words."""
+    if not math.isfinite(difference):
+        return "not finite"
+    return f"relative difference {difference / size:.2e}" if size else f"difference {difference:.2e} from zero"
+
+
+def short(ratio: float) -> str:
+    """A factor in few digits, but as many as tell it from 1."""
+    if 0 < abs(ratio - 1) < 1e-5:
+        return f"{ratio:.12g}"
+    return f"{ratio:.1f}" if math.isclose(ratio, round(ratio, 1), rel_tol=1e-5) else f"{ratio:.6g}"
+
 
 _CLOSE = 1e-6
 """Relative: a factor is a fact of the layout if they agree so far."""
@@ -95,3 +129,73 @@ def _known(facts: Facts) -> Iterator[tuple[float, str, str]]:
     if facts.loss_scale != 1:
         yield facts.loss_scale, "the loss scale", "the loss scale is not taken out"
         yield 1 / facts.loss_scale, "1 / the loss scale", "the loss scale is taken out twice"
+
+
+_LAYER = re.compile(r"layers\.(\d+)(?:\.|$)")
+
+
+def layer_of(name: str) -> int | None:
+    """Number of the layer, counted over the whole model; None of what belongs to none."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else None
+
+
+def chunks_of(name: str, table: Sequence[Chunk]) -> list[Chunk]:
+    """The pipeline chunks that hold it; of a tied embedding, only the first is told by its name."""
+    layer = layer_of(name)
+    if layer is not None:
+        return [chunk for chunk in table if layer in chunk.layers]
+    return [table[0] if name.startswith("embedding") else table[-1]]
+
+
+def stages_of(name: str, table: Sequence[Chunk]) -> list[int]:
+    """The pipeline stages of these chunks: none for a layer that no chunk holds."""
+    return sorted({chunk.stage for chunk in chunks_of(name, table)})
+
+
+def place_words(name: str, table: Sequence[Chunk], *, stages: Iterable[int] | None = None) -> str:
+    """`layers.3.attention.qkv.weight (layer 3, stage 1)`.
+
+    Args:
+        stages: of those that are meant; by default those that the table tells.
+    """
+    layer = layer_of(name)
+    held = sorted(set(stages_of(name, table) if stages is None else stages))
+    notes = [] if layer is None else [f"layer {layer}"]
+    if table and max(chunk.stage for chunk in table) > 0:
+        notes += [f"stage{'s' if len(held) > 1 else ''} {listing(held)}"] if held else ["on no stage"]
+        chunks = chunks_of(name, table)
+        if len(chunks) == 1 and len({chunk.stage for chunk in table}) < len(table):
+            notes.append(f"chunk {chunks[0].index}")
+    return f"{name} ({', '.join(notes)})" if notes else name
+
+
+def backward_order(names: Iterable[str]) -> list[str]:
+    """Parameters in the order in which backward reaches them.
+
+    Args:
+        names: in the order of the forward.
+    """
+    return list(reversed(list(names)))
+
+
+def forward_order(num_layers: int) -> list[str]:
+    """Activations in the order in which the forward makes them."""
+    layers = (f"layers.{number}{part}" for number in range(num_layers) for part in (".attention", ".mlp", ""))
+    return ["embedding", *layers]
+
+
+def listing(numbers: Iterable[int], most: int = 8) -> str:
+    """`0, 1 and 3`; runs of three and more as `2 to 5`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts: list[str] = []
+    for run in runs:
+        texts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+    if len(texts) > most:
+        texts = [*texts[: most - 1], "others"]
+    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

@@ -8,14 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.verification.diagnosis.comparison import Comparison
-from megatron.verification.diagnosis.finding import Finding, Kind
-from megatron.verification.diagnosis.join import GROUP_WORDS
-from megatron.verification.diagnosis.measure import constant_ratio, norm
-from megatron.verification.diagnosis.places import forward_order, layer_of, listing
-from megatron.verification.diagnosis.ratios import ratio_words
-from megatron.verification.diagnosis.tolerance import TOLERANCE, relative
-from megatron.verification.observing.observation import Activation, RankObservation
+from megatron.verification.comparison import Comparison, FindingKind, ProofFinding
+from megatron.verification.joined import GROUP_WORDS, constant_ratio, norm
+from megatron.verification.observation import Activation, RankObservation
+from megatron.verification.wording import TOLERANCE, forward_order, layer_of, listing, ratio_words, relative
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class _Seen:
         return relative(norm(self.activation.values - self.wanted), norm(self.wanted))
 
 
-def forward_findings(runs: Comparison) -> Iterator[Finding]:
+def forward_findings(runs: Comparison) -> Iterator[ProofFinding]:
     """The first module, in the order of the forward, that is not computed once or gives something else."""
     for name in forward_order(runs.observation.config.model.num_layers):
         if name not in runs.plain.activations:
@@ -47,7 +43,7 @@ def forward_findings(runs: Comparison) -> Iterator[Finding]:
             return
 
 
-def loss_findings(runs: Comparison, index: int) -> Iterator[Finding]:
+def loss_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
     """The count of tokens, the sum of the loss, and their quotient in the step of this index."""
     mine, plain = runs.steps(index)
     facts = runs.facts(index)
@@ -55,7 +51,7 @@ def loss_findings(runs: Comparison, index: int) -> Iterator[Finding]:
     if samples != plain.num_samples:
         text = f"the step takes {samples} samples, and should take {plain.num_samples}: the batch size, or its ramp-up"
         far = relative(samples - plain.num_samples, plain.num_samples)
-        yield Finding(Kind.COUNT, plain.iteration, "the global batch", text, far)
+        yield ProofFinding(FindingKind.COUNT, plain.iteration, "the global batch", text, far)
         return
     counted = sum(rank.steps[index].token_count for rank in runs.ranks)
     summed = sum(rank.steps[index].loss_sum for rank in runs.ranks)
@@ -64,8 +60,8 @@ def loss_findings(runs: Comparison, index: int) -> Iterator[Finding]:
             f"{counted:,.0f} tokens are counted, the loss masks keep {plain.token_count:,.0f} of {facts.tokens:,}: "
             f"{_count_words(counted, plain.token_count, facts.tokens)}; the loss and every gradient are divided by the wrong number"
         )
-        yield Finding(
-            Kind.COUNT, plain.iteration, "the global batch", text, relative(counted - plain.token_count, plain.token_count)
+        yield ProofFinding(
+            FindingKind.COUNT, plain.iteration, "the global batch", text, relative(counted - plain.token_count, plain.token_count)
         )
     if differ(summed, plain.loss_sum):
         ratio = ratio_words(summed / plain.loss_sum, facts) if math.isfinite(summed) else "not finite"
@@ -75,15 +71,19 @@ def loss_findings(runs: Comparison, index: int) -> Iterator[Finding]:
         else:
             text += "; the weights are right, so it is the samples, or values of parameters that are used before they arrive"
         place = runs.place("output")
-        yield Finding(Kind.LOSS, plain.iteration, place, text, relative(summed - plain.loss_sum, plain.loss_sum))
+        yield ProofFinding(FindingKind.LOSS, plain.iteration, place, text, relative(summed - plain.loss_sum, plain.loss_sum))
     elif differ(mine.loss, plain.loss):
         ratio = ratio_words(mine.loss / plain.loss, facts) if math.isfinite(mine.loss) else "not finite"
         text = f"the mean loss is {mine.loss:.12g}, the reference's {plain.loss:.12g}: {ratio}"
-        yield Finding(Kind.LOSS, plain.iteration, "the global batch", text, relative(mine.loss - plain.loss, plain.loss))
+        yield ProofFinding(
+            FindingKind.LOSS, plain.iteration, "the global batch", text, relative(mine.loss - plain.loss, plain.loss)
+        )
     told = {rank.steps[index].loss for rank in runs.ranks}
     if len(told) > 1 and all(map(math.isfinite, told)):
         text = f"ranks report {len(told)} different losses: {', '.join(f'{loss:.12g}' for loss in sorted(told)[:3])}"
-        yield Finding(Kind.LOSS, plain.iteration, "the ranks' reports", text, relative(max(told) - min(told), plain.loss))
+        yield ProofFinding(
+            FindingKind.LOSS, plain.iteration, "the ranks' reports", text, relative(max(told) - min(told), plain.loss)
+        )
 
 
 def differ(found: float, wanted: float) -> bool:
@@ -112,7 +112,7 @@ def _seen(runs: Comparison, name: str) -> list[_Seen]:
     return found
 
 
-def _wrong_times(runs: Comparison, name: str, seen: Sequence[_Seen]) -> Finding | None:
+def _wrong_times(runs: Comparison, name: str, seen: Sequence[_Seen]) -> ProofFinding | None:
     """Each data rank computes each of its microbatches once, on each rank of one tensor group."""
     times: dict[tuple[int, int], int] = {}
     for rank in runs.ranks:
@@ -130,10 +130,10 @@ def _wrong_times(runs: Comparison, name: str, seen: Sequence[_Seen]) -> Finding 
         data_rank, microbatch = wrong[0]
         counts = listing(times[at] for at in wrong)
         text = f"computed {counts} times instead of once (microbatch {microbatch} of data rank {data_rank} is the first such)"
-    return Finding(Kind.FORWARD, _first(runs), runs.place(name), text, math.inf, (name,), runs.stages(name))
+    return ProofFinding(FindingKind.FORWARD, _first(runs), runs.place(name), text, math.inf, (name,), runs.stages(name))
 
 
-def _wrong_values(runs: Comparison, name: str, seen: Sequence[_Seen]) -> Finding | None:
+def _wrong_values(runs: Comparison, name: str, seen: Sequence[_Seen]) -> ProofFinding | None:
     wrong = [each for each in seen if each.differs]
     if not wrong:
         return None
@@ -146,8 +146,8 @@ def _wrong_values(runs: Comparison, name: str, seen: Sequence[_Seen]) -> Finding
     group = "tensor" if _tensor_ranks_differ(wrong) else ""
     ranks = sorted({each.rank.rank for each in wrong})
     everyone = {each.rank.rank for each in seen}
-    return Finding(
-        Kind.FORWARD,
+    return ProofFinding(
+        FindingKind.FORWARD,
         _first(runs),
         runs.place(name),
         "; ".join(notes),

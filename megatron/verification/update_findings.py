@@ -8,19 +8,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.verification.diagnosis.comparison import Compared, Comparison
-from megatron.verification.diagnosis.finding import Finding, Kind
-from megatron.verification.diagnosis.forward import differ
-from megatron.verification.diagnosis.join import GROUP_WORDS, cut
-from megatron.verification.diagnosis.measure import constant_ratio, norm
-from megatron.verification.diagnosis.places import listing
-from megatron.verification.diagnosis.ratios import Facts, ratio_words
-from megatron.verification.diagnosis.tolerance import TOLERANCE, relative
+from megatron.verification.comparison import ComparedTensors, Comparison, FindingKind, ProofFinding
+from megatron.verification.forward_findings import differ
+from megatron.verification.joined import GROUP_WORDS, constant_ratio, cut, norm
+from megatron.verification.wording import TOLERANCE, Facts, listing, ratio_words, relative
 
 LISTED = 4
 
 
-def norm_findings(runs: Comparison, index: int) -> Iterator[Finding]:
+def norm_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
     """The global gradient norm of a step whose gradients agree: each element is to be counted once."""
     mine, plain = runs.steps(index)
     if not differ(mine.grad_norm, plain.grad_norm):
@@ -32,12 +28,12 @@ def norm_findings(runs: Comparison, index: int) -> Iterator[Finding]:
     if not wrong:
         squares = (mine.grad_norm / plain.grad_norm) ** 2 if plain.grad_norm else math.inf
         text += f", though each element is counted once: the sum of squares over the world is {squares:.6g} times what it should be"
-        yield Finding(Kind.NORM, plain.iteration, "all parameters", text, far)
+        yield ProofFinding(FindingKind.NORM, plain.iteration, "all parameters", text, far)
         return
     told = [f"{name} {words}" for name, words in wrong[:LISTED]]
     told += [f"and {len(wrong) - LISTED} others"] if len(wrong) > LISTED else []
     text += f": {', '.join(told)}; clipping takes its factor from this norm"
-    yield Finding(Kind.NORM, plain.iteration, runs.place(names[0]), text, far, names, runs.stages(names[0]))
+    yield ProofFinding(FindingKind.NORM, plain.iteration, runs.place(names[0]), text, far, names, runs.stages(names[0]))
 
 
 def _miscounted(runs: Comparison, index: int) -> list[tuple[str, str]]:
@@ -65,18 +61,18 @@ def _miscounted(runs: Comparison, index: int) -> list[tuple[str, str]]:
     return found
 
 
-def update_findings(runs: Comparison, index: int) -> Iterator[Finding]:
+def update_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
     """The weights after a step whose gradients and norm agree."""
     mine, plain = runs.steps(index)
     if mine.skipped:
         text = "the step was skipped: the loss scaler took the gradient for an overflow"
-        yield Finding(Kind.UPDATE, plain.iteration, "all parameters", text, math.inf)
+        yield ProofFinding(FindingKind.UPDATE, plain.iteration, "all parameters", text, math.inf)
         return
     for what in ("learning_rate", "weight_decay"):
         found, wanted = getattr(mine, what), getattr(plain, what)
         if differ(found, wanted):
             text = f"the {what.replace('_', ' ')} is {found:.9g}, the schedule says {wanted:.9g}"
-            yield Finding(Kind.UPDATE, plain.iteration, "all parameters", text, relative(found - wanted, wanted))
+            yield ProofFinding(FindingKind.UPDATE, plain.iteration, "all parameters", text, relative(found - wanted, wanted))
     compared = runs.weights(index)
     if compared.differing:
         apart = [finding for finding in _replicas(runs, index) if finding.relative > TOLERANCE]
@@ -86,7 +82,7 @@ def update_findings(runs: Comparison, index: int) -> Iterator[Finding]:
         yield from _replicas(runs, index)
 
 
-def _wrong_update(runs: Comparison, index: int, compared: Compared) -> Finding:
+def _wrong_update(runs: Comparison, index: int, compared: ComparedTensors) -> ProofFinding:
     names = compared.differing[::-1]
     first = names[0]
     before = runs.weights(index - 1).reference if index else runs.observation.start
@@ -107,10 +103,10 @@ def _wrong_update(runs: Comparison, index: int, compared: Compared) -> Finding:
         text += f"; likewise {', '.join(names[1:LISTED])}" + (f" and {len(names) - LISTED} others" if len(names) > LISTED else "")
     worst = max(compared.measured[name].relative for name in names)
     iteration = runs.plain.steps[index].iteration
-    return Finding(Kind.UPDATE, iteration, runs.place(first), text, worst, tuple(names), runs.stages(first))
+    return ProofFinding(FindingKind.UPDATE, iteration, runs.place(first), text, worst, tuple(names), runs.stages(first))
 
 
-def _published(runs: Comparison, index: int) -> Iterator[Finding]:
+def _published(runs: Comparison, index: int) -> Iterator[ProofFinding]:
     """Parameters that the next forward uses are what the optimizer holds."""
     compared = runs.parameters(index)
     stale = compared.differing[::-1]
@@ -125,8 +121,8 @@ def _published(runs: Comparison, index: int) -> Iterator[Finding]:
     )
     worst = max(compared.measured[name].relative for name in stale)
     ranks = tuple(each.rank for each in wrong)
-    yield Finding(
-        Kind.REPLICAS,
+    yield ProofFinding(
+        FindingKind.REPLICAS,
         runs.plain.steps[index].iteration,
         runs.place(first),
         text,
@@ -137,7 +133,7 @@ def _published(runs: Comparison, index: int) -> Iterator[Finding]:
     )
 
 
-def _replicas(runs: Comparison, index: int) -> Iterator[Finding]:
+def _replicas(runs: Comparison, index: int) -> Iterator[ProofFinding]:
     """Weights held by several ranks are the same bits everywhere: rounding apart, they would drift."""
     for compared, what in ((runs.weights(index), "mains"), (runs.parameters(index), "parameters")):
         for name, joined in compared.joined.items():
@@ -149,8 +145,8 @@ def _replicas(runs: Comparison, index: int) -> Iterator[Finding]:
                     )
                     group = GROUP_WORDS[replicas.axis]
                     iteration = runs.plain.steps[index].iteration
-                    yield Finding(
-                        Kind.REPLICAS,
+                    yield ProofFinding(
+                        FindingKind.REPLICAS,
                         iteration,
                         runs.place(name),
                         text,
@@ -163,7 +159,7 @@ def _replicas(runs: Comparison, index: int) -> Iterator[Finding]:
                     return
 
 
-def overwritten_findings(runs: Comparison, index: int) -> Iterator[Finding]:
+def overwritten_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
     """What a step wrote to while it was being sent. Here others got what was there before; elsewhere it is a matter of chance."""
     found = {rank.rank: rank.steps[index].overwritten for rank in runs.ranks if rank.steps[index].overwritten}
     if found:
@@ -171,10 +167,10 @@ def overwritten_findings(runs: Comparison, index: int) -> Iterator[Finding]:
         text = "it was written to before it had left, so that chance decides what arrives"
         if others:
             text += f"; likewise {', '.join(others[:2])}" + (f" and {len(others) - 2} others" if len(others) > 2 else "")
-        yield Finding(Kind.TRANSFER, runs.plain.steps[index].iteration, first, text, math.inf, ranks=tuple(found))
+        yield ProofFinding(FindingKind.TRANSFER, runs.plain.steps[index].iteration, first, text, math.inf, ranks=tuple(found))
 
 
-def evaluation_findings(runs: Comparison, up_to: int) -> Iterator[Finding]:
+def evaluation_findings(runs: Comparison, up_to: int) -> Iterator[ProofFinding]:
     """Evaluations with weights that agree.
 
     Args:
@@ -199,5 +195,5 @@ def evaluation_findings(runs: Comparison, up_to: int) -> Iterator[Finding]:
                 else "dropout is on where it should be off, parameters are used before they arrive, or the batches, their masks or "
                 "their count are others than in training"
             )
-        yield Finding(Kind.EVALUATION, iteration, "the held-out batches", text, relative(a - b, b))
+        yield ProofFinding(FindingKind.EVALUATION, iteration, "the held-out batches", text, relative(a - b, b))
         return

@@ -5,21 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 
 from torch import Tensor
 
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.verification.diagnosis.join import Joined, join
-from megatron.verification.diagnosis.measure import Measured, joint_norm, measure
-from megatron.verification.diagnosis.places import backward_order, place_words, stages_of
-from megatron.verification.diagnosis.ratios import Facts
-from megatron.verification.diagnosis.tolerance import NEGLIGIBLE, ROUNDING, relative
-from megatron.verification.observing.observation import Observation, Part, PlainStep, RankObservation, RankStep
+from megatron.verification.joined import JoinedTensor, Measured, join, joint_norm, measure
+from megatron.verification.observation import Observation, PlainStep, RankObservation, RankStep, TensorPart
+from megatron.verification.wording import (
+    NEGLIGIBLE,
+    ROUNDING,
+    Facts,
+    backward_order,
+    place_words,
+    relative,
+    stages_of,
+)
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One tensor of one step, measured against the reference."""
 
     step: int
@@ -31,10 +37,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedTensors:
     """Tensors of one kind at one moment."""
 
-    joined: Mapping[str, Joined]
+    joined: Mapping[str, JoinedTensor]
     """Of the layout."""
     reference: Mapping[str, Tensor]
     measured: Mapping[str, Measured]
@@ -55,7 +61,7 @@ class Comparison:
         self.plain = observation.plain
         self.table: Sequence[Chunk] = observation.layout.layer_table
         self.num_steps = min(len(self.plain.steps), *(len(rank.steps) for rank in self.ranks))
-        self._compared: dict[tuple[str, int], Compared] = {}
+        self._compared: dict[tuple[str, int], ComparedTensors] = {}
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -79,25 +85,25 @@ class Comparison:
             loss_scale=scale,
         )
 
-    def initial(self) -> Compared:
+    def initial(self) -> ComparedTensors:
         """The values that the layout initialises, and one process."""
         return self._compare("initial", 0, lambda rank: rank.initial, self.observation.initial)
 
-    def start(self) -> Compared:
+    def start(self) -> ComparedTensors:
         """The values before the first step, and those that were given."""
         return self._compare("start", 0, lambda rank: rank.start, self.observation.start)
 
-    def gradients(self, index: int) -> Compared:
+    def gradients(self, index: int) -> ComparedTensors:
         """As the optimizer gets them in the step of this index."""
         return self._compare("gradient", index, lambda rank: rank.steps[index].gradients, self.plain.steps[index].gradients)
 
-    def weights(self, index: int) -> Compared:
+    def weights(self, index: int) -> ComparedTensors:
         """What the optimizer holds after the step."""
         return self._compare(
             "weight", index, lambda rank: rank.steps[index].mains, self.plain.steps[index].weights, self._slack(index)
         )
 
-    def parameters(self, index: int) -> Compared:
+    def parameters(self, index: int) -> ComparedTensors:
         """What the next forward will use, of ranks that hold parameters whole."""
         return self._compare(
             "parameter", index, lambda rank: rank.steps[index].parameters, self.plain.steps[index].weights, self._slack(index)
@@ -118,11 +124,11 @@ class Comparison:
             return tuple(sorted({each.coordinates["pp"] for each in held.held}))
         return tuple(stages_of(name, self.table))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ComparisonRow]:
         """Every gradient and weight of every step, the worst first; but those of the first step in which any differs before all
         others, which are their consequences."""
         found = [
-            Row(self.plain.steps[index].iteration, what, name, self.stages(name), measured)
+            ComparisonRow(self.plain.steps[index].iteration, what, name, self.stages(name), measured)
             for index in range(self.num_steps)
             for what, compared in (("gradient", self.gradients(index)), ("weight", self.weights(index)))
             for name, measured in compared.measured.items()
@@ -159,10 +165,10 @@ class Comparison:
         self,
         what: str,
         index: int,
-        parts_of: Callable[[RankObservation], Sequence[Part]],
+        parts_of: Callable[[RankObservation], Sequence[TensorPart]],
         reference: Mapping[str, Tensor],
         slack: Mapping[str, float] | None = None,
-    ) -> Compared:
+    ) -> ComparedTensors:
         if (what, index) not in self._compared:
             joined = join(self.ranks, parts_of)
             total = joint_norm(reference.values())
@@ -171,11 +177,56 @@ class Comparison:
                 for name, wanted in reference.items()
                 if name in joined
             }
-            self._compared[what, index] = Compared(joined, reference, measured)
+            self._compared[what, index] = ComparedTensors(joined, reference, measured)
         return self._compared[what, index]
 
 
-def _worst_of(joined: Joined, wanted: Tensor, global_norm: float, slack: float) -> Measured:
+def _worst_of(joined: JoinedTensor, wanted: Tensor, global_norm: float, slack: float) -> Measured:
     """Of the tensor as any of its holders would have it: where replicas differ, one may be right and another not."""
     found = [measure(tensor, wanted, global_norm=global_norm, slack=slack) for tensor in joined.versions()]
     return max(found, key=lambda each: each.excess)
+
+
+class FindingKind(StrEnum):
+    """What differs, in the order in which one is the cause of the next."""
+
+    PARAMETERS = "parameters"
+    """Some are missing, unknown, of another shape."""
+    START = "start weights"
+    INITIAL = "initial weights"
+    FORWARD = "forward"
+    COUNT = "token count"
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    NORM = "gradient norm"
+    UPDATE = "update"
+    REPLICAS = "replicas"
+    EVALUATION = "evaluation"
+    TRANSFER = "transfer"
+
+
+@dataclass(frozen=True)
+class ProofFinding:
+    """One thing that differs."""
+
+    kind: FindingKind
+    step: int
+    """Counted from 1; 0 is before the first."""
+    place: str
+    """Parameter or module, with layer and stage."""
+    text: str
+    """What is wrong there and what it means, in plain words."""
+    relative: float
+    """The difference, in parts of the reference."""
+    names: tuple[str, ...] = ()
+    """Parameters or activations that it is true of, the place's own first."""
+    stages: tuple[int, ...] = ()
+    group: str = ""
+    """The ranks along which it shows (tensor, data, pipeline), if it does along some."""
+    ranks: tuple[int, ...] = ()
+    """Ranks on which it shows, if not on all."""
+
+    def line(self) -> str:
+        """In one line."""
+        when = f"step {self.step}" if self.step else "before step 1"
+        return f"{self.kind} of {self.place}, {when}: {self.text}"

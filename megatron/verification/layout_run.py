@@ -29,15 +29,14 @@ from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
-from megatron.verification.observing.batches import RandomSamples
-from megatron.verification.observing.late import late_delivery
-from megatron.verification.observing.observation import EVALUATED_BATCHES, RankObservation
-from megatron.verification.observing.parts import parts_of_shards, set_weights
-from megatron.verification.observing.recording import Recorder
+from megatron.verification.late import late_delivery
+from megatron.verification.observation import EVALUATED_BATCHES, RankObservation
+from megatron.verification.random_samples import RandomSamples
+from megatron.verification.recording import StepRecorder, parts_of_shards, set_weights
 
 
 @dataclass(frozen=True)
-class Job:
+class ProofTask:
     """What every rank is told."""
 
     config: Config
@@ -49,7 +48,7 @@ class Job:
     held_out: RandomSamples
 
 
-def observe_rank(rank: int, job: Job) -> RankObservation:
+def observe_rank(rank: int, job: ProofTask) -> RankObservation:
     """Train to the end of the run, evaluate before the first step and after each of the first, and tell what was seen. The group
     exists.
 
@@ -59,7 +58,7 @@ def observe_rank(rank: int, job: Job) -> RankObservation:
         return _observe(rank, job, overwritten)
 
 
-def _observe(rank: int, job: Job, overwritten: list[str]) -> RankObservation:
+def _observe(rank: int, job: ProofTask, overwritten: list[str]) -> RankObservation:
     config = job.config
     startup.set_numerics(config.training.deterministic_mode)
     context = connect(config.parallel)
@@ -73,7 +72,7 @@ def _observe(rank: int, job: Job, overwritten: list[str]) -> RankObservation:
 
     feed = _Feed(job, context, plan, step)
     evaluations = [feed.evaluate()]
-    recorder = Recorder(
+    recorder = StepRecorder(
         step, config.training.micro_batch_size, look=lambda: evaluations.append(feed.evaluate()), overwritten=overwritten
     )
     _loop(job, config, context, plan, step, feed).run(Progress())
@@ -81,7 +80,7 @@ def _observe(rank: int, job: Job, overwritten: list[str]) -> RankObservation:
     return RankObservation(rank, coordinates, initial, start, recorder.steps, evaluations, recorder.activations, recorder.forwards)
 
 
-def _build_step(job: Job, config: Config, context: ParallelContext) -> TrainStep:
+def _build_step(job: ProofTask, config: Config, context: ParallelContext) -> TrainStep:
     model = build_model(
         config.model,
         context,
@@ -106,7 +105,7 @@ def _build_step(job: Job, config: Config, context: ParallelContext) -> TrainStep
 class _Feed:
     """The batches of this rank, with the masks that the rules of documents do not make."""
 
-    def __init__(self, job: Job, context: ParallelContext, plan: BatchSizePlan, step: TrainStep) -> None:
+    def __init__(self, job: ProofTask, context: ParallelContext, plan: BatchSizePlan, step: TrainStep) -> None:
         self.job, self.plan, self.step = job, plan, step
         training = job.config.training
         self.micro_batch_size, self.num_workers = training.micro_batch_size, job.config.data.num_workers
@@ -152,7 +151,7 @@ class _Feed:
         return found
 
 
-def _loop(job: Job, config: Config, context: ParallelContext, plan: BatchSizePlan, step: TrainStep, feed: _Feed) -> Loop:
+def _loop(job: ProofTask, config: Config, context: ParallelContext, plan: BatchSizePlan, step: TrainStep, feed: _Feed) -> Loop:
     """The training loop; it evaluates and saves nothing and is silent."""
     timers = Timers(level=0)
     reporter = Reporter(

@@ -23,7 +23,7 @@ EVALUATED_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A box of a named global tensor, as one rank holds it. Padding is left out."""
 
     name: str
@@ -33,13 +33,13 @@ class Part:
     values: Tensor
     """Of the box."""
 
-    def __reduce__(self) -> tuple[Callable[..., Part], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., TensorPart], tuple[Any, ...]]:
         """By way of an array: a tensor takes longer to send to another process."""
         return _part, (self.name, self.offsets, self.shape, self.values.numpy())
 
 
-def _part(name: str, offsets: tuple[int, ...], shape: tuple[int, ...], array: Any) -> Part:
-    return Part(name, offsets, shape, torch.from_numpy(array))
+def _part(name: str, offsets: tuple[int, ...], shape: tuple[int, ...], array: Any) -> TensorPart:
+    return TensorPart(name, offsets, shape, torch.from_numpy(array))
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Activation:
     """[b, positions, h]."""
 
     def __reduce__(self) -> tuple[Callable[..., Activation], tuple[Any, ...]]:
-        """As that of `Part`."""
+        """As that of `TensorPart`."""
         return _activation, (self.name, self.microbatch, self.first_sample, self.first_position, self.values.numpy())
 
 
@@ -98,12 +98,12 @@ class RankStep:
     """This rank's share of the sum of mask x loss over the global batch; 0 where another rank counts it."""
     token_count: float
     """This rank's share of the sum of the mask, likewise."""
-    gradients: list[Part]
+    gradients: list[TensorPart]
     """Of this rank's shards, as the optimizer got them: reduced, without the loss scale, not clipped. None of a skipped step."""
     counted_squares: list[CountedSquare]
-    mains: list[Part]
+    mains: list[TensorPart]
     """Of this rank's shards after the update: what the optimizer holds."""
-    parameters: list[Part]
+    parameters: list[TensorPart]
     """After the update, those that this rank holds whole (its tensor rank's part of them), as the next forward uses them. Under
     --data-parallel-sharding-strategy optim_grads_params there are none: the shards are all that is held."""
     overwritten: list[str]
@@ -117,9 +117,9 @@ class RankObservation:
     rank: int
     coordinates: dict[str, int]
     """Place on the axes: tp, cp, dp, pp."""
-    initial: list[Part]
+    initial: list[TensorPart]
     """Its shards' values as the layout initialises them."""
-    start: list[Part]
+    start: list[TensorPart]
     """Its shards' values before the first step: the start weights, which both runs were given."""
     steps: list[RankStep]
     evaluations: list[float]

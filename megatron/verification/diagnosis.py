@@ -1,0 +1,188 @@
+"""Whether a run at a layout is that of one process and, where it is not, what the cause is. Functions of what was observed alone.
+
+One difference makes others: a wrong activation makes a wrong loss, that wrong gradients, those wrong weights, and all of the steps
+that follow. So things are looked at in the order in which one is the cause of the next, and the first that differs is what is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron.pipeline_parallel.partition import Chunk
+from megatron.verification.comparison import ComparedTensors, Comparison, ComparisonRow, FindingKind, ProofFinding
+from megatron.verification.forward_findings import forward_findings, loss_findings
+from megatron.verification.gradient_findings import gradient_findings
+from megatron.verification.observation import Observation
+from megatron.verification.update_findings import evaluation_findings, norm_findings, overwritten_findings, update_findings
+from megatron.verification.wording import TOLERANCE, layer_of, listing, place_words, stages_of
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The relative difference that is largest, measured by what is allowed."""
+
+    relative: float
+    allowed: float
+    what: str
+    """Of what: `loss of step 2`, `gradient of layers.0.mlp.up.weight in step 1`."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the comparison of two runs gives."""
+
+    findings: tuple[ProofFinding, ...]
+    """In the order of cause: the first is what to look at."""
+    worst: Worst
+    rows: tuple[ComparisonRow, ...]
+    """Every gradient and weight of every step, the worst first."""
+    num_steps: int
+    num_parameters: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.findings
+
+
+def diagnose(observation: Observation) -> Diagnosis:
+    """Compare both runs of an observation.
+
+    Raises:
+        ValueError: there is nothing to compare.
+    """
+    runs = Comparison(observation)
+    if not runs.plain.steps or not observation.start:
+        raise ValueError("a run without steps proves nothing")
+    findings = [*start_findings(runs)]
+    if all(finding.kind is FindingKind.INITIAL for finding in findings):  # both runs are then given the same weights
+        findings += _step_findings(runs)
+    rows = runs.rows()
+    found = Diagnosis(tuple(findings), _worst(runs, rows), tuple(rows), runs.num_steps, len(observation.start))
+    if found.equal and not found.worst.relative <= found.worst.allowed:
+        raise AssertionError(f"{found.worst.what} differs by {found.worst.relative:.2e}, and nothing is found")
+    return found
+
+
+def _step_findings(runs: Comparison) -> list[ProofFinding]:
+    """Of the first step in which anything differs, and of evaluations until then."""
+    found: list[ProofFinding] = []
+    agreed = 0
+    for index in range(runs.num_steps):
+        if index == 0:
+            found += forward_findings(runs)
+        found += loss_findings(runs, index)
+        found += gradient_findings(runs, index)
+        if not found:
+            found += norm_findings(runs, index)
+        if not found:
+            found += update_findings(runs, index)
+        found += overwritten_findings(runs, index)
+        if found:
+            break
+        agreed = index + 1
+    if not found and any(len(rank.steps) != len(runs.plain.steps) for rank in runs.ranks):
+        counts = sorted({len(rank.steps) for rank in runs.ranks})
+        text = f"ranks made {listing(counts)} steps, the reference {len(runs.plain.steps)}: the run does not end where it should"
+        found.append(ProofFinding(FindingKind.UPDATE, agreed, "the run", text, math.inf))
+    forward_agrees = not any(finding.kind in (FindingKind.FORWARD, FindingKind.LOSS) and agreed == 0 for finding in found)
+    return [*found, *(evaluation_findings(runs, agreed) if forward_agrees else ())]
+
+
+def _worst(runs: Comparison, rows: list[ComparisonRow]) -> Worst:
+    """Over numbers and tensors, measured by what is allowed."""
+    told = [
+        Worst(far, TOLERANCE, f"{what} {'of step ' + str(step) if step else 'before step 1'}") for step, what, far in runs.numbers()
+    ]
+    for row in rows:
+        told.append(Worst(row.measured.relative, row.measured.relative_allowed, f"{row.what} of {row.name} in step {row.step}"))
+    return max(told, key=lambda worst: worst.relative / worst.allowed if worst.allowed else worst.relative)
+
+
+def start_findings(runs: Comparison) -> Iterator[ProofFinding]:
+    """What is wrong before anything is computed."""
+    start = runs.observation.start
+    yield from layer_findings(runs.table, runs.observation.config.model.num_layers, start)
+    yield from _parameters(runs)
+    yield from _values(
+        runs, FindingKind.START, runs.start(), "is not what the run was given: values are loaded or published wrongly"
+    )
+    yield from _values(
+        runs,
+        FindingKind.INITIAL,
+        runs.initial(),
+        "is initialised to other values than in one process: initialisation depends on the layout",
+    )
+
+
+def layer_findings(table: Sequence[Chunk], num_layers: int, parameters: Iterable[str] = ()) -> Iterator[ProofFinding]:
+    """Whether the table gives each layer to one chunk, in order.
+
+    Args:
+        parameters: names of the model's.
+    """
+    for layer in range(num_layers):
+        chunks = [chunk for chunk in table if layer in chunk.layers]
+        if len(chunks) == 1:
+            continue
+        name = f"layers.{layer}"
+        if not chunks:
+            text = "the layer is dropped: the layer table gives it to no stage, so it is never computed and never trained"
+        else:
+            text = f"the layer is doubled: chunks {listing(chunk.index for chunk in chunks)} both hold it"
+        names = (name, *(each for each in parameters if layer_of(each) == layer))
+        yield ProofFinding(
+            FindingKind.PARAMETERS, 0, place_words(name, table), text, math.inf, names, tuple(stages_of(name, table))
+        )
+    for before, chunk in pairwise(chunk for chunk in sorted(table, key=lambda chunk: chunk.index) if chunk.layers):
+        first, last = chunk.layers[0], before.layers[-1]
+        if first <= last:
+            name = f"layers.{first}"
+            behind = f"behind layer {last} of chunk {before.index}"
+            text = f"the layers are out of order: chunk {chunk.index} begins with layer {first}, {behind}"
+            yield ProofFinding(
+                FindingKind.PARAMETERS, 0, place_words(name, table), text, math.inf, (name,), tuple(stages_of(name, table))
+            )
+            return
+
+
+def _parameters(runs: Comparison) -> Iterator[ProofFinding]:
+    """Each is held, whole, and no other is."""
+    held, wanted = runs.start().joined, runs.observation.start
+    for name, tensor in wanted.items():
+        layer = layer_of(name)
+        if layer is not None and not stages_of(name, runs.table):
+            continue  # told of the whole layer
+        if name not in held:
+            yield ProofFinding(FindingKind.PARAMETERS, 0, runs.place(name), "no rank holds it", math.inf, (name,))
+        elif held[name].shapes != {tuple(tensor.shape)}:
+            shapes = ", ".join(str(list(shape)) for shape in sorted(held[name].shapes))
+            text = f"ranks take its whole shape for {shapes}; it is {list(tensor.shape)}"
+            yield ProofFinding(FindingKind.PARAMETERS, 0, runs.place(name), text, math.inf, (name,), runs.stages(name))
+        elif held[name].holes:
+            text = f"no rank holds {held[name].holes:,} of its {tensor.numel():,} elements"
+            yield ProofFinding(FindingKind.PARAMETERS, 0, runs.place(name), text, math.inf, (name,), runs.stages(name))
+    for name in held:
+        if name not in wanted:
+            yield ProofFinding(
+                FindingKind.PARAMETERS, 0, runs.place(name), "the model of these settings has no such parameter", math.inf, (name,)
+            )
+
+
+def _values(runs: Comparison, kind: FindingKind, compared: ComparedTensors, text: str) -> Iterator[ProofFinding]:
+    """One finding for all that differ, named after the first in the order of the forward."""
+    differing = compared.differing[::-1]
+    if differing:
+        first = compared.measured[differing[0]]
+        yield ProofFinding(
+            kind,
+            0,
+            runs.place(differing[0]),
+            f"{text} ({first.words()})",
+            max(compared.measured[name].relative for name in differing),
+            tuple(differing),
+            runs.stages(differing[0]),
+        )

@@ -1,0 +1,246 @@
+"""Global tensors from the parts of all ranks, and whether the ranks that hold the same part agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron.verification.observation import RankObservation, TensorPart
+from megatron.verification.wording import NEGLIGIBLE, ROUNDING, TOLERANCE, relative, relative_words, short
+
+GROUP_WORDS = {"tp": "tensor", "dp": "data", "pp": "pipeline", "cp": "context"}
+"""What the ranks along an axis are called together."""
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """A part and who holds it."""
+
+    rank: int
+    coordinates: Mapping[str, int]
+    part: TensorPart
+
+    @property
+    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and sizes."""
+        return self.part.offsets, tuple(self.part.values.shape)
+
+
+@dataclass(frozen=True)
+class ReplicaSet:
+    """Ranks that differ on one axis only and hold the same box of a tensor."""
+
+    axis: str
+    held: tuple[HeldPart, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Their numbers."""
+        return tuple(each.rank for each in self.held)
+
+    def agree(self) -> bool:
+        """Whether they hold the same bits."""
+        return all(torch.equal(each.part.values, self.held[0].part.values) for each in self.held)
+
+    def apart(self) -> float:
+        """The largest difference from the first, in parts of its norm."""
+        first = self.held[0].part.values
+        return max(relative(norm(each.part.values - first), norm(first)) for each in self.held)
+
+    def sum_is(self, reference: Tensor) -> bool:
+        """Whether all of them together are what each should hold."""
+        total = torch.stack([each.part.values for each in self.held]).sum(dim=0)
+        wanted = cut(reference, self.held[0].part)
+        return norm(total - wanted) <= 1e3 * TOLERANCE * norm(wanted)
+
+
+@dataclass(frozen=True)
+class JoinedTensor:
+    """One tensor of the model, as all ranks together hold it."""
+
+    name: str
+    held: tuple[HeldPart, ...]
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        """The whole: where several ranks hold an element, the first of them counts; zero where none does (see `holes`)."""
+        return self._filled[0]
+
+    @property
+    def holes(self) -> int:
+        """Elements that no rank holds."""
+        return self._filled[1]
+
+    @property
+    def shapes(self) -> set[tuple[int, ...]]:
+        """What the ranks take the whole tensor's shape for: one, if all is well."""
+        return {each.part.shape for each in self.held}
+
+    def versions(self) -> Iterator[Tensor]:
+        """The whole tensor; and again for each holder whose part is not what the whole says, with its part."""
+        yield self.tensor
+        for each in self.held:
+            if each.part.shape == tuple(self.tensor.shape) and not torch.equal(cut(self.tensor, each.part), each.part.values):
+                version = self.tensor.clone()
+                version[where(each.part)] = each.part.values
+                yield version
+
+    def replicas(self, axes: Sequence[str] = ("tp", "dp", "pp")) -> Iterator[ReplicaSet]:
+        """Ranks that hold the same, axis by axis."""
+        for axis in axes:
+            sets: dict[object, list[HeldPart]] = {}
+            for each in self.held:
+                others = tuple(sorted((a, at) for a, at in each.coordinates.items() if a != axis))
+                sets.setdefault((others, each.box), []).append(each)
+            yield from (ReplicaSet(axis, tuple(same)) for same in sets.values() if len(same) > 1)
+
+    @cached_property
+    def _filled(self) -> tuple[Tensor, int]:
+        shape = self.held[0].part.shape
+        tensor, missing = torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.bool)
+        for each in self.held:
+            if each.part.shape != shape:
+                continue
+            index = where(each.part)
+            fresh = missing[index]
+            tensor[index] = torch.where(fresh, each.part.values, tensor[index])
+            missing[index] = False
+        return tensor, int(missing.sum())
+
+
+def join(ranks: Sequence[RankObservation], parts_of: Callable[[RankObservation], Sequence[TensorPart]]) -> dict[str, JoinedTensor]:
+    """Every tensor of which some rank holds a part."""
+    found: dict[str, list[HeldPart]] = {}
+    for rank in ranks:
+        for part in parts_of(rank):
+            found.setdefault(part.name, []).append(HeldPart(rank.rank, rank.coordinates, part))
+    return {name: JoinedTensor(name, tuple(held)) for name, held in found.items()}
+
+
+def where(part: TensorPart) -> tuple[slice, ...]:
+    """The box as an index of the whole tensor."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(part.offsets, part.values.shape, strict=True))
+
+
+def cut(whole: Tensor, part: TensorPart) -> Tensor:
+    """The box of a part, out of a whole tensor."""
+    return whole[where(part)]
+
+
+_CONSTANT = 1e-6
+"""What is left of a tensor, relative, when a constant factor has been taken out, for the factor to be one."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What lies between a tensor and its reference."""
+
+    difference: float
+    """Norm of the difference; infinite where the shapes are not the same."""
+    size: float
+    """Norm of the reference."""
+    allowed: float
+    """Of the difference."""
+    scale: float
+    """What the difference is told in parts of: the reference's norm, a small part of the global norm where that is more, or all of
+    the global norm where the reference is negligible."""
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    ratio: float | None = None
+    """What the reference is to be multiplied by, where that is all that differs."""
+    rows: tuple[int, ...] = ()
+    """Rows that differ (indices of the first dimension), where not all do."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether the difference is more than rounding."""
+        return not self.difference <= self.allowed  # so written, NaN differs
+
+    @property
+    def relative(self) -> float:
+        """The difference in parts of the scale: infinite where that is zero, or where anything is not finite."""
+        return relative(self.difference, self.scale)
+
+    @property
+    def relative_allowed(self) -> float:
+        """What of `relative` is rounding."""
+        return relative(self.allowed, self.scale)
+
+    @property
+    def excess(self) -> float:
+        """Times what is allowed."""
+        return self.difference / self.allowed if self.allowed and not math.isnan(self.difference) else math.inf
+
+    def words(self) -> str:
+        """What there is to say."""
+        if self.shapes[0] != self.shapes[1]:
+            return f"shape {list(self.shapes[0])}, reference {list(self.shapes[1])}"
+        notes = [relative_words(self.difference, self.size)]
+        notes += [] if self.ratio is None else [f"{short(self.ratio)}x the reference"]
+        notes += [f"{rows_words(self.rows)} of {self.shapes[0][0]}"] if self.rows else []
+        return "; ".join(notes)
+
+
+def measure(
+    actual: Tensor, reference: Tensor, *, global_norm: float = 0.0, tolerance: float = TOLERANCE, slack: float = 0.0
+) -> Measured:
+    """Compare a tensor with its reference.
+
+    Args:
+        global_norm: of all tensors of the kind together; its rounding is allowed, and what is negligible beside it is compared
+            absolutely.
+        tolerance: relative; with 0, rounding is not allowed either.
+        slack: allowed besides, absolute.
+    """
+    shapes = tuple(actual.shape), tuple(reference.shape)
+    a, b = actual.detach().double().cpu(), reference.detach().double().cpu()
+    size, negligible = norm(b), NEGLIGIBLE * global_norm
+    scale = max(size, ROUNDING / tolerance * global_norm) if tolerance else size
+    allowed, scale = (tolerance * scale, scale) if size >= negligible else (negligible, global_norm)
+    allowed += slack
+    if shapes[0] != shapes[1]:
+        return Measured(math.inf, size, allowed, scale, shapes)
+    found = Measured(norm(a - b), size, allowed, scale, shapes)
+    if not found.differs:
+        return found
+    return Measured(found.difference, size, allowed, scale, shapes, constant_ratio(a, b), differing_rows(a, b, allowed))
+
+
+def joint_norm(tensors: Iterable[Tensor]) -> float:
+    """Norm of all elements together."""
+    return math.hypot(*(norm(tensor) for tensor in tensors))
+
+
+def norm(tensor: Tensor) -> float:
+    """Square root of the sum of squares, summed in float64."""
+    return tensor.detach().double().square().sum().sqrt().item()
+
+
+def constant_ratio(a: Tensor, b: Tensor) -> float | None:
+    """The number that b is to be multiplied by to give a, if there is one and it is not 1: the sign of a wrong scale, of a sum that
+    was forgotten or one made twice."""
+    if not a.isfinite().all() or not (square := b.square().sum().item()):
+        return None
+    ratio = (a * b).sum().item() / square
+    constant = norm(a - ratio * b) <= _CONSTANT * norm(a)
+    return ratio if constant and abs(ratio - 1) > _CONSTANT else None
+
+
+def differing_rows(a: Tensor, b: Tensor, allowed: float) -> tuple[int, ...]:
+    """Which rows differ, where not all do: the sign of a wrong slice."""
+    if a.dim() == 0 or len(a) < 2:
+        return ()
+    rows = (a - b).flatten(1).norm(dim=1) if a.dim() > 1 else (a - b).abs()
+    bad = (~(rows <= allowed / math.sqrt(len(rows)))).nonzero().flatten().tolist()
+    return tuple(bad) if len(bad) < len(rows) else ()
+
+
+def rows_words(rows: tuple[int, ...]) -> str:
+    """`rows 4 to 7`, or how many from where on."""
+    if len(rows) > 1 and rows[-1] - rows[0] == len(rows) - 1:
+        return f"rows {rows[0]} to {rows[-1]}"
+    return f"{len(rows)} rows from {rows[0]} on"

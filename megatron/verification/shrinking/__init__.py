@@ -1,1 +1,0 @@
-"""Make a user's settings small enough to be proved in a minute, keeping what matters of the layout."""

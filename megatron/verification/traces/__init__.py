@@ -1,1 +1,0 @@
-"""Where two traces part, which runs have saved."""

@@ -1,0 +1,145 @@
+"""Small models, random batches and whole training runs of the reference, with which the framework is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.verification.reference.model import Batch, Rules, losses_with_rules, spans, token_losses
+from megatron.verification.reference.shape import ReferenceShape, Weights
+from megatron.verification.reference.training import Rule, State, update
+
+
+def gpt2_like(**changes: object) -> ReferenceShape:
+    """A small GPT-2: learned positions, LayerNorm, GELU, biases, tied output."""
+    sizes = {"num_layers": 2, "hidden": 32, "ffn": 64, "heads": 4, "kv_heads": 4, "head_size": 8, "vocab": 64, "seq": 16}
+    return ReferenceShape(**{**sizes, **changes})  # type: ignore[arg-type]
+
+
+def llama_like(**changes: object) -> ReferenceShape:
+    """A small Llama: rotary positions, RMSNorm, SwiGLU, grouped queries, no biases, untied output."""
+    parts = {"positions": "rope", "norm": "RMSNorm", "activation": "swiglu", "bias": False, "tied": False}
+    sizes = {"num_layers": 2, "hidden": 32, "ffn": 48, "heads": 4, "kv_heads": 2, "head_size": 8, "vocab": 64, "seq": 16}
+    return ReferenceShape(**{**sizes, **parts, **changes})  # type: ignore[arg-type]
+
+
+def random_batches(shape: ReferenceShape, steps: int, batch: int, microbatch: int, seed: int) -> list[Batch]:
+    """Global batches of random tokens whose loss masks differ much between microbatches.
+
+    Each run of `microbatch` sequences keeps all tokens, half of them, a single one, or none at all, in turn and in an order that
+    changes with the step; a batch of few microbatches takes the fuller ones.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    count = batch // microbatch
+    assert count * microbatch == batch, "the batch must divide into microbatches"
+    batches = []
+    for _ in range(steps):
+        window = torch.randint(shape.vocab, (batch, shape.seq + 1), generator=generator)
+        mask = torch.zeros(count, microbatch * shape.seq, dtype=torch.float64)
+        for place, part in enumerate(torch.randperm(count, generator=generator).tolist()):
+            kept = (mask.shape[1], mask.shape[1] // 2, 1, 0)[place % 4]
+            mask[part, torch.randperm(mask.shape[1], generator=generator)[:kept]] = 1.0
+        batches.append((window[:, :-1], window[:, 1:], mask.view(batch, shape.seq)))
+    return batches
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """What a run gave; the framework's runs are put into the same form to be compared."""
+
+    losses: list[float]
+    """Of each step, before its update."""
+    grad_norms: list[float]
+    """Of each step, before clipping."""
+    first_gradients: dict[str, Tensor]
+    """Of the first step, before clipping."""
+    weights_after: dict[str, Tensor]
+    """After the last step."""
+
+
+def mean_loss(shape: ReferenceShape, weights: Weights, batch: Batch) -> Tensor:
+    """Mean cross entropy over the tokens of the batch that the mask keeps."""
+    tokens, labels, mask = batch
+    mask = mask.to(torch.float64)
+    return (token_losses(shape, weights, tokens, labels) * mask).sum() / mask.sum()
+
+
+Loss = Callable[[ReferenceShape, Weights, Batch], Tensor]
+
+
+def train(
+    shape: ReferenceShape,
+    weights: Weights,
+    batches: Sequence[Batch],
+    *,
+    loss: Loss = mean_loss,
+    lr: float | Sequence[float],
+    weight_decay: float = 0.0,
+    clip: float | None = None,
+    optimizer: Literal["adam", "sgd"] = "adam",
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    momentum: float = 0.0,
+) -> ReferenceRun:
+    """One step on every batch.
+
+    Args:
+        shape: the model.
+        weights: float64 start values; not changed.
+        batches: one global batch a step.
+        loss: what is made small, a scalar.
+        lr: learning rate, of every step or one a step.
+        weight_decay: of matrices and embeddings, not of norms and biases.
+        clip: greatest norm of the whole gradient; None for no clipping.
+        optimizer: adam (with decoupled decay, Loshchilov and Hutter 2019) or sgd (decay added to the gradient).
+        betas: of adam.
+        eps: of adam.
+        momentum: of sgd.
+    """
+    assert all(w.dtype == torch.float64 for w in weights.values()), "the reference is float64 throughout"
+    rates = [lr] * len(batches) if isinstance(lr, int | float) else list(lr)
+    assert len(rates) == len(batches)
+    rule = Rule(optimizer, clip, betas, eps, momentum)
+    state = State(weights)
+    losses: list[float] = []
+    grad_norms: list[float] = []
+    first_gradients: dict[str, Tensor] = {}
+
+    for batch, rate in zip(batches, rates, strict=True):
+        value, gradients = loss_and_gradients(shape, state.weights, batch, loss)
+        losses.append(value)
+        first_gradients = first_gradients or gradients
+        grad_norms.append(update(state, gradients, rule, rate, weight_decay))
+    return ReferenceRun(losses, grad_norms, first_gradients, state.weights)
+
+
+def loss_and_gradients(
+    shape: ReferenceShape, weights: Weights, batch: Batch, loss: Loss = mean_loss
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a batch and its gradient with respect to every weight."""
+    leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
+    value = loss(shape, leaves, batch)
+    gradients = torch.autograd.grad(value, list(leaves.values()))
+    return value.item(), dict(zip(leaves, gradients, strict=True))
+
+
+def loss_of_documents_apart(shape: ReferenceShape, weights: Weights, batch: Batch, eod: int) -> Tensor:
+    """Mean loss of a batch in which every document is a sample of its own; after an `eod` nothing is predicted."""
+    total, count = torch.zeros((), dtype=torch.float64), 0.0
+    for tokens, labels, mask in zip(*batch, strict=True):
+        for start, end in spans(tokens.tolist(), eod):
+            part = slice(start, end)
+            kept = mask[part] * (tokens[part] != eod)
+            total = total + (token_losses(shape, weights, tokens[None, part], labels[None, part])[0] * kept).sum()
+            count += kept.sum().item()
+    return total / count
+
+
+def loss_with_rules(shape: ReferenceShape, weights: Weights, batch: Batch, rules: Rules) -> Tensor:
+    """Mean loss of a batch of packed samples, each rule by itself."""
+    losses, kept = losses_with_rules(shape, weights, batch, rules)
+    return (losses * kept).sum() / kept.sum()
