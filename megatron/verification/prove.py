@@ -1,3 +1,161 @@
 """Runs settings twice in float64: at their layout on local processes, and as the plain reference."""
 
 from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.config import Config
+from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
+from megatron.config.outputs import CheckpointConfig, LoggingConfig
+from megatron.data.batches import DocumentRules
+from megatron.data.tokenizers.build import build_tokenizer, embedding_rows
+from megatron.model.build import build_model
+from megatron.parallel.context import choose_device, make_context
+from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.partition import table_of
+from megatron.verification.layout_run import ProofTask, observe_rank
+from megatron.verification.local_ranks import run_ranks
+from megatron.verification.observation import LayoutRun, Observation
+from megatron.verification.plain_run import PlainTask, reference_shape, run_plain
+from megatron.verification.random_samples import RandomSamples
+from megatron.verification.reference.shape import random_weights
+
+DROPOUT = 0.1
+"""Probability where the settings have none."""
+_LOCAL: dict[str, Any] = {"device": "cpu", "distributed_backend": "gloo"}
+"""Of the ranks, whatever devices there are."""
+LEAST_EPS = 1e-6
+"""Of Adam: the true gradient of some parameters is zero (a key bias without rotary positions), and Adam divides what rounding makes
+of it by no less than this."""
+
+
+def prove(
+    config: Config, world_size: int, *, steps: int | None = None, seed: int = 1, dropout: bool = True, timeout: float = 240.0
+) -> Observation:
+    """Observe a run at its layout, and the reference on the same samples and start weights.
+
+    Args:
+        config: settings that are valid for `world_size` ranks, of a size that can be run here.
+        steps: iterations at most; by default the whole run.
+        seed: of samples and start weights.
+        dropout: leave the model its probabilities of dropout, or some where it has none: they must not act where it is off.
+        timeout: seconds until a run is given up.
+
+    Raises:
+        RanksError: a rank raised, died, or was not done in time.
+        ValueError: the tokenizer of the settings cannot be made.
+    """
+    import_before_fork()
+    config, replaced = _as_run(config, steps, dropout)
+    parallel, data = config.parallel, config.data
+    tokenizer = build_tokenizer(data)
+    rules = DocumentRules(tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+    vocab_size = embedding_rows(tokenizer, data)
+    data_size = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    samples = _samples(config, data_size, vocab_size, tokenizer.eod, 2 * seed)
+    held_out = dataclasses.replace(samples, seed=2 * seed + 1)
+    start = random_weights(reference_shape(config.model, vocab_size), seed)
+
+    job = ProofTask(config, vocab_size, rules, start, samples, held_out)
+    began = time.monotonic()
+    ranks = run_ranks(world_size, observe_rank, job, timeout=timeout)
+    layout = LayoutRun(table_of(config.model, parallel, vocab_size), ranks, time.monotonic() - began)
+    # In a process of its own: where there is a GPU, a process that has run a backward can fork no ranks for another run.
+    task = PlainTask(config, data_size, vocab_size, start, samples, held_out, steps)
+    plain = run_ranks(1, lambda rank: run_plain(task), timeout=timeout, init=False)[0]
+    return Observation(config, world_size, vocab_size, layout, plain, _initial_weights(config, vocab_size), start, replaced)
+
+
+def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, list[str]]:
+    """The settings as both runs take them, and what was replaced."""
+    replaced = [
+        "dtype: everything is float64. Not run: 16-bit storage, and main parameters apart from the weights with their copy back",
+        "kernels: those of float64 on a CPU. Not run: fused updates, flash attention",
+        "dropout: off in training"
+        + ("; its probability stays, as evaluation must be without" if dropout else " and in evaluation"),
+        "data: random tokens with ends of documents, and random loss masks beside those of the flags",
+        "network: what is sent arrives when it is waited for, and not before",
+        "checkpoints, logs, profiler and exits: none",
+    ]
+    model, training, optimizer = config.model, config.training, config.optimizer
+    if config.precision.fp16:
+        replaced.append(
+            "--fp16: no gradient overflows in float64. Not run: steps that are skipped for that, and a scale that changes"
+        )
+    if optimizer.optimizer_cpu_offload:
+        replaced.append("--optimizer-cpu-offload: on a CPU there is one memory. Not run: what moves between host and device")
+    if optimizer.use_apex:
+        replaced.append("--use-apex: torch's optimizer, which does the same on a CPU")
+    if optimizer.optimizer == "adam" and optimizer.adam_eps < LEAST_EPS:
+        replaced.append(f"--adam-eps: {LEAST_EPS:g}, so that rounding of gradients that are truly zero makes no update")
+    if config.debug.check_replicas_every is not None:
+        replaced.append("--check-replicas-every: not set, as everything is compared here, and to the end")
+    changed = dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            model,
+            hidden_dropout=(model.hidden_dropout or DROPOUT) * dropout,
+            attention_dropout=(model.attention_dropout or DROPOUT) * dropout,
+        ),
+        training=dataclasses.replace(training, exit_interval=steps, exit_duration_in_mins=None),
+        parallel=dataclasses.replace(config.parallel, **_LOCAL),
+        optimizer=dataclasses.replace(optimizer, use_apex=False, adam_eps=max(optimizer.adam_eps, LEAST_EPS)),
+        checkpoint=CheckpointConfig(),
+        logging=LoggingConfig(),
+        debug=dataclasses.replace(config.debug, check_replicas_every=None),
+    )
+    return changed, replaced
+
+
+def _samples(config: Config, data_size: int, vocab_size: int, eod: int, seed: int) -> RandomSamples:
+    training = config.training
+    micro = training.micro_batch_size
+    ramp, full = training.rampup_batch_size, training.global_batch_size or micro * data_size
+    several = (ramp[0] if ramp else full) > micro
+    return RandomSamples(seed, config.model.seq_length, vocab_size, eod, micro, empty_masks=several)
+
+
+def _initial_weights(config: Config, vocab_size: int) -> dict[str, Tensor]:
+    """Weights as one process initialises them, without padding."""
+    model = build_model(
+        config.model,
+        make_context(Topology(), 0, choose_device("cpu", 0)),
+        dtype=torch.float64,
+        vocab_size=vocab_size,
+        sequence_parallel=False,
+        seed=config.training.seed,
+    )
+    return {entry.record.name: entry.param.detach()[tuple(slice(n) for n in entry.record.shape)].clone() for entry in model.params}
+
+
+def vocabulary_of(data: DataConfig) -> int:
+    """By --vocab-size, else by the tokenizer, whose files are then needed.
+
+    Raises:
+        ValueError: neither is known, or a file is damaged; with what to give.
+    """
+    assert data.tokenizer_type is not None, "a rule asks for it"
+    files = [name for name in tokenizer_settings(data.tokenizer_type) if name in TOKENIZER_FILES]
+    if files and data.vocab_size is not None:
+        return data.vocab_size  # with files it is the number of rows
+    missing = [name for name in files if not Path(getattr(data, name) or "").exists()]
+    if not missing:
+        return embedding_rows(build_tokenizer(data), data)
+    told = ", ".join(f"--{name.replace('_', '-')} {getattr(data, name)}" for name in missing)
+    raise ValueError(
+        f"the size of the vocabulary is not known: there is no {told}.\n"
+        "  Give --vocab-size N (the rows of the word embedding), or the file."
+    )
+
+
+def import_before_fork() -> None:
+    """Import what only some runs need, and only when they need it."""
+    import torch._dynamo  # noqa: F401  # fully_shard imports it
+
+    import megatron.data_parallel.fsdp  # noqa: F401

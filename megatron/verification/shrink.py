@@ -4,3 +4,216 @@ What a setting chooses (schedule, strategy, norms, ...) stays; numbers become sm
 """
 
 from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from megatron.config.checks.finding import is_changed, shown
+from megatron.config.config import Config
+from megatron.config.data import DataConfig
+from megatron.config.flags import flags
+from megatron.config.model import ModelConfig
+from megatron.config.outputs import CheckpointConfig, LoggingConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.rules import violations
+from megatron.data_parallel.bucket_plan import default_bucket_size
+from megatron.metrics.flops import count_parameters
+from megatron.verification.small_layout import (
+    Pattern,
+    RankSizes,
+    pattern_of,
+    reduced_pattern,
+    reduced_sizes,
+    with_pattern,
+    without_split,
+)
+from megatron.verification.small_model import Cuts, padding_of, reduced_model, reduced_rates, reduced_training, reduced_vocabulary
+
+_MOST_BUCKETS = 8
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Small settings, and what they have of the given ones."""
+
+    config: Config
+    world_size: int
+    kept: list[str]
+    changed: list[str]
+
+
+def shrink(config: Config, world_size: int, vocab_size: int, *, max_ranks: int = 8, steps: int = 4) -> list[Reduced]:
+    """Small settings, of one run or of several that together have every pair of axes that the layout has.
+
+    Args:
+        config: valid for `world_size`.
+        vocab_size: rows of the word embedding, without padding.
+        max_ranks: of one run.
+        steps: iterations of one run.
+
+    Raises:
+        ValueError: there is nothing smaller that is valid.
+    """
+    whole = sizes_of(config, world_size)
+    hybrid = (config.parallel.fsdp_shard_size or whole.dp) < whole.dp
+    return [_reduced(config, whole, vocab_size, sizes, steps) for sizes in reduced_sizes(whole, max_ranks, hybrid=hybrid)]
+
+
+def sizes_of(config: Config, world_size: int) -> RankSizes:
+    """The layout of settings."""
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    return RankSizes(tp, pp, world_size // (tp * pp))
+
+
+def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes, steps: int) -> Reduced:
+    parallel = _ranks(config.parallel, whole, sizes)
+    sharded = parallel.sharding == "optim_grads_params"
+    cuts = Cuts(sizes.tp, (parallel.fsdp_shard_size or sizes.dp) if sharded else 1, parallel.sequence_parallel)
+    rows, multiple = reduced_vocabulary(vocab_size, config.model.make_vocab_size_divisible_by, whole.tp, cuts)
+    before = pattern_of(config.model, config.parallel, vocab_size)
+    if sizes.pp > 1:
+        pattern = reduced_pattern(before, config.parallel.schedule, sizes.pp)
+        model = reduced_model(config.model, sum(pattern.sizes), multiple, whole.tp, cuts)
+        parallel, same_split = with_pattern(model, parallel, rows, pattern)
+    else:
+        model = reduced_model(config.model, min(2, config.model.num_layers), multiple, whole.tp, cuts)
+        parallel, same_split = dataclasses.replace(without_split(parallel), pipeline_schedule=None), True
+    training = reduced_training(config.training, whole.pp, whole.dp, sizes.pp, sizes.dp, steps)
+    parallel = dataclasses.replace(
+        parallel, ddp_bucket_size=_bucket(config, vocab_size, whole, count_parameters(model, rows), sizes)
+    )
+    small = dataclasses.replace(
+        config,
+        model=model,
+        training=training,
+        optimizer=reduced_rates(config, training, steps),
+        parallel=parallel,
+        data=_data(config.data, rows),
+        checkpoint=CheckpointConfig(),
+        logging=LoggingConfig(),
+    )
+    if found := violations(small, sizes.world_size):
+        raise ValueError("these settings could not be made small:\n" + "\n".join(str(violation) for violation in found))
+    after = pattern_of(model, parallel, rows)
+    return Reduced(
+        small,
+        sizes.world_size,
+        kept_words(config, small, whole, sizes, same_split=same_split),
+        changed_words(config, small, whole, sizes, (before, after), (vocab_size, rows)),
+    )
+
+
+def _ranks(parallel: ParallelConfig, whole: RankSizes, sizes: RankSizes) -> ParallelConfig:
+    shard = parallel.fsdp_shard_size
+    if shard is not None and sizes.dp != whole.dp:
+        shard = 2 if shard < whole.dp and sizes.dp > 2 else None
+    return dataclasses.replace(
+        parallel, tensor_model_parallel_size=sizes.tp, pipeline_model_parallel_size=sizes.pp, fsdp_shard_size=shard
+    )
+
+
+def _bucket(config: Config, vocab_size: int, whole: RankSizes, small_parameters: int, sizes: RankSizes) -> int | None:
+    """Elements of a gradient bucket: several buckets where there are several."""
+    limit = config.parallel.ddp_bucket_size or default_bucket_size(whole.dp)
+    buckets = min(_MOST_BUCKETS, math.ceil(count_parameters(config.model, vocab_size) / (whole.tp * whole.pp) / limit))
+    if buckets == 1 and config.parallel.ddp_bucket_size is None:
+        return None
+    return max(1, small_parameters // (sizes.tp * sizes.pp) // buckets)
+
+
+def _data(data: DataConfig, rows: int) -> DataConfig:
+    """Made-up tokens, of which one more than the size of NullTokenizer is the end of a document."""
+    return DataConfig(
+        mock_data=True,
+        tokenizer_type="NullTokenizer",
+        vocab_size=rows - 1,
+        num_workers=data.num_workers,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+    )
+
+
+_TOPICS = ("model", "training", "optimizer", "parallel", "precision")
+_PACKING = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+_TOLD = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "make_vocab_size_divisible_by"),
+    *("num_attention_heads", "num_query_groups"),
+    # Everything runs in float64 and in one memory.
+    *("bf16", "fp16", "fp32_residual_connection", "optimizer_cpu_offload", "optimizer_offload_fraction"),
+)
+"""Settings of which other lines tell."""
+
+
+def kept_words(config: Config, small: Config, whole: RankSizes, sizes: RankSizes, *, same_split: bool) -> list[str]:
+    """What is as it was."""
+    kept = [f"{what} {size}" for what, size, now in _axes(whole, sizes) if size == now and size > 1]
+    if sizes.pp > 1 and same_split:
+        kept.append("the way in which layers are spread over stages")
+    if sizes.pp > 1:
+        kept.append(f"schedule {config.parallel.schedule}")
+    kept.append("embedding and output layer tied" if config.model.tied else "embedding and output layer apart")
+    told = [field for field in _fields() if field not in _TOLD]
+    same = [field for field in told if is_changed(config, field) and _value(config, field) == _value(small, field)]
+    return [*kept, *(shown(config, field) for field in same)]
+
+
+def changed_words(
+    config: Config,
+    small: Config,
+    whole: RankSizes,
+    sizes: RankSizes,
+    patterns: tuple[Pattern, Pattern],
+    rows: tuple[int, int],
+) -> list[str]:
+    """What is not.
+
+    Args:
+        patterns: layers of stages before and after.
+        rows: of the word embedding before and after.
+    """
+    changed = [f"{what} {size} -> {now}" for what, size, now in _axes(whole, sizes) if size != now]
+    changed.append(_change("layers by stage", *map(str, patterns)))
+    changed.append(_change("heads of a tensor rank", _heads(config.model, whole.tp), _heads(small.model, sizes.tp)))
+    before, after = _rows(rows[0], config.model, whole.tp), _rows(rows[1], small.model, sizes.tp)
+    changed.append(_change("vocabulary", before, after))
+    for field in _fields():
+        if field not in _TOLD and _value(config, field) != _value(small, field):
+            flag = flags()[field.replace("_", "-")]
+            changed.append(_change(f"--{flag.name}", _shown(_value(config, field)), _shown(_value(small, field))))
+    return [line for line in changed if line]
+
+
+def _axes(whole: RankSizes, sizes: RankSizes) -> list[tuple[str, int, int]]:
+    return [
+        ("tensor size", whole.tp, sizes.tp),
+        ("pipeline size", whole.pp, sizes.pp),
+        ("data size", whole.dp, sizes.dp),
+    ]
+
+
+def _change(what: str, before: str, after: str) -> str:
+    return f"{what} {before} -> {after}" if before != after else ""
+
+
+def _heads(model: ModelConfig, tp: int) -> str:
+    return f"{model.num_attention_heads // tp} over {model.num_key_value_heads // tp} key-value"
+
+
+def _rows(rows: int, model: ModelConfig, tp: int) -> str:
+    return f"{rows:,} + {padding_of(rows, model.make_vocab_size_divisible_by, tp):,} of padding"
+
+
+def _fields() -> list[str]:
+    return [flag.field for flag in flags().values() if flag.topic in _TOPICS or flag.field in _PACKING]
+
+
+def _value(config: Config, field: str) -> object:
+    return getattr(getattr(config, flags()[field.replace("_", "-")].topic), field)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "by default"
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
