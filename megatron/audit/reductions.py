@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron.audit.replicas import MOST_LINES, ranks_in_words
 from megatron.audit.signature import NUM_SIGNS, SIGNATURE_SIZE, box_signature, placed_signature, shard_signatures
-from megatron.checkpoint.format.tiling import tiles
+from megatron.checkpoint.manifest import tiles
 from megatron.parallel.boxes import Box, DimPiece, Piece
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext

@@ -23,3 +23,7 @@ def listed(entries: list[str], separator: str = ", ") -> str:
 def ranks_named(ranks: list[int]) -> str:
     """The ranks as text: `rank 3`, or `ranks 3, 4`."""
     return f"rank{'s' * (len(ranks) > 1)} {listed([str(rank) for rank in ranks])}"
+
+
+class TruncatedError(OSError):
+    """A file ends before the bytes that were asked for."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.parallel.boxes import Box, PlacedBox
 
 WEIGHT = "model"
@@ -52,3 +53,21 @@ def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...
 def relative(inner: Box, outer: Box) -> Box:
     """A box counted from the first corner of another one in which it lies."""
     return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
+
+
+_BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`; also of dtypes that checkpoints do not hold."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype of a name in a manifest."""
+    return _BY_NAME[name]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The raw bytes of a tensor, row-major; a copy only if it is not contiguous in host memory."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.checkpoint.fill import fill_model
-from megatron.checkpoint.source import WeightSource
+from megatron.checkpoint.source import WeightSource, fill_model
 from megatron.config.checks.parallel import heads_divide_by_tensor, mlp_divides_by_tensor, query_groups_divide_by_tensor
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig

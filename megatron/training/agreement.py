@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.loading.find import Place
+from megatron.checkpoint.save_folder import Place
 from megatron.config.config import Config
 from megatron.config.model import FREE_AT_BEGINNING, FREE_FIELDS, ModelConfig
 from megatron.config.save import from_dict

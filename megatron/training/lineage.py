@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.format.folder import checkpoints
-from megatron.checkpoint.loading.find import find_checkpoint, read_config, read_state
+from megatron.checkpoint.save_folder import checkpoints, find_checkpoint, read_config, read_state
 from megatron.config.config import Config
 from megatron.config.save import from_dict
 from megatron.config.training import TrainingConfig

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.format.manifest import MANIFEST
 from megatron.checkpoint.global_tensor import WEIGHT
-from megatron.checkpoint.kinds import FOREIGN, kind_of
-from megatron.checkpoint.loading.find import Place, find_checkpoint, iteration_of, read_config, read_state
-from megatron.checkpoint.loading.load import Loaded, load_tensors
-from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.load import Loaded, load_tensors
+from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.open_source import FOREIGN, kind_of
+from megatron.checkpoint.save_folder import Place, find_checkpoint, iteration_of, read_config, read_state
+from megatron.checkpoint.storage import open_storage
 from megatron.config.config import Config
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer

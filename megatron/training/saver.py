@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron.checkpoint.saving.background_saver import BackgroundSaver
-from megatron.checkpoint.saving.check import check_for_strangers, check_writable
-from megatron.checkpoint.saving.rank_writer import PATIENCE_S
-from megatron.checkpoint.saving.retention import retain
-from megatron.checkpoint.saving.save import TensorSaver
-from megatron.checkpoint.storage.opening import open_storage
-from megatron.checkpoint.storage.protocol import Storage
+from megatron.checkpoint.background_saver import BackgroundSaver
+from megatron.checkpoint.commit import check_for_strangers, check_writable, retain
+from megatron.checkpoint.rank_writer import PATIENCE_S
+from megatron.checkpoint.save import TensorSaver
+from megatron.checkpoint.storage import Storage, open_storage
 from megatron.config.outputs import CheckpointConfig
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer

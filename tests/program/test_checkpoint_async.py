@@ -17,15 +17,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint import background_saver, parts, rank_writer, writer_main
+from megatron.checkpoint.background_saver import BackgroundSaver
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.format.folder import LATEST, RUN, checkpoints
-from megatron.checkpoint.format.manifest import Manifest, read_manifest
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.loading.find import find_checkpoint, read_config, read_state
-from megatron.checkpoint.loading.load import load_tensors
-from megatron.checkpoint.saving import background, background_saver, part, rank_writer
-from megatron.checkpoint.saving.background_saver import BackgroundSaver
-from megatron.checkpoint.saving.messages import (
+from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.local_storage import LocalStorage
+from megatron.checkpoint.manifest import Manifest, read_manifest
+from megatron.checkpoint.parts import Part, share_out
+from megatron.checkpoint.save import TensorSaver, described, reader_of, save_checkpoint
+from megatron.checkpoint.save_folder import LATEST, RUN, checkpoints, find_checkpoint, read_config, read_state
+from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.together import group_of
+from megatron.checkpoint.writer_process import (
     Alive,
     AllWritten,
     Begin,
@@ -35,16 +39,9 @@ from megatron.checkpoint.saving.messages import (
     PartWritten,
     Reply,
     Save,
+    WriterProcess,
     part_file,
 )
-from megatron.checkpoint.saving.part import Part
-from megatron.checkpoint.saving.plan import share_out
-from megatron.checkpoint.saving.planner import described, reader_of
-from megatron.checkpoint.saving.process import WriterProcess
-from megatron.checkpoint.saving.save import TensorSaver, save_checkpoint
-from megatron.checkpoint.storage.local import LocalStorage
-from megatron.checkpoint.storage.opening import open_storage
-from megatron.checkpoint.together import group_of
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, whole
 
@@ -395,24 +392,24 @@ def test_a_writer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 def test_a_writer_that_is_slow_is_waited_for(tmp_path: Path) -> None:
     """As long as there is progress: here it waits for the part of another rank, which comes late."""
-    run = Run(tmp_path, patience_s=background.ALIVE_EVERY_S + 1.0)
+    run = Run(tmp_path, patience_s=writer_main.ALIVE_EVERY_S + 1.0)
     run.saver._writer._num_ranks = 2
     run.save(1, [])
     draft = run.saver._writer.draft
     assert draft is not None
-    threading.Timer(background.ALIVE_EVERY_S + 2.5, draft.storage.write, (part_file(1), Manifest({}, {}).to_json())).start()
+    threading.Timer(writer_main.ALIVE_EVERY_S + 2.5, draft.storage.write, (part_file(1), Manifest({}, {}).to_json())).start()
     run.finish()
     assert list(checkpoints(tmp_path)) == [1]
 
 
 def test_progress_is_told_while_a_part_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part, "_SYNC_BYTES", 1 << 20)
+    monkeypatch.setattr(parts, "_SYNC_BYTES", 1 << 20)
     tensors = [whole(f"t{index}", torch.ones(1 << 19)) for index in range(4)]  # 2 MiB each
     draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
     draft.make()
     calls: list[int] = []
-    plan = part.part_of(0, share_out([described(tensors)])[0])
-    part.write_part(draft, plan, reader_of(tensors), lambda: calls.append(1))
+    plan = parts.part_of(0, share_out([described(tensors)])[0])
+    parts.write_part(draft, plan, reader_of(tensors), lambda: calls.append(1))
     assert len(calls) == 8
 
 
@@ -526,10 +523,10 @@ def test_what_another_run_left_is_not_touched_by_a_late_writer(tmp_path: Path) -
 
 def test_a_part_that_is_written_but_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system of a network that shows the first rank another folder."""
-    monkeypatch.setattr(background, "VISIBLE_WITHIN_S", 0.1)
+    monkeypatch.setattr(writer_main, "VISIBLE_WITHIN_S", 0.1)
     replies: list[Reply] = []
     inbox: queue.Queue[Message] = queue.Queue()
-    writer = background.Background(memoryview(b""), inbox, Begin(str(tmp_path), Part(0, ()), 3, None, None), replies.append)
+    writer = writer_main.Background(memoryview(b""), inbox, Begin(str(tmp_path), Part(0, ()), 3, None, None), replies.append)
     draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
     draft.make()
     draft.storage.write(part_file(2), b"{}")
@@ -547,7 +544,7 @@ def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pyt
     """The new one is complete all the same."""
     replies: list[Reply] = []
     begin = Begin(str(tmp_path), Part(0, ()), 1, 1, None)
-    writer = background.Background(memoryview(b""), queue.Queue(), begin, replies.append)
+    writer = writer_main.Background(memoryview(b""), queue.Queue(), begin, replies.append)
     for iteration in (1, 2):
         draft = LocalStorage(tmp_path).draft(f"iter_{iteration:07d}", "ab")
         draft.make()
@@ -574,6 +571,6 @@ def test_an_object_store(tmp_path: Path) -> None:
 
 
 def test_the_writer_loads_no_torch() -> None:
-    code = "import sys, megatron.checkpoint.saving.background; assert not {'torch', 'fsspec', 'multiprocessing'} & set(sys.modules)"
+    code = "import sys, megatron.checkpoint.writer_main; assert not {'torch', 'fsspec', 'multiprocessing'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.format.folder import checkpoint_name, iterations_in, latest_in
-from megatron.checkpoint.format.manifest import MANIFEST
-from megatron.checkpoint.loading.find import find_checkpoint
-from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.save_folder import checkpoint_name, find_checkpoint, iterations_in, latest_in
+from megatron.checkpoint.storage import open_storage
 from megatron.verification.local_ranks import die_with
 from tests.support.runs import (
     Ended,

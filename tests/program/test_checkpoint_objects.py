@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.commit import retain
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.format.folder import latest_in
-from megatron.checkpoint.loading.find import find_checkpoint, read_state
-from megatron.checkpoint.loading.load import load_tensors
-from megatron.checkpoint.saving.retention import retain
-from megatron.checkpoint.saving.save import TensorSaver
-from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.save import TensorSaver
+from megatron.checkpoint.save_folder import find_checkpoint, latest_in, read_state
+from megatron.checkpoint.storage import open_storage
 from megatron.checkpoint.together import group_of
 from tests.support.checkpoint_worlds import whole
 from tests.support.runs import arguments, digest, run

@@ -13,16 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint import compare
-from megatron.checkpoint.compare import difference
-from megatron.checkpoint.format.manifest import read_manifest
-from megatron.checkpoint.loading.data_files import DataFiles
-from megatron.checkpoint.saving.stream import write_checkpoint
-from megatron.checkpoint.storage.local import LocalStorage
+from megatron.checkpoint.data_files import DataFiles
+from megatron.checkpoint.local_storage import LocalStorage
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.stored import StoredCheckpoint
+from megatron.checkpoint.stream import write_checkpoint
 from megatron.parallel.boxes import Box
 from tests.support.runs import arguments, checkpoint, run
 from tools.checkpoint import main
+from tools.checkpoints import compare
+from tools.checkpoints.compare import difference
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_verify_compares_the_content(saved: Path, capsys: pytest.CaptureFixture[
     other = manifest.tensors["model.final_norm.bias"].content
     content = json.loads(text)
     content["tensors"][name]["content"] = other
-    from megatron.checkpoint.format.content import digest_of
+    from megatron.checkpoint.content_sums import digest_of
 
     content["content_digest"] = digest_of((n, t["shape"], t["dtype"], t["content"]) for n, t in content["tensors"].items())
     (path / "manifest.json").write_text(json.dumps(content))

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.dtypes import bytes_of
-from megatron.checkpoint.format.manifest import read_manifest
-from megatron.checkpoint.storage.opening import open_storage
-from megatron.checkpoint.stored import StoredCheckpoint
-from megatron.checkpoint.verify import verify
+from megatron.checkpoint.global_tensor import bytes_of
+from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.stored import StoredCheckpoint, verify
 from tests.support.equality import number_differences
 from tests.support.runs import arguments, checkpoint, losses, read_metrics, run
 

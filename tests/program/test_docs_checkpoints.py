@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from examples.make_corpus import write_corpus
-from megatron.checkpoint.loading.find import find_checkpoint
+from megatron.checkpoint.save_folder import find_checkpoint
 from megatron.checkpoint.stored import StoredCheckpoint
 from tests.program.test_readme import commands
 from tests.support.cli import ROOT

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.format.folder import LATEST
+from megatron.checkpoint.save_folder import LATEST
 from megatron.config.cli import load
 from megatron.data.tokenizers.build import planned_rows
 from megatron.planner.dry_run import make_plan

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.format.manifest import read_manifest
-from megatron.checkpoint.loading.data_files import DataFiles
-from megatron.checkpoint.saving.stream import write_checkpoint
-from megatron.checkpoint.storage.local import LocalStorage
+from megatron.checkpoint.data_files import DataFiles
+from megatron.checkpoint.local_storage import LocalStorage
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.stored import StoredCheckpoint
+from megatron.checkpoint.stream import write_checkpoint
 from tests.support.equality import assert_equal_tensors
 from tests.support.runs import arguments, checkpoint, digest, launch, report, run, saved_state, saved_tensors
 

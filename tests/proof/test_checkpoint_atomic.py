@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+import megatron.checkpoint.local_storage as local_module
+import megatron.checkpoint.save as save_module
+from megatron.checkpoint.commit import check_writable
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.format.folder import LATEST
-from megatron.checkpoint.format.manifest import Manifest
-from megatron.checkpoint.loading.find import find_checkpoint, read_state
-from megatron.checkpoint.loading.load import load_tensors
-from megatron.checkpoint.saving import save as save_module
-from megatron.checkpoint.saving.check import check_writable
-from megatron.checkpoint.saving.save import save_checkpoint
-from megatron.checkpoint.storage import local as local_module
-from megatron.checkpoint.storage.local import LocalStorage
-from megatron.checkpoint.storage.opening import open_storage
-from megatron.checkpoint.storage.protocol import Draft
+from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.local_storage import LocalStorage
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.save_folder import LATEST, find_checkpoint, read_state
+from megatron.checkpoint.storage import Draft, open_storage
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import whole
 

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.checkpoint.content_sums import checksum
+from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.format.digest import checksum
-from megatron.checkpoint.format.manifest import Manifest, StoredBox, StoredFile, StoredTensor, read_manifest
-from megatron.checkpoint.loading.data_files import BoxRead, DataFiles
-from megatron.checkpoint.loading.find import find_checkpoint, read_config, read_state
-from megatron.checkpoint.loading.load import load_tensors
-from megatron.checkpoint.saving.save import save_checkpoint
-from megatron.checkpoint.storage.local import LocalStorage
+from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.local_storage import LocalStorage
+from megatron.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor, read_manifest
+from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.save_folder import find_checkpoint, read_config, read_state
 from megatron.parallel.boxes import Box
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, save_world, whole

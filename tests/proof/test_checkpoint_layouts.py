@@ -11,11 +11,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.format.manifest import read_manifest
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.loading.find import read_config, read_state
-from megatron.checkpoint.loading.load import load_tensors
-from megatron.checkpoint.saving.save import save_checkpoint
+from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.save_folder import read_config, read_state
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import (
     PADDING,

@@ -13,15 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.checkpoint import data_files, load, loaded_content
+from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.format.manifest import Manifest, StoredBox, StoredTensor, read_manifest
 from megatron.checkpoint.global_tensor import GlobalTensor, slices
-from megatron.checkpoint.loading import content, data_files, load
-from megatron.checkpoint.loading.data_files import BoxRead, DataFiles
-from megatron.checkpoint.loading.find import find_checkpoint, read_state
-from megatron.checkpoint.loading.load import load_tensors
-from megatron.checkpoint.saving.save import save_checkpoint
-from megatron.checkpoint.storage.local import LocalStorage
+from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.local_storage import LocalStorage
+from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor, read_manifest
+from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.save_folder import find_checkpoint, read_state
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import Layout, Shapes, assert_holds, hold, load_world, random_values, save_world, whole
@@ -158,7 +158,7 @@ def test_a_read_to_another_place_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     load_tensors(path, [target])
     assert torch.equal(target.local, value)
     for change in ("planned_reads", exchanged), ("PlannedRead.within", into_the_other):  # the second hides what the first has done
-        monkeypatch.setattr(f"megatron.checkpoint.loading.load.{change[0]}", change[1])
+        monkeypatch.setattr(f"megatron.checkpoint.load.{change[0]}", change[1])
         target.local.zero_()
         with pytest.raises(DamagedCheckpointError, match=r"content sums \(1\): a"):
             load_tensors(path, [target])
@@ -192,7 +192,7 @@ def test_one_rank_s_difference_is_everybody_s_error(tmp_path: Path) -> None:
 
 def test_content_of_wider_and_narrower_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a wider dtype it is compared, in parts; rounded it cannot be, and older checkpoints have nothing to compare with."""
-    monkeypatch.setattr(content, "_AT_ONCE", 16)
+    monkeypatch.setattr(loaded_content, "_AT_ONCE", 16)
     value = torch.randn(9, 7).bfloat16()
     path = Path(save_checkpoint(tmp_path, 1, [whole("a", value)], {}, {}))
     compared = load_tensors(path, [whole("a", torch.zeros(9, 7))]).compared

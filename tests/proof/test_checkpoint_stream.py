@@ -13,14 +13,13 @@ import safetensors.torch
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.format.folder import LATEST
-from megatron.checkpoint.format.manifest import read_manifest
 from megatron.checkpoint.global_tensor import slices
-from megatron.checkpoint.loading.find import read_config, read_state
-from megatron.checkpoint.loading.load import load_tensors
-from megatron.checkpoint.saving.save import save_checkpoint
-from megatron.checkpoint.saving.stream import write_checkpoint
+from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.save_folder import LATEST, read_config, read_state
 from megatron.checkpoint.source import TensorInfo
+from megatron.checkpoint.stream import write_checkpoint
 from megatron.parallel.boxes import Box
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import whole

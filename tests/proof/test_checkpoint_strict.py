@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.format.manifest import Manifest, StoredTensor, read_manifest
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.loading.load import load_tensors
-from megatron.checkpoint.saving.save import save_checkpoint
+from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.manifest import Manifest, StoredTensor, read_manifest
+from megatron.checkpoint.save import save_checkpoint
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import Layout, Shapes, hold, load_world, random_values, whole

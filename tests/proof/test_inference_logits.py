@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.fill import fill_model
+from megatron.checkpoint.source import fill_model
 from megatron.inference.logits import sequence_logits
 from megatron.inference.model import model_from
 from megatron.model.build import build_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.legacy.folder import LegacyCheckpoint
+from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
 from megatron.inference.logits import sequence_logits
 from megatron.inference.model import model_from
 from megatron.parallel.boxes import Box

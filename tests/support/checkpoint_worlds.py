@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.format.folder import checkpoint_name
+from megatron.checkpoint.commit import commit, encoded
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.loading.find import manifest_in
-from megatron.checkpoint.loading.load import check_requests, plan_load, read_boxes
-from megatron.checkpoint.saving.commit import commit, encoded
-from megatron.checkpoint.saving.part import part_of, write_part
-from megatron.checkpoint.saving.plan import share_out
-from megatron.checkpoint.saving.planner import described, reader_of
-from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.load import check_requests, plan_load, read_boxes
+from megatron.checkpoint.parts import part_of, share_out, write_part
+from megatron.checkpoint.save import described, reader_of
+from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
+from megatron.checkpoint.storage import open_storage
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.params import ParamRecord, Split
 

@@ -31,11 +31,10 @@ import megatron.training.inputs
 import megatron.training.loop
 import megatron.training.startup  # noqa: F401
 import pretrain_gpt
-from megatron.checkpoint.dtypes import torch_dtype
-from megatron.checkpoint.format.manifest import read_manifest
-from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.loading.find import read_state
-from megatron.checkpoint.loading.load import load_tensors
+from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
+from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.save_folder import read_state
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.training.step import TrainStep

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.checkpoint.loading.find import read_state
-from megatron.checkpoint.loading.load import load_tensors
-from megatron.checkpoint.saving.save import save_checkpoint
+from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.save_folder import read_state
 from megatron.training.checkpointing import global_tensors
 from megatron.training.step import TrainStep
 from tests.support.runs import checkpoint

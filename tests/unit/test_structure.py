@@ -48,6 +48,11 @@ ABOVE["audit"] = {*ABOVE["checkpoint"], "checkpoint"}
 ABOVE["training"] = set(ABOVE) - {"inference"}
 ABOVE["verification"] = set(ABOVE) - {"inference"}
 
+CHECKPOINT_WITHOUT_TORCH = (
+    *("errors", "content_sums", "safetensors_file", "manifest", "storage", "local_storage", "object_storage", "save_folder"),
+    *("parts", "commit", "writer_process", "writer_main"),
+)
+"""What the process that writes checkpoints needs."""
 WITHOUT_TORCH = [
     *(str(file) for file in FILES if file.parts[1] in ("config", "spec")),
     "megatron/parallel/topology.py",
@@ -55,9 +60,7 @@ WITHOUT_TORCH = [
     *(str(file) for file in FILES if file.parts[1] == "pipeline_parallel" and file.name not in ("executor.py", "p2p.py")),
     "megatron/optimizer/lr_schedule.py",
     "megatron/training/batch_size.py",
-    *(str(file) for file in FILES if file.parts[1:3] in (("checkpoint", "storage"), ("checkpoint", "format"))),
-    "megatron/checkpoint/errors.py",
-    *(f"megatron/checkpoint/saving/{name}.py" for name in "background check commit messages part plan process retention".split()),
+    *(f"megatron/checkpoint/{name}.py" for name in CHECKPOINT_WITHOUT_TORCH),
     "megatron/data/order.py",
     "megatron/metrics/flops.py",
 ]

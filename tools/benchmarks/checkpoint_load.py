@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.dtypes import bytes_of
-from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.loading.load import load_tensors
-from megatron.checkpoint.saving.save import save_checkpoint
+from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
+from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.save import save_checkpoint
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.verification.local_ranks import run_ranks
 from tools.benchmarks.checkpoint_save import held_tensors

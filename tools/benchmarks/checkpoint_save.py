@@ -20,11 +20,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.dtypes import bytes_of
-from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.saving.background_saver import BackgroundSaver
-from megatron.checkpoint.saving.save import TensorSaver
-from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.background_saver import BackgroundSaver
+from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
+from megatron.checkpoint.save import TensorSaver
+from megatron.checkpoint.storage import open_storage
 from megatron.checkpoint.together import group_of
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.verification.local_ranks import run_ranks

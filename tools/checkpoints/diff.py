@@ -17,8 +17,8 @@ from tools.checkpoints.text import columns, in_order
 if TYPE_CHECKING:
     import torch
 
-    from megatron.checkpoint.compare import Element
     from megatron.checkpoint.source import TensorInfo, WeightSource
+    from tools.checkpoints.compare import Element
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def compare(first: WeightSource, second: WeightSource, tolerance: float = 0.0) -> dict[str, Any]:
     """Every difference, in JSON types."""
-    from megatron.checkpoint.compare import difference
+    from tools.checkpoints.compare import difference
 
     mine, theirs, kinds = _tensors(first, second)
     only_a = [name for name in mine if name not in theirs]

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Import and say what was written."""
     from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
-    from megatron.checkpoint.saving.stream import write_checkpoint
+    from megatron.checkpoint.stream import write_checkpoint
 
     output: Path = args.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> tuple[WeightSource, DataConfig | None]:
     """The weights and the tokenizer; the vocabulary of a checkpoint of Megatron-LM without its padding."""
-    from megatron.checkpoint.legacy.folder import LegacyCheckpoint
+    from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
     from megatron.checkpoint.open_source import open_source
     from megatron.data.tokenizers.build import build_tokenizer
 

@@ -38,13 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write it, and say what was written."""
     from megatron.checkpoint.errors import CheckpointError
-    from megatron.checkpoint.format.folder import checkpoint_name
-    from megatron.checkpoint.layout_files import files_of_layout
-    from megatron.checkpoint.loading.find import iteration_of
     from megatron.checkpoint.open_source import open_source
-    from megatron.checkpoint.saving.stream import write_checkpoint
-    from megatron.checkpoint.storage.opening import open_storage
+    from megatron.checkpoint.save_folder import checkpoint_name, iteration_of
+    from megatron.checkpoint.storage import open_storage
     from megatron.checkpoint.stored import StoredCheckpoint
+    from megatron.checkpoint.stream import write_checkpoint
+    from tools.checkpoints.layout_files import files_of_layout
 
     source = open_source(args.source, args.step)
     if not isinstance(source, StoredCheckpoint):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.storage.protocol import Storage
+    from megatron.checkpoint.storage import Storage
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check; one line for each checkpoint, and one for each fault."""
-    from megatron.checkpoint.verify import verify
+    from megatron.checkpoint.stored import verify
     from tools.checkpoints.text import size
 
     faults = 0
@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
 def _places(source: str, step: int | None) -> Iterator[Storage | str]:
     """The checkpoints to read, and what is wrong with the folder."""
     from megatron.checkpoint.errors import CheckpointError
-    from megatron.checkpoint.format.folder import LATEST, checkpoint_name, iterations_in, latest_in
-    from megatron.checkpoint.format.manifest import MANIFEST
-    from megatron.checkpoint.storage.opening import open_storage
+    from megatron.checkpoint.manifest import MANIFEST
+    from megatron.checkpoint.save_folder import LATEST, checkpoint_name, iterations_in, latest_in
+    from megatron.checkpoint.storage import open_storage
 
     folder = open_storage(source)
     if folder.size(MANIFEST) is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.storage.opening import is_url
+from megatron.checkpoint.storage import is_url
 from megatron.config.config import Config
 from tools.cluster import verdict
 from tools.cluster.facts import NodeFacts, node_facts

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from megatron.checkpoint.storage.opening import is_url
+from megatron.checkpoint.storage import is_url
 from megatron.config.config import Config
 from megatron.config.data import split_words
 from megatron.data.indexed_dataset import IndexedDataset

@@ -17,16 +17,15 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.dtypes import dtype_name
 from megatron.checkpoint.errors import CheckpointError, listed
-from megatron.checkpoint.format.safetensors_file import Entry
+from megatron.checkpoint.global_tensor import dtype_name
 from megatron.checkpoint.huggingface.families import fitting
-from megatron.checkpoint.huggingface.family import Family
 from megatron.checkpoint.huggingface.fields import CONFIG
-from megatron.checkpoint.huggingface.layout import Layout
-from megatron.checkpoint.huggingface.shards import plan_shards, write_shards
+from megatron.checkpoint.huggingface.layout import Family, Layout
+from megatron.checkpoint.huggingface.weight_files import plan_shards, write_shards
+from megatron.checkpoint.local_storage import sync_folder
+from megatron.checkpoint.safetensors_file import Entry
 from megatron.checkpoint.source import WeightSource
-from megatron.checkpoint.storage.local import sync_folder
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Of transformers."""

@@ -12,12 +12,11 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
 from megatron.checkpoint.huggingface.families import FAMILIES
-from megatron.checkpoint.huggingface.family import Family
 from megatron.checkpoint.huggingface.fields import CONFIG, Fields
-from megatron.checkpoint.huggingface.tokenizer_found import find_tokenizer
+from megatron.checkpoint.huggingface.layout import Family
 from megatron.checkpoint.huggingface.weight_files import WEIGHT_DTYPES, WeightFiles
 from megatron.checkpoint.source import TensorInfo
-from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.storage import open_storage
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
@@ -153,3 +152,19 @@ def _family(folder: Path, config: dict[str, Any]) -> Family:
     if named and (not isinstance(named, list) or not any(name in named for name in (family.architecture, base))):
         raise CheckpointError(f"{folder}: architectures {named} is not a language model that can be read; known are {known}")
     return family
+
+
+def find_tokenizer(folder: Path, model_type: str, notes: list[str]) -> DataConfig | None:
+    """The settings of the tokenizer in a folder, or None, which is noted."""
+    if (folder / "tokenizer.json").is_file():
+        return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json"))
+    if (folder / "tokenizer.model").is_file():
+        return DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(folder / "tokenizer.model"))
+    # The files do not say how text is split before it is merged, which is known for GPT-2 alone.
+    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+    if model_type == "gpt2" and vocabulary.is_file() and merges.is_file():
+        return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocabulary), merge_file=str(merges))
+    notes.append(
+        f"{folder} holds no tokenizer that is known: no tokenizer.json, tokenizer.model, or (of GPT-2) vocab.json with merges.txt"
+    )
+    return None

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from megatron.checkpoint.huggingface.family import Family
 from megatron.checkpoint.huggingface.fields import Fields
-from megatron.checkpoint.huggingface.layout import grouped, stacked, whole
-from megatron.checkpoint.huggingface.rope import read_rope, write_rope
+from megatron.checkpoint.huggingface.layout import Family, grouped, stacked, whole
+from megatron.checkpoint.huggingface.rope import in_every_layer, in_some_layers, never, read_rope, write_rope
 from megatron.config.model import ModelConfig
 from megatron.spec.activations import GATED_FLAGS, activation_of, by_hugging_face_name, spelled
 
@@ -179,3 +178,52 @@ def llama_style(model_type: str, architecture: str, style: Style) -> Family:
         misfits=partial(_misfits, style),
         write=partial(_write, style),
     )
+
+
+LLAMA = llama_style(
+    "llama",
+    "LlamaForCausalLM",
+    Style(
+        biases={
+            "none": {"attention_bias": False, "mlp_bias": False},
+            "all": {"attention_bias": True, "mlp_bias": True},
+        },
+        window=never,
+        no_window={},
+        max_positions=2048,
+        heads_divide_hidden=True,
+    ),
+)
+
+
+QWEN2 = llama_style(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    Style(
+        biases={"qkv": {}},
+        window=in_some_layers,
+        no_window={"use_sliding_window": False, "sliding_window": None},
+        kv_heads=32,
+    ),
+)
+
+
+QWEN3 = llama_style(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    Style(
+        biases={"none": {"attention_bias": False}},
+        window=in_some_layers,
+        no_window={"use_sliding_window": False, "sliding_window": None},
+        kv_heads=32,
+        head_size=128,
+        qk_norm=True,
+    ),
+)
+
+
+MISTRAL = llama_style(
+    "mistral",
+    "MistralForCausalLM",
+    Style(biases={"none": {}}, window=in_every_layer, no_window={"sliding_window": None}, kv_heads=8, max_positions=4096 * 32),
+)

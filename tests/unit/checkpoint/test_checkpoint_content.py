@@ -12,11 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.dtypes import bytes_of, torch_dtype
-from megatron.checkpoint.format.content import NO_SUMS, BoxSummer, Sums, content_sums, digest_of
-from megatron.checkpoint.format.dtypes import DTYPES
-from megatron.checkpoint.format.manifest import read_manifest
-from megatron.checkpoint.global_tensor import slices
+from megatron.checkpoint.content_sums import NO_SUMS, BoxSummer, Sums, content_sums, digest_of
+from megatron.checkpoint.global_tensor import bytes_of, slices, torch_dtype
+from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.parallel.boxes import Box
 from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, save_world
 from tests.unit.checkpoint.test_checkpoint_tiling import cut_tensors

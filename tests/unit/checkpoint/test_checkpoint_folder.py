@@ -9,13 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.checkpoint.commit import check_for_strangers, kept, retain
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.format.folder import LATEST, checkpoint_name, checkpoints, latest_in
-from megatron.checkpoint.loading.find import find_checkpoint
-from megatron.checkpoint.saving.check import check_for_strangers
-from megatron.checkpoint.saving.retention import kept, retain
-from megatron.checkpoint.saving.save import save_checkpoint
-from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.save_folder import LATEST, checkpoint_name, checkpoints, find_checkpoint, latest_in
+from megatron.checkpoint.storage import open_storage
 from tests.support.checkpoint_worlds import whole
 
 

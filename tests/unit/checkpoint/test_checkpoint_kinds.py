@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.kinds import Kind, kind_of
-from megatron.checkpoint.open_source import open_source
-from megatron.checkpoint.saving.save import save_checkpoint
-from megatron.checkpoint.storage.opening import open_storage
+from megatron.checkpoint.open_source import Kind, kind_of, open_source
+from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.storage import open_storage
 from megatron.checkpoint.stored import StoredCheckpoint
 from megatron.parallel.boxes import Box
 from tests.support.checkpoint_worlds import whole

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.storage import local, local_files, object_files
-from megatron.checkpoint.storage.local import LocalStorage
-from megatron.checkpoint.storage.objects import ObjectStorage
-from megatron.checkpoint.storage.opening import is_url, open_storage
-from megatron.checkpoint.storage.protocol import Storage, TruncatedError
+from megatron.checkpoint import local_storage, object_storage
+from megatron.checkpoint.errors import TruncatedError
+from megatron.checkpoint.local_storage import LocalStorage
+from megatron.checkpoint.object_storage import ObjectStorage
+from megatron.checkpoint.storage import Storage, is_url, open_storage
 
 fsspec = pytest.importorskip("fsspec")
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
@@ -166,8 +166,8 @@ def test_large_reads_are_cut_into_ranges(start: int, length: int, piece: int, at
     files = MemoryFileSystem(skip_instance_cache=True)
     files.pipe_file("/a/x", data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(object_files, "RANGE_BYTES", piece)
-        patch.setattr(object_files, "RANGES_AT_ONCE", at_once)
+        patch.setattr(object_storage, "RANGE_BYTES", piece)
+        patch.setattr(object_storage, "RANGES_AT_ONCE", at_once)
         with on(files).open("x") as file:
             if start + length > len(data):
                 with pytest.raises(TruncatedError, match="has no byte 100"):
@@ -322,7 +322,7 @@ def test_data_is_on_the_disk_before_its_name_changes(tmp_path: Path, monkeypatch
     draft.publish(FILES)  # the two change names in one step, which is no rename
     assert calls == [*written, "sync save"] and storage.names() == ["iter_0000001", "latest"]
     calls.clear()
-    monkeypatch.setattr(local, "exchange", lambda one, other: False)  # as on many file systems of a network
+    monkeypatch.setattr(local_storage, "exchange", lambda one, other: False)  # as on many file systems of a network
     draft.make()
     draft.publish(FILES)
     assert calls[-3:] == ["iter_0000001 -> .iter_0000001.replaced", f"{saving} -> iter_0000001", "sync save"]
@@ -371,7 +371,7 @@ def dies_after(steps: int, can_exchange: bool) -> None:
 
         return call
 
-    patch.setattr(local, "exchange", counted(local.exchange if can_exchange else lambda one, other: False))
+    patch.setattr(local_storage, "exchange", counted(local_storage.exchange if can_exchange else lambda one, other: False))
     patch.setattr(os, "rename", counted(os.rename))
     patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
 
@@ -419,8 +419,8 @@ def test_large_data_in_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     begun: list[tuple[int, int]] = []
     write, data = os.write, bytes(range(100))
     monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:7]))
-    monkeypatch.setattr(local_files, "FLUSH_BYTES", 10)
-    monkeypatch.setattr(local_files, "_writeback", lambda: lambda handle, start, length, flags: begun.append((start, length)))
+    monkeypatch.setattr(local_storage, "FLUSH_BYTES", 10)
+    monkeypatch.setattr(local_storage, "_writeback", lambda: lambda handle, start, length, flags: begun.append((start, length)))
     storage = open_storage(tmp_path)
     with storage.create("x") as file:
         for start in range(0, 100, 25):
@@ -565,7 +565,7 @@ class Upload(AbstractBufferedFile):
 
 def test_an_upload_is_finished_or_given_up(monkeypatch: pytest.MonkeyPatch, memory: ObjectStorage) -> None:
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_quickly)
-    monkeypatch.setattr(object_files, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(object_storage, "BLOCK_BYTES", 10)
     files = Uploading()
     storage = on(files)
     with storage.create("whole") as file:
@@ -616,7 +616,7 @@ def test_no_bucket_is_made(memory: ObjectStorage, monkeypatch: pytest.MonkeyPatc
 def test_storages_load_neither_torch_nor_numpy_nor_fsspec() -> None:
     code = (
         "import sys\n"
-        "from megatron.checkpoint.storage.opening import open_storage\n"
+        "from megatron.checkpoint.storage import open_storage\n"
         "open_storage('/a').names()\n"
         "assert not {'torch', 'numpy', 'fsspec'} & set(sys.modules)\n"
     )

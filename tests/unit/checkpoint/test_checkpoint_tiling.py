@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.format.tiling import tiles
+from megatron.checkpoint.manifest import tiles
 from megatron.parallel.boxes import Box, flat_range_boxes
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.legacy.folder import LegacyCheckpoint
-from megatron.checkpoint.legacy.rank_file import LeftOut, RankFile
+from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
+from megatron.checkpoint.legacy_files import LeftOut, RankFile
 from megatron.verification.reference.shape import random_weights
 from tests.support.legacy_checkpoints import LegacyLayout, write_legacy
 from tests.support.reference_runs import gpt2_like

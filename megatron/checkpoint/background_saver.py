@@ -1,0 +1,200 @@
+"""Saves in the background: training waits for a copy into host memory, a process of each rank writes it.
+
+What happens at a save:
+
+1. All ranks together: each waits until its part of the save before is written; the first one waits until that is a checkpoint,
+   plans anew if boxes have changed, and makes the folder of the new one.
+2. Each rank copies what it writes into its shared memory and tells its process.
+3. The processes write their parts. The first rank's makes a checkpoint of them when all are there.
+
+Between saves nothing waits and nobody asks another rank: `poll` looks whether the own process has replied. A rank whose process has
+failed leaves a mark in the folder; should even that be impossible, the first rank learns of it in the next step 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megatron.checkpoint.commit import encoded, sweep, take_over
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.global_tensor import GlobalTensor
+from megatron.checkpoint.parts import Held
+from megatron.checkpoint.rank_writer import PATIENCE_S, RankWriter
+from megatron.checkpoint.save import Assignment, PartPlanner, described
+from megatron.checkpoint.save_folder import checkpoint_name, latest_in
+from megatron.checkpoint.storage import Storage
+from megatron.checkpoint.together import decide
+from megatron.checkpoint.writer_process import Committed
+from megatron.parallel.context import Group
+
+Say = Callable[[str], None]
+"""Writes a line into the log."""
+
+_WORTH_SAYING_S = 0.1
+"""Shorter waits are not told."""
+
+
+class _Status(NamedTuple):
+    """What each rank says before a save."""
+
+    failure: str | None
+    """Why its part of the save before could not be written."""
+    held: list[Held] | None
+    """What it holds, if that is not what it held before."""
+
+
+class BackgroundSaver:
+    """Saves checkpoints of one run into one folder; at most one at a time.
+
+    Args:
+        storage: the save folder.
+        group: the ranks that save.
+        keep_last: see `retain`.
+        save_retain_interval: see `retain`.
+        patience_s: see `RankWriter`; less than the ranks wait for each other in a collective.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        group: Group,
+        keep_last: int | None = None,
+        save_retain_interval: int | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._storage, self._group = storage, group
+        self._planner = PartPlanner(group)
+        self._writer = RankWriter(storage, group.index, group.size, keep_last, save_retain_interval, patience_s)
+        self._told: Committed | None = None
+        """On the first rank: the last end of a save that is in the log."""
+        self._at_end = False
+        self._failure: str | None = None
+        """On the first rank: why the last save failed, if it did."""
+
+    def begin(self, record: dict[str, Any]) -> None:
+        """On the first rank, before the first save: remove what killed runs left, and take the folder over (`run.json`)."""
+        sweep(self._storage, self._planner.token)
+        take_over(self._storage, record, self._planner.token)
+
+    def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any], say: Say) -> str:
+        """Begin a save; all ranks call it together. The tensors may change when it returns.
+
+        That a checkpoint cannot be written is no error here: the first rank says so, in `poll` or at the next save, and training
+        goes on.
+
+        Args:
+            iteration: number of the checkpoint.
+            tensors: what this rank holds, as for `save_checkpoint`.
+            config: goes into `config.json`; the first rank's is written.
+            state: goes into `state.json`; the first rank's is written.
+            say: called on the first rank.
+
+        Returns:
+            where the checkpoint will be.
+
+        Raises:
+            CheckpointError: on all ranks, if config or state do not fit into JSON, or the boxes are not whole tensors.
+        """
+        location, held = self._storage.at(checkpoint_name(iteration)), described(tensors)
+        files: dict[str, bytes] = {}
+        asked = time.monotonic()
+
+        def begin(statuses: list[_Status]) -> list[Assignment | None]:
+            self._settle(statuses, asked, say)
+            files.update(encoded(config, state))
+            assignments = self._planner.assign([status.held for status in statuses])
+            try:
+                self._storage.draft(checkpoint_name(iteration), self._planner.token).make()
+            except OSError as error:
+                self._say_failed(location, f"rank 0: {error}", say)
+                return [None] * len(statuses)
+            return [*assignments]
+
+        assignment = decide(self._group, f"cannot save {location}", lambda: self._status(held), begin)
+        if assignment is None:
+            return location
+        began = time.monotonic()
+        self._writer.start(iteration, assignment.token, self._planner.take(held, assignment), tensors, files)
+        if self._group.index == 0:
+            self._failure = None
+            say(f"saving {location} in the background (copied in {time.monotonic() - began:.2f} s)")
+            self._tell(say)
+        return location
+
+    def poll(self, say: Say) -> None:
+        """Look, without waiting, whether the process has replied. The first rank says how a save has ended."""
+        self._writer.receive()
+        if self._group.index == 0:
+            self._tell(say)
+
+    def finish(self, say: Say) -> None:
+        """Wait for the last save, and end the processes; all ranks call it together.
+
+        Raises:
+            CheckpointError: on all ranks, if the last save failed.
+        """
+        asked, self._at_end = time.monotonic(), True
+
+        def settle(statuses: list[_Status]) -> list[None]:
+            self._settle(statuses, asked, say)
+            if self._failure is not None:
+                raise CheckpointError(self._failure)
+            return [None] * len(statuses)
+
+        try:
+            decide(self._group, "the run ends without its last checkpoint", lambda: self._status(None), settle)
+        except CheckpointError:
+            self._writer.end()
+            raise
+        except BaseException:
+            self._writer.close()  # another rank is lost: its part may never come
+            raise
+        self._writer.end()
+        if self._group.index == 0:
+            self._tell(say)
+
+    def _status(self, held: list[Held] | None) -> _Status:
+        return _Status(self._writer.wait_until_written(), None if held is None else self._planner.unless_known(held))
+
+    def _settle(self, statuses: list[_Status], asked: float, say: Say) -> None:
+        """On the first rank, when all parts of the last save have ended: wait for its own end, and say it.
+
+        Args:
+            statuses: of all ranks.
+            asked: when they began to wait for each other, by time.monotonic().
+            say: writes a line into the log.
+        """
+        self._writer.wait_until_committed([status.failure for status in statuses if status.failure is not None])
+        committed, draft = self._writer.committed, self._writer.draft
+        if committed is None or draft is None:
+            return
+        if committed is not self._told and (waited := time.monotonic() - asked) > _WORTH_SAYING_S:
+            say(f"waited {waited:.1f} s for the save of iteration {committed.iteration}")
+        if committed.failure is not None:
+            draft.abandon()  # its process has died, or may have given up while others were still writing
+        self._tell(say)
+
+    def _tell(self, say: Say) -> None:
+        """Say what has come, once."""
+        while self._writer.notes:
+            say(self._writer.notes.pop(0))
+        committed = self._writer.committed
+        if committed is None or committed is self._told:
+            return
+        self._told = committed
+        location = self._storage.at(checkpoint_name(committed.iteration))
+        if committed.failure is not None:
+            self._say_failed(location, committed.failure, say)
+        else:
+            say(f"saved {location} in {committed.seconds:.1f} s, digest {committed.content_digest[:16]}")
+
+    def _say_failed(self, location: str, reason: str, say: Say) -> None:
+        self._failure = f"cannot save {location}:\n  {reason}"
+        last = None
+        with contextlib.suppress(OSError):
+            last = latest_in(self._storage)
+        kept = "There is no complete checkpoint yet" if last is None else f"The last complete one is {checkpoint_name(last)}"
+        say(f"SAVE FAILED: {self._failure}\n  {kept}.{'' if self._at_end else ' Training goes on.'}")

@@ -1,0 +1,189 @@
+"""From the parts of all ranks to a checkpoint: one process does it, when all have been written. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron.checkpoint.content_sums import Sums, checksum
+from megatron.checkpoint.errors import CheckpointError, listed
+from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, Manifest, StoredBox, StoredFile, StoredTensor
+from megatron.checkpoint.save_folder import LATEST, RUN, checkpoint_name, iterations_in, latest_in
+from megatron.checkpoint.storage import Draft, Storage
+
+
+def encoded(config: dict[str, Any], state: dict[str, Any]) -> dict[str, bytes]:
+    """The contents of `config.json` and `state.json`.
+
+    Raises:
+        CheckpointError: one of them does not fit into JSON.
+    """
+    files = {}
+    for name, content in ((CONFIG, config), (STATE, state)):
+        try:
+            files[name] = json.dumps(content, indent=1).encode()
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{name} would hold what JSON cannot: {error}") from error
+    return files
+
+
+def sweep(save: Storage, token: str) -> None:
+    """Remove what other runs left of saves and removals that were killed. Call it when no other run saves there.
+
+    Args:
+        save: the save folder.
+        token: of this run, whose saves stay.
+    """
+    save.sweep([checkpoint_name(iteration) for iteration in iterations_in(save)], keep=token)
+
+
+def take_over(save: Storage, record: dict[str, Any], token: str) -> None:
+    """Write `run.json`: this run is the one that saves here from now on.
+
+    Args:
+        save: the save folder.
+        record: settings, versions and command line of the run.
+        token: of this run.
+    """
+    save.write(RUN, (json.dumps({**record, "token": token}, indent=2) + "\n").encode())
+
+
+def _check_not_taken_over(save: Storage, token: str) -> None:
+    """A run that was thought dead (a node that nobody could reach, a process that was stopped) must not set its successor back."""
+    try:
+        owner = json.loads(save.read(RUN))["token"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return  # nobody has said so
+    if owner != token:
+        raise CheckpointError(
+            f"another run has begun to save in {save.location} since this one did ({RUN}): this one saves there no more"
+        )
+
+
+def commit(
+    save: Storage, draft: Draft, iteration: int, parts: Iterable[Manifest], files: Mapping[str, bytes], run: str | None = None
+) -> Manifest:
+    """Make a checkpoint of what all ranks have written: manifest, final name, latest file, in this order.
+
+    Args:
+        save: the save folder.
+        draft: the checkpoint that is being written.
+        iteration: its number.
+        parts: what `write_part` returned on each rank.
+        files: what `encoded` returned.
+        run: token of the run that saves, which no other may have taken over (see `take_over`).
+
+    Returns:
+        the manifest.
+
+    Raises:
+        CheckpointError: a data file has another size here than where it was written, or another run saves here now.
+        OSError: a file cannot be written.
+    """
+    manifest = merged(parts)
+    for name, file in manifest.files.items():
+        if (found := draft.storage.size(name)) != file.num_bytes:
+            raise CheckpointError(
+                f"{draft.storage.at(name)} was written with {file.num_bytes} bytes, the first rank sees "
+                f"{'no such file' if found is None else found}"
+            )
+    small = {name: StoredFile(len(data), checksum(data)) for name, data in files.items()}
+    manifest = Manifest(manifest.tensors, dict(sorted((manifest.files | small).items())))
+    if run is not None:
+        _check_not_taken_over(save, run)
+    draft.publish({**files, MANIFEST: manifest.to_json()})
+    save.write(LATEST, f"{iteration}\n".encode())
+    return manifest
+
+
+def merged(parts: Iterable[Manifest]) -> Manifest:
+    """One manifest of the parts of all ranks: boxes together, content sums added up."""
+    boxes: dict[str, list[StoredBox]] = {}
+    heads: dict[str, StoredTensor] = {}
+    files: dict[str, StoredFile] = {}
+    for part in parts:
+        files |= part.files
+        for name, tensor in part.tensors.items():
+            boxes.setdefault(name, []).extend(tensor.boxes)
+            before = heads.get(name)
+            assert tensor.content is not None, "a part that was just written has sums"
+            if before is not None and before.content is not None:
+                total = Sums.from_hex(before.content).plus(Sums.from_hex(tensor.content))
+                tensor = StoredTensor(tensor.shape, tensor.dtype, (), total.hex)
+            heads[name] = tensor
+    tensors = {name: StoredTensor(head.shape, head.dtype, tuple(boxes[name]), head.content) for name, head in heads.items()}
+    return Manifest(tensors, files)
+
+
+def kept(iterations: list[int], latest: int | None, keep_last: int | None, save_retain_interval: int | None) -> set[int]:
+    """Iterations whose checkpoints stay.
+
+    Args:
+        iterations: those that exist.
+        latest: the one that was saved last; None if that is not known. Those beyond it, of a run that went back to an earlier step,
+            do not count as its newest, and stay until it has come so far again.
+        keep_last: how many of the newest stay; None means one with a retain interval, and all without.
+        save_retain_interval: multiples of it stay.
+    """
+    if keep_last is None and save_retain_interval is None:
+        return set(iterations)
+    reached = sorted(it for it in iterations if latest is None or it <= latest)
+    beyond = [it for it in iterations if latest is not None and it > latest]
+    multiples = [it for it in iterations if save_retain_interval is not None and it % save_retain_interval == 0]
+    return {*reached[-max(keep_last or 1, 1) :], *multiples, *beyond}
+
+
+def retain(save: Storage, keep_last: int | None, save_retain_interval: int | None) -> list[str]:
+    """Remove the checkpoints in a save folder that need not stay. Call it in one process, when no save is going on.
+
+    Only what has a manifest counts and is removed: a folder of another program's checkpoint may have the same name.
+
+    Args:
+        save: the save folder.
+        keep_last: how many of the newest stay (`--keep-last`).
+        save_retain_interval: checkpoints whose iteration is a multiple of it stay too (`--save-retain-interval`).
+
+    Returns:
+        the names of those that were removed.
+    """
+    found = [number for number in iterations_in(save) if save.size(f"{checkpoint_name(number)}/{MANIFEST}") is not None]
+    stay = kept(found, latest_in(save), keep_last, save_retain_interval)
+    removed = [checkpoint_name(iteration) for iteration in found if iteration not in stay]
+    for name in removed:
+        save.retire(name)
+    return removed
+
+
+def check_writable(save: Storage) -> None:
+    """Make the save folder, and write and remove a file in it.
+
+    Raises:
+        CheckpointError: one of these is not possible.
+    """
+    try:
+        save.check_writable()
+    except OSError as error:
+        raise CheckpointError(
+            f"--save {save.location}: cannot write there ({error.strerror or error}). "
+            f"Give a folder that can be made and written by this user"
+        ) from error
+
+
+def check_for_strangers(save: Storage) -> None:
+    """Another program's checkpoints may have the names of ours: never write among them.
+
+    Raises:
+        CheckpointError: there are such.
+    """
+    names = [checkpoint_name(iteration) for iteration in iterations_in(save)]
+    if strangers := [name for name in names if _is_strange(save.names(name))]:
+        raise CheckpointError(
+            f"--save {save.location} holds what is no checkpoint of this program: {listed(strangers)}. "
+            f"Give another folder (tools/checkpoint.py import makes a checkpoint of a legacy one)"
+        )
+
+
+def _is_strange(files: list[str]) -> bool:
+    ours = any(name in (CONFIG, MANIFEST, STATE) or name.startswith("rank_") for name in files)
+    return bool(files) and not ours  # a damaged or killed one may lack any of them

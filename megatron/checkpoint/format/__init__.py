@@ -1,1 +1,0 @@
-"""The files of a checkpoint: names, headers, manifest, checksums. Nothing here imports torch."""

@@ -1,0 +1,244 @@
+"""Load a checkpoint into any layout: the same call on every rank.
+
+Three rounds, in each of which all ranks go on or all fail:
+
+1. Each rank reads the manifest, and plans: the stored boxes that overlap its own. The first one checks that all see one checkpoint,
+   and that checkpoint and run fit each other exactly.
+2. Each rank reads what it has planned, with the checksum of every box that it touches.
+3. What lies in memory is compared with what was saved (`content.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from megatron.checkpoint.data_files import BoxRead, DataFiles
+from megatron.checkpoint.errors import CheckpointError, listed, ranks_named
+from megatron.checkpoint.global_tensor import GlobalTensor, relative, slices, torch_dtype
+from megatron.checkpoint.loaded_content import Compared, compare_content
+from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor, tiles
+from megatron.checkpoint.save_folder import Place, manifest_in
+from megatron.checkpoint.storage import Storage, open_storage
+from megatron.checkpoint.together import decide, group_of
+from megatron.parallel.boxes import Box, PlacedBox
+
+_MOST_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load has done."""
+
+    digest: str | None
+    """Digest of all content of the checkpoint, the same at every layout; None in older ones."""
+    compared: Compared
+    """What the comparison of the tensors in memory with it has shown."""
+
+
+def load_tensors(
+    path: Place,
+    tensors: list[GlobalTensor],
+    *,
+    allow_unused: Callable[[str], bool] = lambda name: False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Fill tensors in place from the checkpoint in folder `path`, whatever layout it was saved at.
+
+    Call it on every rank of the group. Each rank reads only the stored boxes that overlap its own, and checks them. Floating-point
+    dtypes are converted into each other; other dtypes must be equal. What lies in memory is compared with what was saved.
+
+    Args:
+        path: folder of the checkpoint, or its URL.
+        tensors: what this rank holds; every element of their boxes is filled. Padding is left as it is.
+        allow_unused: whether the stored tensor of this name may be left unread; the first rank's is asked.
+        process_group: the ranks that load; by default all, or this process alone where torch.distributed is not initialised.
+
+    Raises:
+        CheckpointError: something asked for is not stored, something stored is not used by any rank, or shapes differ: all
+            cases in one message, on every rank; nothing was changed. Or the format is newer than this program.
+        DamagedCheckpointError: files are missing, truncated or altered, or what was loaded is not what was saved; on every rank.
+            The tensors may be filled in part.
+    """
+    group, doing, threads = group_of(process_group), f"cannot load {path}", reading_threads()
+    storage = open_storage(path)
+    found: list[tuple[Manifest, Reads]] = []
+
+    def plan() -> Request:
+        manifest = manifest_in(storage)
+        request, reads = plan_load(tensors, manifest)
+        found.append((manifest, reads))
+        return request
+
+    def check(requests: list[Request]) -> list[None]:
+        check_requests(requests, found[0][0], allow_unused)
+        return [None] * len(requests)
+
+    decide(group, doing, plan, check)
+    manifest, reads = found[0]
+
+    def read() -> set[str]:
+        return _cut(tensors, read_boxes(storage, manifest, reads, threads))
+
+    def everywhere(names: list[set[str]]) -> list[set[str]]:
+        return [{name for cut in names for name in cut}] * len(names)
+
+    cut = decide(group, doing, read, everywhere)
+    return Loaded(manifest.content_digest, compare_content(tensors, cut, manifest, threads, group, doing))
+
+
+def reading_threads() -> int:
+    """Threads with which a rank reads: its share of the cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST_THREADS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+@dataclass
+class Request:
+    """What a rank asks for, and what it finds wrong."""
+
+    digest: str
+    """Of the manifest that it sees."""
+    boxes: dict[str, set[Box]] = field(default_factory=lambda: defaultdict(set))
+    problems: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Kind of problem -> the tensors that have it."""
+
+
+class PlannedRead(NamedTuple):
+    """Elements of a stored box that go into a box of this rank."""
+
+    tensor: GlobalTensor
+    placed: PlacedBox
+    common: Box
+    """In the whole tensor."""
+
+    def within(self, stored: StoredBox) -> BoxRead:
+        """Where they are in the stored box, and where they go."""
+        target = self.tensor.part(self.placed)[slices(relative(self.common, self.placed.box).offsets, self.common.sizes)]
+        return BoxRead(relative(self.common, stored.box), target)
+
+
+Reads = dict[StoredBox, list[PlannedRead]]
+
+
+def plan_load(tensors: list[GlobalTensor], manifest: Manifest) -> tuple[Request, Reads]:
+    """What a rank that holds these tensors tells the first one, and its own reads."""
+    request, reads = Request(manifest.digest), defaultdict[StoredBox, list[PlannedRead]](list)
+    for tensor in tensors:
+        request.boxes[tensor.name].update(placed.box for placed in tensor.boxes)
+        stored = manifest.tensors.get(tensor.name)
+        if stored is None:
+            request.problems[MISSING].add(tensor.name)
+        elif misfit := _misfit(tensor, stored):
+            kind, text = misfit
+            request.problems[kind].add(text)
+        else:
+            for box, read in planned_reads(tensor, stored):
+                reads[box].append(read)
+    return request, dict(reads)
+
+
+def planned_reads(tensor: GlobalTensor, stored: StoredTensor) -> list[tuple[StoredBox, PlannedRead]]:
+    """The stored boxes that overlap those of a tensor, and what is wanted of each."""
+    overlaps = ((source, placed, source.box.intersect(placed.box)) for placed in tensor.boxes for source in stored.boxes)
+    return [(source, PlannedRead(tensor, placed, common)) for source, placed, common in overlaps if common is not None]
+
+
+def read_boxes(storage: Storage, manifest: Manifest, reads: Reads, threads: int = 1) -> Mapping[str, set[Box]]:
+    """Check every box that is needed, and copy what overlaps, in the order of the files.
+
+    Returns:
+        by tensor, the boxes that were read whole, straight into their place, and checked there.
+
+    Raises:
+        DamagedCheckpointError: a file is missing or altered.
+    """
+    straight: dict[str, set[Box]] = defaultdict(set)
+    with DataFiles(storage, manifest) as files, ThreadPoolExecutor(threads) as pool:
+        jobs = []
+        for stored, planned in reads.items():
+            name = planned[0].tensor.name
+            dtype = manifest.tensors[name].dtype
+            parts = [read.within(stored) for read in planned]
+            if len(parts) == 1 and parts[0].goes_straight(stored, dtype) and planned[0].common == stored.box:
+                straight[name].add(stored.box)
+            jobs.append((stored.file, files.start(stored, dtype), stored, dtype, parts))
+        jobs.sort(key=lambda job: job[:2])
+        for read in [pool.submit(files.read, *job[2:]) for job in jobs]:
+            read.result()
+    return straight
+
+
+def _cut(tensors: Sequence[GlobalTensor], straight: Mapping[str, set[Box]]) -> set[str]:
+    """Names of tensors of which this rank holds anything that did not come in whole boxes."""
+    return {
+        tensor.name
+        for tensor in tensors
+        if sum(box.numel for box in straight.get(tensor.name, ())) != sum(placed.box.numel for placed in tensor.boxes)
+    }
+
+
+MISSING = "not in the checkpoint"
+SHAPE = "of another shape"
+DTYPE = "of a dtype that cannot be converted"
+INCOMPLETE = "incomplete in the checkpoint"
+UNUSED = "in the checkpoint, but not used"
+PARTLY_USED = "in the checkpoint, but only partly used"
+HINT = "Is it a checkpoint of another model, or of another kind of run? Compare the settings with its config.json."
+
+
+def _misfit(tensor: GlobalTensor, stored: StoredTensor) -> tuple[str, str] | None:
+    """Why a stored tensor cannot fill a tensor asked for: kind and text, or None if it can.
+
+    Floating-point dtypes are converted into each other (rounded to nearest); everything else must be equal.
+    """
+    if stored.shape != tensor.global_shape:
+        return SHAPE, f"{tensor.name} (stored {list(stored.shape)}, here {list(tensor.global_shape)})"
+    here, there = tensor.local.dtype, torch_dtype(stored.dtype)
+    if here != there and not (here.is_floating_point and there.is_floating_point):
+        return DTYPE, f"{tensor.name} (stored {there}, here {here})"
+    if not tiles(stored.shape, [box.box for box in stored.boxes]):
+        return INCOMPLETE, tensor.name
+    return None
+
+
+def check_requests(requests: Sequence[Request], manifest: Manifest, allow_unused: Callable[[str], bool]) -> None:
+    """On the first rank: the world sees one checkpoint, fills all that it asks for and uses all that is stored.
+
+    Args:
+        requests: of every rank.
+        manifest: of the checkpoint.
+        allow_unused: whether a stored tensor of this name may be left unread.
+
+    Raises:
+        CheckpointError: it does not; the message lists every misfit.
+    """
+    if other := [rank for rank, request in enumerate(requests) if request.digest != manifest.digest]:
+        raise CheckpointError(
+            f"{ranks_named(other)} found another checkpoint under this name than rank 0: "
+            f"--load must be a folder on a file system that all nodes share"
+        )
+    boxes: dict[str, set[Box]] = defaultdict(set)
+    problems: dict[str, set[str]] = defaultdict(set)
+    for request in requests:
+        for name, held in request.boxes.items():
+            boxes[name] |= held
+        for kind, texts in request.problems.items():
+            problems[kind] |= texts
+    for name, stored in manifest.tensors.items():
+        if allow_unused(name):
+            continue
+        numel = Box((0,) * len(stored.shape), stored.shape).numel
+        if name not in boxes:
+            problems[UNUSED].add(name)
+        elif (wanted := sum(box.numel for box in boxes[name])) < numel:
+            problems[PARTLY_USED].add(f"{name} ({wanted} of {numel} elements)")
+    if problems:
+        lines = [f"{kind} ({len(texts)}): {listed(sorted(texts))}" for kind, texts in sorted(problems.items())]
+        raise CheckpointError("\n  ".join([*lines, HINT]))

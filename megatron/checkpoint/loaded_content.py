@@ -1,0 +1,148 @@
+"""Whether what the ranks hold after a load is what was saved: by checksums, or by the content sums, which no layout changes."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from megatron.checkpoint.content_sums import NO_SUMS, Sums, content_sums
+from megatron.checkpoint.errors import DamagedCheckpointError, listed, ranks_named
+from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of, torch_dtype
+from megatron.checkpoint.manifest import Manifest, StoredTensor, tiles
+from megatron.checkpoint.together import decide
+from megatron.parallel.boxes import Box, flat_range_boxes
+from megatron.parallel.context import Group
+
+_AT_ONCE = 1 << 24
+"""Elements that are converted, or brought to the host, at once."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a comparison has shown, in numbers of tensors."""
+
+    equal: int
+    """Their content is the stored one."""
+    narrowed: int = 0
+    """They were rounded to a narrower dtype, so there is nothing to compare."""
+    unknown: int = 0
+    """They have no content in the manifest (an older checkpoint), or not every element was loaded."""
+
+
+@dataclass
+class ContentHere:
+    """What one rank holds."""
+
+    whole: set[str]
+    """Names of tensors that are proven by the checksums of their boxes."""
+    sums: dict[tuple[str, Box], Sums]
+    """Of each box that can be compared."""
+    narrowed: set[str]
+    others: set[str]
+    """Names of tensors that cannot be compared."""
+
+
+def compare_content(
+    tensors: list[GlobalTensor], cut: set[str], manifest: Manifest, threads: int, group: Group, doing: str
+) -> Compared:
+    """Compare what all ranks hold, as it lies in memory, with what was saved. All ranks call it together.
+
+    A box that was read whole into its place has had its checksum taken there, which is the proof. Tensors of which any rank holds
+    something else (part of a box, another dtype, a copy on a device) are summed up over all ranks.
+
+    Args:
+        tensors: what this rank has loaded.
+        cut: names of the tensors of which any rank holds something that did not come in whole boxes.
+        manifest: of the checkpoint.
+        threads: how many to use.
+        group: the ranks that loaded.
+        doing: what fails if something differs, e.g. "cannot load /runs/a/iter_0000100".
+
+    Raises:
+        DamagedCheckpointError: on every rank, if a tensor differs, or ranks that hold the same box differ.
+    """
+    summed = [tensor for tensor in tensors if tensor.name in cut]
+    whole = {tensor.name for tensor in tensors} - cut
+    return decide(
+        group,
+        doing,
+        lambda: _sums_here(summed, whole, manifest, threads),
+        lambda world: [_judge(world, manifest)] * group.size,
+    )
+
+
+def exactly_comparable(stored: torch.dtype, here: torch.dtype) -> bool:
+    """Whether every stored value is a value of the dtype here too, so that narrowing back gives the stored bits."""
+    return torch.promote_types(stored, here) == here
+
+
+def _sums_here(tensors: list[GlobalTensor], whole: set[str], manifest: Manifest, threads: int) -> ContentHere:
+    """Sums of the boxes of this rank, taken from memory, in the stored dtype."""
+    tasks, held = [], ContentHere(whole, {}, set(), set())
+    for tensor in tensors:
+        stored = manifest.tensors[tensor.name]
+        if stored.content is None:
+            held.others.add(tensor.name)
+        elif exactly_comparable(torch_dtype(stored.dtype), tensor.local.dtype):
+            tasks += [(tensor.name, placed.box, tensor.part(placed), stored) for placed in tensor.boxes]
+        else:
+            held.narrowed.add(tensor.name)
+    with ThreadPoolExecutor(threads) as pool:
+        found = pool.map(lambda task: _box_sums(*task[1:]), tasks)
+        held.sums = {(name, box): sums for (name, box, _, _), sums in zip(tasks, found, strict=True)}
+    return held
+
+
+def _box_sums(box: Box, part: torch.Tensor, stored: StoredTensor) -> Sums:
+    kind = torch_dtype(stored.dtype)
+    if part.dtype == kind and part.device.type == "cpu":
+        return content_sums(bytes_of(part), stored.dtype, box, stored.shape)
+    total = NO_SUMS
+    for inner, some in _stretches(box, part):
+        total = total.plus(content_sums(bytes_of(some.to(kind)), stored.dtype, inner, stored.shape))
+    return total
+
+
+def _stretches(box: Box, part: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A box in parts that are small enough for a copy: each part's box in the whole tensor, and its elements."""
+    flat = part.reshape(-1)
+    for start in range(0, box.numel, _AT_ONCE):
+        at = start
+        for inner in flat_range_boxes(box.sizes, start, min(start + _AT_ONCE, box.numel)):
+            offsets = tuple(a + b for a, b in zip(box.offsets, inner.offsets, strict=True))
+            yield Box(offsets, inner.sizes), flat[at : at + inner.numel]
+            at += inner.numel
+
+
+def _judge(everybody: list[ContentHere], manifest: Manifest) -> Compared:
+    """Whether the boxes of all ranks add up to what is stored.
+
+    Raises:
+        DamagedCheckpointError: they do not.
+    """
+    boxes_of: dict[str, dict[Box, Sums]] = defaultdict(dict)
+    wrong: dict[str, str] = {}
+    for rank, held in enumerate(everybody):
+        for (name, box), sums in held.sums.items():
+            if boxes_of[name].setdefault(box, sums) != sums:
+                wrong[name] = f"{name} ({ranks_named([rank])} does not hold the same as the ranks before it)"
+    narrowed = set().union(*(held.narrowed for held in everybody))
+    others = set().union(*(held.others for held in everybody))
+    whole = set().union(*(held.whole for held in everybody))
+    for name, boxes in boxes_of.items():
+        stored = manifest.tensors[name]
+        if not tiles(stored.shape, boxes):
+            others.add(name)
+            continue
+        total = functools.reduce(Sums.plus, boxes.values(), NO_SUMS)
+        if total.hex != stored.content:
+            wrong.setdefault(name, f"{name} (stored {stored.content}, loaded {total.hex})")
+    if wrong:
+        texts = [wrong[name] for name in sorted(wrong)]
+        raise DamagedCheckpointError(f"what was loaded is not what was saved, by its content sums ({len(texts)}): {listed(texts)}")
+    return Compared(len(whole) + len(boxes_of.keys() - others), len(narrowed), len(others))

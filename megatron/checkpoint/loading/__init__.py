@@ -1,1 +1,0 @@
-"""From a checkpoint into the tensors of a run, at any layout."""

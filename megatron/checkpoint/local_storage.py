@@ -1,0 +1,350 @@
+"""Local folders: made, renamed and exchanged so that a loss of power at any moment leaves one state or the other."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import re
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from megatron.checkpoint.errors import TruncatedError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it where they are missing, and bring their names to the disk."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    try:
+        path.mkdir()
+    except FileExistsError:  # another process was faster, or it is a file
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+    sync_folder(path.parent)
+
+
+def set_aside(path: Path, suffix: str) -> Path:
+    """Give a folder a hidden name, in place of what has that name already. Returns the new path."""
+    aside = path.with_name(f".{path.name}.{suffix}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    path.rename(aside)
+    return aside
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Have two folders change their names in one step. Returns whether the file system can (many of a network cannot)."""
+    return _renameat2()(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+
+
+@functools.cache
+def _renameat2() -> Callable[..., int]:
+    function = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    return function or (lambda *arguments: -1)
+
+
+FLUSH_BYTES = 4 << 20
+"""After each so many bytes the disk is asked to begin with them, while the next ones are prepared and written: the fsync at the end
+then waits for little. (256 MiB with checksums took 0.12 s so, 0.18 s without, and 0.15 s without checksums.)"""
+
+
+class LocalFile:
+    """A `Reading` of a local file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        found = os.fstat(self._handle)
+        if stat.S_ISDIR(found.st_mode):
+            self.close()
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        self._size = found.st_size
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self._size
+
+    def read(self, start: int, length: int) -> bytes:
+        """Bytes from `start` on."""
+        data = bytearray(length)
+        self.read_into(start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill a buffer with what lies from `start` on."""
+        done = 0
+        while done < len(buffer):  # the system reads at most 2 GiB at a time
+            read = os.preadv(self._handle, [buffer[done:]], start + done)
+            if not read:
+                raise TruncatedError(f"{self._path} has no byte {start + done}: it was truncated")
+            done += read
+
+    def close(self) -> None:
+        """Give the file back; maps stay."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def __enter__(self) -> LocalFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class LocalWriting:
+    """A `Writing` to a local file, without a buffer of its own."""
+
+    def __init__(self, path: Path, handle: int) -> None:
+        self._path, self._handle = path, handle
+        self._begun = 0
+        self.num_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Add all of it."""
+        rest = memoryview(data)
+        rest = rest.cast("B") if rest.nbytes else rest
+        while rest.nbytes:
+            with self._named():
+                written = os.write(self._handle, rest[:FLUSH_BYTES])
+            self.num_bytes += written
+            rest = rest[written:]
+            if self.num_bytes - self._begun >= FLUSH_BYTES:
+                _writeback()(self._handle, self._begun, self.num_bytes - self._begun, _SYNC_FILE_RANGE_WRITE)
+                self._begun = self.num_bytes
+
+    def fileno(self) -> int:
+        """The file's descriptor."""
+        return self._handle
+
+    def sync(self) -> None:
+        """Bring all of it to the disk."""
+        with self._named():
+            os.fsync(self._handle)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Have errors name the file."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
+
+
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+@functools.cache
+def _writeback() -> Callable[[int, int, int, int], object]:
+    """Linux's `sync_file_range`, which here only begins to write; what it cannot do is left to fsync, and so are its errors."""
+    if sys.platform != "linux":
+        return lambda handle, start, length, flags: None
+    function = ctypes.CDLL(None).sync_file_range
+    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function
+
+
+_LEFT = re.compile(r"\.(?P<name>iter_\d+)\.(?:(?P<token>[0-9a-f]+)\.)?(?P<what>saving|removing|replaced)")
+_TRIAL = ".writable"
+_PART_OF_ONE = re.compile(r"rank_.*|(?:config|state)\.json")
+
+
+class LocalStorage:
+    """A `Storage` in a local folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def location(self) -> str:
+        """The folder's path."""
+        return str(self._folder)
+
+    @property
+    def local(self) -> Path:
+        """The folder."""
+        return self._folder
+
+    def at(self, name: str) -> str:
+        """The path of a file in it."""
+        return str(self._folder / name)
+
+    def child(self, name: str) -> LocalStorage:
+        """A folder in it."""
+        return LocalStorage(self._folder / name)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, None if there is no such file."""
+        path = self._folder / name
+        try:
+            return path.stat().st_size if path.is_file() else None
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def names(self, folder: str = "") -> list[str]:
+        """What is directly in a folder."""
+        try:
+            return sorted(os.listdir(self._folder / folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def read(self, name: str) -> bytes:
+        """A whole file."""
+        with _missing_is_missing():
+            return (self._folder / name).read_bytes()
+
+    def open(self, name: str) -> LocalFile:
+        """A file, opened for reading."""
+        with _missing_is_missing():
+            return LocalFile(self._folder / name)
+
+    def make(self) -> None:
+        """Make the folder and those above it, and bring their names to the disk."""
+        make_folder(self._folder)
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[LocalWriting]:
+        """A new file as a stream."""
+        path = self._folder / name
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            file = LocalWriting(path, handle)
+            yield file
+            file.sync()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+        finally:
+            os.close(handle)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write or replace a small file in one step."""
+        path = self._folder / name
+        new = Path(name).with_name(f".{path.name}.new")
+        with self.create(str(new)) as file:
+            file.write(data)
+        (self._folder / new).replace(path)
+        sync_folder(path.parent)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all in it, if it exists."""
+        path = self._folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                path.unlink()
+
+    def check_writable(self) -> None:
+        """Make the folder, then write and remove a file in it."""
+        self.make()
+        with self.create(_TRIAL) as file:
+            file.write(b"x")
+        self.remove(_TRIAL)
+
+    def draft(self, name: str, token: str) -> LocalDraft:
+        """The place where the checkpoint `name` is written."""
+        return LocalDraft(self._folder / name, self._folder / f".{name}.{token}.saving")
+
+    def retire(self, name: str) -> None:
+        """Take its name from a checkpoint, then remove it."""
+        with _missing_is_missing():
+            shutil.rmtree(set_aside(self._folder / name, "removing"))
+
+    def sweep(self, names: Iterable[str], keep: str | None = None) -> list[str]:
+        """Remove folders with temporary names; a checkpoint that was being replaced gets its name back."""
+        removed = []
+        for name in self.names():
+            left = _LEFT.fullmatch(name)
+            if left is None or (keep is not None and left["token"] == keep):
+                continue
+            with contextlib.suppress(OSError):  # a late writer on another node may still be adding files
+                if left["what"] == "replaced" and not (self._folder / left["name"]).exists():
+                    (self._folder / name).rename(self._folder / left["name"])
+                    continue
+                self.remove(name)
+                removed.append(name)
+        return removed
+
+
+class LocalDraft:
+    """A `Draft` in a folder beside the final one."""
+
+    def __init__(self, final: Path, folder: Path) -> None:
+        self._final, self._folder = final, folder
+        self._storage = LocalStorage(folder)
+
+    @property
+    def storage(self) -> LocalStorage:
+        """The folder with the temporary name."""
+        return self._storage
+
+    def file_name(self, name: str) -> str:
+        """The name itself."""
+        return name
+
+    def make(self) -> None:
+        """Make the folder anew."""
+        if self._folder.exists():
+            shutil.rmtree(self._folder)
+        make_folder(self._folder.parent)
+        self._folder.mkdir()  # not brought to the disk, for training waits; `publish` does that for the final name
+
+    def publish(self, files: Mapping[str, bytes]) -> None:
+        """Write the last files, bring all names to the disk, rename."""
+        for name, data in files.items():
+            with self._storage.create(name) as file:
+                file.write(data)
+        sync_folder(self._folder)
+        old = self._put_in_place()
+        sync_folder(self._final.parent)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)  # the new one is complete; a sweep removes what may be left
+
+    def _put_in_place(self) -> Path | None:
+        """Give the folder its final name. Returns where the checkpoint is now that had it, if there was one."""
+        if not self._final.exists():
+            self._folder.rename(self._final)
+            return None
+        there = os.listdir(self._final)
+        if "manifest.json" not in there and not all(map(_PART_OF_ONE.fullmatch, there)):
+            raise FileExistsError(f"{self._final} is there already, and is no checkpoint of this program: move it away")
+        if exchange(self._folder, self._final):
+            return self._folder
+        old = set_aside(self._final, "replaced")
+        self._folder.rename(self._final)
+        return old
+
+    def abandon(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _missing_is_missing() -> Iterator[None]:
+    """What is a folder is no file that can be read, and a file below something that is no folder is not there either."""
+    try:
+        yield
+    except (IsADirectoryError, NotADirectoryError) as error:
+        raise FileNotFoundError(error.errno, error.strerror, error.filename) from error

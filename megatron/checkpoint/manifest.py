@@ -1,0 +1,234 @@
+"""The manifest: what a checkpoint holds and where. Together with the data files it is all that a reader needs.
+
+Which rank wrote a file, and where a box lies in it, is of no importance to a reader. Fields that a reader does not know are to be
+passed over; a change that old readers must not pass over raises the version.
+
+`manifest.json`::
+
+    {"format": "megatron-boxes", "version": 1,
+     "digest": "<sha-256>",                                  # see `Manifest.digest`
+     "content_digest": "<sha-256>",                          # see `Manifest.content_digest`
+     "files": {"rank_00000.safetensors": {"bytes": 1024},
+               "config.json": {"bytes": 2, "checksum": "xxh3:..."}, "state.json": {...}},
+     "tensors": {"model.embedding.weight": {
+         "shape": [512, 64], "dtype": "float32",             # of the whole model, without padding
+         "content": "0f3a59c2d41b7e88",                      # sums of the whole tensor, see `content.py`
+         "boxes": [{"offsets": [0, 0], "sizes": [256, 64],   # boxes tile the tensor exactly
+                    "file": "rank_00000.safetensors", "key": "model.embedding.weight[0:256,0:64]",
+                    "checksum": "xxh3:cbbf039e47008cb8"}, ...]}}}   # of the box's bytes: row-major, little-endian
+
+Manifests of the first programs have no `content` and no `content_digest`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.content_sums import content_digest, digest_of
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.safetensors_file import DTYPES
+from megatron.parallel.boxes import Box
+
+MANIFEST = "manifest.json"
+CONFIG = "config.json"
+STATE = "state.json"
+FORMAT = "megatron-boxes"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """A box and where its elements are."""
+
+    box: Box
+    file: str
+    key: str
+    checksum: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the whole model, as it is stored."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """A name in `DTYPES`."""
+    boxes: tuple[StoredBox, ...]
+    content: str | None = None
+    """Its content sums (`content.Sums.hex`); None in old checkpoints."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Size of a file, and its checksum where the boxes in it do not have their own."""
+
+    num_bytes: int
+    checksum: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of a checkpoint."""
+
+    tensors: dict[str, StoredTensor]
+    files: dict[str, StoredFile]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digest of tensors and training state, one entry a box: `name shape dtype offsets sizes checksum`."""
+        entries = [f"{STATE} {self.files[STATE].checksum}"] if STATE in self.files else []
+        for name, tensor in self.tensors.items():
+            head = f"{name} {list(tensor.shape)} {tensor.dtype}"
+            entries += [f"{head} {list(s.box.offsets)} {list(s.box.sizes)} {s.checksum}" for s in tensor.boxes]
+            if not tensor.boxes:
+                entries.append(head)
+        return content_digest(entries)
+
+    @functools.cached_property
+    def content_digest(self) -> str | None:
+        """Digest of the tensors, the same at every layout; None in old checkpoints."""
+        contents = [(name, tensor.shape, tensor.dtype, tensor.content) for name, tensor in self.tensors.items()]
+        if any(content is None for *_, content in contents):
+            return None
+        return digest_of((name, shape, dtype, str(content)) for name, shape, dtype, content in contents)
+
+    def to_json(self) -> bytes:
+        """The content of `manifest.json`."""
+        files = {
+            name: {"bytes": file.num_bytes} | ({"checksum": file.checksum} if file.checksum else {})
+            for name, file in self.files.items()
+        }
+        tensors = {
+            name: {
+                "shape": tensor.shape,
+                "dtype": tensor.dtype,
+                **({} if tensor.content is None else {"content": tensor.content}),
+                "boxes": [
+                    {"offsets": s.box.offsets, "sizes": s.box.sizes, "file": s.file, "key": s.key, "checksum": s.checksum}
+                    for s in tensor.boxes
+                ],
+            }
+            for name, tensor in self.tensors.items()
+        }
+        head = {"format": FORMAT, "version": VERSION, "digest": self.digest}
+        if self.content_digest is not None:
+            head["content_digest"] = self.content_digest
+        return json.dumps({**head, "files": files, "tensors": tensors}, separators=(",", ":")).encode()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint in folder `path`.
+
+    Raises:
+        CheckpointError: it is of another format, or written by a newer version.
+        DamagedCheckpointError: it is missing, unreadable or altered.
+    """
+    try:
+        data = (path / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedCheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}") from error
+    return manifest_from_json(data, str(path))
+
+
+def manifest_from_json(data: bytes, path: str) -> Manifest:
+    """The manifest of the checkpoint in folder `path` from the content of its file; raises as `read_manifest`."""
+    manifest = part_from_json(data, path, MANIFEST)
+    if missing := [name for name in (CONFIG, STATE) if name not in manifest.files]:
+        raise DamagedCheckpointError(f"{path}/{MANIFEST} is not readable (it does not list {missing[0]})")
+    return manifest
+
+
+def part_from_json(data: bytes, path: str, name: str) -> Manifest:
+    """A manifest, or what one rank has to put into it, checked.
+
+    Args:
+        data: content of the file.
+        path: the checkpoint's folder, for messages.
+        name: of the file, for messages.
+
+    Raises:
+        CheckpointError: it is of another format, or written by a newer version.
+        DamagedCheckpointError: it is unreadable or altered.
+    """
+    file = f"{path.rstrip('/')}/{name}"
+    try:
+        content = json.loads(data)
+        written_as, version = content["format"], content["version"]
+        if written_as != FORMAT or not isinstance(version, int):
+            raise CheckpointError(f"{path} is of format {written_as!r}, version {version!r}; this program reads {FORMAT!r}")
+        if version > VERSION:
+            raise CheckpointError(
+                f"{path} was written by a newer version of this program (format version {version}; this one reads up to "
+                f"{VERSION}): update the program that loads"
+            )
+        manifest = Manifest(
+            {name: _tensor_from_json(tensor) for name, tensor in content["tensors"].items()},
+            {name: StoredFile(file["bytes"], file.get("checksum")) for name, file in content["files"].items()},
+        )
+        stated = content["digest"], content.get("content_digest")
+        found = manifest.digest, manifest.content_digest
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{file} is not readable ({error!r})") from error
+    if found != stated:
+        raise DamagedCheckpointError(f"{file} was altered: its content does not have the digest that it states")
+    misnamed = [
+        stored.key
+        for name, tensor in manifest.tensors.items()
+        for stored in tensor.boxes
+        if stored.key != box_key(name, tensor.shape, stored.box)
+    ]
+    if misnamed:
+        raise DamagedCheckpointError(f"{file} takes boxes for parts of tensors after which they are not named: {misnamed[:3]}")
+    named = {stored.file for tensor in manifest.tensors.values() for stored in tensor.boxes}
+    if strange := sorted(name for name in named | manifest.files.keys() if name not in manifest.files or Path(name).name != name):
+        raise DamagedCheckpointError(f"{file} names files that are not in its list or not in its folder: {strange[:3]}")
+    return manifest
+
+
+def box_key(name: str, shape: tuple[int, ...], box: Box) -> str:
+    """Name of a box in a file: `name` for a whole tensor of `shape`, else `name[0:128,64:128]`.
+
+    A reader asks for it by this name, so that no box is taken for another one of the same size.
+    """
+    if box.sizes == shape:
+        return name
+    ranges = (f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
+    return f"{name}[{','.join(ranges)}]"
+
+
+def _tensor_from_json(content: dict) -> StoredTensor:
+    boxes = tuple(
+        StoredBox(Box(tuple(b["offsets"]), tuple(b["sizes"])), b["file"], b["key"], b["checksum"]) for b in content["boxes"]
+    )
+    if (dtype := content["dtype"]) not in DTYPES:
+        raise KeyError(dtype)
+    return StoredTensor(tuple(content["shape"]), dtype, boxes, content.get("content"))
+
+
+def tiles(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
+    """Whether the boxes cover every element of a tensor of `shape` exactly once, and nothing outside.
+
+    A box, as a function that is 1 inside and 0 outside, is known by its corners: give each the sign (-1)^(number of upper
+    ends). Functions add up to that of the whole exactly if their signed corners do. So this needs one pass over the boxes,
+    where comparing pairs would need a square of it.
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    _add_corners(corners, Box((0,) * len(shape), shape), -1)
+    for box in boxes:
+        _add_corners(corners, box, 1)
+    return not any(corners.values())
+
+
+def _add_corners(corners: Counter[tuple[int, ...]], box: Box, weight: int) -> None:
+    ends = [((offset, 1), (offset + size, -1)) for offset, size in zip(box.offsets, box.sizes, strict=True)]
+    for corner in itertools.product(*ends):
+        sign = weight
+        for _, end_sign in corner:
+            sign *= end_sign
+        corners[tuple(at for at, _ in corner)] += sign

@@ -1,0 +1,305 @@
+"""Files of an object store, read in ranges and written as a stream."""
+
+from __future__ import annotations
+
+import contextlib
+import posixpath
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from megatron.checkpoint.errors import TruncatedError
+
+BLOCK_BYTES = 64 << 20
+"""Size of the parts of an upload; stores allow some ten thousand parts to a file."""
+RANGE_BYTES = 16 << 20
+RANGES_AT_ONCE = 8
+"""Large reads are cut into ranges, of which this many are under way together where the store can do that."""
+
+
+@contextlib.contextmanager
+def told(place: str) -> Iterator[None]:
+    """Turn the errors of every store into `OSError` that names the place; a missing file stays `FileNotFoundError`."""
+    try:
+        yield
+    except OSError as error:
+        if place in str(error):
+            raise
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError) else OSError
+        raise kind(f"{place}: {error.strerror or error or type(error).__name__}") from error
+    except Exception as error:
+        raise OSError(f"{place}: {type(error).__name__}: {error}") from error  # every store has errors of its own
+
+
+class ObjectFile:
+    """A `Reading` of a file in an object store.
+
+    Args:
+        files: fsspec's file system.
+        path: of the file in it.
+        url: as a user calls the file.
+        size: bytes in it.
+    """
+
+    def __init__(self, files: Any, path: str, url: str, size: int) -> None:
+        self._files, self._path, self._url, self._size = files, path, url, size
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self._size
+
+    def read(self, start: int, length: int) -> bytes:
+        """Bytes from `start` on."""
+        data = bytearray(length)
+        self.read_into(start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill a buffer with what lies from `start` on, some ranges at a time."""
+        ends = [*range(RANGE_BYTES, len(buffer), RANGE_BYTES), len(buffer)] if len(buffer) else []
+        ranges = list(zip([0, *ends[:-1]], ends, strict=False))
+        for first in range(0, len(ranges), RANGES_AT_ONCE):
+            chosen = ranges[first : first + RANGES_AT_ONCE]
+            with told(self._url):
+                starts, stops = ([start + at for at in places] for places in zip(*chosen, strict=True))
+                found = self._files.cat_ranges([self._path] * len(chosen), starts, stops, on_error="raise")
+            for (begin, end), data in zip(chosen, found, strict=True):
+                if len(data) != end - begin:
+                    missing = start + begin + len(data)
+                    raise TruncatedError(f"{self._url} has no byte {missing}: it was truncated")
+                buffer[begin:end] = data
+
+    def __enter__(self) -> ObjectFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is held open."""
+
+
+class ObjectWriting:
+    """A `Writing` of a file in an object store.
+
+    Args:
+        file: fsspec's file, open for writing.
+        url: as a user calls it.
+    """
+
+    def __init__(self, file: Any, url: str) -> None:
+        self._file, self._url = file, url
+        self.num_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Add all of it, at most a block at a time."""
+        rest = memoryview(data)
+        rest = rest.cast("B") if rest.nbytes else rest
+        with told(self._url):
+            while rest.nbytes:
+                written = self._file.write(rest[:BLOCK_BYTES])
+                self.num_bytes += written
+                rest = rest[written:]
+
+    def fileno(self) -> None:
+        """It has none."""
+
+    def finish(self) -> None:
+        """Have the store take the file."""
+        with told(self._url):
+            self._file.close()
+
+    def give_up(self) -> None:
+        """End an upload so that no file comes of it."""
+        with contextlib.suppress(Exception):
+            self._file.discard()
+        try:
+            self._file.closed = True  # else it would be finished when the object goes
+        except AttributeError:
+            self._file.close()
+
+
+COMPLETE = "manifest.json"
+"""A checkpoint that has this file is complete."""
+_WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"}
+"""Where a folder need not be made; asked to, some make a missing bucket, perhaps of a misspelt name."""
+_LEFT_FILE = re.compile(r"rank_.*-[0-9a-f]+\..+|(?:config|state)\.json")
+
+
+class ObjectStorage:
+    """A `Storage` behind a URL.
+
+    Args:
+        url: as the user gave it.
+        files: fsspec's file system of it.
+        root: the folder's path in that.
+    """
+
+    def __init__(self, url: str, files: Any, root: str) -> None:
+        self._url, self._files, self._root = url, files, root
+
+    @property
+    def location(self) -> str:
+        """The URL."""
+        return self._url
+
+    @property
+    def local(self) -> None:
+        """It is no local folder, or not to be treated as one."""
+        return None
+
+    def at(self, name: str) -> str:
+        """The URL of a file in it."""
+        return posixpath.join(self._url, name) if name else self._url
+
+    def child(self, name: str) -> ObjectStorage:
+        """A folder in it."""
+        return ObjectStorage(self.at(name), self._files, self._path(name))
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, None if there is no such file."""
+        with told(self.at(name)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            info = self._fresh(name).info(self._path(name))
+            if info["type"] == "file":
+                return int(info["size"])
+        return None
+
+    def names(self, folder: str = "") -> list[str]:
+        """What is directly in a folder."""
+        path = self._path(folder)
+        with told(self.at(folder)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = self._fresh(folder).ls(path, detail=False)
+            # Some stores list the folder itself, or a file under its own name.
+            return sorted(posixpath.basename(entry.rstrip("/")) for entry in found if entry.strip("/") != path.strip("/"))
+        return []
+
+    def read(self, name: str) -> bytes:
+        """A whole file."""
+        with told(self.at(name)):
+            return self._files.cat_file(self._path(name))
+
+    def open(self, name: str) -> ObjectFile:
+        """A file, opened for reading."""
+        size = self.size(name)
+        if size is None:
+            raise FileNotFoundError(f"{self.at(name)} is not there")
+        return ObjectFile(self._files, self._path(name), self.at(name), size)
+
+    def make(self) -> None:
+        """Make the folder, where the store has such a thing."""
+        protocol = self._files.protocol
+        if _WITHOUT_FOLDERS.isdisjoint([protocol] if isinstance(protocol, str) else protocol):
+            with told(self.at("")):
+                self._files.makedirs(self._root, exist_ok=True)
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[ObjectWriting]:
+        """A new file as a stream."""
+        with told(self.at(name)):
+            file = ObjectWriting(self._files.open(self._path(name), "wb", block_size=BLOCK_BYTES), self.at(name))
+        try:
+            yield file
+            file.finish()
+        except BaseException:
+            file.give_up()
+            with contextlib.suppress(Exception):
+                self._files.rm_file(self._path(name))
+            raise
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write or replace a small file in one request."""
+        with told(self.at(name)):
+            self._files.pipe_file(self._path(name), data)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all in it, if it exists."""
+        with told(self.at(name)), contextlib.suppress(FileNotFoundError):
+            self._fresh(name).rm(self._path(name), recursive=True)
+
+    def check_writable(self) -> None:
+        """Write and remove a file in it."""
+        self.make()
+        self.write(".writable", b"x")
+        self.remove(".writable")
+
+    def draft(self, name: str, token: str) -> ObjectDraft:
+        """The place where the checkpoint `name` is written: its own."""
+        return ObjectDraft(self.child(name), token)
+
+    def retire(self, name: str) -> None:
+        """Remove the manifest of a checkpoint, then the rest."""
+        if not self.names(name):
+            raise FileNotFoundError(f"{self.at(name)} is not there")
+        self.child(name).remove(COMPLETE)
+        self.remove(name)
+
+    def sweep(self, names: Iterable[str], keep: str | None = None) -> list[str]:
+        """Remove checkpoints without a manifest."""
+        removed = []
+        for name in names:
+            found = self.names(name)
+            if not all(map(_is_left, found)) or (keep is not None and any(_written_by(file, keep) for file in found)):
+                continue
+            with contextlib.suppress(OSError):
+                self.remove(name)
+                removed.append(name)
+        return removed
+
+    def _path(self, name: str) -> str:
+        return posixpath.join(self._root, name) if name else self._root
+
+    def _fresh(self, name: str) -> Any:
+        """The file system, without what it remembers of a folder: other processes write there too."""
+        self._files.invalidate_cache(self._path(name))
+        self._files.invalidate_cache(posixpath.dirname(self._path(name)))
+        return self._files
+
+
+class ObjectDraft:
+    """A `Draft` at the final place."""
+
+    def __init__(self, final: ObjectStorage, token: str) -> None:
+        self._final, self._token = final, token
+
+    @property
+    def storage(self) -> ObjectStorage:
+        """The final place."""
+        return self._final
+
+    def file_name(self, name: str) -> str:
+        """The name with the token before its extensions."""
+        stem, dot, extensions = name.partition(".")
+        return f"{stem}-{self._token}{dot}{extensions}"
+
+    def make(self) -> None:
+        """Make the folder, without files of this token."""
+        self._final.make()
+        self._remove_files(lambda name: _written_by(name, self._token))
+
+    def publish(self, files: Mapping[str, bytes]) -> None:
+        """Write the last files, the manifest at the end."""
+        # They take the places of those of an older checkpoint, which is complete no more from here on.
+        self._final.remove(COMPLETE)
+        for name, data in files.items():
+            self._final.write(name, data)
+        with contextlib.suppress(OSError):
+            self._remove_files(lambda name: name not in files and _is_left(name) and not _written_by(name, self._token))
+
+    def abandon(self) -> None:
+        """Remove the files of this token, and the folder if they were all."""
+        with contextlib.suppress(OSError):
+            self._remove_files(lambda name: _written_by(name, self._token))
+            if not self._final.names():
+                self._final.remove("")
+
+    def _remove_files(self, chosen: Callable[[str], bool]) -> None:
+        for name in self._final.names():
+            if chosen(name):
+                self._final.remove(name)
+
+
+def _is_left(name: str) -> bool:
+    """Whether a save that was killed may have left it; a file of another program is not to be touched."""
+    return _LEFT_FILE.fullmatch(name) is not None
+
+
+def _written_by(name: str, token: str) -> bool:
+    return name.partition(".")[0].endswith(f"-{token}")

@@ -1,0 +1,245 @@
+"""Who writes what: every box once in the world, spread evenly over the ranks that hold it. Needs neither torch nor processes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.checkpoint.content_sums import NO_SUMS, BoxSummer, Checksum, Sums
+from megatron.checkpoint.errors import CheckpointError, listed
+from megatron.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor, box_key, tiles
+from megatron.checkpoint.safetensors_file import DTYPES, Entry, header_bytes, in_file_order
+from megatron.checkpoint.storage import Draft, Writing
+from megatron.parallel.boxes import Box
+
+
+class Held(NamedTuple):
+    """What a rank holds of a tensor; no boxes where it holds only padding."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: str
+    boxes: tuple[Box, ...]
+
+
+class BoxToWrite(NamedTuple):
+    """A box and the tensor that it is a part of."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: str
+    box: Box
+
+    @property
+    def key(self) -> str:
+        """Its name in a file."""
+        return box_key(self.name, self.shape, self.box)
+
+    @property
+    def entry(self) -> Entry:
+        """As it stands in a file."""
+        return Entry(self.key, self.dtype, self.box.sizes)
+
+
+class RankPlan(NamedTuple):
+    """What a rank writes."""
+
+    boxes: list[BoxToWrite]
+    empty: list[Held]
+    """Tensors without elements, which no file holds and the manifest lists."""
+
+
+def share_out(world: Sequence[Sequence[Held]]) -> list[RankPlan]:
+    """Give every box to one of the ranks that hold it: to the one with the fewest bytes so far, large boxes first.
+
+    Args:
+        world: what each rank holds.
+
+    Returns:
+        what each rank writes, in the order in which it holds it.
+
+    Raises:
+        CheckpointError: ranks disagree on a tensor's shape or dtype, a dtype is not supported, or a tensor is not whole.
+    """
+    tensors = _agreed(world)
+    holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
+    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
+    for rank, held in enumerate(world):
+        for tensor in held:
+            for box in dict.fromkeys(tensor.boxes):
+                if (tensor.name, box) not in holders:
+                    boxes[tensor.name].append(box)
+                holders[tensor.name, box].append(rank)
+    if broken := [name for name, tensor in tensors.items() if not tiles(tensor.shape, boxes[name])]:
+        raise CheckpointError(f"the boxes that the ranks hold do not make up whole tensors: {listed(broken)}")
+    sizes = {key: key[1].numel * DTYPES[tensors[key[0]].dtype].itemsize for key in holders}
+    load, writers = [0] * len(world), {}
+    for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -sizes[key])):
+        rank = min(holders[key], key=lambda rank: load[rank])
+        writers[key] = rank
+        load[rank] += sizes[key]
+    plans = []
+    for rank, held in enumerate(world):
+        mine = dict.fromkeys((tensor[:3], box) for tensor in held for box in tensor.boxes if writers[tensor.name, box] == rank)
+        plans.append(RankPlan([BoxToWrite(*tensor, box) for tensor, box in mine], []))
+    if plans:
+        plans[0].empty.extend(tensor._replace(boxes=()) for name, tensor in tensors.items() if not boxes[name])
+    return plans
+
+
+def _agreed(world: Sequence[Sequence[Held]]) -> dict[str, Held]:
+    """Every tensor in the world, as the first rank that holds it describes it."""
+    found: dict[str, Held] = {}
+    problems: list[str] = []
+    for rank, held in enumerate(world):
+        for tensor in held:
+            name, shape, dtype, _ = tensor
+            first = found.setdefault(name, tensor)
+            if (first.shape, first.dtype) != (shape, dtype):
+                problems.append(f"{name} is {shape} {dtype} on rank {rank}, {first.shape} {first.dtype} before")
+            if dtype not in DTYPES:
+                problems.append(f"{name} is {dtype}, a checkpoint holds {', '.join(DTYPES)}")
+    if problems:
+        raise CheckpointError(f"tensors cannot be saved: {listed(problems, '; ')}")
+    return found
+
+
+_SYNC_BYTES = 128 << 20
+"""Bytes that are brought to the disk at once."""
+
+
+@dataclass(frozen=True)
+class PartFile:
+    """A data file: its boxes in the order of their data."""
+
+    name: str
+    """Before the draft has its say (`Draft.file_name`)."""
+    boxes: tuple[BoxToWrite, ...]
+
+    @functools.cached_property
+    def num_data_bytes(self) -> int:
+        """Size without the header."""
+        return sum(box.entry.num_bytes for box in self.boxes)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank writes."""
+
+    rank: int
+    files: tuple[PartFile, ...]
+    empty: tuple[Held, ...] = ()
+
+
+def part_of(rank: int, plan: RankPlan, max_file_bytes: int | None = None) -> Part:
+    """A rank's files: one (or none), or as many as the size limit asks for; a box is never cut."""
+    groups: list[list[BoxToWrite]] = []
+    size = 0
+    for box in plan.boxes:
+        num_bytes = box.entry.num_bytes
+        if not groups or (max_file_bytes is not None and size + num_bytes > max_file_bytes):
+            groups.append([])
+            size = 0
+        groups[-1].append(box)
+        size += num_bytes
+    files = []
+    for number, boxes in enumerate(groups):
+        suffix = f"_{number:05d}" if len(groups) > 1 else ""
+        order = in_file_order([box.entry for box in boxes])
+        files.append(PartFile(f"rank_{rank:05d}{suffix}.safetensors", tuple(boxes[index] for index in order)))
+    return Part(rank, tuple(files), tuple(plan.empty))
+
+
+def write_part(
+    draft: Draft, part: Part, data_of: Callable[[BoxToWrite], memoryview], progress: Callable[[], None] | None = None
+) -> Manifest:
+    """Write a rank's files and bring them to the disk.
+
+    Args:
+        draft: the checkpoint that is being written; its folder exists.
+        part: what is written.
+        data_of: gives the raw bytes of a box (row-major, little-endian); it is called once for each, when its turn comes.
+        progress: called whenever some more is on the disk.
+
+    Returns:
+        a manifest of these files; the content of a tensor is what the part adds to it.
+
+    Raises:
+        CheckpointError: the folder is not there.
+        OSError: a file cannot be written.
+    """
+    folder = draft.storage.local
+    if folder is not None and not folder.is_dir():
+        raise CheckpointError(
+            f"rank {part.rank} does not see {folder}, which the first rank made: "
+            f"--save must be a folder on a file system that all nodes share"
+        )
+    tensors = {held.name: StoredTensor(held.shape, held.dtype, (), NO_SUMS.hex) for held in part.empty}
+    files = {}
+    for file in part.files:
+        name = draft.file_name(file.name)
+        with _room_for(file.num_data_bytes, draft.storage.at(name)), draft.storage.create(name) as out:
+            out.write(header_bytes([box.entry for box in file.boxes]))
+            ahead = _Ahead(out, progress)
+            for box in file.boxes:
+                checksum, sums = _write_box(ahead, box, data_of(box))
+                _add_box(tensors, box, StoredBox(box.box, name, box.key, checksum), sums)
+            files[name] = StoredFile(out.num_bytes)
+    return Manifest(tensors, files)
+
+
+@contextlib.contextmanager
+def _room_for(num_bytes: int, place: str) -> Iterator[None]:
+    """Where there is no room for a file, the error says how much it needs."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(error.errno, f"{error.strerror} (make room: the file needs {num_bytes} bytes)", place) from error
+
+
+class _Ahead:
+    """Writes, and brings what is written to the disk now and then.
+
+    Then nothing of it is left to do for long at the end, the memory of the system is not full of what waits for the disk, and who
+    watches sees that the write goes on.
+    """
+
+    def __init__(self, out: Writing, progress: Callable[[], None] | None) -> None:
+        self._out, self._progress, self._synced = out, progress, 0
+
+    def write(self, data: memoryview) -> None:
+        """Add all of it."""
+        self._out.write(data)
+        if self._progress is not None and self._out.num_bytes - self._synced >= _SYNC_BYTES:
+            if (handle := self._out.fileno()) is not None:
+                os.fdatasync(handle)
+            self._synced = self._out.num_bytes
+            self._progress()
+
+
+def _write_box(out: _Ahead, box: BoxToWrite, data: memoryview) -> tuple[str, Sums]:
+    """Write one box. Piece by piece, so that what is summed and written is still in the cache where it was last touched."""
+    checksum, summer = Checksum(), BoxSummer(box.dtype, box.box, box.shape)
+    for start, end in summer.pieces():
+        piece = data[start:end]
+        checksum.update(piece)
+        summer.add(piece)
+        out.write(piece)
+    return checksum.text, summer.sums()
+
+
+def _add_box(tensors: dict[str, StoredTensor], box: BoxToWrite, stored: StoredBox, sums: Sums) -> None:
+    before = tensors.get(box.name)
+    boxes = (*before.boxes, stored) if before else (stored,)
+    total = Sums.from_hex(before.content).plus(sums) if before and before.content else sums
+    tensors[box.name] = StoredTensor(box.shape, box.dtype, boxes, total.hex)

@@ -1,0 +1,259 @@
+"""Host memory that training fills and the writing process reads."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+
+from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
+from megatron.checkpoint.parts import Part
+from megatron.checkpoint.save_folder import checkpoint_name
+from megatron.checkpoint.storage import Draft, Storage
+from megatron.checkpoint.writer_process import (
+    AllWritten,
+    Begin,
+    Committed,
+    End,
+    GiveUp,
+    Note,
+    PartWritten,
+    Save,
+    WriterDied,
+    WriterProcess,
+    failure_mark,
+)
+from megatron.parallel.boxes import Box
+
+
+class SharedBuffer:
+    """Memory of a fixed size behind a file descriptor, which another process can map too. It has no name, so nothing of it is left
+    when both have ended, however they ended.
+
+    All of it is touched once when it is made: the first copy into fresh memory takes several times as long as later ones.
+
+    Args:
+        num_bytes: its size.
+        pinned: for data of a CUDA device, so that copies run at the speed of the bus (where the system allows it).
+
+    Raises:
+        OSError: there is not so much memory.
+    """
+
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        size = max(num_bytes, 1)
+        self.fd = _anonymous_file()
+        try:
+            os.ftruncate(self.fd, size)
+            self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        except OSError as error:
+            os.close(self.fd)
+            raise OSError(error.errno, f"no host memory for the copy of {size:,} bytes (--async-save): {error.strerror}") from error
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)) == 0
+
+    def close(self) -> None:
+        """Give the memory back, as soon as no view of it is left."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            self._pinned = False
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        del self.bytes, self._map
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("checkpoint", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+_log = logging.getLogger(__name__)
+
+PATIENCE_S = 300.0
+_TELL_AFTER_S = 10.0
+_TELL_EVERY_S = 60.0
+
+
+class RankWriter:
+    """Writes one rank's parts, one after the other. A failure is kept until it is asked for; nothing here raises.
+
+    Args:
+        storage: the save folder.
+        rank: this rank; the first one's process makes a checkpoint of the parts of all.
+        num_ranks: how many parts there are.
+        keep_last: see `retain`.
+        save_retain_interval: see `retain`.
+        patience_s: a process that has made no progress for so long, while training waits for it, is ended.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        rank: int,
+        num_ranks: int,
+        keep_last: int | None = None,
+        save_retain_interval: int | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._storage, self._rank, self._num_ranks, self._patience_s = storage, rank, num_ranks, patience_s
+        self._keep_last, self._save_retain_interval = keep_last, save_retain_interval
+        self._part: Part | None = None
+        self._buffer: SharedBuffer | None = None
+        self._targets: dict[tuple[str, Box], torch.Tensor] = {}
+        self._process: WriterProcess | None = None
+        self.iteration: int | None = None
+        """The last save that was begun."""
+        self.draft: Draft | None = None
+        self.written: PartWritten | None = None
+        """How this rank's part of it has ended, if it has."""
+        self.committed: Committed | None = None
+        """On the first rank: how all of it has ended, if it has."""
+        self.notes: list[str] = []
+        """What else the log should say."""
+
+    def start(self, iteration: int, token: str, part: Part, tensors: list[GlobalTensor], files: dict[str, bytes] | None) -> None:
+        """Copy what this rank writes and let the process write it; the save before has ended.
+
+        Args:
+            iteration: number of the checkpoint.
+            token: of the run.
+            part: what is written.
+            tensors: what this rank holds; they may change when this returns.
+            files: on the first rank, the small files of the checkpoint.
+        """
+        self.iteration, self.draft = iteration, self._storage.draft(checkpoint_name(iteration), token)
+        self.written = self.committed = None
+        try:
+            process = self._ready(part, tensors)
+        except OSError as error:
+            self._fail(f"rank {self._rank}: {error}")
+            return
+        self._copy(tensors)
+        process.send(Save(iteration, token, files if self._rank == 0 else None))
+
+    def receive(self, timeout: float = 0.0) -> bool:
+        """Take in what the process has replied, or replies within so many seconds. Returns whether it is known to be alive."""
+        if self._process is None:
+            return False
+        try:
+            replies = self._process.receive(timeout)
+        except WriterDied as error:
+            self.close()
+            self._fail(f"rank {self._rank}: {error}")
+            return False
+        for reply in replies:
+            if isinstance(reply, PartWritten):
+                self.written = reply
+            elif isinstance(reply, Committed):
+                self.committed = reply
+            elif isinstance(reply, Note):
+                self.notes.append(reply.text)
+        return bool(replies)
+
+    def wait_until_written(self) -> str | None:
+        """Wait for this rank's part of the last save. Returns why it could not be written, if so."""
+        self._wait_until(lambda: self.written is not None)
+        return None if self.written is None else self.written.failure
+
+    def wait_until_committed(self, failures: list[str]) -> None:
+        """On the first rank: wait for the end of the last save, of which all ranks say that their parts have ended.
+
+        Args:
+            failures: why ranks could not write theirs.
+        """
+        if self.iteration is not None and self.committed is None and self._process is not None:
+            self._process.send(GiveUp("\n  ".join(dict.fromkeys(failures))) if failures else AllWritten())
+        self._wait_until(lambda: self.committed is not None)
+
+    def end(self) -> None:
+        """Let the process end what it has begun (the first rank's may be removing old checkpoints), and give the memory back."""
+        if self._process is not None:
+            self._process.send(End())
+        self._wait_until(lambda: self._process is None)
+
+    def close(self) -> None:
+        """End the process at once, and give the memory back."""
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+        if self._buffer is not None:
+            self._targets = {}
+            self._buffer.close()
+            self._buffer = None
+
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        """Wait for the process, as long as it makes progress; one that does not is ended, and the save has failed."""
+        began = heard = time.monotonic()
+        tell_at = began + _TELL_AFTER_S
+        while self.iteration is not None and not done():
+            if self._process is None:
+                self._fail(f"rank {self._rank}: the process that writes it has ended")
+                return
+            pid = self._process.pid
+            alive = self.receive(min(1.0, self._patience_s))
+            now = time.monotonic()
+            heard = now if alive else heard
+            if now - heard > self._patience_s:
+                self.close()
+                self._fail(f"rank {self._rank}: the process that writes it made no progress for {now - heard:.0f} s and was ended")
+            elif now > tell_at and not done():
+                _log.error(
+                    f"rank {self._rank}: still waiting for the save of iteration {self.iteration} "
+                    f"(process {pid}, {now - began:.0f} s, last sign of life {now - heard:.0f} s ago)"
+                )
+                tell_at = now + _TELL_EVERY_S
+
+    def _ready(self, part: Part, tensors: list[GlobalTensor]) -> WriterProcess:
+        """The process and its memory; new ones where there are none or the part is another one.
+
+        Raises:
+            OSError: no memory, or no process.
+        """
+        self.receive(0.0)  # it may have died since
+        if self._process is not None and part == self._part:
+            return self._process
+        self.close()
+        num_bytes = sum(file.num_data_bytes for file in part.files)
+        self._part, self._buffer = part, SharedBuffer(num_bytes, pinned=any(tensor.local.is_cuda for tensor in tensors))
+        at = 0
+        for file in part.files:
+            for box in file.boxes:
+                end = at + box.entry.num_bytes
+                self._targets[box.name, box.box] = self._buffer.bytes[at:end].view(torch_dtype(box.dtype)).view(box.box.sizes)
+                at = end
+        begin = Begin(self._storage.location, part, self._num_ranks, self._keep_last, self._save_retain_interval)
+        self._process = WriterProcess(self._buffer.fd, max(num_bytes, 1), begin)
+        return self._process
+
+    def _copy(self, tensors: list[GlobalTensor]) -> None:
+        devices = set()
+        for tensor in tensors:
+            for placed in tensor.boxes:
+                target = self._targets.get((tensor.name, placed.box))
+                if target is not None:
+                    target.copy_(tensor.part(placed), non_blocking=True)
+                    devices.add(tensor.local.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+
+    def _fail(self, reason: str) -> None:
+        """The part, and on the first rank the checkpoint, will not be written; tell the first rank's process by a mark."""
+        if self.iteration is None:
+            return
+        if self.written is None:
+            self.written = PartWritten(self.iteration, reason)
+            assert self.draft is not None
+            with contextlib.suppress(OSError):
+                self.draft.storage.write(self.draft.file_name(failure_mark(self._rank)), reason.encode())
+        if self._rank == 0 and self.committed is None:
+            self.committed = Committed(self.iteration, reason, "", 0.0)

@@ -1,0 +1,194 @@
+"""The plan of a run's saves, kept: it is made again only when a rank holds other boxes than before."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from megatron.checkpoint.commit import commit, encoded, sweep, take_over
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of, dtype_name
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.parts import BoxToWrite, Held, Part, RankPlan, part_of, share_out, write_part
+from megatron.checkpoint.save_folder import checkpoint_name
+from megatron.checkpoint.storage import Draft, Storage, open_storage
+from megatron.checkpoint.together import decide, group_of
+from megatron.parallel.context import Group
+
+
+class Assignment(NamedTuple):
+    """What the first rank tells each rank before a save."""
+
+    token: str
+    """Of the run, in the names of what it has not finished."""
+    plan: RankPlan | None
+    """What this rank writes; None: as before."""
+
+
+class PartPlanner:
+    """Plans with one round of messages, of which each rank's is small when nothing has changed.
+
+    Args:
+        group: the ranks that save.
+        max_file_bytes: begin another data file where one would become larger.
+    """
+
+    def __init__(self, group: Group, max_file_bytes: int | None = None) -> None:
+        self._group, self._max_file_bytes = group, max_file_bytes
+        self.token = secrets.token_hex(4)  # the first rank's is the run's
+        self._held: list[Held] | None = None
+        self._part = Part(group.index, ())
+        self._world: list[list[Held]] = []
+
+    def unless_known(self, held: list[Held]) -> list[Held] | None:
+        """What this rank holds, None if that is what it held before."""
+        return None if held == self._held else held
+
+    def assign(self, shares: list[list[Held] | None]) -> list[Assignment]:
+        """On the first rank: what every rank writes.
+
+        Args:
+            shares: what each rank's `unless_known` returned.
+
+        Raises:
+            CheckpointError: the boxes are not whole tensors; see `share_out`.
+        """
+        if all(share is None for share in shares):
+            return [Assignment(self.token, None)] * len(shares)
+        before = self._world or [[]] * len(shares)
+        self._world = [old if new is None else new for old, new in zip(before, shares, strict=True)]
+        return [Assignment(self.token, plan) for plan in share_out(self._world)]
+
+    def take(self, held: list[Held], assignment: Assignment) -> Part:
+        """On every rank: what it writes."""
+        self.token = assignment.token
+        if assignment.plan is not None:
+            self._part = part_of(self._group.index, assignment.plan, self._max_file_bytes)
+        self._held = held
+        return self._part
+
+
+def described(tensors: list[GlobalTensor]) -> list[Held]:
+    """What a rank holds, without the elements."""
+    return [
+        Held(tensor.name, tensor.global_shape, dtype_name(tensor.local.dtype), tuple(placed.box for placed in tensor.boxes))
+        for tensor in tensors
+    ]
+
+
+def reader_of(tensors: list[GlobalTensor]) -> Callable[[BoxToWrite], memoryview]:
+    """What gives the bytes of a box that this rank holds; from a device it is copied when it is asked for."""
+    parts = {(tensor.name, placed.box): (tensor, placed) for tensor in tensors for placed in tensor.boxes}
+
+    def data_of(box: BoxToWrite) -> memoryview:
+        tensor, placed = parts[box.name, box.box]
+        return bytes_of(tensor.part(placed))
+
+    return data_of
+
+
+class Written(NamedTuple):
+    """A checkpoint that is complete."""
+
+    location: str
+    """Its folder: a path or a URL."""
+    content_digest: str
+
+
+def save_checkpoint(
+    folder: Path,
+    iteration: int,
+    tensors: list[GlobalTensor],
+    config: dict[str, Any],
+    state: dict[str, Any],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    max_file_bytes: int | None = None,
+) -> Path:
+    """Write `<folder>/iter_<iteration>/`, in the format that `manifest.py` describes, and point the latest file to it.
+
+    Call it on every rank of the group. All ranks return when the checkpoint is complete, or all raise, and then nothing half
+    written stands under its name. A checkpoint of the same iteration is replaced.
+
+    Args:
+        folder: the save folder (`--save`), on a file system that all ranks share; made if it does not exist.
+        iteration: number of the checkpoint.
+        tensors: what this rank holds. Together the ranks' boxes must make up whole tensors; equal boxes are written once.
+            At most one box at a time is copied (and none that is in host memory already).
+        config: goes into `config.json`; the first rank's is written.
+        state: goes into `state.json`; the first rank's is written.
+        process_group: the ranks that save; by default all, or this process alone where torch.distributed is not initialised.
+        max_file_bytes: begin another data file where one would become larger (a box is never cut).
+
+    Returns:
+        the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: a rank could not write, config or state do not fit into JSON, or the boxes are not whole tensors.
+    """
+    saver = TensorSaver(open_storage(folder), group_of(process_group), max_file_bytes)
+    return Path(saver.save(iteration, tensors, config, state).location)
+
+
+class TensorSaver:
+    """Saves checkpoints of one run into one folder, each complete when `save` returns.
+
+    Args:
+        storage: the save folder.
+        group: the ranks that save.
+        max_file_bytes: see `save_checkpoint`.
+    """
+
+    def __init__(self, storage: Storage, group: Group, max_file_bytes: int | None = None) -> None:
+        self._storage, self._group = storage, group
+        self._planner = PartPlanner(group, max_file_bytes)
+        self._swept = self._owns = False
+
+    def begin(self, record: dict[str, Any]) -> None:
+        """On the first rank, before the first save: remove what killed runs left, and take the folder over (`run.json`)."""
+        self._sweep()
+        take_over(self._storage, record, self._planner.token)
+        self._owns = True
+
+    def _sweep(self) -> None:
+        if not self._swept:
+            sweep(self._storage, self._planner.token)
+            self._swept = True
+
+    def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any]) -> Written:
+        """Write a checkpoint; see `save_checkpoint`."""
+        name = checkpoint_name(iteration)
+        doing = f"cannot save {self._storage.at(name)}"
+        held = described(tensors)
+        files: dict[str, bytes] = {}
+        draft: Draft | None = None
+
+        def begin(shares: list[list[Held] | None]) -> list[Assignment]:
+            nonlocal draft
+            files.update(encoded(config, state))
+            answers = self._planner.assign(shares)
+            self._sweep()
+            draft = self._storage.draft(name, self._planner.token)
+            draft.make()
+            return answers
+
+        def write() -> Manifest:
+            return write_part(self._storage.draft(name, self._planner.token), part, data_of)
+
+        def finish(parts: list[Manifest]) -> list[Written]:
+            assert draft is not None
+            manifest = commit(self._storage, draft, iteration, parts, files, self._planner.token if self._owns else None)
+            return [Written(self._storage.at(name), str(manifest.content_digest))] * len(parts)
+
+        try:
+            part = self._planner.take(held, decide(self._group, doing, lambda: self._planner.unless_known(held), begin))
+            data_of = reader_of(tensors)
+            return decide(self._group, doing, write, finish)
+        except (CheckpointError, RuntimeError):
+            if draft is not None:
+                draft.abandon()
+            raise

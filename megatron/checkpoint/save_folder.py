@@ -1,0 +1,188 @@
+"""Names in a save folder.
+
+::
+
+    <save>/iter_0000100/                        a complete checkpoint
+    <save>/latest_checkpointed_iteration.txt    the number of the checkpoint that was finished last
+    <save>/run.json                             settings and token of the run that began to save here last
+
+What is being written or removed has other names; see `storage/local.py` and `storage/objects.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.content_sums import matches
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, Manifest, manifest_from_json
+from megatron.checkpoint.storage import Storage, open_storage
+
+LATEST = "latest_checkpointed_iteration.txt"
+RUN = "run.json"
+
+
+def checkpoint_name(iteration: int) -> str:
+    """Folder name of a complete checkpoint."""
+    return f"iter_{iteration:07d}"
+
+
+def iterations_in(save: Storage) -> list[int]:
+    """Iterations that have a folder in a save folder, ascending, complete or not."""
+    named = (re.fullmatch(r"iter_(\d{7,})", name) for name in save.names())
+    return sorted(int(match[1]) for match in named if match)
+
+
+def latest_in(save: Storage) -> int | None:
+    """What the latest file of a save folder says; None if there is none or it holds no number."""
+    try:
+        text = save.read(LATEST).decode(errors="replace").strip()
+    except (FileNotFoundError, IsADirectoryError):
+        return None
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Checkpoints in a local save folder by iteration, ascending; empty if there is no such folder."""
+    return {iteration: folder / checkpoint_name(iteration) for iteration in iterations_in(open_storage(folder))}
+
+
+Place = Path | str
+"""A folder, or its URL."""
+
+
+def find_checkpoint(
+    folder: Place,
+    step: int | None = None,
+    *,
+    tell: Callable[[str], None] = warnings.warn,
+    damaged: Mapping[int, str] | None = None,
+) -> Place | None:
+    """The checkpoint to resume from. Let one rank call it and tell the others.
+
+    Without `step` it is the one that was finished last, by the latest file; if that one is missing or incomplete, the newest
+    complete one. (A folder may hold newer iterations than the latest file says, left by a run that was resumed from an earlier
+    step: they are not taken while the latest is sound.)
+
+    Args:
+        folder: the save folder.
+        step: the iteration to take (`--ckpt-step`).
+        tell: is given a message where another checkpoint is taken than one may think.
+        damaged: iterations of which it is known that they cannot be read, and why.
+
+    Returns:
+        the folder of the checkpoint (a path, or a URL where the save folder is behind one), or None if there has never been one.
+
+    Raises:
+        CheckpointError: `step` is not there, or no checkpoint there is complete, or `folder` is a checkpoint itself.
+    """
+    storage = open_storage(folder)
+    if storage.size(MANIFEST) is not None:
+        parent = storage.location.rstrip("/").rpartition("/")[0]
+        raise CheckpointError(f"{folder} is a checkpoint itself: give --load {parent}, with --ckpt-step to choose one")
+    found = iterations_in(storage)
+    if step is not None:
+        if step not in found:
+            there = listed([str(iteration) for iteration in reversed(found)]) or "none"
+            raise CheckpointError(f"--ckpt-step {step}: {folder} has no such checkpoint; it has: {there}")
+        if fault := fault_of(storage.child(checkpoint_name(step))):
+            raise DamagedCheckpointError(f"--ckpt-step {step}: {fault}")
+        return place_of(storage.child(checkpoint_name(step)))
+    latest = latest_in(storage)
+    if latest is None and not found:
+        return None
+    order = sorted(found, reverse=True)
+    faults = []
+    if latest is not None:
+        order = [latest, *(iteration for iteration in order if iteration != latest)]
+    else:
+        faults.append(f"{storage.at(LATEST)} is missing or unreadable")
+    for iteration in order:
+        inside = storage.child(checkpoint_name(iteration))
+        if fault := (damaged or {}).get(iteration) or fault_of(inside):
+            faults.append(fault)
+            continue
+        if faults:
+            tell(f"taking {inside.location}, because {'; '.join(faults)}")
+        elif iteration != max(found):
+            newest = storage.at(checkpoint_name(max(found)))
+            tell(f"taking {inside.location}, which {LATEST} names; {newest} is newer but was not saved last")
+        return place_of(inside)
+    raise DamagedCheckpointError(f"{folder} holds no complete checkpoint:\n  " + listed(faults, "\n  "))
+
+
+def iteration_of(path: Place) -> int | None:
+    """The iteration that a checkpoint's folder is named after; None if it is named otherwise."""
+    match = re.fullmatch(r"(?:.*/)?iter_(\d{7,})/?", str(path))
+    return int(match[1]) if match else None
+
+
+def fault_of(inside: Storage) -> str | None:
+    """Why a checkpoint is not complete, or None if it is. Looks at the manifest and the sizes of the files."""
+    try:
+        manifest = manifest_in(inside)
+    except DamagedCheckpointError as error:
+        return str(error)
+    for name, file in manifest.files.items():
+        found = inside.size(name)
+        if found is None:
+            return f"{inside.at(name)} is missing"
+        if found != file.num_bytes:
+            return f"{inside.at(name)} has {found} bytes, it was written with {file.num_bytes}"
+    return None
+
+
+def manifest_in(inside: Storage) -> Manifest:
+    """The manifest of the checkpoint in a folder.
+
+    Raises:
+        CheckpointError: it is of another format, or written by a newer version.
+        DamagedCheckpointError: it is missing, unreadable or altered.
+    """
+    try:
+        data = inside.read(MANIFEST)
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{inside.location} is not a complete checkpoint: it has no {MANIFEST}") from error
+    return manifest_from_json(data, inside.location)
+
+
+def read_state(path: Place) -> dict[str, Any]:
+    """The training state that was saved in the checkpoint in folder `path`.
+
+    Raises:
+        CheckpointError: not a complete checkpoint of a known version, or altered.
+    """
+    inside = open_storage(path)
+    return read_json(inside, STATE, manifest_in(inside))
+
+
+def read_config(path: Place) -> dict[str, Any]:
+    """The configuration that was saved in the checkpoint in folder `path`.
+
+    Raises:
+        CheckpointError: not a complete checkpoint of a known version, or altered.
+    """
+    inside = open_storage(path)
+    return read_json(inside, CONFIG, manifest_in(inside))
+
+
+def read_json(inside: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
+    """One of the small files of a checkpoint, checked."""
+    try:
+        data = inside.read(name)
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{inside.at(name)} is missing") from error
+    if not matches(data, manifest.files[name].checksum or ""):
+        raise DamagedCheckpointError(f"{inside.at(name)} was altered (checksum)")
+    content: dict[str, Any] = json.loads(data)
+    return content
+
+
+def place_of(storage: Storage) -> Place:
+    """What stands for a folder outside this room."""
+    return storage.local or storage.location

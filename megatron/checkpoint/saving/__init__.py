@@ -1,1 +1,0 @@
-"""From the tensors of a run to a complete checkpoint."""

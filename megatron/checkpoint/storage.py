@@ -1,0 +1,177 @@
+"""What saving and loading ask of a storage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from megatron.checkpoint.local_storage import LocalStorage
+from megatron.checkpoint.object_storage import ObjectStorage
+
+
+class Reading(Protocol):
+    """A file that is open for reading."""
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+
+    def read(self, start: int, length: int) -> bytes:
+        """Bytes from `start` on.
+
+        Raises:
+            TruncatedError: the file ends before.
+        """
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill a buffer of bytes with what lies from `start` on.
+
+        Raises:
+            TruncatedError: the file ends before.
+        """
+
+
+class Writing(Protocol):
+    """A file that is being written."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written so far."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Add all of it."""
+
+    def fileno(self) -> int | None:
+        """The file's descriptor, if it has one."""
+
+
+class Storage(Protocol):
+    """A folder, local or by URL. Names are relative to it, with `/` between; the empty name is the folder itself.
+
+    Everything raises `OSError` where the storage fails, whatever is behind it, and `FileNotFoundError` where a file to be read is
+    not there.
+    """
+
+    @property
+    def location(self) -> str:
+        """The folder as a user calls it: a path or a URL. Another process opens the same storage with it."""
+
+    @property
+    def local(self) -> Path | None:
+        """The folder, if it is a local one."""
+
+    def at(self, name: str) -> str:
+        """What a user calls a file in it."""
+
+    def child(self, name: str) -> Storage:
+        """A folder in it, which need not exist."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, None if there is no such file."""
+
+    def names(self, folder: str = "") -> list[str]:
+        """Files and folders directly in a folder, sorted, hidden ones too; empty if there is no such folder."""
+
+    def read(self, name: str) -> bytes:
+        """A whole file."""
+
+    def open(self, name: str) -> AbstractContextManager[Reading]:
+        """A file, opened for reading."""
+
+    def make(self) -> None:
+        """Make the folder and those above it where they are missing."""
+
+    def create(self, name: str) -> AbstractContextManager[Writing]:
+        """A new file as a stream, in place of an old one. It is on the disk when the block ends, and gone if that raises."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write or replace a small file in one step: readers see the old content or the new. It is on the disk on return."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all in it, if it exists."""
+
+    def check_writable(self) -> None:
+        """Make the folder, then write and remove a file in it."""
+
+    def draft(self, name: str, token: str) -> Draft:
+        """The place where the checkpoint `name` is written.
+
+        Args:
+            name: of the checkpoint, a folder here.
+            token: of the run that writes it, from `[0-9a-f]`. What other runs left or still write does not disturb it.
+        """
+
+    def retire(self, name: str) -> None:
+        """Remove a checkpoint in such an order that half of one is never taken for one."""
+
+    def sweep(self, names: Iterable[str], keep: str | None = None) -> list[str]:
+        """Remove what killed saves and removals left; what cannot be removed stays. Call it while nobody saves.
+
+        Args:
+            names: the checkpoints here, complete or not.
+            keep: the token of a run whose drafts stay.
+
+        Returns:
+            what was removed.
+        """
+
+
+class Draft(Protocol):
+    """A checkpoint that is being written. Nobody takes it for a checkpoint before `publish`."""
+
+    @property
+    def storage(self) -> Storage:
+        """The folder in which its files are."""
+
+    def file_name(self, name: str) -> str:
+        """The name of a data file, or of what writers tell each other, both here and in the manifest.
+
+        Where files are written under the name of the checkpoint itself it has the token in it: so neither a save nor a late
+        writer of a killed run can touch the files of a complete checkpoint.
+        """
+
+    def make(self) -> None:
+        """Make the folder, without what an earlier attempt of the same run left. One process calls it before the others write."""
+
+    def publish(self, files: Mapping[str, bytes]) -> None:
+        """Write the last files, and put the checkpoint in its place; an older one of the same name is removed.
+
+        Args:
+            files: the small files that have fixed names, the manifest last. When that one is there, the checkpoint is complete.
+        """
+
+    def abandon(self) -> None:
+        """Remove what was written, as far as that is possible."""
+
+
+def is_url(location: str) -> bool:
+    """Whether fsspec is asked for it."""
+    return "://" in location and not location.startswith("file://")
+
+
+def open_storage(location: str | os.PathLike[str]) -> Storage:
+    """The folder with this path or URL, which need not exist.
+
+    Args:
+        location: a local path, also as `file:///path`; a URL that fsspec knows, such as `s3://bucket/folder`.
+
+    Raises:
+        ValueError: fsspec, or the package that it needs for this kind of URL, is not installed, or it knows no such kind.
+    """
+    text = os.fspath(location)
+    if not is_url(text):
+        return LocalStorage(Path(text.removeprefix("file://")))
+    try:
+        import fsspec
+    except ImportError as error:
+        raise ValueError(
+            f"{text}: URLs are opened through fsspec, which is not installed: pip install 'megatron-3d[fsspec]'"
+        ) from error
+    try:
+        files, root = fsspec.core.url_to_fs(text)
+    except (ImportError, ValueError) as error:  # names the package that is missing, or the protocols that are known
+        raise ValueError(f"{text}: {error}") from error
+    return ObjectStorage(text.rstrip("/"), files, root)

@@ -1,0 +1,96 @@
+"""Write a checkpoint of a whole model in one process, one box in memory at a time: for conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.commit import commit, encoded, merged
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.global_tensor import bytes_of, dtype_name
+from megatron.checkpoint.parts import BoxToWrite, Held, part_of, share_out, write_part
+from megatron.checkpoint.save_folder import checkpoint_name
+from megatron.checkpoint.source import TensorInfo
+from megatron.checkpoint.storage import open_storage
+from megatron.parallel.boxes import Box
+
+_TOKEN = "0"
+"""Of all conversions, in place of a run's: each removes what a killed one left, and nothing of a run that saves there."""
+
+
+def write_checkpoint(
+    folder: Path | str,
+    iteration: int,
+    tensors: Mapping[str, TensorInfo],
+    read: Callable[[str, Box], torch.Tensor],
+    config: dict[str, Any],
+    state: dict[str, Any],
+    *,
+    files: Sequence[Sequence[tuple[str, Box]]] | None = None,
+    max_file_bytes: int | None = 5 << 30,
+    content_digest: str | None = None,
+) -> str:
+    """Write `<folder>/iter_<iteration>/` and point the latest file to it. It is complete or, after a failure, not there.
+
+    Args:
+        folder: the save folder, or its URL; made if it does not exist.
+        iteration: number of the checkpoint. One of the same number is replaced.
+        tensors: everything that is stored, by full name, e.g. `model.layers.0.mlp.up.weight`.
+        read: gives the elements of a box of a tensor, in the sizes of the box and the dtype of the tensor; called once for each.
+        config: goes into `config.json`.
+        state: goes into `state.json`.
+        files: the boxes in each rank's file, where the files shall be those of a layout (a box that is in several is written into
+            one of them); by default whole tensors, in their order.
+        max_file_bytes: begin another data file where one would become larger (a box is never cut).
+        content_digest: that the checkpoint must have, where it is known.
+
+    Returns:
+        the folder of the checkpoint, or its URL.
+
+    Raises:
+        CheckpointError: it cannot be written, the boxes are not whole tensors, or `read` gives something else than was announced or
+            another content than it must have.
+    """
+    save, name = open_storage(folder), checkpoint_name(iteration)
+    small = encoded(config, state)
+    plans = share_out(_held(tensors, files))
+    parts = [part_of(rank, plan, max_file_bytes) for rank, plan in enumerate(plans)]
+
+    def data_of(box: BoxToWrite) -> memoryview:
+        tensor = read(box.name, box.box)
+        if tuple(tensor.shape) != box.box.sizes or dtype_name(tensor.dtype) != box.dtype:
+            raise CheckpointError(
+                f"{box.key} was read as {list(tensor.shape)} {dtype_name(tensor.dtype)}, not {list(box.box.sizes)} {box.dtype}"
+            )
+        return bytes_of(tensor)
+
+    draft = save.draft(name, _TOKEN)
+    try:
+        draft.make()
+        written = [write_part(draft, part, data_of) for part in parts]
+        if content_digest is not None and (found := merged(written).content_digest) != content_digest:
+            raise CheckpointError(f"what was read has the content digest {found}, and it should be {content_digest}")
+        commit(save, draft, iteration, written, small)
+    except OSError as error:
+        draft.abandon()
+        raise CheckpointError(f"cannot save {save.at(name)}: {error}") from error
+    except BaseException:
+        draft.abandon()
+        raise
+    return save.at(name)
+
+
+def _held(tensors: Mapping[str, TensorInfo], files: Sequence[Sequence[tuple[str, Box]]] | None) -> list[list[Held]]:
+    """What each file holds, as if ranks held it; the first lists all tensors, so that those without elements are not forgotten."""
+    if files is None:
+        files = [[(name, Box((0,) * len(info.shape), info.shape)) for name, info in tensors.items() if 0 not in info.shape]]
+    world = []
+    for number, file in enumerate(files):
+        boxes: dict[str, list[Box]] = {name: [] for name in tensors} if number == 0 else {}
+        for name, box in file:
+            boxes.setdefault(name, []).append(box)
+        world.append([Held(name, tensors[name].shape, dtype_name(tensors[name].dtype), tuple(boxes[name])) for name in boxes])
+    return world

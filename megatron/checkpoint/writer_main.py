@@ -1,0 +1,221 @@
+"""The process that writes a rank's part beside the training, and on the first rank makes a checkpoint of all parts.
+
+    python -m megatron.checkpoint.writer_main FD NUM_BYTES
+
+It is started by `process.py`: a program of its own, not a fork, because a fork of a process with a CUDA device or many gigabytes is
+dangerous or slow. It imports no torch. Messages come through standard input and replies go to standard output (`messages.py`), the
+data lies in the memory behind the file descriptor. When training ends, in whatever way, it ends at once too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from megatron.checkpoint.commit import commit, retain
+from megatron.checkpoint.errors import CheckpointError, listed
+from megatron.checkpoint.manifest import Manifest, part_from_json
+from megatron.checkpoint.parts import BoxToWrite, write_part
+from megatron.checkpoint.save_folder import checkpoint_name
+from megatron.checkpoint.storage import Draft, open_storage
+from megatron.checkpoint.writer_process import (
+    Alive,
+    AllWritten,
+    Begin,
+    Committed,
+    End,
+    GiveUp,
+    Message,
+    Note,
+    PartWritten,
+    Reply,
+    Save,
+    failure_mark,
+    part_file,
+)
+
+_PR_SET_PDEATHSIG = 1
+_NICE = 10
+"""Training goes first where there is no core left for both."""
+LONGEST_PAUSE_S = 0.5
+"""Between two looks whether all parts are there."""
+ALIVE_EVERY_S = 2.0
+VISIBLE_WITHIN_S = 60.0
+"""A part that its rank has written must be seen here within this time: file systems of a network show new names late."""
+
+
+class Background:
+    """One rank's writer.
+
+    Args:
+        data: the shared memory.
+        inbox: messages; given only those that come after `Begin`.
+        begin: what to write.
+        reply: answers.
+    """
+
+    def __init__(self, data: memoryview, inbox: queue.Queue[Message], begin: Begin, reply: Callable[[Reply], None]) -> None:
+        self._inbox, self._begin, self._reply = inbox, begin, reply
+        self._storage = open_storage(begin.location)
+        self._said_alive_at = -ALIVE_EVERY_S
+        self._data: dict[BoxToWrite, memoryview] = {}
+        at = 0
+        for file in begin.part.files:
+            for box in file.boxes:
+                self._data[box] = data[at : at + box.entry.num_bytes]
+                at += box.entry.num_bytes
+
+    def run(self) -> None:
+        """Write whenever training asks for it, until it says that this is the end."""
+        while not isinstance(message := self._inbox.get(), End):
+            if isinstance(message, Save):
+                self._save(message)
+
+    def _save(self, message: Save) -> None:
+        began = time.monotonic()
+        rank = self._begin.part.rank
+        draft = self._storage.draft(checkpoint_name(message.iteration), message.token)
+        try:
+            part = write_part(draft, self._begin.part, self._data.__getitem__, self._alive)
+            draft.storage.write(draft.file_name(part_file(rank)), part.to_json())
+            failure = None
+        except Exception as error:  # noqa: BLE001 - training goes on and says so
+            failure = _reason(error, rank)
+            with contextlib.suppress(Exception):
+                draft.storage.write(draft.file_name(failure_mark(rank)), failure.encode())
+        self._reply(PartWritten(message.iteration, failure))
+        if message.files is None:
+            return
+        digest = ""
+        try:
+            digest = str(self._commit(draft, message, failure).content_digest)
+            failure = None
+        except Exception as error:  # noqa: BLE001 - as above
+            failure = str(error) if isinstance(error, CheckpointError) else _reason(error, rank)
+            draft.abandon()
+        self._reply(Committed(message.iteration, failure, digest, time.monotonic() - began))
+        if failure is None:
+            self._retain()
+
+    def _commit(self, draft: Draft, message: Save, failure: str | None) -> Manifest:
+        if failure is not None:
+            raise CheckpointError(failure)
+        ranks = range(self._begin.num_ranks)
+        self._wait_for_parts(draft)
+        parts = []
+        for rank in ranks:
+            name = draft.file_name(part_file(rank))
+            parts.append(part_from_json(draft.storage.read(name), draft.storage.location, name))
+            draft.storage.remove(name)
+        assert message.files is not None
+        return commit(self._storage, draft, message.iteration, parts, message.files, run=message.token)
+
+    def _wait_for_parts(self, draft: Draft) -> None:
+        """Return when all ranks have written.
+
+        Raises:
+            CheckpointError: one of them could not, or training says that it will not.
+        """
+        missing = set(range(self._begin.num_ranks))
+        pause, deadline = 0.002, float("inf")
+        while True:
+            there = set(draft.storage.names())
+            failed = [rank for rank in sorted(missing) if draft.file_name(failure_mark(rank)) in there]
+            if failed:
+                reasons = dict.fromkeys(
+                    draft.storage.read(draft.file_name(failure_mark(rank))).decode(errors="replace") for rank in failed
+                )
+                raise CheckpointError(listed(list(reasons), "\n  "))
+            missing = {rank for rank in missing if draft.file_name(part_file(rank)) not in there}
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"rank {min(missing)} has written its part, but not into {draft.storage.location} as the first rank sees it: "
+                    f"--save must be a folder on a file system that all nodes share"
+                )
+            with contextlib.suppress(queue.Empty):
+                message = self._inbox.get(timeout=pause)
+                if isinstance(message, GiveUp):
+                    raise CheckpointError(message.reason)
+                if isinstance(message, End):
+                    self._inbox.put(message)
+                    raise CheckpointError("training has ended before all parts were written")
+                if isinstance(message, AllWritten):
+                    deadline = time.monotonic() + VISIBLE_WITHIN_S
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            self._alive()
+
+    def _alive(self) -> None:
+        """Say that the save goes on; seldom, for training may not read it for a long time."""
+        if (now := time.monotonic()) - self._said_alive_at >= ALIVE_EVERY_S:
+            self._said_alive_at = now
+            self._reply(Alive())
+
+    def _retain(self) -> None:
+        try:
+            retain(self._storage, self._begin.keep_last, self._begin.save_retain_interval)
+        except Exception as error:  # noqa: BLE001 - the checkpoint is complete all the same
+            self._reply(Note(f"old checkpoints in {self._storage.location} could not be removed: {error}"))
+
+
+def _reason(error: Exception, rank: int) -> str:
+    """What a user is told; faults of the program with their kind."""
+    text = str(error) if isinstance(error, (CheckpointError, OSError)) else repr(error)
+    return f"rank {rank}: {text}"
+
+
+def _end_with_parent(parent: int) -> None:
+    """Be killed when the process that trains ends, also in the middle of a write."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+def _receive(inbox: queue.Queue[Message]) -> None:
+    """Hand on all messages; end with the last one, which is how training says that it has ended."""
+    try:
+        while True:
+            inbox.put(pickle.load(sys.stdin.buffer))
+    except (EOFError, OSError, pickle.UnpicklingError):
+        os._exit(0)
+
+
+def main() -> None:
+    """Map the memory, then write as told."""
+    fd, num_bytes, parent = (int(text) for text in sys.argv[1:])
+    _end_with_parent(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they are meant for training, which decides whether a save is finished
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    data = memoryview(mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED))
+    os.close(fd)
+    replies = sys.stdout.buffer
+    sys.stdout = sys.stderr  # whatever a library prints must not get in between
+
+    def reply(message: Reply) -> None:
+        text = pickle.dumps(message)
+        replies.write(len(text).to_bytes(4, "little") + text)
+        replies.flush()
+
+    inbox: queue.Queue[Message] = queue.Queue()
+    threading.Thread(target=_receive, args=(inbox,), daemon=True).start()
+    begin = inbox.get()
+    assert isinstance(begin, Begin)
+    Background(data, inbox, begin, reply).run()
+    os._exit(0)  # without waiting for the thread that waits for messages
+
+
+if __name__ == "__main__":
+    main()
