@@ -25,8 +25,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
 from megatron.config.parallel import ShardingStrategy
-from megatron.pipeline_parallel.schedules.registry import GENERATORS
-from megatron.pipeline_parallel.simulate import Costs
+from megatron.spec.schedule_spec import Costs
+from megatron.spec.schedules import SCHEDULES
 from tools.benchmarks.shapes import SHAPES, Shape
 
 # Those that fork are first: where there is CUDA, autograd starts threads at its first backward, which do not survive that.
@@ -61,7 +61,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
     add("--steps", ("single",), type=count, default=1, help="steps in each half of a pair (1)")
     add("--stages", ("bubble",), type=count, default=8, help="processes (8)")
     add("--microbatches", ("bubble",), type=count, default=16, help="microbatches of a step (16)")
-    add("--schedules", ("bubble",), nargs="+", choices=GENERATORS, default=list(GENERATORS), help="which ones (all)")
+    add("--schedules", ("bubble",), nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="which ones (all)")
     for what in ("forward", "input-grad", "weight-grad"):
         add(f"--{what}-ms", ("bubble",), type=milliseconds, default=40.0, help="time on a whole stage, which its chunks share (40)")
     add(

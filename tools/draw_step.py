@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from megatron.pipeline_parallel.schedule import OpKind
-from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.pipeline_parallel.simulate import simulate
+from megatron.spec.operations import OpKind
+from megatron.spec.schedules import make_schedule
 
 WIDTH, HEIGHT, LEFT = 800, 588, 20
 STAGES, MICROBATCHES, SAMPLES_OF_MICROBATCH = 2, 4, 4

@@ -16,14 +16,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.pipeline_parallel.formulas import expected
 from megatron.pipeline_parallel.pictures.files import check_output, write_picture
 from megatron.pipeline_parallel.pictures.panel import Panel, milliseconds
 from megatron.pipeline_parallel.pictures.table import Row, draw_table
 from megatron.pipeline_parallel.pictures.terminal import Terminal
 from megatron.pipeline_parallel.pictures.text import draw_text
-from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
-from megatron.pipeline_parallel.simulate import Costs, simulate
+from megatron.pipeline_parallel.simulate import simulate
+from megatron.spec.schedule_spec import Costs
+from megatron.spec.schedules import SCHEDULES, make_schedule
 
 _USUAL_VIRTUAL_STAGES = 2
 """Of a schedule that can have any number."""
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     which = flags.add_mutually_exclusive_group(required=True)
-    which.add_argument("--schedule", choices=GENERATORS, help="the schedule to show")
+    which.add_argument("--schedule", choices=SCHEDULES, help="the schedule to show")
     which.add_argument("--compare", action="store_true", help="show all schedules, one above the other")
     flags.add_argument("--stages", type=_count, required=True, metavar="P", help="pipeline stages (ranks)")
     flags.add_argument("--microbatches", type=_count, required=True, metavar="M", help="microbatches of a step")
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         rows = [
             _row(name, given.stages, given.microbatches, _chunks(name, given.virtual_stages, given.compare), costs)
-            for name in (GENERATORS if given.compare else [given.schedule])
+            for name in (SCHEDULES if given.compare else [given.schedule])
         ]
     except ValueError as error:
         flags.error(f"--virtual-stages {given.virtual_stages}: {error}")
@@ -104,7 +104,7 @@ def _time(text: str) -> float:
 
 def _chunks(name: str, asked: int | None, compare: bool) -> int:
     """Chunks a stage. Where all schedules are compared, what is asked for is for those that can have any number."""
-    only = GENERATORS[name].chunks_per_stage
+    only = SCHEDULES[name].chunks_per_stage
     if only is not None and (asked is None or compare):
         return only
     return asked or _USUAL_VIRTUAL_STAGES
@@ -114,7 +114,7 @@ def _row(name: str, num_stages: int, num_microbatches: int, chunks_per_stage: in
     schedule = make_schedule(name, num_stages, num_microbatches, chunks_per_stage)
     title = f"{name} (v = {chunks_per_stage})" if chunks_per_stage > 1 else name
     panel = Panel(title, simulate(schedule, costs.divided(chunks_per_stage)))
-    return Row(panel, expected(name, num_stages, num_microbatches, chunks_per_stage, costs))
+    return Row(panel, SCHEDULES[name].expected(num_stages, num_microbatches, chunks_per_stage, costs))
 
 
 def _about(num_stages: int, num_microbatches: int, costs: Costs) -> str:

@@ -29,8 +29,8 @@ from megatron.model.build import build_model
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
-from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.planner.state_report import state_report
+from megatron.spec.schedules import make_schedule
 
 DATA_SIZES = (8, 64, 1024)
 STRATEGIES: tuple[ShardingStrategy, ...] = get_args(ShardingStrategy)

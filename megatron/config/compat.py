@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from megatron.spec.activations import FLAGS, spelled
+from megatron.spec.schedules import names_that_split_backward
 
 _FUSED = "kernels are chosen by torch; no switch is needed"
 _SDPA = "attention always runs through torch's scaled_dot_product_attention, which picks the fastest kernel"
@@ -113,7 +114,7 @@ _HYBRID = (
     "With --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size N shards within groups of N data ranks, which "
     "are copies of each other; otherwise state is sharded over all data ranks."
 )
-_DEFERRED = "Weight gradients are put off by --pipeline-schedule zb-h1 and zb-v, to fill the bubble."
+_DEFERRED = f"Weight gradients are put off by --pipeline-schedule {' and '.join(names_that_split_backward())}, to fill the bubble."
 _RECOMPUTE = (
     "Recomputing activations is not built yet; to save memory use --sequence-parallel, more tensor ranks or a smaller batch."
 )

@@ -8,6 +8,7 @@ from megatron.config.checks.each import idle_settings
 from megatron.config.checks.finding import data_size, is_changed, shown
 from megatron.config.checks.fsdp_parts import left_to_buckets
 from megatron.config.config import Config
+from megatron.spec.schedules import default_schedule
 
 _SCHEDULING = (
     "pipeline_schedule",
@@ -38,7 +39,7 @@ def notes(config: Config, world_size: int) -> list[str]:
 def _without_pipeline(config: Config, chunks: int) -> list[str]:
     """Settings that order the work of a pipeline where there is none: what they change costs or saves memory, but no time."""
     parallel = config.parallel
-    if parallel.pipeline_model_parallel_size > 1 or (chunks == 1 and parallel.schedule == "1f1b"):
+    if parallel.pipeline_model_parallel_size > 1 or (chunks == 1 and parallel.schedule == default_schedule(several_chunks=False)):
         return []
     fields = (field for field in (_SCHEDULING if chunks > 1 else _SCHEDULING[:1]) if is_changed(config, field))
     return [

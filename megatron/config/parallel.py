@@ -8,8 +8,8 @@ from typing import Literal
 
 from megatron.config.pipeline_layout import LayoutChunk, layout_problems, parse_layout
 from megatron.config.setting import OtherThan, acts_with, idle_with, setting
+from megatron.spec.schedules import SCHEDULES, default_schedule
 
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 PipelineSplit = Literal["even", "balanced"]
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 FsdpReshard = Literal["always", "never"]
@@ -42,7 +42,7 @@ class ParallelConfig:
         False, idle=idle_with("both numberings of the ranks are the same here", data_ranks=1, pipeline_model_parallel_size=1)
     )
     """Number the ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
-    pipeline_schedule: PipelineSchedule | None = None
+    pipeline_schedule: str | None = setting(None, choices=SCHEDULES)
     """Order of forwards and backwards in the pipeline; by default interleaved with several virtual stages, else 1f1b."""
     num_layers_per_virtual_pipeline_stage: int | None = setting(None, at_least=1, unit="layers")
     """Layers of one virtual stage (chunk); each pipeline rank holds several."""
@@ -101,7 +101,7 @@ class ParallelConfig:
         else:
             # How many stages some layers each give depends on the model; that they are several is a rule.
             several = self.num_layers_per_virtual_pipeline_stage is not None or (self.num_virtual_stages_per_pipeline_rank or 1) > 1
-        return "interleaved" if several else "1f1b"
+        return default_schedule(several)
 
     @property
     def sharding(self) -> ShardingStrategy:
@@ -129,7 +129,7 @@ class ParallelConfig:
             units, each = self.units_to_split(num_layers), self.num_layers_per_virtual_pipeline_stage
             fault = f"{units} layers do not divide among {stages} pipeline stages in virtual stages of {each} layers"
             return _whole(units, stages * each, fault)
-        return self.num_virtual_stages_per_pipeline_rank or (2 if self.schedule == "zb-v" else 1)
+        return self.num_virtual_stages_per_pipeline_rank or SCHEDULES[self.schedule].chunks_per_stage or 1
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.p2p import Boundary, TensorSpec
 from megatron.pipeline_parallel.partition import Chunk, layer_table
-from megatron.pipeline_parallel.schedules.placement import loop
+from megatron.spec.operations import loop
 
 
 @dataclass

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from megatron.config.model import ModelConfig
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.pipeline_parallel.schedule import OpKind, Schedule
 from megatron.spec.activations import activation_of
+from megatron.spec.operations import OpKind, Schedule
 
 
 def kept_per_token(model: ModelConfig, chunk: Chunk, *, padded_vocab: int, tensor_size: int, sequence_parallel: bool) -> float:

@@ -10,8 +10,8 @@ import bisect
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron.pipeline_parallel.schedule import Message, Schedule
 from megatron.pipeline_parallel.simulate import Span, simulate
+from megatron.spec.operations import Message, Schedule
 
 
 class ReceivePlan(NamedTuple):

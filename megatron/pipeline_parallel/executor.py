@@ -17,8 +17,8 @@ from megatron.parallel.accumulate import Deferred, deferring
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.exchange import channels
 from megatron.pipeline_parallel.p2p import Boundary, Messenger, Tensors
-from megatron.pipeline_parallel.schedule import Message, Op, OpKind, Schedule
 from megatron.pipeline_parallel.validate import validate
+from megatron.spec.operations import Message, Op, OpKind, Schedule
 
 ForwardFunction = Callable[[int, int, Tensors], Tensors]
 """(chunk, microbatch, what the chunk before gave) to what it gives; the last chunk gives one scalar, the root of backward."""

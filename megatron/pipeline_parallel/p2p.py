@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.parallel.context import ParallelContext
-from megatron.pipeline_parallel.schedule import Message
+from megatron.spec.operations import Message
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from megatron.config.model_flops import layer_flops, output_flops
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import LayoutChunk, count_problems, parse_layout
 from megatron.pipeline_parallel.balance import balance
-from megatron.pipeline_parallel.schedules.registry import placement
 from megatron.pipeline_parallel.split_problem import Memory
+from megatron.spec.schedules import placement
 
 
 @dataclass(frozen=True)

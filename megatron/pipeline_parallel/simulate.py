@@ -6,32 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.pipeline_parallel.schedule import Message, Op, OpKind, Schedule
 from megatron.pipeline_parallel.walk import walk
+from megatron.spec.operations import Message, Op, Schedule
+from megatron.spec.schedule_spec import Costs
 
-
-@dataclass(frozen=True)
-class Costs:
-    """Durations of operations on one chunk, all in one unit (pictures take milliseconds)."""
-
-    forward: float = 1.0
-    input_grad: float = 1.0
-    weight_grad: float = 1.0
-    p2p: float = 0.0
-    """From the end of an operation until its result has arrived at another stage; nothing between chunks of one stage."""
-
-    def of(self, op: Op) -> float:
-        """Duration of an operation; a whole backward is an input gradient and a weight gradient."""
-        if op.kind is OpKind.FORWARD:
-            return self.forward
-        if op.kind is OpKind.INPUT_GRAD:
-            return self.input_grad
-        return self.weight_grad if op.kind is OpKind.WEIGHT_GRAD else self.input_grad + self.weight_grad
-
-    def divided(self, chunks_per_stage: int) -> Costs:
-        """The costs of a chunk where these are those of a whole stage."""
-        n = chunks_per_stage
-        return Costs(self.forward / n, self.input_grad / n, self.weight_grad / n, self.p2p)
+EQUAL = Costs()
+"""Each kind of operation takes as long as any other, and messages take no time."""
 
 
 class Span(NamedTuple):
@@ -84,7 +64,7 @@ class Timeline:
         )
 
 
-def simulate(schedule: Schedule, costs: Costs | Callable[[Op], float] = Costs(), *, p2p: float | None = None) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs | Callable[[Op], float] = EQUAL, *, p2p: float | None = None) -> Timeline:
     """Run a schedule on paper: an operation begins when its stage is free and what it needs has arrived.
 
     Args:

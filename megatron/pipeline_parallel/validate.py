@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megatron.pipeline_parallel.exchange import ReceivePlan, proved_plans
-from megatron.pipeline_parallel.schedule import Op, OpKind, Schedule
 from megatron.pipeline_parallel.walk import walk
+from megatron.spec.operations import Op, OpKind, Schedule
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.pipeline_parallel.schedule import LinkedOp, Message, Schedule
+from megatron.spec.operations import LinkedOp, Message, Schedule
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, LinkedOp]]:

@@ -13,9 +13,9 @@ from megatron.config.config import Config
 from megatron.config.rules import violations
 from megatron.metrics.flops import count_parameters
 from megatron.pipeline_parallel.partition import table_of
-from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.pipeline_parallel.split_advice import split_advice
 from megatron.planner.work import idle_share
+from megatron.spec.schedules import make_schedule, names_that_split_backward
 from megatron.tensor_parallel.embedding import padded_vocab_size
 
 MOST_IDLE = 0.2
@@ -97,7 +97,7 @@ def _less_idle(config: Config, world_size: int, vocab_size: int) -> list[Change]
         *(change(global_batch_size=whole * factor) for factor in (2, 4, 8, 16)),
         *(change(micro_batch_size=micro // part) for part in (2, 4, 8) if micro % part == 0),
         *(change(num_virtual_stages_per_pipeline_rank=count) for count in (2, 4, 8)),
-        *(change(pipeline_schedule=name) for name in ("zb-h1", "zb-v")),
+        *(change(pipeline_schedule=name) for name in names_that_split_backward()),
     ]
     if split_advice(config.model, config.parallel, vocab_size) is None:
         return tried

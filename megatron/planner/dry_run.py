@@ -11,8 +11,6 @@ from megatron.model.build import Model, build_model, model_dtype
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.topology import DATA_AXES, GRADIENT_AXES, Topology
 from megatron.pipeline_parallel.partition import Chunk, table_of
-from megatron.pipeline_parallel.schedule import Op, OpKind
-from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.planner import advice
 from megatron.planner.activations.chunk_trace import ChunkTrace, trace_chunks
 from megatron.planner.activations.collective_calls import Transfer
@@ -23,6 +21,8 @@ from megatron.planner.places import Held, parameters_of_stage, places_by_content
 from megatron.planner.plan import Job, Places, Plan
 from megatron.planner.state_report import layout_of, optimizer_state
 from megatron.planner.work import step_work
+from megatron.spec.operations import Op, OpKind
+from megatron.spec.schedules import make_schedule
 from megatron.tensor_parallel.embedding import padded_vocab_size
 
 MOST_OPERATIONS = 300_000

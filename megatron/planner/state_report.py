@@ -11,7 +11,7 @@ from megatron.model.build import Model
 from megatron.optimizer.placement import ALIGN, choose_offloaded
 from megatron.optimizer.rules import RULES
 from megatron.parallel.context import ParallelContext
-from megatron.pipeline_parallel.schedule import Op, OpKind, Schedule
+from megatron.spec.operations import Op, OpKind, Schedule
 
 
 def state_report(

@@ -8,9 +8,10 @@ from megatron.config.model import ModelConfig
 from megatron.config.model_flops import attention_flops, layer_flops, output_flops
 from megatron.metrics.flops import flops_per_step, flops_per_token
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.pipeline_parallel.schedule import Op, Schedule
-from megatron.pipeline_parallel.simulate import Costs, simulate
+from megatron.pipeline_parallel.simulate import simulate
 from megatron.planner.plan import Work
+from megatron.spec.operations import Op, Schedule
+from megatron.spec.schedule_spec import Costs
 
 
 def step_work(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], schedule: Schedule, global_batch_size: int) -> Work:

@@ -16,7 +16,7 @@ from megatron.data.split import parse_split
 from megatron.data.tokenizers.build import build_tokenizer, embedding_rows
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext
-from megatron.pipeline_parallel.schedules.registry import placement
+from megatron.spec.schedules import placement
 from megatron.training.batch_size import BatchSizePlan
 from megatron.training.batches import BatchMaker, reads_samples
 from megatron.training.progress import Progress

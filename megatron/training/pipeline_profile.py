@@ -20,8 +20,8 @@ from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.pictures.files import check_output, write_picture
 from megatron.pipeline_parallel.pictures.panel import Panel
 from megatron.pipeline_parallel.pictures.table import Row, draw_table
-from megatron.pipeline_parallel.schedule import Op, OpKind
 from megatron.pipeline_parallel.simulate import Span, Timeline, simulate
+from megatron.spec.operations import Op, OpKind
 from megatron.training.step import TrainStep
 
 logger = logging.getLogger(__name__)

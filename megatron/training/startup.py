@@ -25,11 +25,12 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
 from megatron.pipeline_parallel.deferred_memory import kept_per_token, peak_kept
 from megatron.pipeline_parallel.partition import format_layer_table
-from megatron.pipeline_parallel.schedule import Schedule
-from megatron.pipeline_parallel.simulate import Costs, simulate
+from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_live_activations
 from megatron.planner.advice import advice
 from megatron.planner.state_report import describe_state, state_report
+from megatron.spec.operations import Schedule
+from megatron.spec.schedule_spec import Costs
 from megatron.tensor_parallel.embedding import padded_vocab_size
 from megatron.training.batch_size import BatchSizePlan
 from megatron.training.checkpointing import Schedule as LearningSchedule

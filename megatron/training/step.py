@@ -23,9 +23,8 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors
-from megatron.pipeline_parallel.schedule import Schedule
-from megatron.pipeline_parallel.schedules.registry import make_schedule
-from megatron.pipeline_parallel.schedules.select import forward_only
+from megatron.spec.operations import Schedule, forward_only
+from megatron.spec.schedules import make_schedule
 from megatron.training.model_state import make_providers
 from megatron.training.nonfinite import raise_nonfinite, raise_uncounted
 

@@ -16,7 +16,7 @@ from megatron.model.gpt import GPTChunk
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.boxes import Box
 from megatron.parallel.shards import Shard
-from megatron.pipeline_parallel.schedule import Op
+from megatron.spec.operations import Op
 from megatron.training.step import StepResult, TrainStep
 from megatron.verification.observation import EVALUATED_STEPS, Activation, CountedSquare, RankStep, TensorPart
 

@@ -13,7 +13,7 @@ from megatron.config.flags import flags
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.pipeline_parallel.partition import table_of
-from megatron.pipeline_parallel.schedules.registry import placement
+from megatron.spec.schedules import placement
 
 _MIDDLE = 3
 """Pipeline stages from which on there is one that is neither first nor last."""

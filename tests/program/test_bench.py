@@ -12,8 +12,9 @@ from typing import NoReturn
 import pytest
 
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
-from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
-from megatron.pipeline_parallel.simulate import Costs, simulate
+from megatron.pipeline_parallel.simulate import simulate
+from megatron.spec.schedule_spec import Costs
+from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.cli import ROOT, spawn_cli
 from tools.benchmarks import bubble, overlap
 from tools.benchmarks.bubble import Result, misses
@@ -31,9 +32,9 @@ def test_bubble_gives_a_line_for_each_schedule(more: list[str]) -> None:
         rf"^(\S+) +({number}) ms +({number}) ms +\(({number}) to ({number})\) +[+-]{number}% +([+-]{number})%$", re.MULTILINE
     )
     rows = row.findall(done.stdout)
-    assert [name for name, *_ in rows] == list(GENERATORS)
+    assert [name for name, *_ in rows] == list(SCHEDULES)
     for name, simulated, median, least, most, against in rows:
-        chunks = GENERATORS[name].chunks_per_stage or 2
+        chunks = SCHEDULES[name].chunks_per_stage or 2
         assert float(simulated) == simulate(make_schedule(name, 2, 3, chunks), Costs(1, 1, 2).divided(chunks)).step_time
         assert float(simulated) <= float(least) <= float(median) <= float(most)
         assert name != "1f1b" or float(against) == 0.0
@@ -145,9 +146,9 @@ def test_executor_gives_a_cost_for_each_operation_from_any_folder(tmp_path: Path
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert not done.stderr
     operations = dict(re.findall(r"^(\S+) +\d+ +(\d+) +\d+\.\d us +\d+\.\d us +-?\d+\.\d us", done.stdout, re.MULTILINE))
-    assert operations == {"1f1b": "64", "interleaved": "256", "zb-h1": "96", "zb-v": "192"}
+    assert operations == {"gpipe": "64", "1f1b": "64", "interleaved": "256", "zb-h1": "96", "zb-v": "192"}
     start = re.findall(r"^(\S+) +2 x 3 +\d+ +\d+\.\d ms +\d+\.\d ms$", done.stdout, re.MULTILINE)
-    assert start == list(GENERATORS)
+    assert start == list(SCHEDULES)
     assert done.returncode == ("MISSED: " in done.stdout)
 
 

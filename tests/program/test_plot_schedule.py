@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.pipeline_parallel.schedules.registry import GENERATORS
+from megatron.spec.schedules import SCHEDULES
 from tests.support.cli import ROOT
 from tools.plot_schedule import main
 
@@ -44,7 +44,7 @@ def line(text: str, title: str) -> list[str]:
 # ---- what it shows
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_timeline_and_a_table_in_the_terminal(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "--schedule", name, *SIZE)
     assert [len(re.findall(rf"^stage {stage}  ", text, re.MULTILINE)) >= 1 for stage in range(5)] == [True] * 4 + [False]
@@ -195,7 +195,7 @@ def test_every_picture_of_the_document_is_made_by_a_command_in_it() -> None:
     assert {f"--output docs/{picture}" for picture in pictures} == {
         f"--output {c.split('--output ')[1]}" for c in COMMANDS if "--output" in c
     }
-    assert {Path(picture).stem for picture in pictures} == set(GENERATORS)
+    assert {Path(picture).stem for picture in pictures} == set(SCHEDULES)
     assert sorted(path.name for path in (ROOT / "docs/images/pipeline").iterdir()) == sorted(
         Path(picture).name for picture in pictures
     )

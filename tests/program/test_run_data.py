@@ -13,7 +13,7 @@ import pytest
 from megatron.data.batches import DocumentRules
 from megatron.data.mock import MockDataset
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.schedules.registry import placement
+from megatron.spec.schedules import placement
 from megatron.training.batches import reads_samples
 from megatron.training.step import StepResult, TrainStep
 from tests.support.lone_rank import lone_rank

@@ -12,7 +12,7 @@ from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.deferred_memory import kept_per_token, peak_kept
 from megatron.pipeline_parallel.partition import layer_table
-from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
+from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.tensor_parallel.embedding import padded_vocab_size
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.shape import ReferenceShape, random_weights
@@ -54,10 +54,10 @@ def counted(shape: ReferenceShape, layout: Layout) -> list[int]:
 def test_the_formula_is_what_a_run_counts(name: str, schedule: str, tp: int, sequence_parallel: bool) -> None:
     shape = SHAPES[name]
     layout = Layout(
-        tp=tp, pp=2, schedule=schedule, virtual_stages=GENERATORS[schedule].chunks_per_stage, sequence_parallel=sequence_parallel
+        tp=tp, pp=2, schedule=schedule, virtual_stages=SCHEDULES[schedule].chunks_per_stage, sequence_parallel=sequence_parallel
     )
     config = model_config(shape)
-    chunks = GENERATORS[schedule].chunks_per_stage or 1
+    chunks = SCHEDULES[schedule].chunks_per_stage or 1
     made = make_schedule(schedule, 2, 5, chunks)
     table = layer_table(shape.num_layers, made.stage_of_chunk)
     padded = padded_vocab_size(shape.vocab, config.make_vocab_size_divisible_by, tp)

@@ -10,10 +10,10 @@ import pytest
 from megatron.config.cli import LoadedConfig
 from megatron.data_parallel.state_layout import StateMemory
 from megatron.parallel.context import connect_fake, disconnect
-from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.planner.places import Held, places_by_content
 from megatron.planner.plan import Places
 from megatron.planner.state_report import layout_of, optimizer_state
+from megatron.spec.schedules import make_schedule
 from megatron.verification.local_ranks import run_ranks
 from tests.support.planned import real_model, settings, topology_of
 

@@ -15,7 +15,7 @@ from megatron.model.build import build_model
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import layer_table
-from megatron.pipeline_parallel.schedules.placement import loop, v_shape
+from megatron.spec.operations import loop, v_shape
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.model import logits as reference_logits
 from megatron.verification.reference.shape import ReferenceShape, random_weights

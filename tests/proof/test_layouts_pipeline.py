@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.pipeline_parallel.schedules.registry import GENERATORS
+from megatron.spec.schedules import SCHEDULES
 from megatron.verification.reference.shape import random_weights
 from tests.support.covering import covering, product
 from tests.support.equality import assert_equal_runs
@@ -21,7 +21,7 @@ from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, ra
 
 AXES: dict[str, list[Any]] = {
     "sizes": [(1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)],
-    "schedule": sorted(GENERATORS),
+    "schedule": sorted(SCHEDULES),
     "virtual_stages": [1, 2, 3],
     "split": ["even", "first", "layout"],
     "microbatches": [1, 2, 5],
@@ -34,7 +34,7 @@ AXES: dict[str, list[Any]] = {
 
 def fits(case: dict[str, Any]) -> bool:
     """Schedules with the chunks that they can have, and not refused; reductions where there is something to reduce."""
-    chunks = GENERATORS[case["schedule"]].chunks_per_stage
+    chunks = SCHEDULES[case["schedule"]].chunks_per_stage
     return (
         case["virtual_stages"] == (chunks or max(2, case["virtual_stages"]))
         and not (case["sizes"][2] == 1 and (case["overlap"] or case["sharding"] != "no_shard"))
@@ -109,7 +109,7 @@ def test_every_pipeline_trains_as_one_process_does(case: dict[str, Any]) -> None
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
 def test_waiting_for_messages_changes_no_bit(schedule: str) -> None:
     r = recipe("gpt2 tied", 5, 5)
-    layout = Layout(pp=2, schedule=schedule, virtual_stages=GENERATORS[schedule].chunks_per_stage or 2, micro_batch_size=1)
+    layout = Layout(pp=2, schedule=schedule, virtual_stages=SCHEDULES[schedule].chunks_per_stage or 2, micro_batch_size=1)
     overlapped, waiting = run_layout(r, layout), run_layout(r, replace(layout, overlap_p2p=False))
     assert overlapped.losses == waiting.losses
     assert all(torch.equal(overlapped.weights_after[name], weight) for name, weight in waiting.weights_after.items())

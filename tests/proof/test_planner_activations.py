@@ -9,12 +9,12 @@ import torch
 
 from megatron.model.inputs import ModelInputs
 from megatron.pipeline_parallel.exchange import plan_receives
-from megatron.pipeline_parallel.schedule import OpKind
-from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.planner.activations import chunk_trace
 from megatron.planner.activations.cuda_kernels import attention_kernel
 from megatron.planner.activations.mail import Mail
 from megatron.planner.activations.storages import StorageLedger
+from megatron.spec.operations import OpKind
+from megatron.spec.schedules import make_schedule
 from megatron.verification.local_ranks import run_ranks
 from tests.proof.test_planner_activations_measured import DROPOUT, LLAMA, PACKED, PP2, TP2
 from tests.support.activation_runs import build_step, plan_rank, settings

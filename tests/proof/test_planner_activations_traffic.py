@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import megatron.parallel.collectives as collectives
 from megatron.pipeline_parallel.executor import ForwardFunction
-from megatron.pipeline_parallel.schedule import Schedule
+from megatron.spec.operations import Schedule
 from megatron.verification.local_ranks import run_ranks
 from tests.proof.test_planner_activations_measured import LLAMA, PACKED
 from tests.support.activation_runs import build_step, plan_rank, settings

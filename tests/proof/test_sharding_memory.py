@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron.data_parallel.buckets import Buckets
-from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.planner.state_report import state_report
+from megatron.spec.schedules import make_schedule
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.shape import random_weights

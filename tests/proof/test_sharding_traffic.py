@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.data_parallel.buckets import Buckets
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
-from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.planner.state_report import state_report
+from megatron.spec.schedules import make_schedule
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.shape import random_weights
 from tests.support.layout import (

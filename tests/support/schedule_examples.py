@@ -6,9 +6,8 @@ import random
 
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.schedule import Message, Op, OpKind, Schedule
-from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
-from megatron.pipeline_parallel.schedules.select import forward_only
+from megatron.spec.operations import Message, Op, OpKind, Schedule, forward_only
+from megatron.spec.schedules import SCHEDULES, make_schedule
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
 
@@ -68,7 +67,7 @@ def random_schedules(draw: st.DrawFn) -> Schedule:
 @st.composite
 def generated_schedules(draw: st.DrawFn, max_stages: int = 6, max_microbatches: int = 12) -> Schedule:
     """What the framework makes, for training and for evaluation."""
-    name = draw(st.sampled_from(sorted(GENERATORS)))
-    chunks = GENERATORS[name].chunks_per_stage or draw(st.integers(1, 4))
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    chunks = SCHEDULES[name].chunks_per_stage or draw(st.integers(1, 4))
     schedule = make_schedule(name, draw(st.integers(1, max_stages)), draw(st.integers(1, max_microbatches)), chunks)
     return forward_only(schedule) if draw(st.booleans()) else schedule

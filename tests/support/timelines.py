@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.pipeline_parallel.pictures.panel import Panel
-from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
-from megatron.pipeline_parallel.simulate import Costs, Span, Timeline, simulate
+from megatron.pipeline_parallel.simulate import Span, Timeline, simulate
+from megatron.spec.schedule_spec import Costs
+from megatron.spec.schedules import SCHEDULES, make_schedule
 
 
 def chunks_of(name: str, chunks: int) -> int:
     """Chunks a stage that a schedule can have."""
-    return GENERATORS[name].chunks_per_stage or chunks
+    return SCHEDULES[name].chunks_per_stage or chunks
 
 
 def timeline(name: str, stages: int, microbatches: int, chunks: int = 2, costs: Costs = Costs(10, 10, 10)) -> Timeline:  # noqa: B008

@@ -22,9 +22,10 @@ from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors, TensorSpec
-from megatron.pipeline_parallel.schedule import Op, Schedule
-from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
-from megatron.pipeline_parallel.simulate import Costs, simulate
+from megatron.pipeline_parallel.simulate import simulate
+from megatron.spec.operations import Op, Schedule
+from megatron.spec.schedule_spec import Costs
+from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.verification.local_ranks import run_ranks
 
 OFF_BOUND = 0.05
@@ -39,7 +40,7 @@ _AWAKE = 0.0002
 class Settings:
     """What is run."""
 
-    schedules: tuple[str, ...] = tuple(GENERATORS)
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
     stages: int = 8
     microbatches: int = 16
     costs: Costs = field(default_factory=lambda: Costs(0.04, 0.04, 0.04))
@@ -51,7 +52,7 @@ class Settings:
 
     def chunks_per_stage(self, name: str) -> int:
         """The number that a schedule must have, or two where it may have any."""
-        return GENERATORS[name].chunks_per_stage or 2
+        return SCHEDULES[name].chunks_per_stage or 2
 
     def schedule(self, name: str) -> Schedule:
         """The schedule of this name."""

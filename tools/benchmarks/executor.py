@@ -18,16 +18,16 @@ from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors, TensorSpec
-from megatron.pipeline_parallel.schedule import OpKind, Schedule
-from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
 from megatron.pipeline_parallel.validate import validate
+from megatron.spec.operations import OpKind, Schedule
+from megatron.spec.schedules import SCHEDULES, make_schedule
 
 BOUND_US = 150.0
 """Microseconds an operation may take in the executor, autograd's own calls included."""
 
 _MICROBATCHES = 32
-_ON_ONE_STAGE = {"1f1b": 1, "interleaved": 4, "zb-h1": 1, "zb-v": 2}
-"""Chunks a stage of the schedules that are timed."""
+_CHUNKS = 4
+"""On the stage, where a schedule takes any number."""
 
 
 class _Tiny(torch.autograd.Function):
@@ -84,7 +84,8 @@ def bench_operations(pairs: int) -> list[str]:
         f"{'one stage':12}{'chunks':>8}{'operations':>12}{'executor':>13}{'bare autograd':>16}{'its own':>13}{'(min to max)':>18}"
     )
     missed = []
-    for name, chunks in _ON_ONE_STAGE.items():
+    for name, spec in SCHEDULES.items():
+        chunks = spec.chunks_per_stage or _CHUNKS
         schedule = make_schedule(name, 1, _MICROBATCHES, chunks)
         steps = {"executor": by_executor(schedule), "bare": by_hand(schedule)}
         times: dict[str, list[float]] = {which: [] for which in steps}
@@ -112,9 +113,9 @@ def bench_start(sizes: Sequence[tuple[int, int]]) -> None:
     """
     print(f"{'at start':12}{'size':>10}{'operations':>12}{'make':>13}{'prove':>13}")
     for stages, microbatches in sizes:
-        for name, generator in GENERATORS.items():
+        for name, spec in SCHEDULES.items():
             gc.collect()  # garbage of others is not its cost
-            schedule, make = _timed(lambda: make_schedule(name, stages, microbatches, generator.chunks_per_stage or 2))  # noqa: B023
+            schedule, make = _timed(lambda: make_schedule(name, stages, microbatches, spec.chunks_per_stage or 2))  # noqa: B023
             _, prove = _timed(lambda: validate(schedule))  # noqa: B023
             size, count = f"{stages} x {microbatches}", sum(map(len, schedule.ops))
             print(f"{name:12}{size:>10}{count:12,}{1e3 * make:10.1f} ms{1e3 * prove:10.1f} ms")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron.pipeline_parallel.schedule import Op, OpKind
+from megatron.spec.operations import Op, OpKind
 from megatron.training.step import TrainStep
 
 

@@ -8,6 +8,7 @@ from megatron.config.checks.finding import positive
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig, read_layout
 from megatron.config.pipeline_layout import LayoutChunk
+from megatron.spec.schedules import SCHEDULES
 
 PP, LAYOUT = "pipeline_model_parallel_size", "pipeline_model_parallel_layout"
 LAYERS_EACH, COUNT = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
@@ -69,12 +70,10 @@ def chunk_table(config: Config, chunks: Sequence[LayoutChunk]) -> tuple[str, ...
 
 
 def stage_of_chunk(parallel: ParallelConfig, index: int) -> int:
-    """Position on the pipeline axis: round and round, with zb-v down and up again."""
-    stages = parallel.pipeline_model_parallel_size
-    if parallel.schedule == "zb-v":
-        turn = index % (2 * stages)
-        return min(turn, 2 * stages - 1 - turn)
-    return index % stages
+    """Position on the pipeline axis, of more chunks than the schedule takes as well."""
+    schedule = SCHEDULES[parallel.schedule]
+    places = schedule.place(parallel.pipeline_model_parallel_size, schedule.chunks_per_stage or 1)
+    return places[index % len(places)]
 
 
 def counted(config: Config) -> str:

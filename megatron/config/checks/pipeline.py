@@ -32,22 +32,9 @@ from megatron.config.checks.finding import (
 )
 from megatron.config.checks.pipeline_split import SPLITS
 from megatron.config.config import Config
-
-_ONE = "It has one virtual stage (chunk) on each pipeline rank."
-_SCHEDULES = {
-    "1f1b": _ONE,
-    "gpipe": _ONE,
-    "zb-h1": _ONE,
-    "interleaved": "It takes turns between two or more virtual stages (chunks) on each pipeline rank.",
-    "zb-v": "It places two virtual stages (chunks) on each pipeline rank, in a V.",
-}
+from megatron.spec.schedules import SCHEDULES
 
 _MOST_SHOWN = 64  # chunks in a table or in a suggested layout
-
-
-def fits_schedule(schedule: str, chunks: int) -> bool:
-    """Whether a schedule can have so many chunks on each stage."""
-    return {"interleaved": chunks > 1, "zb-v": chunks == 2}.get(schedule, chunks == 1)
 
 
 @rule("num_layers", PP, LAYERS_EACH, COUNT, *COUNTED)
@@ -83,9 +70,9 @@ def layers_fill_virtual_stages(config: Config, world_size: int) -> Iterator[Find
 
 @rule(*COUNTS_CHUNKS)
 def schedule_has_its_virtual_stages(config: Config, world_size: int) -> Iterator[Finding]:
-    """Interleaving needs several virtual stages, a V two, the other schedules have one."""
+    """The stages hold as many chunks as the schedule takes."""
     parallel, layers, chunks = config.parallel, config.model.num_layers, chunks_per_stage(config)
-    if chunks is None or fits_schedule(parallel.schedule, chunks):
+    if chunks is None or SCHEDULES[parallel.schedule].takes(chunks):
         return
     stages, each = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     asked = [field for field in (LAYOUT, LAYERS_EACH, COUNT) if getattr(parallel, field) is not None]
@@ -96,9 +83,9 @@ def schedule_has_its_virtual_stages(config: Config, world_size: int) -> Iterator
     yield Finding(
         ("pipeline_schedule", *(asked or [COUNT]), PP),
         f"{name} {parallel.schedule} does not go with {chunks} virtual stage{'s' * (chunks != 1)} on each pipeline rank{source}.",
-        _SCHEDULES[parallel.schedule],
+        SCHEDULES[parallel.schedule].about_chunks,
         (
-            tuple(change(pipeline_schedule=other) for other in _SCHEDULES if fits_schedule(other, chunks)),
+            tuple(change(pipeline_schedule=other) for other, schedule in SCHEDULES.items() if schedule.takes(chunks)),
             numbers if LAYOUT not in asked else (),
             try_values(LAYERS_EACH, each or 1, sizes),
         ),

@@ -20,6 +20,7 @@ from megatron.config.checks.finding import (
 )
 from megatron.config.checks.fsdp_parts import DIMENSIONS, VOCABULARY, split_dimensions
 from megatron.config.config import Config
+from megatron.spec.schedules import SCHEDULES, default_schedule
 
 STRATEGY, SHARD_SIZE, RESHARD = "data_parallel_sharding_strategy", "fsdp_shard_size", "fsdp_reshard_after_forward"
 
@@ -91,17 +92,18 @@ def _even_sizes(config: Config, fields: Collection[str], size: int) -> tuple[Cha
 def late_gradients_find_their_block(config: Config, world_size: int) -> Iterator[Finding]:
     """A block's weight gradients are there when they are reduced, at the end of its backward."""
     schedule = config.parallel.schedule
-    if not shards_parameters(config) or schedule not in ("zb-h1", "zb-v"):
+    if not shards_parameters(config) or not SCHEDULES[schedule].splits_backward:
         return
+    interleaved = default_schedule(several_chunks=True)
     yield Finding(
         ("pipeline_schedule", STRATEGY),
         f"--pipeline-schedule {schedule} cannot be used with {_ALL}.",
         "It puts weight gradients off, but those of a block are reduced, and its parameters freed, when backward leaves the block.",
         (
             (
-                change(pipeline_schedule="interleaved"),
-                without(config, COUNT, LAYERS_EACH, pipeline_schedule="1f1b"),
-                change(pipeline_schedule="interleaved", num_virtual_stages_per_pipeline_rank=2),
+                change(pipeline_schedule=interleaved),
+                without(config, COUNT, LAYERS_EACH, pipeline_schedule=default_schedule(several_chunks=False)),
+                change(pipeline_schedule=interleaved, num_virtual_stages_per_pipeline_rank=2),
             ),
             _other_strategy(config),
         ),

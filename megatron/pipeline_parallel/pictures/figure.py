@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.pipeline_parallel.pictures.palette import NUM_SHADES, colour_of
 from megatron.pipeline_parallel.pictures.panel import KIND_NAMES, Drawing, Panel, depth_of_chunk, duration_at, look_at, tick_step
-from megatron.pipeline_parallel.schedule import OpKind
 from megatron.pipeline_parallel.simulate import Span
+from megatron.spec.operations import OpKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.pipeline_parallel.schedule import OpKind
+from megatron.spec.operations import OpKind
 
 # Of the eight colours of Okabe and Ito 2008, "Color Universal Design" (grey for black), those whose shades too stay apart under
 # each kind of colour blindness. The two nearest, of whole backwards and of input gradients, occur in no schedule together.

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.pipeline_parallel.schedule import OpKind
 from megatron.pipeline_parallel.simulate import Timeline
+from megatron.spec.operations import OpKind
 
 KIND_NAMES = {
     OpKind.FORWARD: "forward",

@@ -28,8 +28,8 @@ from megatron.pipeline_parallel.pictures.panel import (
     milliseconds,
     tick_step,
 )
-from megatron.pipeline_parallel.schedule import OpKind
 from megatron.pipeline_parallel.simulate import Span
+from megatron.spec.operations import OpKind
 
 _MOST_LINES = 100
 """A picture with numbers that needs more is drawn without them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline_parallel.pictures.panel import KIND_NAMES, Panel
-from megatron.pipeline_parallel.schedule import OpKind
+from megatron.spec.operations import OpKind
 
 # chrome://tracing knows colours only by such names. Perfetto takes one for each name without its digits: F0 and F1 look the same.
 _COLOURS = {

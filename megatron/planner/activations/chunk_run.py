@@ -18,9 +18,9 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.pipeline_parallel.schedule import OpKind
 from megatron.planner.activations.microbatch import make_inputs
 from megatron.planner.activations.storages import Span, StorageLedger
+from megatron.spec.operations import OpKind
 
 
 class ChunkRun:

@@ -16,12 +16,12 @@ from megatron.config.config import Config
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.pipeline_parallel.schedule import OpKind
-from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.planner.activations.chunk_run import ChunkRun
 from megatron.planner.activations.collective_calls import Transfer, added
 from megatron.planner.activations.cuda_kernels import CudaKernels
 from megatron.planner.activations.storages import Span, StorageLedger, joined
+from megatron.spec.operations import OpKind
+from megatron.spec.schedules import make_schedule
 
 _LAYERS = 3
 _MIDDLE = 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.pipeline_parallel.exchange import ReceivePlan
-from megatron.pipeline_parallel.schedule import Message, OpKind, Schedule
+from megatron.spec.operations import Message, OpKind, Schedule
 
 
 class Mail:

@@ -11,11 +11,11 @@ from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.exchange import ReceivePlan, plan_exchanges, plan_receives
 from megatron.pipeline_parallel.p2p import TensorSpec
-from megatron.pipeline_parallel.schedule import Op, OpKind, Schedule
 from megatron.planner.activations.chunk_trace import ChunkTrace
 from megatron.planner.activations.collective_calls import Transfer, added
 from megatron.planner.activations.mail import Mail
 from megatron.planner.activations.microbatch import input_bytes
+from megatron.spec.operations import Op, OpKind, Schedule
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
 
 import hypothesis
 from hypothesis import given
@@ -11,12 +10,12 @@ from hypothesis import strategies as st
 
 from megatron.config.checks.chunks import chunks_of, layout_text, stage_of_chunk
 from megatron.config.checks.finding import Finding, is_changed, shown
-from megatron.config.checks.pipeline import fits_schedule
 from megatron.config.config import Config
-from megatron.config.parallel import ParallelConfig, PipelineSchedule
+from megatron.config.flags import flags
+from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import LayoutChunk, parse_layout
 from megatron.pipeline_parallel.partition import Chunk, table_of
-from megatron.pipeline_parallel.schedules.registry import GENERATORS, placement
+from megatron.spec.schedules import SCHEDULES, placement
 from tests.support.rule_cases import PIPELINE_RULES, check_suggestions, config_of, reported
 
 VOCABULARY = 100
@@ -68,7 +67,7 @@ def settings(draw: st.DrawFn) -> Config:
         LOSS: st.just(True),
         LAYOUT: layouts(num_layers, num_stages),
         "pipeline_split": st.just("balanced"),
-        "pipeline_schedule": st.sampled_from(sorted(GENERATORS)),
+        "pipeline_schedule": st.sampled_from(sorted(SCHEDULES)),
     }
     names = {*draw(st.sampled_from(VIRTUAL)), *draw(st.sampled_from(SPLITS)), *draw(st.sampled_from([(), ("pipeline_schedule",)]))}
     if draw(st.integers(0, 3)) == 0:  # mostly alone
@@ -126,7 +125,7 @@ def test_the_table_is_as_asked(config: Config) -> None:
     stages, each = parallel.pipeline_model_parallel_size, parallel.chunks_per_stage(config.model.num_layers)
     sizes = [len(chunk.layers) for chunk in chunks]
     held = [sum(len(chunk.layers) for chunk in chunks if chunk.stage == stage) for stage in range(stages)]
-    assert len(chunks) == stages * each and fits_schedule(parallel.schedule, each)
+    assert len(chunks) == stages * each and SCHEDULES[parallel.schedule].takes(each)
     assert [chunk.stage for chunk in chunks] == list(placement(parallel.schedule, stages, each))
     if parallel.pipeline_model_parallel_layout is not None:
         assert sizes == [chunk.num_layers for chunk in parse_layout(parallel.pipeline_model_parallel_layout)]
@@ -147,17 +146,17 @@ def test_what_is_suggested_is_valid(config: Config) -> None:
     check_suggestions(extra, stages, reported(extra, stages))
 
 
-@given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 6), st.integers(1, 4))
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 4))
 def test_chunks_are_shown_where_the_schedule_places_them(name: str, num_stages: int, chunks_per_stage: int) -> None:
-    fixed = GENERATORS[name].chunks_per_stage
-    assert fits_schedule(name, chunks_per_stage) == (chunks_per_stage == fixed if fixed is not None else chunks_per_stage > 1)
+    fixed = SCHEDULES[name].chunks_per_stage
+    assert SCHEDULES[name].takes(chunks_per_stage) == (chunks_per_stage == fixed if fixed is not None else chunks_per_stage > 1)
     places = placement(name, num_stages, fixed or chunks_per_stage)
-    parallel = ParallelConfig(pipeline_model_parallel_size=num_stages, pipeline_schedule=name)  # type: ignore[arg-type]
+    parallel = ParallelConfig(pipeline_model_parallel_size=num_stages, pipeline_schedule=name)
     assert tuple(stage_of_chunk(parallel, chunk) for chunk in range(len(places))) == places
 
 
 def test_every_schedule_can_be_asked_for() -> None:
-    assert set(GENERATORS) == set(get_args(PipelineSchedule))
+    assert flags()["pipeline-schedule"].choices == tuple(SCHEDULES)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9).map(chunks_of))

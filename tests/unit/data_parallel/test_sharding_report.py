@@ -20,9 +20,9 @@ from megatron.metrics.flops import count_parameters
 from megatron.model.build import Model, build_model
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.schedule import Op, OpKind
-from megatron.pipeline_parallel.schedules.registry import make_schedule
 from megatron.planner.state_report import amount, describe_state, state_report, writes
+from megatron.spec.operations import Op, OpKind
+from megatron.spec.schedules import make_schedule
 from tests.support.lone_rank import lone_rank
 from tests.support.runs import arguments, run
 

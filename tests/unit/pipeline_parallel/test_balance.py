@@ -14,8 +14,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.balance import balance
-from megatron.pipeline_parallel.schedules.placement import loop, v_shape
 from megatron.pipeline_parallel.split_problem import Memory
+from megatron.spec.operations import loop, v_shape
 
 SMALL_PLACES = [
     loop(1),

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.formulas import expected
-from megatron.pipeline_parallel.schedules.registry import GENERATORS
-from megatron.pipeline_parallel.simulate import Costs, simulate
+from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_live_activations
+from megatron.spec.schedule_spec import Costs
+from megatron.spec.schedules import SCHEDULES
 from tests.unit.pipeline_parallel.test_generators import CHUNKS, MICROBATCHES, STAGES, make
 
 WHOLE = 12
@@ -97,12 +97,12 @@ def test_zb_v_saves_a_quarter_of_1f1b() -> None:
     assert step_time("1f1b", 8, 16, 1, EQUAL) == 69 * WHOLE
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 @given(STAGES, MICROBATCHES, CHUNKS, st.one_of(DURATIONS, st.just(EQUAL)))
 def test_what_the_table_expects(name: str, p: int, m: int, v: int, costs: Costs) -> None:
     """Where it has a formula it is the simulator's time and the validator's memory; and it has them where the papers do."""
     schedule, v = make(name, p, m, v)
-    table = expected(name, p, m, v, costs)
+    table = SCHEDULES[name].expected(p, m, v, costs)
     short = costs.weight_grad <= min(costs.forward, costs.input_grad)
     known = {"interleaved": m >= p, "zb-h1": m >= p and short, "zb-v": m >= 2 * p - 1 and costs == EQUAL}.get(name, True)
     assert table.bubble_time is not None or not known
@@ -124,14 +124,14 @@ def test_messages_of_gpipe(p: int, m: int, costs: Costs, p2p: int) -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1"])
 @given(STAGES, CHUNKS, DURATIONS, DELAYS)
 def test_one_microbatch_waits_for_every_message(name: str, p: int, v: int, costs: Costs, p2p: int) -> None:
-    v = GENERATORS[name].chunks_per_stage or v
+    v = SCHEDULES[name].chunks_per_stage or v
     f, i, w = costs.forward, costs.input_grad, costs.weight_grad
     hops = 2 * (p * v - 1) if p > 1 else 0
     weights = w if name == "zb-h1" else p * w
     assert step_time(name, p, 1, v, costs, p2p) == p * (f + i) + weights + hops * p2p
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 @given(STAGES, MICROBATCHES, CHUNKS, DURATIONS, DELAYS)
 def test_messages_cost_time(name: str, p: int, m: int, v: int, costs: Costs, p2p: int) -> None:
     """At least one way down or back; at most every message of every microbatch."""
@@ -141,7 +141,7 @@ def test_messages_cost_time(name: str, p: int, m: int, v: int, costs: Costs, p2p
     assert (p - 1) * p2p <= extra <= 2 * hops * m * p2p
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 @given(STAGES, MICROBATCHES, CHUNKS, DURATIONS, DELAYS)
 def test_another_microbatch_never_saves_time(name: str, p: int, m: int, v: int, costs: Costs, p2p: int) -> None:
     # Another microbatch may give interleaved another round or longer ones, which hide messages better: so without them there.

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from megatron.pipeline_parallel import exchange
 from megatron.pipeline_parallel.exchange import channels, plan_exchanges, plan_receives, proved_plans
-from megatron.pipeline_parallel.schedule import Message, Op, Schedule
-from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
-from megatron.pipeline_parallel.schedules.select import forward_only
-from megatron.pipeline_parallel.schedules.simple import one_f_one_b
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.walk import walk
+from megatron.spec.operations import Message, Op, Schedule, forward_only
+from megatron.spec.schedules import SCHEDULES, make_schedule
+from megatron.spec.whole_backward import one_f_one_b
 from tests.support.schedule_examples import B, generated_schedules, greedy, random_schedules
 
 # ---- the plan of receives
@@ -83,13 +82,13 @@ def test_a_message_is_settled_once_and_only_when_it_is_used_or_cannot_hold_that_
             assert user[message] in known[ops[i]] or time[user[message]].end <= time[ops[i]].start
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_sent_messages_do_not_pile_up(name: str, evaluates: bool) -> None:
     """However many microbatches there are, and if no answer ever comes."""
     most = []
     for microbatches in (24, 48):
-        schedule = make_schedule(name, 4, microbatches, GENERATORS[name].chunks_per_stage or 2)
+        schedule = make_schedule(name, 4, microbatches, SCHEDULES[name].chunks_per_stage or 2)
         schedule = forward_only(schedule) if evaluates else schedule
         kept = []
         for (stage, ops), plan in zip(enumerate(schedule.linked_ops), plan_receives(schedule), strict=True):

@@ -14,7 +14,7 @@ import pytest
 from megatron.pipeline_parallel.pictures.files import write_picture
 from megatron.pipeline_parallel.pictures.palette import NUM_SHADES, Colour, colour_of
 from megatron.pipeline_parallel.pictures.panel import Panel
-from megatron.pipeline_parallel.schedule import OpKind
+from megatron.spec.operations import OpKind
 from tests.support.timelines import panel
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD

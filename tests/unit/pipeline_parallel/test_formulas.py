@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.formulas import BUBBLE, PEAK_LIVE, expected
-from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
-from megatron.pipeline_parallel.simulate import Costs
 from megatron.pipeline_parallel.validate import validate
+from megatron.spec.schedule_spec import Costs, Expected
+from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.timelines import chunks_of, timeline
 
-names = st.sampled_from(list(GENERATORS))
+names = st.sampled_from(list(SCHEDULES))
 # Twelve has all numbers of chunks as divisors, so costs of chunks are whole and sums of them exact.
 durations = st.integers(0, 9).map(lambda n: 12.0 * n)
 costs_of_a_stage = st.one_of(st.builds(Costs, durations, durations, durations), durations.map(lambda n: Costs(n, n, n)))
 
 
 def test_every_schedule_has_its_formulas() -> None:
-    assert set(BUBBLE) == set(PEAK_LIVE) == set(GENERATORS)
-    nothing = expected("of my own", 4, 8, 1, Costs())
-    assert (nothing.bubble_time, nothing.peak_live, nothing.formulas) == (None, None, ())
+    assert all(spec.bubble is not None and spec.peak_live is not None for spec in SCHEDULES.values())
+    unpublished = replace(SCHEDULES["1f1b"], bubble=None, peak_live=None)
+    assert unpublished.expected(4, 8, 1, Costs()) == Expected(None, None, ())
 
 
 @given(names, st.integers(1, 12), st.integers(1, 40), st.integers(1, 4), costs_of_a_stage)
 def test_a_formula_that_is_given_is_exact(name: str, stages: int, microbatches: int, chunks: int, costs: Costs) -> None:
-    said = expected(name, stages, microbatches, chunks_of(name, chunks), costs)
+    said = SCHEDULES[name].expected(stages, microbatches, chunks_of(name, chunks), costs)
     if said.bubble_time is not None:
         step = microbatches * (costs.forward + costs.input_grad + costs.weight_grad) + said.bubble_time
         assert timeline(name, stages, microbatches, chunks, costs).step_time == step
@@ -41,7 +42,7 @@ def test_the_bubble_of_zb_h1_needs_weight_gradients_that_are_not_the_longest(
 ) -> None:
     """W <= F and W <= I are not only enough: wherever one is missing the simulator has another bubble."""
     costs, microbatches = Costs(f, i, w), stages + more
-    said = expected("zb-h1", stages, microbatches, 1, costs).bubble_time
+    said = SCHEDULES["zb-h1"].expected(stages, microbatches, 1, costs).bubble_time
     assert (said is not None) == (w <= f and w <= i)
     bubble = timeline("zb-h1", stages, microbatches, 1, costs).step_time - microbatches * (f + i + w)
     assert (bubble == (stages - 1) * (f + i - w)) == (said is not None)
@@ -59,13 +60,13 @@ def test_the_bubble_of_zb_h1_needs_weight_gradients_that_are_not_the_longest(
     ],
 )
 def test_no_formula_is_stretched(name: str, stages: int, microbatches: int, chunks: int, costs: Costs) -> None:
-    assert expected(name, stages, microbatches, chunks, costs).bubble_time is None
+    assert SCHEDULES[name].expected(stages, microbatches, chunks, costs).bubble_time is None
 
 
 def test_few_microbatches_of_zb_v_have_no_formula_of_memory() -> None:
-    assert expected("zb-v", 4, 6, 2, Costs()).peak_live is None
-    assert expected("zb-v", 4, 7, 2, Costs()).peak_live == (8, 8, 8, 8)
+    assert SCHEDULES["zb-v"].expected(4, 6, 2, Costs()).peak_live is None
+    assert SCHEDULES["zb-v"].expected(4, 7, 2, Costs()).peak_live == (8, 8, 8, 8)
 
 
 def test_messages_between_no_stages_take_no_time() -> None:
-    assert expected("zb-v", 1, 3, 2, Costs(1, 2, 3, p2p=9)).bubble_time == 0
+    assert SCHEDULES["zb-v"].expected(1, 3, 2, Costs(1, 2, 3, p2p=9)).bubble_time == 0

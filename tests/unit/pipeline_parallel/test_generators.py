@@ -9,20 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.schedule import Op, Schedule
-from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule, placement
-from megatron.pipeline_parallel.schedules.select import first_microbatches, forward_only
 from megatron.pipeline_parallel.validate import peak_live_activations, validate
+from megatron.spec.operations import Op, Schedule, first_microbatches, forward_only
+from megatron.spec.schedules import SCHEDULES, make_schedule, placement
 from tests.support.schedule_examples import B, F, I, W, generated_schedules, random_schedules
 
 STAGES, MICROBATCHES, CHUNKS = st.integers(1, 16), st.integers(1, 64), st.integers(1, 4)
-SPLIT = {"gpipe": False, "1f1b": False, "interleaved": False, "zb-h1": True, "zb-v": True}
-"""Whether backwards are split."""
 
 
 def make(name: str, stages: int, microbatches: int, chunks: int) -> tuple[Schedule, int]:
     """The schedule with this many chunks a stage, or its own number; and that number."""
-    chunks = GENERATORS[name].chunks_per_stage or chunks
+    chunks = SCHEDULES[name].chunks_per_stage or chunks
     return make_schedule(name, stages, microbatches, chunks), chunks
 
 
@@ -35,13 +32,13 @@ def words(schedule: Schedule, stage: int) -> str:
 # ---- what there is to compute
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 @given(STAGES, MICROBATCHES, CHUNKS)
 def test_every_chunk_computes_every_microbatch_once(name: str, stages: int, microbatches: int, chunks: int) -> None:
     """Counted here as well as by the validator."""
     schedule, chunks = make(name, stages, microbatches, chunks)
     validate(schedule)
-    kinds = (F, I, W) if SPLIT[name] else (F, B)
+    kinds = (F, I, W) if SCHEDULES[name].splits_backward else (F, B)
     all_ops = [Op(kind, chunk, m) for kind in kinds for chunk in range(stages * chunks) for m in range(microbatches)]
     assert Counter(op for ops in schedule.ops for op in ops) == Counter(all_ops)
     assert (schedule.name, schedule.num_stages, schedule.num_microbatches) == (name, stages, microbatches)
@@ -49,7 +46,7 @@ def test_every_chunk_computes_every_microbatch_once(name: str, stages: int, micr
     assert all(schedule.stage_of_chunk[op.chunk] == stage for stage, ops in enumerate(schedule.ops) for op in ops)
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 @given(STAGES, MICROBATCHES, CHUNKS)
 def test_microbatches_keep_their_order(name: str, stages: int, microbatches: int, chunks: int) -> None:
     """Each chunk takes them from the first to the last, with each kind of operation: sums of gradients do not depend on timing."""
@@ -105,7 +102,7 @@ def test_live_activations_of_zb_v(stages: int, microbatches: int) -> None:
 
 
 def test_every_generator_has_its_memory_tested() -> None:
-    assert {*LIVE, "zb-v"} == set(GENERATORS) == set(SPLIT)
+    assert {*LIVE, "zb-v"} == set(SCHEDULES)
 
 
 # ---- by hand
@@ -155,7 +152,7 @@ def test_zb_v_by_hand() -> None:
 # ---- parts of schedules
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 @given(STAGES, MICROBATCHES, CHUNKS)
 def test_forward_only_keeps_the_order_of_the_forwards(name: str, stages: int, microbatches: int, chunks: int) -> None:
     training, chunks = make(name, stages, microbatches, chunks)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megatron.config.pipeline_layout import LayoutChunk, parse_layout
 from megatron.pipeline_parallel import partition
 from megatron.pipeline_parallel.partition import Chunk, format_layer_table, layer_table
-from megatron.pipeline_parallel.schedules.placement import loop, v_shape
 from megatron.pipeline_parallel.split_problem import Memory
+from megatron.spec.operations import loop, v_shape
 
 PLACES = st.builds(loop, st.integers(1, 16), st.integers(1, 4)) | st.builds(v_shape, st.integers(1, 16))
 

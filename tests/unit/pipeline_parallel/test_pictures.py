@@ -12,23 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.formulas import expected
 from megatron.pipeline_parallel.pictures.files import WRITERS, check_output, write_picture
 from megatron.pipeline_parallel.pictures.panel import Panel, number, tick_step
 from megatron.pipeline_parallel.pictures.table import Row, draw_table, peak_live
 from megatron.pipeline_parallel.pictures.terminal import Terminal
 from megatron.pipeline_parallel.pictures.text import draw_text
 from megatron.pipeline_parallel.pictures.trace import chrome_trace
-from megatron.pipeline_parallel.schedule import Op, OpKind
-from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
-from megatron.pipeline_parallel.schedules.select import forward_only
-from megatron.pipeline_parallel.simulate import Costs, Span, Timeline, simulate
+from megatron.pipeline_parallel.simulate import Span, Timeline, simulate
 from megatron.pipeline_parallel.validate import validate
+from megatron.spec.operations import Op, OpKind, forward_only
+from megatron.spec.schedule_spec import Costs
+from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.timelines import chunks_of, moved, panel, timeline
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
 
-names = st.sampled_from(list(GENERATORS))
+names = st.sampled_from(list(SCHEDULES))
 
 
 # ---- text
@@ -254,7 +253,7 @@ def test_measured_timelines_alone_have_no_columns_of_papers() -> None:
 
 def test_a_table_by_hand() -> None:
     rows = [
-        Row(panel(name, 4, 8), expected(name, 4, 8, chunks_of(name, 2), Costs(10, 10, 10)))
+        Row(panel(name, 4, 8), SCHEDULES[name].expected(4, 8, chunks_of(name, 2), Costs(10, 10, 10)))
         for name in ("1f1b", "interleaved", "zb-h1", "zb-v")
     ]
     rows.append(Row(panel("1f1b", 6, 8), None))
@@ -271,7 +270,7 @@ def test_a_table_by_hand() -> None:
 
 def test_a_row_without_a_formula_that_holds_says_so() -> None:
     costs = Costs(10, 12, 8)
-    row = Row(Panel("zb-v", timeline("zb-v", 4, 8, 2, costs)), expected("zb-v", 4, 8, 2, costs))
+    row = Row(Panel("zb-v", timeline("zb-v", 4, 8, 2, costs)), SCHEDULES["zb-v"].expected(4, 8, 2, costs))
     assert draw_table([row]).splitlines()[1].split()[2] == "-"
 
 

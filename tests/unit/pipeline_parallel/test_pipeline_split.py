@@ -11,8 +11,8 @@ import pytest
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
-from megatron.pipeline_parallel.schedules.placement import loop, v_shape
 from megatron.pipeline_parallel.split_advice import imbalance, split_advice
+from megatron.spec.operations import loop, v_shape
 
 VOCABULARY = 50257
 GPT = ModelConfig(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=1024)

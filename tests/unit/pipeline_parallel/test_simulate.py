@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.schedule import Message, Op, Schedule
-from megatron.pipeline_parallel.schedules.simple import gpipe, one_f_one_b
 from megatron.pipeline_parallel.simulate import Costs, Span, Timeline, simulate
+from megatron.spec.operations import Message, Op, Schedule
+from megatron.spec.whole_backward import gpipe, one_f_one_b
 from tests.support.schedule_examples import B, F, I, W, generated_schedules, random_schedules
 
 SCHEDULES = st.one_of(random_schedules(), generated_schedules(max_stages=4, max_microbatches=6))

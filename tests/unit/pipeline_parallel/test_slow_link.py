@@ -13,7 +13,7 @@ from megatron.data_parallel import bucket
 from megatron.parallel import collectives
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Group
-from megatron.pipeline_parallel.schedule import Op, OpKind
+from megatron.spec.operations import Op, OpKind
 from tools.benchmarks import slow_link, unit_times
 from tools.benchmarks.overlap_bound import BucketTimes, shortest_step
 from tools.benchmarks.slow_link import SlowLink

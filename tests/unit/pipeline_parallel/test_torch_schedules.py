@@ -16,8 +16,8 @@ from unittest.mock import Mock, patch
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from megatron.pipeline_parallel.schedule import OpKind, Schedule
-from megatron.pipeline_parallel.schedules.registry import GENERATORS, make_schedule
+from megatron.spec.operations import OpKind, Schedule
+from megatron.spec.schedules import SCHEDULES, make_schedule
 
 Order = list[list[tuple[str, int, int | None]]]
 """For each stage: kind, chunk, microbatch."""
@@ -90,7 +90,7 @@ def test_interleaved_and_zero_bubble(name: str, chunks: int, stages: int, microb
 
 
 def test_every_schedule_is_compared() -> None:
-    assert {*LISTED, *RUN} == set(GENERATORS)
+    assert {*LISTED, *RUN} == set(SCHEDULES)
 
 
 @pytest.mark.parametrize("stages, microbatches, chunks", [(3, 7, 2), (4, 9, 3), (8, 17, 4)])

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.schedule import Message, Op, OpKind, Schedule
-from megatron.pipeline_parallel.schedules.simple import gpipe, one_f_one_b
 from megatron.pipeline_parallel.validate import validate
+from megatron.spec.operations import Message, Op, OpKind, Schedule
+from megatron.spec.whole_backward import gpipe, one_f_one_b
 from tests.support.schedule_examples import B, F, I, W, random_schedules, split_backwards
 
 # ---- the validator accepts

@@ -1,14 +1,14 @@
-"""A schedule is data: for each stage, a list of operations. Generators (`schedules/`) make it, the validator proves it, the
-simulator times it, the executor runs it, the pictures show it.
+"""A schedule is data: for each stage, a list of operations. A generator makes it, the validator proves it, the simulator times it,
+the executor runs it, the pictures show it.
 
-A new schedule is a new generator and nothing else. Messages between stages are not listed: they follow from the operations, because
-the result of chunk c goes to chunk c + 1 forward and to chunk c - 1 backward, wherever these lie.
+Messages between stages are not listed: they follow from the operations, because the result of chunk c goes to chunk c + 1 forward
+and to chunk c - 1 backward, wherever these lie.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -86,3 +86,25 @@ class Schedule:
         if op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD) and op.chunk > 0:
             return Message(True, op.chunk - 1, op.microbatch)
         return None
+
+
+def loop(num_stages: int, chunks_per_stage: int = 1) -> tuple[int, ...]:
+    """Round and round: chunk c lies on stage c mod p (Narayanan et al. 2021, section 2.2.2)."""
+    return tuple(range(num_stages)) * chunks_per_stage
+
+
+def v_shape(num_stages: int) -> tuple[int, ...]:
+    """Down and up again: first and last chunk share stage 0 (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory")."""
+    return (*range(num_stages), *reversed(range(num_stages)))
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """Evaluation: the forwards of a training schedule, in its order (leaving operations out of a valid order keeps it valid)."""
+    ops = tuple(tuple(op for op in stage if op.kind is OpKind.FORWARD) for stage in schedule.ops)
+    return replace(schedule, name=f"{schedule.name}, forward only", ops=ops)
+
+
+def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """The schedule without the microbatches from `num_microbatches` on: those before wait for none of them."""
+    ops = tuple(tuple(op for op in stage if op.microbatch < num_microbatches) for stage in schedule.ops)
+    return replace(schedule, num_microbatches=num_microbatches, ops=ops)

@@ -1,1 +1,0 @@
-"""Generators of schedules, one idea a file; `registry` finds them by name."""

@@ -1,0 +1,126 @@
+"""Schedules with whole backwards: GPipe, 1F1B, and interleaved 1F1B with several chunks a stage."""
+
+from __future__ import annotations
+
+import itertools
+
+from megatron.spec.operations import Op, OpKind, Schedule, loop
+from megatron.spec.schedule_spec import Case, Formula, ScheduleSpec
+
+_ONE_CHUNK = "It has one virtual stage (chunk) on each pipeline rank."
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards (Huang et al. 2019): up to `num_microbatches` live activations."""
+    ops = tuple(
+        tuple(Op(OpKind.FORWARD, stage, m) for m in range(num_microbatches))
+        + tuple(Op(OpKind.BACKWARD, stage, m) for m in range(num_microbatches))
+        for stage in range(num_stages)
+    )
+    return Schedule("gpipe", num_microbatches, loop(num_stages), ops)
+
+
+GPIPE = ScheduleSpec(
+    name="gpipe",
+    make=lambda p, m, v: gpipe(p, m),
+    place=loop,
+    chunks_per_stage=1,
+    splits_backward=False,
+    about_chunks=_ONE_CHUNK,
+    bubble=Formula("(p-1)(F+I+W)", "Huang et al. 2019, section 2.3", lambda case: (case.p - 1) * case.work),
+    peak_live=Formula("m", "Huang et al. 2019, section 2.3", lambda case: (case.m,) * case.p),
+)
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+    """One forward, one backward in turn (PipeDream-Flush, Narayanan et al. 2021, fig. 4).
+
+    Warm-up is `num_stages - stage - 1` forwards, so at most that many plus one activations are alive.
+    """
+
+    def stage_ops(stage: int) -> tuple[Op, ...]:
+        warmup = min(num_stages - stage - 1, num_microbatches)
+        ops = [Op(OpKind.FORWARD, stage, m) for m in range(warmup)]
+        for m in range(num_microbatches - warmup):
+            ops += [Op(OpKind.FORWARD, stage, warmup + m), Op(OpKind.BACKWARD, stage, m)]
+        return tuple(ops + [Op(OpKind.BACKWARD, stage, m) for m in range(num_microbatches - warmup, num_microbatches)])
+
+    return Schedule("1f1b", num_microbatches, loop(num_stages), tuple(map(stage_ops, range(num_stages))))
+
+
+ONE_F_ONE_B = ScheduleSpec(
+    name="1f1b",
+    make=lambda p, m, v: one_f_one_b(p, m),
+    place=loop,
+    chunks_per_stage=1,
+    splits_backward=False,
+    about_chunks=_ONE_CHUNK,
+    bubble=Formula("(p-1)(F+I+W)", "Narayanan et al. 2021, section 2.2.1", lambda case: (case.p - 1) * case.work),
+    peak_live=Formula(
+        "min(m, p-s) on stage s",
+        "Narayanan et al. 2021, section 2.2.1",
+        lambda case: tuple(min(case.m, case.p - stage) for stage in range(case.p)),
+    ),
+)
+
+
+def interleaved(num_stages: int, num_microbatches: int, chunks_per_stage: int) -> Schedule:
+    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2): the bubble of 1F1B divided by the chunks a stage.
+
+    Microbatches go through the chunks of a stage in rounds. The paper's rounds have `num_stages` microbatches each, which must
+    divide. Here what is left over is spread over the rounds, the longer ones first: a round of at least `num_stages` never waits
+    for itself, so the bubble is the paper's for every number of microbatches from `num_stages` on, for some more live activations.
+    """
+    rounds = _rounds(num_stages, num_microbatches)
+    depths = range(chunks_per_stage)
+    down = [(depth, m) for turn in rounds for depth in depths for m in turn]
+    back = [(depth, m) for turn in rounds for depth in reversed(depths) for m in turn]
+
+    def stage_ops(stage: int) -> tuple[Op, ...]:
+        forwards = [Op(OpKind.FORWARD, depth * num_stages + stage, m) for depth, m in down]
+        backwards = [Op(OpKind.BACKWARD, depth * num_stages + stage, m) for depth, m in back]
+        # A round through all but the last chunk, and the way from this stage to the last and back.
+        warmup = min(len(forwards), (chunks_per_stage - 1) * len(rounds[0]) + 2 * (num_stages - stage - 1))
+        steady = [op for pair in zip(forwards[warmup:], backwards, strict=False) for op in pair]
+        return tuple(forwards[:warmup] + steady + backwards[len(forwards) - warmup :])
+
+    stages = tuple(map(stage_ops, range(num_stages)))
+    return Schedule("interleaved", num_microbatches, loop(num_stages, chunks_per_stage), stages)
+
+
+def _rounds(num_stages: int, num_microbatches: int) -> list[range]:
+    """Runs of microbatches, as many as have room for `num_stages` each; their lengths differ by at most one."""
+    count = max(1, num_microbatches // num_stages)
+    length, longer = divmod(num_microbatches, count)
+    starts = [turn * length + min(turn, longer) for turn in range(count + 1)]
+    return [range(*ends) for ends in itertools.pairwise(starts)]
+
+
+def _live_of_interleaved(case: Case) -> tuple[int, ...]:
+    """Warm-up and one more: a round through all chunks but the last, and the way from the stage to the last one and back."""
+    longest_round = len(_rounds(case.p, case.m)[0])
+    return tuple(min(case.m * case.v, (case.v - 1) * longest_round + 2 * (case.p - stage - 1) + 1) for stage in range(case.p))
+
+
+INTERLEAVED = ScheduleSpec(
+    name="interleaved",
+    make=interleaved,
+    place=loop,
+    chunks_per_stage=None,
+    splits_backward=False,
+    about_chunks="It takes turns between two or more virtual stages (chunks) on each pipeline rank.",
+    # The paper wants p to divide m. The generator lengthens rounds instead, for the same bubble.
+    bubble=Formula(
+        "(p-1)(F+I+W)/v",
+        "Narayanan et al. 2021, section 2.2.2",
+        lambda case: (case.p - 1) * case.work / case.v,
+        lambda case: case.v == 1 or case.m >= case.p,
+        "m >= p",
+    ),
+    # On the first stage p + (p-1)/v of a whole stage, as Korthikanti et al. 2022 have it (section 4.2), where p divides m.
+    peak_live=Formula(
+        "min(mv, (v-1)r + 2(p-s) - 1) on stage s, with r microbatches in the longest round (p if p divides m)",
+        "Narayanan et al. 2021, section 2.2.2",
+        _live_of_interleaved,
+    ),
+)
