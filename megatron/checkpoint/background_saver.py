@@ -18,15 +18,15 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from megatron.checkpoint.agreement import decide
 from megatron.checkpoint.commit import encoded, sweep, take_over
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.parts import Held
+from megatron.checkpoint.rank_parts import HeldTensor
 from megatron.checkpoint.rank_writer import PATIENCE_S, RankWriter
-from megatron.checkpoint.save import Assignment, PartPlanner, described
 from megatron.checkpoint.save_folder import checkpoint_name, latest_in
 from megatron.checkpoint.storage import Storage
-from megatron.checkpoint.together import decide
+from megatron.checkpoint.tensor_saver import Assignment, PartPlanner, described
 from megatron.checkpoint.writer_process import Committed
 from megatron.parallel.context import Group
 
@@ -42,7 +42,7 @@ class _Status(NamedTuple):
 
     failure: str | None
     """Why its part of the save before could not be written."""
-    held: list[Held] | None
+    held: list[HeldTensor] | None
     """What it holds, if that is not what it held before."""
 
 
@@ -156,7 +156,7 @@ class BackgroundSaver:
         if self._group.index == 0:
             self._tell(say)
 
-    def _status(self, held: list[Held] | None) -> _Status:
+    def _status(self, held: list[HeldTensor] | None) -> _Status:
         return _Status(self._writer.wait_until_written(), None if held is None else self._planner.unless_known(held))
 
     def _settle(self, statuses: list[_Status], asked: float, say: Say) -> None:

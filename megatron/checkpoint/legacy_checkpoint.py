@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
-from megatron.checkpoint.legacy_files import FILE, LATEST, Chunk, Part, chunk_keys, find_chunks, legacy_folder, open_ranks
+from megatron.checkpoint.legacy_files import FILE, LATEST, FilePart, LegacyChunk, chunk_keys, find_chunks, legacy_folder, open_ranks
 from megatron.checkpoint.legacy_settings import model_of, notes_on, tokenizer_of, vocabulary_of
 from megatron.checkpoint.source import TensorInfo
 from megatron.model.records import global_records
@@ -46,7 +46,7 @@ LEFT_OUT = ("_extra_state", "rotary_pos_emb.inv_freq")
 
 
 @dataclass(frozen=True)
-class Place:
+class LegacyPlace:
     """Where a parameter may stand."""
 
     layer: int | None
@@ -60,13 +60,13 @@ class Place:
         return [before + name for name in self.names]
 
 
-def place_of(name: str) -> Place:
+def place_of(name: str) -> LegacyPlace:
     """Where a parameter of ours stands there."""
     found = _LAYER.fullmatch(name)
     if found is None:
-        return Place(None, _OUTSIDE[name])
+        return LegacyPlace(None, _OUTSIDE[name])
     layer, part, attribute = found.groups()
-    return Place(int(layer), tuple(start + attribute for start in _PARTS[part]))
+    return LegacyPlace(int(layer), tuple(start + attribute for start in _PARTS[part]))
 
 
 def local_shape(record: ParamRecord, ranks: int, padded_vocabulary: int) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ class LegacyCheckpoint:
             self._check_tied(parts)
         return self._join(record, parts, box)
 
-    def _join(self, record: ParamRecord, parts: Sequence[Part], box: Box) -> torch.Tensor:
+    def _join(self, record: ParamRecord, parts: Sequence[FilePart], box: Box) -> torch.Tensor:
         """A box of a parameter from the parts of all tensor ranks, or from one replica."""
         out = torch.empty(box.sizes, dtype=parts[0][1].dtype)
         shape = local_shape(record, self._tensor_ranks, self._padded)
@@ -146,7 +146,7 @@ class LegacyCheckpoint:
         return out
 
     @staticmethod
-    def _check_replicas(name: str, parts: Sequence[Part]) -> None:
+    def _check_replicas(name: str, parts: Sequence[FilePart]) -> None:
         first_file, first = parts[0]
         first_file.check(first, name)
         for file, part in parts[1:]:
@@ -155,7 +155,7 @@ class LegacyCheckpoint:
                     f"{name} is one tensor of all tensor ranks, but {first_file.path} and {file.path} hold different ones"
                 )
 
-    def _check_tied(self, parts: Sequence[Part]) -> None:
+    def _check_tied(self, parts: Sequence[FilePart]) -> None:
         """Once: the last stage has the embedding's weights."""
         left = self.vocab_size  # rows beyond are padding
         for (file, part), (last_file, copy) in zip(parts, self._tied_copy, strict=True):
@@ -189,13 +189,13 @@ class LegacyCheckpoint:
         else."""
         return padded_vocab_size(vocab_size, self.model.make_vocab_size_divisible_by, self._tensor_ranks) == self._padded
 
-    def _chunk_of(self, name: str) -> Chunk:
+    def _chunk_of(self, name: str) -> LegacyChunk:
         layer = place_of(name).layer
         if layer is None:
             return self._chunks[-1] if name.startswith(("final_norm.", "output.")) else self._chunks[0]
         return next(chunk for chunk in self._chunks if chunk.first_layer <= layer < chunk.first_layer + chunk.num_layers)
 
-    def _find(self, record: ParamRecord) -> Iterator[Part]:
+    def _find(self, record: ParamRecord) -> Iterator[FilePart]:
         """The parts of a parameter by tensor rank."""
         shape = local_shape(record, self._tensor_ranks, self._padded)
         if activation_of(self.model).gated and ".mlp.up." in record.name:
@@ -214,7 +214,7 @@ class LegacyCheckpoint:
 
     def _refuse_unread(self) -> None:
         """Every tensor of the model is read."""
-        known: dict[Chunk, set[str]] = {chunk: set() for chunk in self._chunks}
+        known: dict[LegacyChunk, set[str]] = {chunk: set() for chunk in self._chunks}
         for name in self._records:
             chunk = self._chunk_of(name)
             known[chunk].update(place_of(name).stored_names(chunk.first_layer))

@@ -151,14 +151,14 @@ _VERSION = 3.0
 _LONGEST_WORD = 20
 """In the file of the latest iteration; what is longer is none."""
 
-Files = dict[tuple[int, int], RankFile]
+RankFiles = dict[tuple[int, int], RankFile]
 """By tensor and pipeline rank."""
-Part = tuple[RankFile, torch.Tensor]
+FilePart = tuple[RankFile, torch.Tensor]
 """One tensor rank's part of a parameter, and the file that it is in."""
 
 
 @dataclass(eq=False)
-class Chunk:
+class LegacyChunk:
     """Consecutive layers, on all tensor ranks."""
 
     states: list[tuple[RankFile, dict[str, Any]]]
@@ -166,7 +166,7 @@ class Chunk:
     first_layer: int
     num_layers: int
 
-    def parts(self, name: str) -> list[Part]:
+    def parts(self, name: str) -> list[FilePart]:
         """A stored tensor on the tensor ranks that have it."""
         found = [(file, state.get(name)) for file, state in self.states]
         return [(file, part) for file, part in found if isinstance(part, torch.Tensor)]
@@ -184,7 +184,7 @@ def legacy_folder(path: Path) -> Path | None:
     return folder if len(word) < _LONGEST_WORD and any(folder.glob("mp_rank_*")) else None
 
 
-def open_ranks(folder: Path) -> tuple[Files, Namespace]:
+def open_ranks(folder: Path) -> tuple[RankFiles, Namespace]:
     """All files, and the arguments of the run that wrote them.
 
     Raises:
@@ -237,7 +237,7 @@ def chunk_keys(file: RankFile) -> list[str]:
     return keys
 
 
-def find_chunks(files: Files, num_layers: int) -> list[Chunk]:
+def find_chunks(files: RankFiles, num_layers: int) -> list[LegacyChunk]:
     """The chunks in the order of the depth: the first of every stage, then the second of every stage (interleaved), and so on.
 
     How many layers a chunk has is counted, not computed: stages need not be of one size.
@@ -254,14 +254,14 @@ def find_chunks(files: Files, num_layers: int) -> list[Chunk]:
             layers = {int(found[1]) for name in states[0][1] if (found := STORED_LAYER.match(name))}
             if layers != set(range(len(layers))):
                 raise CheckpointError(f"{states[0][0].path}: its layers are {sorted(layers)}, not counted from 0 on")
-            chunks.append(Chunk(states, depth, len(layers)))
+            chunks.append(LegacyChunk(states, depth, len(layers)))
             depth += len(layers)
     if depth != num_layers:
         raise CheckpointError(f"{files[0, 0].path.parents[1]} holds {depth} layers, but its args say {num_layers}")
     return chunks
 
 
-def _state(files: Files, tensor: int, stage: int, key: str) -> dict[str, Any]:
+def _state(files: RankFiles, tensor: int, stage: int, key: str) -> dict[str, Any]:
     file = files[tensor, stage]
     state = file.content.get(key)
     if not isinstance(state, dict):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from megatron.checkpoint.agreement import decide, group_of
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, listed, ranks_named
 from megatron.checkpoint.global_tensor import GlobalTensor, relative, slices, torch_dtype
@@ -26,7 +27,6 @@ from megatron.checkpoint.loaded_content import Compared, compare_content
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor, tiles
 from megatron.checkpoint.save_folder import Place, manifest_in
 from megatron.checkpoint.storage import Storage, open_storage
-from megatron.checkpoint.together import decide, group_of
 from megatron.parallel.boxes import Box, PlacedBox
 
 _MOST_THREADS = 4
@@ -70,13 +70,13 @@ def load_tensors(
     storage = open_storage(path)
     found: list[tuple[Manifest, Reads]] = []
 
-    def plan() -> Request:
+    def plan() -> LoadRequest:
         manifest = manifest_in(storage)
         request, reads = plan_load(tensors, manifest)
         found.append((manifest, reads))
         return request
 
-    def check(requests: list[Request]) -> list[None]:
+    def check(requests: list[LoadRequest]) -> list[None]:
         check_requests(requests, found[0][0], allow_unused)
         return [None] * len(requests)
 
@@ -100,7 +100,7 @@ def reading_threads() -> int:
 
 
 @dataclass
-class Request:
+class LoadRequest:
     """What a rank asks for, and what it finds wrong."""
 
     digest: str
@@ -127,9 +127,9 @@ class PlannedRead(NamedTuple):
 Reads = dict[StoredBox, list[PlannedRead]]
 
 
-def plan_load(tensors: list[GlobalTensor], manifest: Manifest) -> tuple[Request, Reads]:
+def plan_load(tensors: list[GlobalTensor], manifest: Manifest) -> tuple[LoadRequest, Reads]:
     """What a rank that holds these tensors tells the first one, and its own reads."""
-    request, reads = Request(manifest.digest), defaultdict[StoredBox, list[PlannedRead]](list)
+    request, reads = LoadRequest(manifest.digest), defaultdict[StoredBox, list[PlannedRead]](list)
     for tensor in tensors:
         request.boxes[tensor.name].update(placed.box for placed in tensor.boxes)
         stored = manifest.tensors.get(tensor.name)
@@ -208,7 +208,7 @@ def _misfit(tensor: GlobalTensor, stored: StoredTensor) -> tuple[str, str] | Non
     return None
 
 
-def check_requests(requests: Sequence[Request], manifest: Manifest, allow_unused: Callable[[str], bool]) -> None:
+def check_requests(requests: Sequence[LoadRequest], manifest: Manifest, allow_unused: Callable[[str], bool]) -> None:
     """On the first rank: the world sees one checkpoint, fills all that it asks for and uses all that is stored.
 
     Args:

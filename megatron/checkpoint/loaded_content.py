@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.checkpoint.agreement import decide
 from megatron.checkpoint.content_sums import NO_SUMS, Sums, content_sums
 from megatron.checkpoint.errors import DamagedCheckpointError, listed, ranks_named
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of, torch_dtype
 from megatron.checkpoint.manifest import Manifest, StoredTensor, tiles
-from megatron.checkpoint.together import decide
 from megatron.parallel.boxes import Box, flat_range_boxes
 from megatron.parallel.context import Group
 

@@ -13,7 +13,7 @@ from megatron.checkpoint.storage import Storage, open_storage
 from megatron.checkpoint.stored import StoredCheckpoint
 
 
-class Kind(StrEnum):
+class FolderKind(StrEnum):
     """Folders that hold weights."""
 
     CHECKPOINT = "one checkpoint"
@@ -22,25 +22,25 @@ class Kind(StrEnum):
     HUGGING_FACE = "a Hugging Face folder"
 
 
-FOREIGN = (Kind.LEGACY, Kind.HUGGING_FACE)
+FOREIGN = (FolderKind.LEGACY, FolderKind.HUGGING_FACE)
 """Of other programs."""
 
 
-def kind_of(storage: Storage) -> Kind | None:
+def kind_of(storage: Storage) -> FolderKind | None:
     """The kind of a folder; None if it holds no weights of any kind that is known here."""
     names = storage.names()
     if MANIFEST in names:
-        return Kind.CHECKPOINT
+        return FolderKind.CHECKPOINT
     iterations = [checkpoint_name(iteration) for iteration in iterations_in(storage)]
     inside = {name: storage.names(name) for name in (*iterations, *(["release"] if "release" in names else []))}
     if any(MANIFEST in files for files in inside.values()):
-        return Kind.RUN
+        return FolderKind.RUN
     if any(name.startswith("mp_rank_") for files in (names, *inside.values()) for name in files):
-        return Kind.LEGACY
+        return FolderKind.LEGACY
     if iterations:
-        return Kind.RUN  # of which nothing is complete
+        return FolderKind.RUN  # of which nothing is complete
     if CONFIG in names and _names_a_model(storage):
-        return Kind.HUGGING_FACE
+        return FolderKind.HUGGING_FACE
     return None
 
 
@@ -74,24 +74,24 @@ def open_source(path: Place, step: int | None = None, *, vocab_size: int | None 
     """
     storage = open_storage(path)
     kind = kind_of(storage)
-    if kind in (Kind.CHECKPOINT, Kind.HUGGING_FACE) and step is not None:
+    if kind in (FolderKind.CHECKPOINT, FolderKind.HUGGING_FACE) and step is not None:
         raise CheckpointError(f"{path} is {kind}: there is no iteration {step} to choose")
-    if kind is Kind.CHECKPOINT:
+    if kind is FolderKind.CHECKPOINT:
         return StoredCheckpoint(path)
-    if kind is Kind.RUN:
+    if kind is FolderKind.RUN:
         notes: list[str] = []
         found = find_checkpoint(path, step, tell=notes.append)
         assert found is not None, "there is an iteration"
         stored = StoredCheckpoint(found)
         stored.notes += notes
         return stored
-    if kind is Kind.LEGACY:
+    if kind is FolderKind.LEGACY:
         from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
 
         if step is not None and checkpoint_name(step) not in storage.names():
             raise CheckpointError(f"{path} has no iteration {step}")
         return LegacyCheckpoint(path if step is None else storage.at(checkpoint_name(step)), vocab_size)
-    if kind is Kind.HUGGING_FACE:
+    if kind is FolderKind.HUGGING_FACE:
         from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 
         return HuggingFaceFolder(path)

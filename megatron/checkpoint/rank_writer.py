@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
-from megatron.checkpoint.parts import Part
+from megatron.checkpoint.rank_parts import RankPart
 from megatron.checkpoint.save_folder import checkpoint_name
 from megatron.checkpoint.storage import Draft, Storage
 from megatron.checkpoint.writer_process import (
@@ -106,7 +106,7 @@ class RankWriter:
     ) -> None:
         self._storage, self._rank, self._num_ranks, self._patience_s = storage, rank, num_ranks, patience_s
         self._keep_last, self._save_retain_interval = keep_last, save_retain_interval
-        self._part: Part | None = None
+        self._part: RankPart | None = None
         self._buffer: SharedBuffer | None = None
         self._targets: dict[tuple[str, Box], torch.Tensor] = {}
         self._process: WriterProcess | None = None
@@ -120,7 +120,9 @@ class RankWriter:
         self.notes: list[str] = []
         """What else the log should say."""
 
-    def start(self, iteration: int, token: str, part: Part, tensors: list[GlobalTensor], files: dict[str, bytes] | None) -> None:
+    def start(
+        self, iteration: int, token: str, part: RankPart, tensors: list[GlobalTensor], files: dict[str, bytes] | None
+    ) -> None:
         """Copy what this rank writes and let the process write it; the save before has ended.
 
         Args:
@@ -212,7 +214,7 @@ class RankWriter:
                 )
                 tell_at = now + _TELL_EVERY_S
 
-    def _ready(self, part: Part, tensors: list[GlobalTensor]) -> WriterProcess:
+    def _ready(self, part: RankPart, tensors: list[GlobalTensor]) -> WriterProcess:
         """The process and its memory; new ones where there are none or the part is another one.
 
         Raises:

@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.commit import commit, encoded, merged
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import bytes_of, dtype_name
-from megatron.checkpoint.parts import BoxToWrite, Held, part_of, share_out, write_part
+from megatron.checkpoint.rank_parts import BoxToWrite, HeldTensor, part_of, share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name
 from megatron.checkpoint.source import TensorInfo
 from megatron.checkpoint.storage import open_storage
@@ -83,7 +83,7 @@ def write_checkpoint(
     return save.at(name)
 
 
-def _held(tensors: Mapping[str, TensorInfo], files: Sequence[Sequence[tuple[str, Box]]] | None) -> list[list[Held]]:
+def _held(tensors: Mapping[str, TensorInfo], files: Sequence[Sequence[tuple[str, Box]]] | None) -> list[list[HeldTensor]]:
     """What each file holds, as if ranks held it; the first lists all tensors, so that those without elements are not forgotten."""
     if files is None:
         files = [[(name, Box((0,) * len(info.shape), info.shape)) for name, info in tensors.items() if 0 not in info.shape]]
@@ -92,5 +92,5 @@ def _held(tensors: Mapping[str, TensorInfo], files: Sequence[Sequence[tuple[str,
         boxes: dict[str, list[Box]] = {name: [] for name in tensors} if number == 0 else {}
         for name, box in file:
             boxes.setdefault(name, []).append(box)
-        world.append([Held(name, tensors[name].shape, dtype_name(tensors[name].dtype), tuple(boxes[name])) for name in boxes])
+        world.append([HeldTensor(name, tensors[name].shape, dtype_name(tensors[name].dtype), tuple(boxes[name])) for name in boxes])
     return world

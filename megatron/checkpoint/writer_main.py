@@ -24,7 +24,7 @@ from collections.abc import Callable
 from megatron.checkpoint.commit import commit, retain
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.manifest import Manifest, part_from_json
-from megatron.checkpoint.parts import BoxToWrite, write_part
+from megatron.checkpoint.rank_parts import BoxToWrite, write_part
 from megatron.checkpoint.save_folder import checkpoint_name
 from megatron.checkpoint.storage import Draft, open_storage
 from megatron.checkpoint.writer_process import (

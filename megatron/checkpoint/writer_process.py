@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.checkpoint.parts import Part
+from megatron.checkpoint.rank_parts import RankPart
 
 
 class Begin(NamedTuple):
@@ -19,7 +19,7 @@ class Begin(NamedTuple):
 
     location: str
     """The save folder."""
-    part: Part
+    part: RankPart
     num_ranks: int
     keep_last: int | None
     save_retain_interval: int | None

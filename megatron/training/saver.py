@@ -9,8 +9,8 @@ from typing import Any
 from megatron.checkpoint.background_saver import BackgroundSaver
 from megatron.checkpoint.commit import check_for_strangers, check_writable, retain
 from megatron.checkpoint.rank_writer import PATIENCE_S
-from megatron.checkpoint.save import TensorSaver
 from megatron.checkpoint.storage import Storage, open_storage
+from megatron.checkpoint.tensor_saver import TensorSaver
 from megatron.config.outputs import CheckpointConfig
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer

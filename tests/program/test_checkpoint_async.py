@@ -17,18 +17,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import background_saver, parts, rank_writer, writer_main
+from megatron.checkpoint import background_saver, rank_parts, rank_writer, writer_main
+from megatron.checkpoint.agreement import group_of
 from megatron.checkpoint.background_saver import BackgroundSaver
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest, read_manifest
-from megatron.checkpoint.parts import Part, share_out
-from megatron.checkpoint.save import TensorSaver, described, reader_of, save_checkpoint
+from megatron.checkpoint.rank_parts import RankPart, share_out
 from megatron.checkpoint.save_folder import LATEST, RUN, checkpoints, find_checkpoint, read_config, read_state
 from megatron.checkpoint.storage import open_storage
-from megatron.checkpoint.together import group_of
+from megatron.checkpoint.tensor_saver import TensorSaver, described, reader_of, save_checkpoint
 from megatron.checkpoint.writer_process import (
     Alive,
     AllWritten,
@@ -403,13 +403,13 @@ def test_a_writer_that_is_slow_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_progress_is_told_while_a_part_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_SYNC_BYTES", 1 << 20)
+    monkeypatch.setattr(rank_parts, "_SYNC_BYTES", 1 << 20)
     tensors = [whole(f"t{index}", torch.ones(1 << 19)) for index in range(4)]  # 2 MiB each
     draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
     draft.make()
     calls: list[int] = []
-    plan = parts.part_of(0, share_out([described(tensors)])[0])
-    parts.write_part(draft, plan, reader_of(tensors), lambda: calls.append(1))
+    plan = rank_parts.part_of(0, share_out([described(tensors)])[0])
+    rank_parts.write_part(draft, plan, reader_of(tensors), lambda: calls.append(1))
     assert len(calls) == 8
 
 
@@ -526,7 +526,7 @@ def test_a_part_that_is_written_but_never_seen(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(writer_main, "VISIBLE_WITHIN_S", 0.1)
     replies: list[Reply] = []
     inbox: queue.Queue[Message] = queue.Queue()
-    writer = writer_main.Background(memoryview(b""), inbox, Begin(str(tmp_path), Part(0, ()), 3, None, None), replies.append)
+    writer = writer_main.Background(memoryview(b""), inbox, Begin(str(tmp_path), RankPart(0, ()), 3, None, None), replies.append)
     draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
     draft.make()
     draft.storage.write(part_file(2), b"{}")
@@ -543,7 +543,7 @@ def test_a_part_that_is_written_but_never_seen(tmp_path: Path, monkeypatch: pyte
 def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new one is complete all the same."""
     replies: list[Reply] = []
-    begin = Begin(str(tmp_path), Part(0, ()), 1, 1, None)
+    begin = Begin(str(tmp_path), RankPart(0, ()), 1, 1, None)
     writer = writer_main.Background(memoryview(b""), queue.Queue(), begin, replies.append)
     for iteration in (1, 2):
         draft = LocalStorage(tmp_path).draft(f"iter_{iteration:07d}", "ab")

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import megatron.checkpoint.local_storage as local_module
-import megatron.checkpoint.save as save_module
+import megatron.checkpoint.tensor_saver as save_module
 from megatron.checkpoint.commit import check_writable
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.save_folder import LATEST, find_checkpoint, read_state
 from megatron.checkpoint.storage import Draft, open_storage
+from megatron.checkpoint.tensor_saver import save_checkpoint
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import whole
 

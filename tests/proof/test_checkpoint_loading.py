@@ -20,8 +20,8 @@ from megatron.checkpoint.global_tensor import GlobalTensor, slices
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor, read_manifest
-from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.save_folder import find_checkpoint, read_state
+from megatron.checkpoint.tensor_saver import save_checkpoint
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import Layout, Shapes, assert_holds, hold, load_world, random_values, save_world, whole

@@ -12,7 +12,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.manifest import Manifest, StoredTensor, read_manifest
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.tensor_saver import save_checkpoint
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import Layout, Shapes, hold, load_world, random_values, whole

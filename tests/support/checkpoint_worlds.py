@@ -13,10 +13,10 @@ import torch
 from megatron.checkpoint.commit import commit, encoded
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import check_requests, plan_load, read_boxes
-from megatron.checkpoint.parts import part_of, share_out, write_part
-from megatron.checkpoint.save import described, reader_of
+from megatron.checkpoint.rank_parts import part_of, share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
 from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.tensor_saver import described, reader_of
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.params import ParamRecord, Split
 

@@ -18,7 +18,7 @@ import torch
 
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
 from megatron.checkpoint.load import load_tensors
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.tensor_saver import save_checkpoint
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.verification.local_ranks import run_ranks
 from tools.benchmarks.checkpoint_save import held_tensors

@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.agreement import group_of
 from megatron.checkpoint.background_saver import BackgroundSaver
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
-from megatron.checkpoint.save import TensorSaver
 from megatron.checkpoint.storage import open_storage
-from megatron.checkpoint.together import group_of
+from megatron.checkpoint.tensor_saver import TensorSaver
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.verification.local_ranks import run_ranks
 from tools.benchmarks.pairs import Seconds, in_turns, show, slowest, timed_together

@@ -21,7 +21,7 @@ from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.global_tensor import dtype_name
 from megatron.checkpoint.huggingface.families import fitting
 from megatron.checkpoint.huggingface.fields import CONFIG
-from megatron.checkpoint.huggingface.layout import Family, Layout
+from megatron.checkpoint.huggingface.layout import Family, WeightLayout
 from megatron.checkpoint.huggingface.weight_files import plan_shards, write_shards
 from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import Entry
@@ -135,7 +135,7 @@ def _check_tokens(tokens: SpecialTokens, vocab_size: int) -> None:
             raise CheckpointError(f"{role} is {id}, but the model has {vocab_size} tokens: this is not its tokenizer")
 
 
-def _check_weights(source: WeightSource, layouts: dict[str, Layout]) -> None:
+def _check_weights(source: WeightSource, layouts: dict[str, WeightLayout]) -> None:
     """Every parameter of the source goes into the files, and every one that belongs there is in the source."""
     wrong = [f"{name} is missing" for name in layouts if name not in source.weights]
     wrong += [f"{name} has no place there" for name in source.weights if name not in layouts]
@@ -148,7 +148,7 @@ def _check_weights(source: WeightSource, layouts: dict[str, Layout]) -> None:
         raise CheckpointError(f"{source.name} does not hold the model that it describes:\n  " + listed(wrong, "\n  "))
 
 
-def _tensors(source: WeightSource, layouts: dict[str, Layout], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(source: WeightSource, layouts: dict[str, WeightLayout], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Their tensors in the order of the files, made one parameter at a time."""
     for name, layout in layouts.items():
         yield from layout.theirs(source.read(name).to(dtype))

@@ -23,7 +23,7 @@ from megatron.parallel.boxes import Box
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Rows [start, start + count) of ours are rows [first, first + count) of their tensor `name`."""
 
     start: int
@@ -33,13 +33,13 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """Where a parameter of ours is in their tensors."""
 
     shape: tuple[int, ...]
     """Of ours."""
     is_matrix: bool
-    blocks: tuple[Block, ...]
+    blocks: tuple[RowBlock, ...]
     transposed: bool = False
     """Theirs are stored [columns, rows], as in GPT-2."""
 
@@ -82,7 +82,7 @@ class Layout:
         rows = ours.reshape(-1, self.columns)
         for name, shape in self.their_shapes().items():
             blocks = [block for block in self.blocks if block.name == name]
-            if blocks == [Block(0, len(rows), name, 0)]:
+            if blocks == [RowBlock(0, len(rows), name, 0)]:
                 matrix = rows
             else:
                 matrix = torch.empty(sum(block.count for block in blocks), self.columns, dtype=ours.dtype)
@@ -113,26 +113,26 @@ class Recipe:
     """
 
     names: tuple[str, ...]
-    arrange: Callable[[tuple[str, ...], ModelConfig, int], list[Block]]
+    arrange: Callable[[tuple[str, ...], ModelConfig, int], list[RowBlock]]
     transposed: bool = False
 
-    def layout(self, prefix: str, model: ModelConfig, shape: tuple[int, ...], *, is_matrix: bool) -> Layout:
+    def layout(self, prefix: str, model: ModelConfig, shape: tuple[int, ...], *, is_matrix: bool) -> WeightLayout:
         """The layout of a parameter of `shape` whose tensors begin with `prefix`."""
         names = tuple(prefix + name for name in self.names)
         rows = math.prod(shape[:-1] if is_matrix else shape)
-        return Layout(shape, is_matrix, tuple(self.arrange(names, model, rows)), self.transposed and is_matrix)
+        return WeightLayout(shape, is_matrix, tuple(self.arrange(names, model, rows)), self.transposed and is_matrix)
 
 
-def _whole(names: tuple[str, ...], model: ModelConfig, rows: int) -> list[Block]:
-    return [Block(0, rows, names[0], 0)]
+def _whole(names: tuple[str, ...], model: ModelConfig, rows: int) -> list[RowBlock]:
+    return [RowBlock(0, rows, names[0], 0)]
 
 
-def _stacked(names: tuple[str, ...], model: ModelConfig, rows: int) -> list[Block]:
+def _stacked(names: tuple[str, ...], model: ModelConfig, rows: int) -> list[RowBlock]:
     each = rows // len(names)
-    return [Block(number * each, each, name, 0) for number, name in enumerate(names)]
+    return [RowBlock(number * each, each, name, 0) for number, name in enumerate(names)]
 
 
-def _grouped(names: tuple[str, ...], model: ModelConfig, rows: int) -> list[Block]:
+def _grouped(names: tuple[str, ...], model: ModelConfig, rows: int) -> list[RowBlock]:
     """Ours is grouped by key-value head: its query heads, its key, its value. Theirs are all queries, all keys, all values: three
     tensors, or one with the three behind each other."""
     heads, groups, size = model.num_attention_heads, model.num_key_value_heads, model.head_size
@@ -143,9 +143,9 @@ def _grouped(names: tuple[str, ...], model: ModelConfig, rows: int) -> list[Bloc
     blocks = []
     for group in range(groups):
         start = group * (queries + 2 * size)
-        blocks.append(Block(start, queries, q, group * queries))
-        blocks.append(Block(start + queries, size, k, keys + group * size))
-        blocks.append(Block(start + queries + size, size, v, values + group * size))
+        blocks.append(RowBlock(start, queries, q, group * queries))
+        blocks.append(RowBlock(start + queries, size, k, keys + group * size))
+        blocks.append(RowBlock(start + queries + size, size, v, values + group * size))
     return blocks
 
 
@@ -194,7 +194,7 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
     """The fields of config.json that describe a fitting model, but for those that all architectures have."""
 
-    def layouts(self, model: ModelConfig, vocab_size: int) -> dict[str, Layout]:
+    def layouts(self, model: ModelConfig, vocab_size: int) -> dict[str, WeightLayout]:
         """Where every parameter of the model is in their tensors, in the order of the forward."""
         found = {}
         for name, record in global_records(model, vocab_size).items():

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megatron.checkpoint.huggingface.fields import Fields
 from megatron.checkpoint.huggingface.layout import Family, grouped, stacked, whole
-from megatron.checkpoint.huggingface.rope import in_every_layer, in_some_layers, never, read_rope, write_rope
+from megatron.checkpoint.huggingface.rotary_fields import in_every_layer, in_some_layers, never, read_rope, write_rope
 from megatron.config.model import ModelConfig
 from megatron.spec.activations import GATED_FLAGS, activation_of, by_hugging_face_name, spelled
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.open_source import Kind, kind_of, open_source
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.open_source import FolderKind, kind_of, open_source
 from megatron.checkpoint.storage import open_storage
 from megatron.checkpoint.stored import StoredCheckpoint
+from megatron.checkpoint.tensor_saver import save_checkpoint
 from megatron.parallel.boxes import Box
 from tests.support.checkpoint_worlds import whole
 
@@ -33,14 +33,14 @@ def save(folder: Path, iteration: int) -> None:
     [
         ((), None),
         (("notes.txt", "run.json"), None),
-        (("iter_0000001/notes.txt",), Kind.RUN),
-        ((f"iter_0000001/{LEGACY_FILE}", "latest_checkpointed_iteration.txt"), Kind.LEGACY),
-        ((f"release/{LEGACY_FILE}",), Kind.LEGACY),
-        ((LEGACY_FILE,), Kind.LEGACY),
+        (("iter_0000001/notes.txt",), FolderKind.RUN),
+        ((f"iter_0000001/{LEGACY_FILE}", "latest_checkpointed_iteration.txt"), FolderKind.LEGACY),
+        ((f"release/{LEGACY_FILE}",), FolderKind.LEGACY),
+        ((LEGACY_FILE,), FolderKind.LEGACY),
         (("config.json",), None),
     ],
 )
-def test_what_a_folder_is(tmp_path: Path, files: tuple[str, ...], kind: Kind | None) -> None:
+def test_what_a_folder_is(tmp_path: Path, files: tuple[str, ...], kind: FolderKind | None) -> None:
     for name in files:
         put(tmp_path / name)
     assert kind_of(open_storage(tmp_path)) is kind
@@ -48,7 +48,7 @@ def test_what_a_folder_is(tmp_path: Path, files: tuple[str, ...], kind: Kind | N
 
 def test_what_a_config_makes_of_it(tmp_path: Path) -> None:
     put(tmp_path / "config.json", '{"model_type": "gpt2"}')
-    assert kind_of(open_storage(tmp_path)) is Kind.HUGGING_FACE
+    assert kind_of(open_storage(tmp_path)) is FolderKind.HUGGING_FACE
     for text in ('{"config": {}}', '["model_type"]', "{", "[" * 100_000):
         put(tmp_path / "config.json", text)
         assert kind_of(open_storage(tmp_path)) is None
@@ -57,7 +57,7 @@ def test_what_a_config_makes_of_it(tmp_path: Path) -> None:
 def test_a_save_folder_in_which_another_program_left_something(tmp_path: Path) -> None:
     put(tmp_path / "iter_0000001" / LEGACY_FILE)
     save(tmp_path, 2)
-    assert kind_of(open_storage(tmp_path)) is Kind.RUN
+    assert kind_of(open_storage(tmp_path)) is FolderKind.RUN
     assert open_source(tmp_path).name == str(tmp_path / "iter_0000002")
 
 

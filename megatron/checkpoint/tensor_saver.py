@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from megatron.checkpoint.agreement import decide, group_of
 from megatron.checkpoint.commit import commit, encoded, sweep, take_over
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of, dtype_name
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.parts import BoxToWrite, Held, Part, RankPlan, part_of, share_out, write_part
+from megatron.checkpoint.rank_parts import BoxToWrite, HeldTensor, RankPart, RankPlan, part_of, share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name
 from megatron.checkpoint.storage import Draft, Storage, open_storage
-from megatron.checkpoint.together import decide, group_of
 from megatron.parallel.context import Group
 
 
@@ -40,15 +40,15 @@ class PartPlanner:
     def __init__(self, group: Group, max_file_bytes: int | None = None) -> None:
         self._group, self._max_file_bytes = group, max_file_bytes
         self.token = secrets.token_hex(4)  # the first rank's is the run's
-        self._held: list[Held] | None = None
-        self._part = Part(group.index, ())
-        self._world: list[list[Held]] = []
+        self._held: list[HeldTensor] | None = None
+        self._part = RankPart(group.index, ())
+        self._world: list[list[HeldTensor]] = []
 
-    def unless_known(self, held: list[Held]) -> list[Held] | None:
+    def unless_known(self, held: list[HeldTensor]) -> list[HeldTensor] | None:
         """What this rank holds, None if that is what it held before."""
         return None if held == self._held else held
 
-    def assign(self, shares: list[list[Held] | None]) -> list[Assignment]:
+    def assign(self, shares: list[list[HeldTensor] | None]) -> list[Assignment]:
         """On the first rank: what every rank writes.
 
         Args:
@@ -63,7 +63,7 @@ class PartPlanner:
         self._world = [old if new is None else new for old, new in zip(before, shares, strict=True)]
         return [Assignment(self.token, plan) for plan in share_out(self._world)]
 
-    def take(self, held: list[Held], assignment: Assignment) -> Part:
+    def take(self, held: list[HeldTensor], assignment: Assignment) -> RankPart:
         """On every rank: what it writes."""
         self.token = assignment.token
         if assignment.plan is not None:
@@ -72,10 +72,10 @@ class PartPlanner:
         return self._part
 
 
-def described(tensors: list[GlobalTensor]) -> list[Held]:
+def described(tensors: list[GlobalTensor]) -> list[HeldTensor]:
     """What a rank holds, without the elements."""
     return [
-        Held(tensor.name, tensor.global_shape, dtype_name(tensor.local.dtype), tuple(placed.box for placed in tensor.boxes))
+        HeldTensor(tensor.name, tensor.global_shape, dtype_name(tensor.local.dtype), tuple(placed.box for placed in tensor.boxes))
         for tensor in tensors
     ]
 
@@ -167,7 +167,7 @@ class TensorSaver:
         files: dict[str, bytes] = {}
         draft: Draft | None = None
 
-        def begin(shares: list[list[Held] | None]) -> list[Assignment]:
+        def begin(shares: list[list[HeldTensor] | None]) -> list[Assignment]:
             nonlocal draft
             files.update(encoded(config, state))
             answers = self._planner.assign(shares)

@@ -19,7 +19,7 @@ from megatron.checkpoint.storage import Draft, Writing
 from megatron.parallel.boxes import Box
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """What a rank holds of a tensor; no boxes where it holds only padding."""
 
     name: str
@@ -53,11 +53,11 @@ class RankPlan(NamedTuple):
     """What a rank writes."""
 
     boxes: list[BoxToWrite]
-    empty: list[Held]
+    empty: list[HeldTensor]
     """Tensors without elements, which no file holds and the manifest lists."""
 
 
-def share_out(world: Sequence[Sequence[Held]]) -> list[RankPlan]:
+def share_out(world: Sequence[Sequence[HeldTensor]]) -> list[RankPlan]:
     """Give every box to one of the ranks that hold it: to the one with the fewest bytes so far, large boxes first.
 
     Args:
@@ -95,9 +95,9 @@ def share_out(world: Sequence[Sequence[Held]]) -> list[RankPlan]:
     return plans
 
 
-def _agreed(world: Sequence[Sequence[Held]]) -> dict[str, Held]:
+def _agreed(world: Sequence[Sequence[HeldTensor]]) -> dict[str, HeldTensor]:
     """Every tensor in the world, as the first rank that holds it describes it."""
-    found: dict[str, Held] = {}
+    found: dict[str, HeldTensor] = {}
     problems: list[str] = []
     for rank, held in enumerate(world):
         for tensor in held:
@@ -131,15 +131,15 @@ class PartFile:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """What a rank writes."""
 
     rank: int
     files: tuple[PartFile, ...]
-    empty: tuple[Held, ...] = ()
+    empty: tuple[HeldTensor, ...] = ()
 
 
-def part_of(rank: int, plan: RankPlan, max_file_bytes: int | None = None) -> Part:
+def part_of(rank: int, plan: RankPlan, max_file_bytes: int | None = None) -> RankPart:
     """A rank's files: one (or none), or as many as the size limit asks for; a box is never cut."""
     groups: list[list[BoxToWrite]] = []
     size = 0
@@ -155,11 +155,11 @@ def part_of(rank: int, plan: RankPlan, max_file_bytes: int | None = None) -> Par
         suffix = f"_{number:05d}" if len(groups) > 1 else ""
         order = in_file_order([box.entry for box in boxes])
         files.append(PartFile(f"rank_{rank:05d}{suffix}.safetensors", tuple(boxes[index] for index in order)))
-    return Part(rank, tuple(files), tuple(plan.empty))
+    return RankPart(rank, tuple(files), tuple(plan.empty))
 
 
 def write_part(
-    draft: Draft, part: Part, data_of: Callable[[BoxToWrite], memoryview], progress: Callable[[], None] | None = None
+    draft: Draft, part: RankPart, data_of: Callable[[BoxToWrite], memoryview], progress: Callable[[], None] | None = None
 ) -> Manifest:
     """Write a rank's files and bring them to the disk.
 
