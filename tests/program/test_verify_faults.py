@@ -1,12 +1,8 @@
-"""tools/verify_layout.py on copies of the source with a fault planted: each is found, and its place is named."""
+"""tools/verify_layout.py with a fault planted in the source: each is found, and its place is named."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from tests.support.cli import ROOT
+from megatron.verification.prove import import_before_fork
+from tests.support.faults import Replaced, run_with_faults
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 12 --lr 1e-2 "
     "--train-iters 100 --eval-iters 1 --data-path /nowhere/corpus --tokenizer-type NullTokenizer --vocab-size 127 "
     "--make-vocab-size-divisible-by 8"
 )
-TIMEOUT_S = 240
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Texts that are replaced in files of the copy, and what the first finding then is."""
+    """Texts that are replaced in the source, and what the first finding then is."""
 
-    replaced: tuple[tuple[str, str, str], ...]
+    replaced: tuple[Replaced, ...]
     flags: str
     kind: str
     place: str
@@ -43,7 +39,6 @@ FAULTS = {
     "a gradient not reduced over the tensor group": Fault(
         (
             (
-                "megatron/tensor_parallel/linear_function.py",
                 "pending = start_all_reduce(grad_input, group)",
                 "pending = Pending(grad_input)",
             ),
@@ -57,7 +52,6 @@ FAULTS = {
     "divided twice by the data size": Fault(
         (
             (
-                "megatron/training/step.py",
                 "self.scaler.scale / pending.wait().clamp(min=1.0)",
                 "self.scaler.scale / pending.wait().clamp(min=1.0) / self.context.data_group.size",
             ),
@@ -69,7 +63,7 @@ FAULTS = {
         ("0.5x, 1 / the data size", "so are the gradients of all parameters"),
     ),
     "a tied embedding that is not joined": Fault(
-        (("megatron/data_parallel/bucket.py", "if self.plan.tied:\n            all_reduce", "if False:\n            all_reduce"),),
+        (("if self.plan.tied:\n            all_reduce", "if False:\n            all_reduce"),),
         "--pipeline-model-parallel-size 2",
         "gradient",
         "embedding.word.weight (stages 0 and 1)",
@@ -80,7 +74,6 @@ FAULTS = {
     "a layer dropped": Fault(
         (
             (
-                "megatron/pipeline_parallel/partition.py",
                 "Chunk(index, len(places), stage, range(stop - count, stop))",
                 "Chunk(index, len(places), stage, range(stop - count, stop - index))",
             ),
@@ -96,12 +89,10 @@ FAULTS = {
     "a wrong rotary offset on stage 2": Fault(
         (
             (
-                "megatron/model/attention.py",
                 "        self.qkv = ",
                 '        self.stage = scope.context.group("pp").index\n        self.qkv = ',
             ),
             (
-                "megatron/model/attention.py",
                 "rotate(q, rotary), rotate(k, rotary)",
                 "rotate(q, rotary), rotate(k, tuple(t.roll(1, 0) for t in rotary) if self.stage == 2 else rotary)",
             ),
@@ -116,7 +107,6 @@ FAULTS = {
     "a bucket reduced before its last gradient": Fault(
         (
             (
-                "megatron/data_parallel/bucket.py",
                 "if self._early and microbatches == self._microbatches:",
                 "if self._early and microbatches == self._microbatches - 1:",
             ),
@@ -130,7 +120,6 @@ FAULTS = {
     "weights gathered while others compute, and not waited for": Fault(
         (
             (
-                "megatron/data_parallel/buckets.py",
                 "unit.register_forward_pre_hook(partial(_finish_publishing, needed))",
                 "pass",
             ),
@@ -145,7 +134,6 @@ FAULTS = {
     "a message read before it is here": Fault(
         (
             (
-                "megatron/pipeline_parallel/p2p.py",
                 "        for work in works:\n            work.wait()\n        return buffers",
                 "        return buffers",
             ),
@@ -160,7 +148,6 @@ FAULTS = {
     "a buffer used again while it is reduced": Fault(
         (
             (
-                "megatron/data_parallel/bucket.py",
                 "self._pool.give_back(self._borrowed, pending.wait)",
                 "self._pool.give_back(self._borrowed, lambda: None)",
             ),
@@ -174,7 +161,6 @@ FAULTS = {
     "dropout on in evaluation": Fault(
         (
             (
-                "megatron/training/batches.py",
                 "return self._steps(source, lambda _: global_batch_size, 0, total, num_workers, dropout=False)",
                 "return self._steps(source, lambda _: global_batch_size, 0, total, num_workers, dropout=True)",
             ),
@@ -189,7 +175,6 @@ FAULTS = {
     "an evaluation that reads its first batch again": Fault(
         (
             (
-                "megatron/training/batches.py",
                 "return self._steps(source, lambda _: global_batch_size, 0, total, num_workers, dropout=False)",
                 "return (batch for _ in range(num_batches) for batch in "
                 "self._steps(source, lambda _: global_batch_size, 0, global_batch_size, num_workers, dropout=False))",
@@ -203,7 +188,7 @@ FAULTS = {
         step=0,
     ),
     "the mask ignored in the count": Fault(
-        (("megatron/training/step.py", "total += inputs.loss_mask.sum()", "total += inputs.loss_mask.numel()"),),
+        (("total += inputs.loss_mask.sum()", "total += inputs.loss_mask.numel()"),),
         "--tensor-model-parallel-size 2",
         "token count",
         "the global batch",
@@ -213,7 +198,6 @@ FAULTS = {
     "gradients that are not clipped": Fault(
         (
             (
-                "megatron/training/step.py",
                 "clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0",
                 "clip = 1.0",
             ),
@@ -227,39 +211,20 @@ FAULTS = {
 }
 
 
-def copy_of_the_source(folder: Path) -> Path:
-    """What the tool needs, with the compiled files beside, which stay valid as times are copied too."""
-    for name in ("megatron", "tools"):
-        shutil.copytree(ROOT / name, folder / name)
-    return folder
-
-
-def plant(folder: Path, fault: Fault) -> None:
-    for file, old, new in fault.replaced:
-        text = (folder / file).read_text()
-        assert text.count(old) == 1, f"{file} no longer has the text that the fault replaces: {old}"
-        (folder / file).write_text(text.replace(old, new))
-
-
-def verify(folder: Path, flags: str, *own: str) -> tuple[int, str, dict[str, Any]]:
-    """Exit status, what is printed, and the JSON of the copy's tool."""
-    found = folder / "found.json"
-    done = run_tool(folder, [*FLAGS.split(), *flags.split(), *own, "--json", str(found)])
-    assert found.exists(), done.stdout + done.stderr
-    return done.returncode, done.stdout, json.loads(found.read_text())
-
-
-def run_tool(folder: Path, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}  # the copy's own modules
-    command = [sys.executable, str(folder / "tools/verify_layout.py"), *argv]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+def verify(tmp_path: Path, replaced: Sequence[Replaced], flags: str, *own: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit status, what is printed, and the JSON of the tool."""
+    import_before_fork()
+    found = tmp_path / "found.json"
+    argv = [*FLAGS.split(), *flags.split(), *own, "--json", str(found)]
+    status, text = run_with_faults("tools.verify_layout", argv, replaced)
+    assert found.exists(), text
+    return status, text, json.loads(found.read_text())
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
-    plant(copy_of_the_source(tmp_path), fault)
-    status, text, found = verify(tmp_path, fault.flags, "--quick", "--steps", "2")
+    status, text, found = verify(tmp_path, fault.replaced, fault.flags, "--quick", "--steps", "2")
     assert status == 1, text
     assert not found["equal"], text
     verdict, first = text.splitlines()[0], next(run["findings"][0] for run in found["runs"] if run["findings"])
@@ -269,9 +234,8 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     assert fault.stages is None or tuple(first["stages"]) == fault.stages, text
 
 
-def test_the_unchanged_copy_is_equal(tmp_path: Path) -> None:
-    copy_of_the_source(tmp_path)
+def test_without_a_fault_all_is_equal(tmp_path: Path) -> None:
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --position-embedding-type rope"
-    status, text, found = verify(tmp_path, flags)
+    status, text, found = verify(tmp_path, (), flags)
     assert status == 0 and text.startswith("EQUAL"), text
     assert found["equal"] and found["runs"][0]["largest"]["relative"] <= 1e-10

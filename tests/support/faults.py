@@ -1,0 +1,136 @@
+"""Faults planted in the source of modules, in a forked child that imports them anew.
+
+The child has torch already, and what has no fault comes from compiled files: a fault costs what the program itself costs.
+Nothing is copied, and this process keeps the modules that it has.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from megatron.verification.local_ranks import die_with, kill_group
+from tests.support.cli import ROOT
+
+Replaced = tuple[str, str]
+"""A text that stands once in `megatron/`, and what takes its place."""
+_PACKAGES = ("megatron", "tools")
+
+
+def run_with_faults(module: str, argv: Sequence[str], replaced: Sequence[Replaced], *, timeout: float = 240.0) -> tuple[int, str]:
+    """Call `main(argv)` of a module in a child in which the texts are replaced.
+
+    Returns:
+        the exit status, and what was printed on either stream.
+
+    Raises:
+        AssertionError: a text is not there once.
+        TimeoutError: the child was not done in time; it is killed.
+    """
+    sources = faulty_sources(replaced)
+    with tempfile.TemporaryFile() as output:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork beside a thread
+            child = os.fork()
+        if child == 0:
+            _live(parent, output.fileno(), module, argv, sources)
+        status = _wait(child, timeout)
+        output.seek(0)
+        return status, output.read().decode()
+
+
+def faulty_sources(replaced: Sequence[Replaced]) -> dict[Path, str]:
+    """The source of each file that holds a text, with all its texts replaced."""
+    texts = {path: path.read_text() for path in (ROOT / "megatron").rglob("*.py")}
+    found: dict[Path, str] = {}
+    for old, new in replaced:
+        holders = [path for path, text in texts.items() for _ in range(text.count(old))]
+        assert len(holders) == 1, f"the text that a fault replaces stands {len(holders)} times in megatron/: {old}"
+        found[holders[0]] = found.get(holders[0], texts[holders[0]]).replace(old, new)
+    return found
+
+
+class _FaultFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules that have a fault, before anybody else does."""
+
+    def __init__(self, sources: dict[Path, str]) -> None:
+        self._sources = sources
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of a module of ours that has one."""
+        file = ROOT / (fullname.replace(".", "/") + ".py")
+        if file not in self._sources:
+            return None
+        return importlib.util.spec_from_file_location(fullname, file, loader=_FaultLoader(fullname, str(file), self._sources[file]))
+
+
+class _FaultLoader(importlib.machinery.SourceFileLoader):
+    """Compiles the source that it is given; what is compiled is kept nowhere."""
+
+    def __init__(self, fullname: str, path: str, source: str) -> None:
+        super().__init__(fullname, path)
+        self._source = source
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        """Of the given source."""
+        return compile(self._source, self.path, "exec", dont_inherit=True)
+
+
+def _live(parent: int, output: int, module: str, argv: Sequence[str], sources: dict[Path, str]) -> NoReturn:
+    """Life of the child."""
+    status = 70
+    try:
+        os.setpgid(0, 0)
+        die_with(parent, signal.SIGKILL)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)  # pytest has its own
+        torch.set_num_threads(1)
+        for name in [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]:
+            del sys.modules[name]
+        sys.meta_path.insert(0, _FaultFinder(sources))
+        status = importlib.import_module(module).main(argv)
+    except BaseException:  # noqa: BLE001, the child ends here whatever it is
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(child: int, timeout: float) -> int:
+    """The exit status."""
+    deadline = time.monotonic() + timeout
+    pause = 0.01
+    try:
+        while True:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not done after {timeout:g} s")
+            time.sleep(pause)
+            pause = min(0.1, 1.5 * pause)
+    except BaseException:
+        kill_group(child)
+        os.waitpid(child, 0)
+        raise
