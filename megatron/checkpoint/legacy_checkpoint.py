@@ -14,11 +14,10 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.checkpoint.legacy_files import FILE, LATEST, FilePart, LegacyChunk, chunk_keys, find_chunks, legacy_folder, open_ranks
 from megatron.checkpoint.legacy_settings import model_of, notes_on, tokenizer_of, vocabulary_of
 from megatron.checkpoint.source import TensorInfo
-from megatron.model.records import global_records
 from megatron.parallel.boxes import Box
-from megatron.parallel.params import ParamRecord
+from megatron.parallel.params import ParamRecord, global_records
 from megatron.spec.activations import activation_of
-from megatron.tensor_parallel.embedding import padded_vocab_size
+from megatron.spec.weights import padded_vocab_size
 
 _PARTS = {
     "attention_norm": ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),

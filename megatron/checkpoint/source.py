@@ -29,7 +29,7 @@ class TensorInfo:
 
 
 class WeightSource(Protocol):
-    """Weights by global parameter name (`layers.17.attention.qkv.weight`), as `model/records.py` lists them."""
+    """Weights by global parameter name (`layers.17.attention.qkv.weight`), as `spec/weights.py` lists them."""
 
     @property
     def name(self) -> str:

@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.config.model import ModelConfig
 from megatron.model.document_attention import Documents, attention_within_documents
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.norms import Norm
 from megatron.model.rope import rotate
-from megatron.parallel.params import Init
 from megatron.parallel.products import slow_half
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.scope import Scope
+from megatron.spec.layers import AttentionSpec, NormSpec
 from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 RotaryTable = tuple[torch.Tensor, torch.Tensor]
@@ -50,22 +49,15 @@ def core_attention(
 class Attention(nn.Module):
     """Query, key and value from one column-parallel layer, grouped by key-value head; a row-parallel layer joins the heads."""
 
-    def __init__(self, scope: Scope, config: ModelConfig, layer: int) -> None:
+    def __init__(self, scope: Scope, spec: AttentionSpec, norm: NormSpec, layer: int, dropout: float) -> None:
         super().__init__()
-        self.config, self.layer, self.tensor_rank = config, layer, scope.tp.index
-        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_size
-        self.queries_per_group = heads // kv_heads
-        std, bias = config.init_method_std, not config.disable_bias_linear
-        self.qkv = ColumnParallelLinear(
-            scope.child("qkv"), config.hidden_size, (heads + 2 * kv_heads) * size, bias=bias or config.add_qkv_bias, init=Init(std)
-        )
-        self.q_norm = self.k_norm = None
-        if config.qk_layernorm:  # acts on this rank's heads only
-            self.q_norm = Norm(scope.child("q_norm"), config, size, partial_over_tp=True)
-            self.k_norm = Norm(scope.child("k_norm"), config, size, partial_over_tp=True)
-        self.output = RowParallelLinear(
-            scope.child("output"), heads * size, config.hidden_size, bias=bias, init=Init(std / (2 * config.num_layers) ** 0.5)
-        )
+        self.head_size, self.queries_per_group = spec.head_size, spec.heads // spec.kv_heads
+        self.layer, self.dropout, self.tensor_rank = layer, dropout, scope.tp.index
+        self.qkv = ColumnParallelLinear(scope.child("qkv"))
+        # These act on this rank's heads only.
+        self.q_norm = Norm(scope.child("q_norm"), norm) if spec.qk_norm else None
+        self.k_norm = Norm(scope.child("k_norm"), norm) if spec.qk_norm else None
+        self.output = RowParallelLinear(scope.child("output"))
 
     def forward(
         self,
@@ -77,7 +69,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """[s, b, h] (or [s/n, b, h] under sequence parallelism) to the same."""
         qkv = self.qkv(x)
-        qkv = qkv.view(*qkv.shape[:2], -1, self.queries_per_group + 2, self.config.head_size)  # [s, b, g, r + 2, d]
+        qkv = qkv.view(*qkv.shape[:2], -1, self.queries_per_group + 2, self.head_size)  # [s, b, g, r + 2, d]
         # One split, whose backward is one concatenation.
         q, k, v = (x.flatten(2, 3) for x in qkv.split([self.queries_per_group, 1, 1], dim=3))  # [s, b, n or g, d]
         if self.q_norm is not None and self.k_norm is not None:
@@ -88,7 +80,7 @@ class Attention(nn.Module):
             cache.append(self.layer, k, v)
             if not cache.empty:
                 return self.output(cache.attend(self.layer, q))
-        probability = 0.0 if key is None else self.config.attention_dropout
+        probability = 0.0 if key is None else self.dropout
         if probability > 0.0 and key is not None:
             seed_device(x.device, key.site(self.layer, "attention", self.tensor_rank))
         return self.output(core_attention(q, k, v, documents, probability))

@@ -14,20 +14,20 @@ from megatron.model.mlp import MLP
 from megatron.model.norms import Norm
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
+from megatron.spec.layers import LayerSpec
 
 
 class Block(nn.Module):
     """Pre-norm layer. The residual stream keeps its dtype: the model's, or float32 with --fp32-residual-connection."""
 
-    def __init__(self, scope: Scope, config: ModelConfig, layer: int) -> None:
+    def __init__(self, scope: Scope, config: ModelConfig, spec: LayerSpec, layer: int) -> None:
         super().__init__()
         self.layer, self.probability = layer, config.hidden_dropout
-        split = scope.sequence_parallel
-        self.coordinate = scope.tp.index if split else 0
-        self.attention_norm = Norm(scope.child("attention_norm"), config, config.hidden_size, partial_over_tp=split)
-        self.attention = Attention(scope.child("attention"), config, layer)
-        self.mlp_norm = Norm(scope.child("mlp_norm"), config, config.hidden_size, partial_over_tp=split)
-        self.mlp = MLP(scope.child("mlp"), config)
+        self.coordinate = scope.tp.index if scope.sequence_parallel else 0
+        self.attention_norm = Norm(scope.child("attention_norm"), spec.norm)
+        self.attention = Attention(scope.child("attention"), spec.attention, spec.norm, layer, config.attention_dropout)
+        self.mlp_norm = Norm(scope.child("mlp_norm"), spec.norm)
+        self.mlp = MLP(scope.child("mlp"), spec.mlp)
 
     def forward(
         self,

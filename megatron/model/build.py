@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.p2p import Boundary, TensorSpec
 from megatron.pipeline_parallel.partition import Chunk, layer_table
 from megatron.spec.operations import loop
+from megatron.spec.weights import model_weights
 
 
 @dataclass
@@ -75,8 +76,10 @@ def build_model(
     table = table or layer_table(config.num_layers, loop(context.topology.pp))
     params = ParamTable()
     sequence_parallel = sequence_parallel and context.topology.tp > 1
+    weights = {weight.name: weight for weight in model_weights(config, vocab_size)}
+    scope = Scope(context, params, weights, dtype, sequence_parallel, num_chunks=len(table))
     chunks = {
-        chunk.index: GPTChunk(Scope(context, params, dtype, sequence_parallel, chunk=chunk.index), config, chunk, vocab_size)
+        chunk.index: GPTChunk(replace(scope, chunk=chunk.index), config, chunk)
         for chunk in table
         if chunk.stage == context.group("pp").index
     }

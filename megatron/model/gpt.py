@@ -16,29 +16,24 @@ from megatron.model.inputs import ModelInputs
 from megatron.model.norms import Norm
 from megatron.model.rope import rotary_table
 from megatron.parallel.collectives import all_gather, own_part
-from megatron.parallel.params import Init, Split
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.partition import Chunk
+from megatron.spec.layers import layers, norm_of
+from megatron.spec.weights import WORD_EMBEDDING
 from megatron.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup, padded_vocab_size
+from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
 from megatron.tensor_parallel.linear_function import parallel_linear
-
-WORD_EMBEDDING = "embedding.word.weight"
 
 
 class Embedding(nn.Module):
     """Tokens, and learned positions if any, to vectors."""
 
-    def __init__(self, scope: Scope, config: ModelConfig, vocab_size: int, padded_size: int, holders: tuple[int, ...]) -> None:
+    def __init__(self, scope: Scope, config: ModelConfig) -> None:
         super().__init__()
         self.group, self.split, self.probability = scope.tp, scope.sequence_parallel, config.hidden_dropout
-        init = Init(config.init_method_std)
-        self.word = VocabParallelEmbedding(
-            scope.child("word"), vocab_size, padded_size, config.hidden_size, init=init, chunks=holders
-        )
-        self.position = None
-        if config.position_embedding_type == "learned_absolute":
-            self.position = PositionTable(scope.child("position"), config)
+        self.word = VocabParallelEmbedding(scope.child("word"))
+        learned = config.position_embedding_type == "learned_absolute"
+        self.position = PositionTable(scope.child("position")) if learned else None
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Tokens and positions [s, b] to [s, b, h] (or [s/n, b, h])."""
@@ -54,10 +49,9 @@ class PositionTable(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(self, scope: Scope, config: ModelConfig) -> None:
+    def __init__(self, scope: Scope) -> None:
         super().__init__()
-        shape = (config.num_positions, config.hidden_size)
-        scope.parameter(self, "weight", shape, init=Init(config.init_method_std), partial_over_tp=scope.sequence_parallel)
+        scope.parameter(self, "weight")
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions [s, b] to [s, b, h]."""
@@ -69,20 +63,17 @@ class OutputLayer(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(self, scope: Scope, config: ModelConfig, vocab_size: int, padded_size: int, holders: tuple[int, ...]) -> None:
+    def __init__(self, scope: Scope, config: ModelConfig) -> None:
         super().__init__()
-        self.group, self.vocab_size = scope.tp, vocab_size
-        columns = padded_size // self.group.size
-        self.first = self.group.index * columns
-        self.num_valid = max(0, min(columns, vocab_size - self.first))
-        self.gather = scope.sequence_parallel
-        if config.tied and WORD_EMBEDDING in scope.table:
-            self.weight = scope.table.share(WORD_EMBEDDING, self, "weight")
+        weight = scope.weights[WORD_EMBEDDING] if config.tied else scope.weight("weight")
+        if weight.name in scope.table:
+            self.weight = scope.table.share(weight.name, self, "weight")
         else:
-            named = Scope(scope.context, scope.table, scope.dtype, scope.sequence_parallel, "embedding.word.", scope.chunk)
-            scope = named if config.tied else scope
-            split, init = Split(0, "tp", padded_size), Init(config.init_method_std)
-            scope.parameter(self, "weight", (vocab_size, config.hidden_size), split=split, init=init, chunks=holders)
+            scope.parameter(self, "weight", weight)
+        self.group, self.gather, self.vocab_size = scope.tp, scope.sequence_parallel, weight.shape[0]
+        columns = len(self.weight)
+        self.first = self.group.index * columns
+        self.num_valid = max(0, min(columns, self.vocab_size - self.first))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """[s, b, h] (or [s/n, b, h]), labels and mask [s, b] to the sum of mask x loss."""
@@ -101,20 +92,18 @@ class OutputLayer(nn.Module):
 class GPTChunk(nn.Module):
     """The layers of one pipeline chunk, with the embedding in front of the first and norm, output and loss behind the last."""
 
-    def __init__(self, scope: Scope, config: ModelConfig, chunk: Chunk, vocab_size: int) -> None:
+    def __init__(self, scope: Scope, config: ModelConfig, chunk: Chunk) -> None:
         super().__init__()
-        self.config = config
+        specs = layers(config)
         self.residual_dtype = residual_dtype(config, scope.dtype)
-        padded = padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, scope.tp.size)
-        ends = (0,) if chunk.num_chunks == 1 else (0, chunk.num_chunks - 1)
         self.embedding = self.final_norm = self.output = None
         if chunk.first:
-            self.embedding = Embedding(scope.child("embedding"), config, vocab_size, padded, ends if config.tied else ends[:1])
-        self.layers = nn.ModuleList(Block(scope.child(f"layers.{layer}"), config, layer) for layer in chunk.layers)
+            self.embedding = Embedding(scope.child("embedding"), config)
+        self.layers = nn.ModuleList(Block(scope.child(f"layers.{layer}"), config, specs[layer], layer) for layer in chunk.layers)
+        self.rotaries = [specs[layer].attention.rotary for layer in chunk.layers]
         if chunk.last:
-            split = scope.sequence_parallel
-            self.final_norm = Norm(scope.child("final_norm"), config, config.hidden_size, partial_over_tp=split)
-            self.output = OutputLayer(scope.child("output"), config, vocab_size, padded, ends if config.tied else ends[-1:])
+            self.final_norm = Norm(scope.child("final_norm"), norm_of(config))
+            self.output = OutputLayer(scope.child("output"), config)
 
     def units(self) -> list[nn.Module]:
         """The modules that hold parameters, in the order of the forward: what is gathered and freed as a whole when parameters are
@@ -141,11 +130,10 @@ class GPTChunk(nn.Module):
         """What `forward` gives where the chunk is not the last: hidden states behind its last layer."""
         x = hidden if self.embedding is None else self.embedding(inputs).to(self.residual_dtype)
         assert x is not None, "a chunk that is not the first needs hidden states"
-        rotary = None
-        if self.config.position_embedding_type == "rope" and len(self.layers) > 0:
-            rotary = rotary_table(inputs.positions, self.config, self.residual_dtype)
-        for layer in self.layers:
-            x = layer(x, rotary, inputs.dropout_key, inputs.documents, inputs.cache)
+        dtype, needed = self.residual_dtype, dict.fromkeys(self.rotaries)
+        tables = {rotary: None if rotary is None else rotary_table(inputs.positions, rotary, dtype) for rotary in needed}
+        for layer, rotary in zip(self.layers, self.rotaries, strict=True):
+            x = layer(x, tables[rotary], inputs.dropout_key, inputs.documents, inputs.cache)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

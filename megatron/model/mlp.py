@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.config.model import ModelConfig
-from megatron.parallel.params import Init
 from megatron.parallel.scope import Scope
-from megatron.spec.activations import ActivationName, activation_of
+from megatron.spec.activations import ActivationName
+from megatron.spec.layers import MLPSpec
 from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -46,17 +45,11 @@ _FUNCTIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
 class MLP(nn.Module):
     """Column-parallel up, activation, row-parallel down."""
 
-    def __init__(self, scope: Scope, config: ModelConfig) -> None:
+    def __init__(self, scope: Scope, spec: MLPSpec) -> None:
         super().__init__()
-        activation = activation_of(config)
-        self.activation = _FUNCTIONS[activation.name]
-        std, bias = config.init_method_std, not config.disable_bias_linear
-        self.up = ColumnParallelLinear(
-            scope.child("up"), config.hidden_size, config.ffn_size, bias=bias, init=Init(std), halves=2 if activation.gated else 1
-        )
-        self.down = RowParallelLinear(
-            scope.child("down"), config.ffn_size, config.hidden_size, bias=bias, init=Init(std / (2 * config.num_layers) ** 0.5)
-        )
+        self.activation = _FUNCTIONS[spec.activation.name]
+        self.up = ColumnParallelLinear(scope.child("up"))
+        self.down = RowParallelLinear(scope.child("down"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, h] to [s, b, h]."""

@@ -10,36 +10,30 @@ from typing import Any
 
 import torch
 
-from megatron.config.model import ModelConfig
+from megatron.spec.layers import RotarySpec
 
 # Llama 3.1: wavelengths beyond its original context are stretched by the factor, those a quarter of it and shorter are kept.
 _ORIGINAL_CONTEXT, _LOW_FACTOR, _HIGH_FACTOR = 8192, 1.0, 4.0
 
 
-def rotated_channels(config: ModelConfig) -> int:
-    """Channels of a head that are rotated."""
-    return int(config.head_size * config.rotary_percent)
-
-
-def frequencies(config: ModelConfig, device: torch.device) -> torch.Tensor:
+def frequencies(spec: RotarySpec, device: torch.device) -> torch.Tensor:
     """Angle a position for each rotated pair: float64 [r/2].
 
     Positions divided by a factor (Chen et al. 2023, position interpolation) are frequencies divided by it.
     """
-    channels = rotated_channels(config)
-    exponents = torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels
-    found = config.rotary_base**-exponents / config.rotary_seq_len_interpolation_factor
-    if not config.use_rope_scaling:
+    exponents = torch.arange(0, spec.channels, 2, dtype=torch.float64, device=device) / spec.channels
+    found = spec.base**-exponents / spec.interpolation
+    if spec.low_frequency_factor is None:
         return found
     wavelengths = 2 * math.pi / found
     smooth = ((_ORIGINAL_CONTEXT / wavelengths - _LOW_FACTOR) / (_HIGH_FACTOR - _LOW_FACTOR)).clamp(0.0, 1.0)
-    return (1 - smooth) * found / config.rope_scaling_factor + smooth * found
+    return (1 - smooth) * found / spec.low_frequency_factor + smooth * found
 
 
-def rotary_table(positions: torch.Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_table(positions: torch.Tensor, spec: RotarySpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines for positions [s, b]: two tensors [s, b, 1, r/2] in at least float32."""
     wide = torch.promote_types(dtype, torch.float32)
-    angles = positions.unsqueeze(-1).to(torch.float64) * frequencies(config, positions.device)
+    angles = positions.unsqueeze(-1).to(torch.float64) * frequencies(spec, positions.device)
     return angles.cos().to(wide).unsqueeze(2), angles.sin().to(wide).unsqueeze(2)
 
 

@@ -12,8 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
 from megatron.parallel.topology import GRADIENT_AXES
+from megatron.spec.weights import Init, Weight, model_weights
+
+_ZERO = Init()
 
 
 @dataclass(frozen=True)
@@ -24,14 +28,6 @@ class Split:
     axis: str
     padded_size: int | None = None
     """Size of the dimension over all ranks with padding, where it is padded (only dimension 0 may be)."""
-
-
-@dataclass(frozen=True)
-class Init:
-    """Initial values: normal with a standard deviation, or a constant."""
-
-    std: float = 0.0
-    constant: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,13 +43,34 @@ class ParamRecord:
     """Axes over which each rank's gradient is a partial sum."""
     chunks: tuple[int, ...] = ()
     """Pipeline chunks that hold the parameter; more than one when it is tied across chunks."""
-    init: Init = Init()
+    init: Init = _ZERO
     decay: bool = True
     """Whether weight decay applies."""
     fsdp_dim: int = 0
     """Dimension that FSDP splits."""
     matrix_dims: tuple[int, int] | None = None
     """The two dimensions that are the matrix, for optimizers that need one."""
+
+    @classmethod
+    def of(cls, weight: Weight, *, tensor_size: int, sequence_parallel: bool, chunks: tuple[int, ...]) -> ParamRecord:
+        """The record of a weight at a layout.
+
+        Args:
+            tensor_size: ranks that divide what is split.
+            sequence_parallel: tensor ranks divide the sequence too.
+            chunks: pipeline chunks that hold it.
+        """
+        return cls(
+            name=weight.name,
+            shape=weight.shape,
+            splits=tuple(Split(dim, axis, weight.padded_size(tensor_size) if dim == 0 else None) for dim, axis in weight.splits),
+            partial_over=("tp", *GRADIENT_AXES) if weight.partial_over_tp(sequence_parallel) else GRADIENT_AXES,
+            chunks=chunks,
+            init=weight.init,
+            decay=weight.decay,
+            fsdp_dim=weight.fsdp_dim,
+            matrix_dims=weight.matrix_dims,
+        )
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
@@ -78,6 +95,16 @@ class ParamRecord:
             offsets[split.dim] = low
             sizes[split.dim] = min(low + local[split.dim], self.shape[split.dim]) - low
         return Box(tuple(offsets), tuple(sizes))
+
+
+def global_records(model: ModelConfig, vocab_size: int) -> dict[str, ParamRecord]:
+    """What a complete source of weights holds: the record of every parameter by its global name, in the order of the forward.
+
+    Args:
+        vocab_size: rows of the word embedding, without padding.
+    """
+    weights = model_weights(model, vocab_size)
+    return {one.name: ParamRecord.of(one, tensor_size=1, sequence_parallel=False, chunks=(0,)) for one in weights}
 
 
 @dataclass

@@ -1,15 +1,16 @@
-"""A scope: what a module needs to declare its parameters. It carries the global name, the place and dtype, and the table."""
+"""A scope: what a module needs to declare its parameters. It carries their names, what the spec says of them, dtype and table."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from megatron.parallel.context import Group, ParallelContext
-from megatron.parallel.params import Init, ParamRecord, ParamTable, Split
-from megatron.parallel.topology import GRADIENT_AXES
+from megatron.parallel.params import ParamRecord, ParamTable
+from megatron.spec.weights import Weight
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,13 @@ class Scope:
 
     context: ParallelContext
     table: ParamTable
+    weights: Mapping[str, Weight]
+    """The parameters of the whole model, by global name."""
     dtype: torch.dtype
     sequence_parallel: bool = False
     prefix: str = ""
     chunk: int = 0
+    num_chunks: int = 1
 
     def child(self, name: str) -> Scope:
         """The scope of a submodule."""
@@ -32,41 +36,31 @@ class Scope:
         """The tensor group."""
         return self.context.group("tp")
 
-    def parameter(
-        self,
-        module: nn.Module,
-        attribute: str,
-        shape: tuple[int, ...],
-        *,
-        split: Split | None = None,
-        init: Init = Init(),
-        decay: bool = True,
-        partial_over_tp: bool = False,
-        chunks: tuple[int, ...] | None = None,
-    ) -> nn.Parameter:
+    def weight(self, attribute: str) -> Weight:
+        """What the spec says of a parameter of this module."""
+        return self.weights[f"{self.prefix}{attribute}"]
+
+    def parameter(self, module: nn.Module, attribute: str, weight: Weight | None = None) -> None:
         """Declare a parameter: enter its record in the table and register the local part on the module, on the meta device.
 
         Args:
-            shape: global shape without padding.
-            split: the dimension that the tensor group divides, if any.
-            decay: weight decay applies, and it is a matrix (its last two dimensions); else a vector (biases, norms) or several.
-            partial_over_tp: each tensor rank sees only part of what the (replicated) parameter acts on, so its gradient is a
-                partial sum over the tensor group: everything replicated under sequence parallelism, and what acts on a rank's own
-                heads.
-            chunks: pipeline chunks that hold it, if not only this one.
+            weight: what the spec says of it; by default what it says of this name.
         """
-        record = ParamRecord(
-            name=f"{self.prefix}{attribute}",
-            shape=shape,
-            splits=() if split is None else (split,),
-            partial_over=("tp", *GRADIENT_AXES) if partial_over_tp else GRADIENT_AXES,
-            chunks=chunks or (self.chunk,),
-            init=init,
-            decay=decay,
-            fsdp_dim=len(shape) - 2 if decay else len(shape) - 1,
-            matrix_dims=(len(shape) - 2, len(shape) - 1) if decay else None,
+        weight = weight or self.weight(attribute)
+        ends = (0, self.num_chunks - 1) if self.num_chunks > 1 else (0,)
+        record = ParamRecord.of(
+            weight,
+            tensor_size=self.tp.size,
+            sequence_parallel=self.sequence_parallel,
+            chunks=ends if weight.tied else (self.chunk,),
         )
         local = torch.empty(record.local_shape(self.context.axis_sizes), dtype=self.dtype, device="meta")
         module.register_parameter(attribute, nn.Parameter(local))
         self.table.add(record, module, attribute, self.chunk)
-        return self.table[record.name].param
+
+    def optional(self, module: nn.Module, attribute: str) -> None:
+        """Declare a parameter where the spec has it; else the attribute is None."""
+        if f"{self.prefix}{attribute}" in self.weights:
+            self.parameter(module, attribute)
+        else:
+            module.register_parameter(attribute, None)

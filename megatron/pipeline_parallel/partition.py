@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 
 from megatron.config.model import ModelConfig
-from megatron.config.model_flops import layer_flops, output_flops
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import LayoutChunk, count_problems, parse_layout
 from megatron.pipeline_parallel.balance import balance
 from megatron.pipeline_parallel.split_problem import Memory
+from megatron.spec.counts import layer_flops, output_flops
 from megatron.spec.schedules import placement
 
 
@@ -52,15 +52,16 @@ def table_of(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> l
     if parallel.pipeline_model_parallel_layout is not None:
         return layer_table(model.num_layers, places, layout=parse_layout(parallel.pipeline_model_parallel_layout))
     if parallel.pipeline_split == "balanced":
-        layer, embedding, loss = layer_flops(model), 0, output_flops(model, vocab_size)
+        costs: Sequence[float] = layer_flops(model)
+        embedding, loss = 0, output_flops(model, vocab_size)
     else:
-        layer = 1
+        costs = [1] * model.num_layers
         embedding = int(parallel.account_for_embedding_in_pipeline_split)
         loss = int(parallel.account_for_loss_in_pipeline_split)
     return layer_table(
         model.num_layers,
         places,
-        layer_costs=[layer] * model.num_layers,
+        layer_costs=costs,
         embedding_cost=embedding,
         loss_cost=loss,
         first_stage_layers=parallel.decoder_first_pipeline_num_layers,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config.model import ModelConfig
-from megatron.config.model_flops import layer_flops, output_flops
 from megatron.config.parallel import ParallelConfig
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
+from megatron.spec.counts import layer_flops, output_flops
 
 _WORTH_SAYING = 0.03  # of the slowest stage's time; FLOPs foretell it no better
 
@@ -30,7 +30,7 @@ def imbalance(chunks: Sequence[Chunk], layer_costs: Sequence[float], embedding_c
 def split_advice(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> str | None:
     """A line on what `--pipeline-split balanced` would gain, or None where that is little or sizes are given by hand.
 
-    It is an estimate: costs are FLOPs (`megatron.config.model_flops`), which leave out what memory traffic takes.
+    It is an estimate: costs are FLOPs (`megatron.spec.counts`), which leave out what memory traffic takes.
     """
     by_hand = (
         parallel.pipeline_model_parallel_layout,
@@ -40,8 +40,7 @@ def split_advice(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) 
     if parallel.pipeline_split == "balanced" or any(by_hand):
         return None
     table = table_of(model, parallel, vocab_size)
-    layer, loss = layer_flops(model), output_flops(model, vocab_size)
-    layers = [layer] * model.num_layers
+    layers, loss = layer_flops(model), output_flops(model, vocab_size)
     if model.num_layers < len(table) - 1:  # a split by cost leaves only the last chunk without a layer
         return None
     balanced = layer_table(model.num_layers, [chunk.stage for chunk in table], layer_costs=layers, loss_cost=loss)
@@ -51,7 +50,7 @@ def split_advice(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) 
         return None
     return (
         f"stage {now.index(max(now))} is the slowest, with {imbalance(table, layers, 0, loss):.2f} times the mean work "
-        f"(the loss costs as much as {loss / layer:.1f} layers): "
+        f"(the loss costs as much as {loss * len(layers) / sum(layers):.1f} layers): "
         f"{_asking(parallel, len(table))} would shorten it by {100 * gain:.0f} %"
     )
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.config.config import Config
 from megatron.config.given import DryRun
-from megatron.metrics.flops import count_parameters
 from megatron.model.build import Model, build_model, model_dtype
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.topology import DATA_AXES, GRADIENT_AXES, Topology
@@ -21,9 +20,10 @@ from megatron.planner.places import Held, parameters_of_stage, places_by_content
 from megatron.planner.plan import Job, Places, Plan
 from megatron.planner.state_report import layout_of, optimizer_state
 from megatron.planner.work import step_work
+from megatron.spec.counts import count_parameters
 from megatron.spec.operations import Op, OpKind
 from megatron.spec.schedules import make_schedule
-from megatron.tensor_parallel.embedding import padded_vocab_size
+from megatron.spec.weights import padded_vocab_size
 
 MOST_OPERATIONS = 300_000
 """Forwards of all chunks: a schedule of more is not made, as that takes minutes and gigabytes."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config.model import ModelConfig
-from megatron.config.model_flops import attention_flops, layer_flops, output_flops
-from megatron.metrics.flops import flops_per_step, flops_per_token
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.planner.plan import Work
+from megatron.spec.counts import attention_flops, flops_per_step, flops_per_token, layer_flops, output_flops
 from megatron.spec.operations import Op, Schedule
 from megatron.spec.schedule_spec import Costs
 
@@ -42,6 +41,6 @@ class _Durations:
 def chunk_costs(model: ModelConfig, vocab_size: int, chunk: Chunk) -> Costs:
     """FLOPs of the operations on a chunk for a token. Of the two products in attention, which have no weights, both gradients are
     input gradients."""
-    attention = len(chunk.layers) * attention_flops(model)
-    products = len(chunk.layers) * layer_flops(model) - attention + chunk.last * output_flops(model, vocab_size)
+    attention, whole = (sum(flops(model)[layer] for layer in chunk.layers) for flops in (attention_flops, layer_flops))
+    products = whole - attention + chunk.last * output_flops(model, vocab_size)
     return Costs(products + attention, products + 2 * attention, products)

@@ -10,14 +10,7 @@ from torch import nn
 
 from megatron.parallel.accumulate import accumulate, grad_dtype
 from megatron.parallel.collectives import reduce_scatter_forward, sum_forward
-from megatron.parallel.params import Init, Split
 from megatron.parallel.scope import Scope
-
-
-def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_size: int) -> int:
-    """The vocabulary rounded up to a multiple of `divisible_by` x tensor size."""
-    multiple = divisible_by * tensor_size
-    return -(-vocab_size // multiple) * multiple
 
 
 class _Lookup(torch.autograd.Function):
@@ -51,13 +44,11 @@ class VocabParallelEmbedding(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(
-        self, scope: Scope, vocab_size: int, padded_size: int, hidden_size: int, *, init: Init, chunks: tuple[int, ...]
-    ) -> None:
+    def __init__(self, scope: Scope) -> None:
         super().__init__()
         self.group, self.scatter = scope.tp, scope.sequence_parallel
-        self.first = self.group.index * (padded_size // self.group.size)
-        scope.parameter(self, "weight", (vocab_size, hidden_size), split=Split(0, "tp", padded_size), init=init, chunks=chunks)
+        scope.parameter(self, "weight")
+        self.first = self.group.index * len(self.weight)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token ids [s, b] to [s, b, h] (or [s/n, b, h] under sequence parallelism)."""

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from megatron.parallel.accumulate import through
-from megatron.parallel.params import Init, Split
 from megatron.parallel.scope import Scope
 from megatron.tensor_parallel.linear_function import InputMode, parallel_linear
 
@@ -25,16 +24,13 @@ class ColumnParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, scope: Scope, in_features: int, out_features: int, *, bias: bool, init: Init, halves: int = 1) -> None:
+    def __init__(self, scope: Scope) -> None:
         super().__init__()
-        lead, dim = ((halves,), 1) if halves > 1 else ((), 0)
-        self.halves, self.group = halves, scope.tp
+        self.group = scope.tp
         self.input_mode: InputMode = "gather" if scope.sequence_parallel else "copy"
-        scope.parameter(self, "weight", (*lead, out_features, in_features), split=Split(dim, "tp"), init=init)
-        self.bias = None
-        if bias:
-            del self.bias
-            scope.parameter(self, "bias", (*lead, out_features), split=Split(dim, "tp"), decay=False)
+        scope.parameter(self, "weight")
+        scope.optional(self, "bias")
+        self.halves = len(self.weight) if self.weight.dim() == 3 else 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, in] (or [s/n, b, in]) to [s, b, out/n] (or [s, b, halves, out/n])."""
@@ -48,14 +44,11 @@ class RowParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, scope: Scope, in_features: int, out_features: int, *, bias: bool, init: Init) -> None:
+    def __init__(self, scope: Scope) -> None:
         super().__init__()
         self.group, self.scatter = scope.tp, scope.sequence_parallel
-        scope.parameter(self, "weight", (out_features, in_features), split=Split(1, "tp"), init=init)
-        self.bias = None
-        if bias:
-            del self.bias
-            scope.parameter(self, "bias", (out_features,), decay=False, partial_over_tp=self.scatter)
+        scope.parameter(self, "weight")
+        scope.optional(self, "bias")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, in/n] to [s, b, out] (or [s/n, b, out])."""

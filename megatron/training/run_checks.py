@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from megatron.audit.reductions import OwnGradients, audit
 from megatron.audit.replicas import Replicas, copies_held, raise_audit
 from megatron.model.inputs import ModelInputs
-from megatron.model.records import global_records
+from megatron.parallel.params import global_records
 from megatron.training.step import StepResult, TrainStep
 
 _ADVICE = "Training stops before the update. tools/verify_layout.py with the same settings tells where the fault is."

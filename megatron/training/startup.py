@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -15,7 +14,6 @@ from megatron.config.model import ModelConfig
 from megatron.config.outputs import LoggingConfig
 from megatron.config.save import to_dict
 from megatron.metrics.device_peaks import peak_flops
-from megatron.metrics.flops import count_parameters, flops_per_step
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.gpt import residual_dtype
@@ -23,15 +21,15 @@ from megatron.optimizer.lr_schedule import schedule_lengths
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
-from megatron.pipeline_parallel.deferred_memory import kept_per_token, peak_kept
+from megatron.pipeline_parallel.deferred_memory import peak_kept
 from megatron.pipeline_parallel.partition import format_layer_table
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_live_activations
 from megatron.planner.advice import advice
 from megatron.planner.state_report import describe_state, state_report
+from megatron.spec.counts import count_parameters, flops_per_step, kept_per_token
 from megatron.spec.operations import Schedule
 from megatron.spec.schedule_spec import Costs
-from megatron.tensor_parallel.embedding import padded_vocab_size
 from megatron.training.batch_size import BatchSizePlan
 from megatron.training.checkpointing import Schedule as LearningSchedule
 from megatron.training.reporter import Reporter
@@ -139,16 +137,18 @@ def describe_pipeline(schedule: Schedule) -> list[str]:
 
 def describe_deferred(schedule: Schedule, model: Model, config: Config, tensor_size: int) -> list[str]:
     """What weight gradients that are put off keep, if any are."""
-    padded = padded_vocab_size(model.vocab_size, model.config.make_vocab_size_divisible_by, tensor_size)
-    each = partial(
-        kept_per_token,
-        model.config,
-        padded_vocab=padded,
-        tensor_size=tensor_size,
-        sequence_parallel=model.sequence_parallel,
-    )
     token_bytes = config.training.micro_batch_size * model.config.seq_length * model.dtype.itemsize
-    peaks = peak_kept(schedule, [token_bytes * each(chunk) for chunk in model.layer_table])
+    kept = [
+        kept_per_token(
+            model.config,
+            chunk.layers,
+            model.vocab_size if chunk.last else None,
+            tensor_size=tensor_size,
+            sequence_parallel=model.sequence_parallel,
+        )
+        for chunk in model.layer_table
+    ]
+    peaks = peak_kept(schedule, [token_bytes * numbers for numbers in kept])
     most = max(peaks)
     if not most:
         return []

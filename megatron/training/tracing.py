@@ -8,7 +8,7 @@ from megatron.audit.signature import TraceRecorder
 from megatron.audit.trace_file import TraceHeader, TraceStep, TraceWriter
 from megatron.config.config import Config
 from megatron.config.save import to_dict
-from megatron.model.records import global_records
+from megatron.parallel.params import global_records
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.together import together

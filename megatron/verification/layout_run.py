@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron.config.config import Config
 from megatron.data.batches import DocumentRules
-from megatron.metrics.flops import flops_per_step
 from megatron.metrics.timers import Timers
 from megatron.model.build import build_model
 from megatron.model.inputs import ModelInputs
@@ -20,6 +19,7 @@ from megatron.optimizer.grad_scaler import make_grad_scaler
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext, connect
 from megatron.pipeline_parallel.partition import table_of
+from megatron.spec.counts import flops_per_step
 from megatron.training import startup
 from megatron.training.batch_size import BatchSizePlan
 from megatron.training.batches import BatchMaker, reads_samples

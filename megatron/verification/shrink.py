@@ -18,7 +18,7 @@ from megatron.config.outputs import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import violations
 from megatron.data_parallel.bucket_plan import default_bucket_size
-from megatron.metrics.flops import count_parameters
+from megatron.spec.counts import count_parameters
 from megatron.verification.small_layout import (
     Pattern,
     RankSizes,

@@ -15,7 +15,6 @@ import pytest
 from megatron.config.given import check_output
 from megatron.config.model import ModelConfig
 from megatron.data_parallel.state_layout import Bytes
-from megatron.metrics.flops import count_parameters, flops_per_step, flops_per_token
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.planner import dry_run
@@ -23,6 +22,7 @@ from megatron.planner.plan import Job, Kind, Places, Plan, RankMemory, Traffic, 
 from megatron.planner.plan_json import plan_to_json, write_plan
 from megatron.planner.plan_text import format_plan
 from megatron.planner.work import chunk_costs, step_work
+from megatron.spec.counts import count_parameters, flops_per_step, flops_per_token
 from megatron.spec.operations import Op, OpKind
 from megatron.spec.schedules import make_schedule
 from megatron.verification.local_ranks import RanksError

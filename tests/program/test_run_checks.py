@@ -14,9 +14,9 @@ import megatron.data_parallel.fsdp  # noqa: F401  # imported here once, not in e
 from megatron.audit.trace_file import read_trace
 from megatron.data_parallel import bucket as bucket_module
 from megatron.data_parallel.bucket import WholeBucket
-from megatron.model.gpt import WORD_EMBEDDING
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.collectives import Pending
+from megatron.spec.weights import WORD_EMBEDDING
 from megatron.training.step import TrainStep
 from tests.support.runs import (
     Ended,
@@ -256,14 +256,9 @@ def test_a_record_that_forgets_the_tensor_ranks(tmp_path: Path) -> None:
     """Reduction follows it, so it is the ranks' own gradients that tell."""
 
     def before(rank: int) -> None:
-        from megatron.parallel.scope import Scope
+        from megatron.spec.weights import Weight
 
-        parameter = Scope.parameter
-
-        def forgetful(self: Scope, *args: Any, **named: Any) -> Any:
-            return parameter(self, *args, **{**named, "partial_over_tp": False})
-
-        Scope.parameter = forgetful  # type: ignore[method-assign]
+        Weight.partial_over_tp = lambda self, sequence_parallel: False  # type: ignore[method-assign]
 
     message = audited(tmp_path, 2, before, **TENSOR)
     assert "layers.0.mlp_norm.weight: its gradient differs between tensor ranks, though its record says" in message

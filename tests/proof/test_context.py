@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.metrics.flops import count_parameters
 from megatron.model.build import Model, build_model
 from megatron.parallel.context import (
     SELF_GROUP,
@@ -24,6 +23,7 @@ from megatron.parallel.context import (
     make_context,
 )
 from megatron.parallel.topology import GRADIENT_AXES, Topology
+from megatron.spec.counts import count_parameters
 from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import AXES, CPU
 

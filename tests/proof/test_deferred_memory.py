@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.deferred_memory import kept_per_token, peak_kept
+from megatron.pipeline_parallel.deferred_memory import peak_kept
 from megatron.pipeline_parallel.partition import layer_table
+from megatron.spec.counts import kept_per_token
 from megatron.spec.schedules import SCHEDULES, make_schedule
-from megatron.tensor_parallel.embedding import padded_vocab_size
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.layout import Layout, Recipe, build_step, microbatches, model_config
@@ -60,7 +60,6 @@ def test_the_formula_is_what_a_run_counts(name: str, schedule: str, tp: int, seq
     chunks = SCHEDULES[schedule].chunks_per_stage or 1
     made = make_schedule(schedule, 2, 5, chunks)
     table = layer_table(shape.num_layers, made.stage_of_chunk)
-    padded = padded_vocab_size(shape.vocab, config.make_vocab_size_divisible_by, tp)
-    each = functools.partial(kept_per_token, config, padded_vocab=padded, tensor_size=tp, sequence_parallel=sequence_parallel)
-    kept = [8.0 * 2 * shape.seq * each(chunk) for chunk in table]
+    each = functools.partial(kept_per_token, config, tensor_size=tp, sequence_parallel=sequence_parallel)
+    kept = [8.0 * 2 * shape.seq * each(chunk.layers, shape.vocab if chunk.last else None) for chunk in table]
     assert list(peak_kept(made, kept)) == counted(shape, layout)

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.cli import LoadedConfig
-from megatron.metrics.flops import count_parameters
 from megatron.model.build import Model
 from megatron.optimizer.optimizer import make_optimizer
 from megatron.optimizer.rules import RULES
 from megatron.parallel.context import ParallelContext
 from megatron.planner.plan import Plan
+from megatron.spec.counts import count_parameters
 from megatron.training.model_state import make_providers
 from megatron.verification.local_ranks import run_ranks
 from tests.support.covering import Case, covering

@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from megatron.config.model import ModelConfig
 from megatron.parallel.context import ParallelContext, make_context
-from megatron.parallel.params import Init, ParamTable, materialize
+from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
-from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup, padded_vocab_size
+from megatron.spec.weights import Init, padded_vocab_size, vocabulary
+from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
 from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over
@@ -46,14 +48,18 @@ def test_padded_sizes_of_gpt2() -> None:
     assert [padded_vocab_size(50257, 128, ranks) for ranks in (1, 2, 8)] == [50304, 50432, 51200]
 
 
+def shape_of(divisible_by: int) -> ModelConfig:
+    return ModelConfig(hidden_size=HIDDEN, make_vocab_size_divisible_by=divisible_by)
+
+
 def embedding_of(context: ParallelContext, vocab: int, divisible_by: int, sequence_parallel: bool) -> tuple[nn.Module, ParamTable]:
     """The layer, its part of the weights filled, 9 in the padding, and a sink."""
     table = ParamTable()
-    scope = Scope(context, table, torch.float64, sequence_parallel)
-    padded = padded_vocab_size(vocab, divisible_by, context.topology.tp)
-    layer = VocabParallelEmbedding(scope, vocab, padded, HIDDEN, init=Init(1.0), chunks=(0,))
+    weight = vocabulary("word.weight", shape_of(divisible_by), vocab, "table")
+    scope = Scope(context, table, {weight.name: weight}, torch.float64, sequence_parallel)
+    layer = VocabParallelEmbedding(scope.child("word"))
     materialize(layer, table, CPU)
-    entry = table["weight"]
+    entry = table["word.weight"]
     box = entry.record.held_box(context.axis_sizes, context.coordinates)
     with torch.no_grad():
         entry.param.fill_(9.0)[: box.sizes[0]] = values(vocab, HIDDEN, key=1)[box.offsets[0] :][: box.sizes[0]]
@@ -73,7 +79,7 @@ def on_two_ranks(rank: int) -> list[Any]:
         y = layer(tokens_of(vocab))
         dy = values(SEQ, BATCH, HIDDEN, key=2)
         y.backward(dy.chunk(2)[rank] if sequence_parallel else dy)
-        found.append((y.detach(), table["weight"].param.grad_sink.main_grad))  # type: ignore[attr-defined]
+        found.append((y.detach(), table["word.weight"].param.grad_sink.main_grad))  # type: ignore[attr-defined]
     dist.barrier()
     return found
 
@@ -99,7 +105,7 @@ def test_a_tensor_group_of_one_with_padding() -> None:
     layer, table = embedding_of(lone_rank(), 23, 8, False)
     tokens = tokens_of(23)
     layer(tokens).backward(values(SEQ, BATCH, HIDDEN, key=2))
-    gradient = table["weight"].param.grad_sink.main_grad  # type: ignore[attr-defined]
+    gradient = table["word.weight"].param.grad_sink.main_grad  # type: ignore[attr-defined]
     assert gradient.shape == (24, HIDDEN) and not gradient[23:].any()
     weight = values(23, HIDDEN, key=1).requires_grad_()
     F.embedding(tokens, weight).backward(values(SEQ, BATCH, HIDDEN, key=2))
@@ -108,8 +114,9 @@ def test_a_tensor_group_of_one_with_padding() -> None:
 
 def test_the_record_names_the_unpadded_shape_and_the_holders() -> None:
     table = ParamTable()
-    scope = Scope(lone_rank(Topology(tp=2), 1), table, torch.float32).child("word")
-    VocabParallelEmbedding(scope, 23, 32, HIDDEN, init=Init(0.02), chunks=(0, 3))
+    weight = vocabulary("word.weight", shape_of(16), 23, "table")
+    context = lone_rank(Topology(tp=2), 1)
+    VocabParallelEmbedding(Scope(context, table, {weight.name: weight}, torch.float32, num_chunks=4).child("word"))
     record = table["word.weight"].record
     assert (record.shape, record.chunks, record.decay, record.init) == ((23, HIDDEN), (0, 3), True, Init(0.02))
     assert table["word.weight"].param.shape == (16, HIDDEN)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 MODULES = (
     "megatron.metrics.device_peaks",
-    "megatron.metrics.flops",
+    "megatron.spec.counts",
     "megatron.metrics.log_line",
     "megatron.metrics.loggers",
     "megatron.metrics.timers",

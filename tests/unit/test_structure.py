@@ -62,7 +62,6 @@ WITHOUT_TORCH = [
     "megatron/training/batch_size.py",
     *(f"megatron/checkpoint/{name}.py" for name in CHECKPOINT_WITHOUT_TORCH),
     "megatron/data/order.py",
-    "megatron/metrics/flops.py",
 ]
 
 

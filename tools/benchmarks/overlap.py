@@ -25,12 +25,12 @@ import torch.distributed as dist
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
-from megatron.metrics.flops import count_parameters
 from megatron.model.build import build_model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import ConstantGradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
+from megatron.spec.counts import count_parameters
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
 from tools.benchmarks.overlap_bound import BucketTimes, shortest_step

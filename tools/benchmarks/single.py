@@ -19,12 +19,12 @@ import torch
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.metrics.device_peaks import peak_flops
-from megatron.metrics.flops import count_parameters, flops_per_step
 from megatron.model.build import build_model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import ConstantGradScaler
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
+from megatron.spec.counts import count_parameters, flops_per_step
 from megatron.training.step import TrainStep
 from tools.benchmarks.plain import CLIP, LR, WEIGHT_DECAY, Step, plain_step, random_tokens
 from tools.benchmarks.shapes import Shape

@@ -119,7 +119,7 @@ def lines(found: dict[str, Any], largest: int) -> list[str]:
 def _tensors(first: WeightSource, second: WeightSource) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], list[str]]:
     """What is compared of each, by full name (`model.<parameter>`, `exp_avg.<parameter>`), and its kinds."""
     from megatron.checkpoint.stored import StoredCheckpoint
-    from megatron.model.records import global_records
+    from megatron.parallel.params import global_records
 
     both = [dict(source.tensors) if isinstance(source, StoredCheckpoint) else _weights(source) for source in (first, second)]
     kinds = [{name.partition(".")[0] for name in tensors} for tensors in both]

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 def describe(source: WeightSource) -> dict[str, Any]:
     """Everything that is said, in JSON types."""
     from megatron.checkpoint.stored import StoredCheckpoint
-    from megatron.model.records import global_records
+    from megatron.parallel.params import global_records
 
     found: dict[str, Any] = {"path": source.name}
     stored = source if isinstance(source, StoredCheckpoint) else None

@@ -21,7 +21,7 @@ from megatron.config.config import Config
 from megatron.config.data import split_words
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.tokenizers.build import build_tokenizer, embedding_rows
-from megatron.metrics.flops import count_parameters
+from megatron.spec.counts import count_parameters
 
 T = TypeVar("T")
 BYTES_SAVED = 12

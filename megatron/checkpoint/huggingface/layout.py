@@ -18,8 +18,8 @@ import torch
 
 from megatron.checkpoint.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
-from megatron.model.records import global_records
 from megatron.parallel.boxes import Box
+from megatron.parallel.params import global_records
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from megatron.pipeline_parallel.partition import Chunk
 from megatron.planner.activations.microbatch import make_inputs
 from megatron.planner.activations.storages import Span, StorageLedger
 from megatron.spec.operations import OpKind
+from megatron.spec.weights import model_weights
 
 
 class ChunkRun:
@@ -38,8 +39,9 @@ class ChunkRun:
     ) -> None:
         self._ledger = ledger
         table = ParamTable()
-        scope = Scope(context, table, model.dtype, model.sequence_parallel, chunk=chunk.index)
-        self._module = GPTChunk(scope, model.config, chunk, model.vocab_size)
+        weights = {weight.name: weight for weight in model_weights(model.config, model.vocab_size)}
+        scope = Scope(context, table, weights, model.dtype, model.sequence_parallel, chunk=chunk.index, num_chunks=chunk.num_chunks)
+        self._module = GPTChunk(scope, model.config, chunk)
         if device.type != "meta":
             materialize(self._module, table, device)
         for entry in table:

@@ -14,6 +14,7 @@ from megatron.checkpoint.huggingface.families import FAMILIES, fitting
 from megatron.checkpoint.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.model.rope import frequencies
+from megatron.spec.layers import rotary_of
 from tests.support.huggingface_models import library
 from tests.support.layout import model_config
 from tests.support.lone_rank import CPU
@@ -312,7 +313,9 @@ def test_linear_scaling_in_every_spelling(spelling: dict[str, Any]) -> None:
     model, _ = read(LLAMA | spelling)
     assert (model.rotary_base, model.rotary_seq_len_interpolation_factor, model.use_rope_scaling) == (5e5, 4.0, False)
     plain, _ = read(LLAMA | {"rope_theta": 5e5})
-    assert torch.equal(frequencies(model, CPU), frequencies(plain, CPU) / 4)
+    stretched, usual = rotary_of(model), rotary_of(plain)
+    assert stretched is not None and usual is not None
+    assert torch.equal(frequencies(stretched, CPU), frequencies(usual, CPU) / 4)
 
 
 def test_llama3_scaling_keeps_its_factor() -> None:

@@ -9,10 +9,10 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.data_parallel.bucket_plan import BucketPlan, default_bucket_size, plan_buckets
-from megatron.metrics.flops import count_parameters
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Granularity
 from megatron.parallel.topology import GRADIENT_AXES, Topology
+from megatron.spec.counts import count_parameters
 from tests.support.bucket_examples import MODEL, UNTIED, VOCAB, WORD, buckets_of, build
 from tests.support.lone_rank import lone_rank
 

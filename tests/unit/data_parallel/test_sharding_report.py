@@ -16,11 +16,11 @@ from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.data_parallel.state_layout import Bytes, StateMemory, StateReport, play_steps
 from megatron.data_parallel.traffic import Sent
-from megatron.metrics.flops import count_parameters
 from megatron.model.build import Model, build_model
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.topology import Topology
 from megatron.planner.state_report import amount, describe_state, state_report, writes
+from megatron.spec.counts import count_parameters
 from megatron.spec.operations import Op, OpKind
 from megatron.spec.schedules import make_schedule
 from tests.support.lone_rank import lone_rank

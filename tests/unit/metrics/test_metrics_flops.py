@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.model import ModelConfig
-from megatron.metrics.flops import count_parameters, flops_per_step, flops_per_token
+from megatron.spec.counts import count_parameters, flops_per_step, flops_per_token
 
 GPT2_SMALL = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024)
 LLAMA = ModelConfig(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import Normalization
 from megatron.model.norms import Norm
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
+from megatron.spec.layers import NormSpec
+from megatron.spec.weights import norm as norm_weights
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over
 
@@ -19,9 +21,11 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def run(kind: str, dtype: torch.dtype, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+def run(kind: Normalization, dtype: torch.dtype, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     table = ParamTable()
-    norm = Norm(Scope(lone_rank(), table, dtype), ModelConfig(normalization=kind), SIZE, partial_over_tp=False)  # type: ignore[arg-type]
+    spec = NormSpec(kind, 1e-5)
+    weights = {weight.name: weight for weight in norm_weights("norm", spec, SIZE)}
+    norm = Norm(Scope(lone_rank(), table, weights, dtype).child("norm"), spec)
     materialize(norm, table, CPU)
     for entry in table:
         with torch.no_grad():
@@ -37,7 +41,7 @@ def run(kind: str, dtype: torch.dtype, x: torch.Tensor, dy: torch.Tensor) -> dic
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("scale", [1.0, 3000.0, 1e-2])
-def test_norms_are_within_rounding_of_float64(kind: str, dtype: torch.dtype, rounding: float, scale: float) -> None:
+def test_norms_are_within_rounding_of_float64(kind: Normalization, dtype: torch.dtype, rounding: float, scale: float) -> None:
     """Statistics of numbers whose squares overflow float16, and gradients of weights summed over thousands of rows."""
     generator = torch.Generator().manual_seed(1)
     x = (torch.randn(ROWS, 1, SIZE, dtype=torch.float64, generator=generator) * scale).to(dtype).double()

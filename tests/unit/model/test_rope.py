@@ -10,14 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.model import ModelConfig
-from megatron.model.rope import frequencies, rotary_table, rotate, rotated_channels
+from megatron.model.rope import frequencies, rotary_table, rotate
+from megatron.spec.layers import RotarySpec, rotary_of
 from tests.support.lone_rank import CPU
 
 SEQ, BATCH, HEADS = 7, 2, 3
 
 
-def config(size: int = 8, **changes: object) -> ModelConfig:
-    return ModelConfig(hidden_size=size * HEADS, num_attention_heads=HEADS, **changes)  # type: ignore[arg-type]
+def rotary(size: int = 8, **changes: object) -> RotarySpec:
+    settings = dict(hidden_size=size * HEADS, num_attention_heads=HEADS, position_embedding_type="rope") | changes
+    found = rotary_of(ModelConfig(**settings))  # type: ignore[arg-type]
+    assert found is not None
+    return found
 
 
 def heads(size: int, key: int = 0) -> torch.Tensor:
@@ -31,8 +35,8 @@ POSITIONS = torch.stack([torch.arange(SEQ), torch.arange(SEQ) + 1000], 1)
 @pytest.mark.parametrize(("size", "percent"), [(8, 1.0), (8, 0.5), (12, 0.5), (2, 1.0)])
 def test_rotation_is_a_complex_product(size: int, percent: float) -> None:
     """Channel i and channel i + r/2 are the parts of one number; the rest of the head is left alone."""
-    model, x = config(size, rotary_percent=percent, rotary_base=500.0), heads(size)
-    rotated = rotated_channels(model)
+    model, x = rotary(size, rotary_percent=percent, rotary_base=500.0), heads(size)
+    rotated = model.channels
     assert rotated == size * percent
     number = torch.complex(x[..., : rotated // 2], x[..., rotated // 2 : rotated])
     angles = POSITIONS.unsqueeze(-1) * torch.tensor([500.0 ** (-2 * i / rotated) for i in range(rotated // 2)], dtype=torch.float64)
@@ -43,14 +47,14 @@ def test_rotation_is_a_complex_product(size: int, percent: float) -> None:
 
 def test_interpolated_positions_are_divided() -> None:
     """Position 12 of a stretched model is where position 4 was."""
-    stretched = rotary_table(POSITIONS * 3, config(rotary_seq_len_interpolation_factor=3.0), torch.float64)
-    for found, plain in zip(stretched, rotary_table(POSITIONS, config(), torch.float64), strict=True):
+    stretched = rotary_table(POSITIONS * 3, rotary(rotary_seq_len_interpolation_factor=3.0), torch.float64)
+    for found, plain in zip(stretched, rotary_table(POSITIONS, rotary(), torch.float64), strict=True):
         torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
 
 
 def test_the_first_position_is_not_rotated() -> None:
     x = heads(8)
-    assert torch.equal(rotate(x, rotary_table(torch.zeros(SEQ, BATCH, dtype=torch.int64), config(), x.dtype)), x)
+    assert torch.equal(rotate(x, rotary_table(torch.zeros(SEQ, BATCH, dtype=torch.int64), rotary(), x.dtype)), x)
 
 
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 10**6))
@@ -58,7 +62,7 @@ def test_scores_depend_on_the_distance_only(i: int, j: int, shift: int) -> None:
     q, k = heads(8, key=1)[:1, :1], heads(8, key=2)[:1, :1]
 
     def score(a: int, b: int) -> float:
-        tables = [rotary_table(torch.tensor([[position]]), config(), torch.float64) for position in (a, b)]
+        tables = [rotary_table(torch.tensor([[position]]), rotary(), torch.float64) for position in (a, b)]
         return (rotate(q, tables[0]) * rotate(k, tables[1])).sum().item()
 
     assert score(i, j) == pytest.approx(score(i + shift, j + shift), rel=1e-8, abs=1e-8)
@@ -67,7 +71,7 @@ def test_scores_depend_on_the_distance_only(i: int, j: int, shift: int) -> None:
 @pytest.mark.parametrize("percent", [1.0, 0.5])
 def test_backward_is_the_adjoint(percent: float) -> None:
     x, y = heads(8, key=1).requires_grad_(), heads(8, key=2)
-    table = rotary_table(POSITIONS, config(rotary_percent=percent), torch.float64)
+    table = rotary_table(POSITIONS, rotary(rotary_percent=percent), torch.float64)
     out = rotate(x, table)
     out.backward(y)
     assert x.grad is not None
@@ -80,9 +84,9 @@ def test_16_bit_heads_are_rotated_in_float32(dtype: torch.dtype, rounding: float
     """At position 100,000 a 16-bit angle would be off by many turns; only the result is rounded."""
     x = heads(64).to(dtype)
     positions = POSITIONS + 100_000
-    table = rotary_table(positions, config(64), dtype)
+    table = rotary_table(positions, rotary(64), dtype)
     assert table[0].dtype == table[1].dtype == torch.float32
-    exact = rotate(x.double(), rotary_table(positions, config(64), torch.float64))
+    exact = rotate(x.double(), rotary_table(positions, rotary(64), torch.float64))
     found = rotate(x, table)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=1e-6)
@@ -102,9 +106,9 @@ def test_stretched_frequencies_follow_llama_3_1() -> None:
         else:
             smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
             expected.append((1 - smooth) * frequency / factor + smooth * frequency)
-    model = config(size, rotary_base=base, use_rope_scaling=True, rope_scaling_factor=factor)
+    model = rotary(size, rotary_base=base, use_rope_scaling=True, rope_scaling_factor=factor)
     found = frequencies(model, CPU)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=0.0)
-    plain = frequencies(config(size, rotary_base=base), CPU)
+    plain = frequencies(rotary(size, rotary_base=base), CPU)
     kept, stretched = found == plain, torch.isclose(found, plain / factor, rtol=1e-13)
     assert kept.any() and stretched.any() and (~kept & ~stretched).any(), "all three ranges occur"

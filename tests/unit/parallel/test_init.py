@@ -16,9 +16,10 @@ from megatron.config.model import ModelConfig
 from megatron.model import init
 from megatron.model.build import Model, build_model
 from megatron.model.init import block_values, initialize
-from megatron.parallel.params import Init, ParamRecord, Split
+from megatron.parallel.params import ParamRecord, Split
 from megatron.parallel.random import DropoutKey, stable_seed
 from megatron.parallel.topology import Topology
+from megatron.spec.weights import Init
 from tests.support.lone_rank import lone_rank
 
 VOCAB = 61

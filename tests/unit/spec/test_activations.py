@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -18,8 +18,8 @@ def test_every_activation_has_a_name_a_flag_and_a_function() -> None:
     assert [activation.flag for activation in ACTIVATIONS].index(None) == 0 and len(set(FLAGS)) == len(ACTIVATIONS) - 1
     assert {field.name for field in dataclasses.fields(ModelConfig)} >= set(FLAGS)
     for activation in ACTIVATIONS:
-        flags = {} if activation.flag is None else {activation.flag: True}
-        assert activation_of(ModelConfig(**flags)) is activation, activation.name
+        flags: dict[str, Any] = {} if activation.flag is None else {activation.flag: True}
+        assert activation_of(dataclasses.replace(ModelConfig(), **flags)) is activation, activation.name
         x = torch.randn(3, 2, 5, dtype=torch.float64)
         width = (3, 5) if activation.gated else (3, 2, 5)
         assert _FUNCTIONS[activation.name](x).shape == width, activation.name

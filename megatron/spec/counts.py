@@ -1,0 +1,114 @@
+"""Parameters, work and put-off memory of the model, counted from its specs and weights.
+
+FLOPs are those that the model itself needs in matrix products: a multiply-add is two, causal attention does half of the full
+square, the lookup of the embedding does none. Norms, activations, softmax and rotation do not count, nor does anything that is
+computed a second time to save memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from megatron.config.model import ModelConfig
+from megatron.spec.layers import LayerSpec, alike, layers
+from megatron.spec.weights import Weight, layer_weights, model_weights, output_matrix
+
+Number = TypeVar("Number", int, float)
+
+
+def count_parameters(model: ModelConfig, vocab_size: int) -> int:
+    """Parameters of the whole model, with each tied weight once and without padding of the vocabulary."""
+    return sum(weight.numel for weight in model_weights(model, vocab_size))
+
+
+def layer_flops(model: ModelConfig) -> tuple[int, ...]:
+    """Forward FLOPs of each layer for one token, averaged over a sequence that is one document."""
+    return _of_layers(model, lambda layer: _product_flops(model, layer) + _attention_flops(model, layer))
+
+
+def attention_flops(model: ModelConfig) -> tuple[int, ...]:
+    """The part of `layer_flops` that the scores and values of attention take."""
+    return _of_layers(model, lambda layer: _attention_flops(model, layer))
+
+
+def output_flops(model: ModelConfig, vocab_size: int) -> int:
+    """Forward FLOPs of the output layer for one token. `vocab_size` counts its rows, without padding."""
+    return 2 * output_matrix(model, vocab_size).numel
+
+
+def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
+    """Forward and backward FLOPs for one token, averaged over a sequence.
+
+    Backward does two products for each of forward (the gradients of both factors), so the whole is three times forward.
+
+    Args:
+        model: shape of the model.
+        vocab_size: rows of the output layer, without padding.
+    """
+    return 3 * (sum(layer_flops(model)) + output_flops(model, vocab_size))
+
+
+def flops_per_step(model: ModelConfig, vocab_size: int, num_sequences: int, attended_sequences: float | None = None) -> float:
+    """Forward and backward FLOPs of `num_sequences` sequences (over all devices when that is the global batch size).
+
+    Args:
+        attended_sequences: where attention stays within documents, as many whole sequences take as much of it: the sum over all
+            documents of (length / sequence length) squared. By default each sequence is one document.
+    """
+    whole = flops_per_token(model, vocab_size) * model.seq_length * num_sequences
+    if attended_sequences is None:
+        return whole
+    return whole - 3 * sum(attention_flops(model)) * model.seq_length * (num_sequences - attended_sequences)
+
+
+def kept_per_token(
+    model: ModelConfig,
+    numbers: Iterable[int],
+    vocab_size: int | None,
+    *,
+    tensor_size: int,
+    sequence_parallel: bool,
+) -> float:
+    """Numbers that one rank keeps for each token of a microbatch between a chunk's input gradient and its weight gradient.
+
+    A linear layer keeps its input and the gradient of its output. What is split over the tensor ranks is kept in part; the residual
+    width is so under sequence parallelism, because what is gathered is gathered again.
+
+    Args:
+        numbers: the chunk's layers.
+        vocab_size: rows of the output layer, without padding; None where it is not in the chunk.
+    """
+
+    def of(weights: Iterable[Weight]) -> float:
+        residual = split = 0
+        for weight in weights:
+            inputs, outputs = weight.shape[-1], (weight.padded_size(tensor_size) or weight.numel // weight.shape[-1])
+            by_input = (len(weight.shape) - 1, "tp") in weight.splits
+            residual += outputs if by_input else inputs
+            split += inputs if by_input else outputs
+        return residual / (tensor_size if sequence_parallel else 1) + split / tensor_size
+
+    each = _of_layers(model, lambda layer: of(_matrices(model, layer)))
+    output = 0.0 if vocab_size is None else of([output_matrix(model, vocab_size)])
+    return sum(each[number] for number in numbers) + output
+
+
+def _matrices(model: ModelConfig, layer: LayerSpec) -> list[Weight]:
+    return [weight for weight in layer_weights(model, layer, 0) if weight.kind == "matrix"]
+
+
+def _product_flops(model: ModelConfig, layer: LayerSpec) -> int:
+    return 2 * sum(weight.numel for weight in _matrices(model, layer))
+
+
+def _attention_flops(model: ModelConfig, layer: LayerSpec) -> int:
+    # Two products over the sequence; causal: half of each.
+    return 2 * (2 * layer.attention.heads * layer.attention.head_size * model.seq_length) // 2
+
+
+def _of_layers(model: ModelConfig, count: Callable[[LayerSpec], Number]) -> tuple[Number, ...]:
+    """A count for each layer, made once for equal ones."""
+    specs = layers(model)
+    counts = {layer: count(layer) for layer in alike(specs)}
+    return tuple(counts[layer] for layer in specs)

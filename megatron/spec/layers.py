@@ -1,0 +1,128 @@
+"""What each layer of the model is. A block builds what its spec says, and whoever reasons about layers reads the specs.
+
+Layers may differ from each other: nobody assumes that one is like another, `alike` says which are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+from megatron.config.model import ModelConfig, Normalization
+from megatron.spec.activations import Activation, activation_of
+
+Kind = TypeVar("Kind", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A norm over the last dimension."""
+
+    kind: Normalization
+    epsilon: float
+    """Added to the variance (or mean square)."""
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """Rotary positions (Su et al. 2021)."""
+
+    channels: int
+    """Leading channels of each head that are rotated."""
+    base: float
+    interpolation: float
+    """Positions are divided by this."""
+    low_frequency_factor: float | None
+    """Low frequencies are divided by this, as in Llama 3.1; None for no such stretching."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Causal self-attention over the whole sample (or document)."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key-value heads; each serves heads / kv_heads neighbouring query heads."""
+    head_size: int
+    rotary: RotarySpec | None
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    """Each query and key head is normalised."""
+
+    @property
+    def qkv_rows(self) -> int:
+        """Outputs of the projection to queries, keys and values."""
+        return (self.heads + 2 * self.kv_heads) * self.head_size
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """Two products with an activation between them."""
+
+    width: int
+    activation: Activation
+    bias: bool
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A pre-norm layer: norm, attention, residual; norm, MLP, residual."""
+
+    norm: NormSpec
+    """Both norms, and those of heads."""
+    attention: AttentionSpec
+    mlp: MLPSpec
+
+
+@lru_cache(maxsize=64)
+def layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
+    """One spec for each layer, in the order of the depth. The shape must be valid (see `config.checks.model`)."""
+    bias = not model.disable_bias_linear
+    layer = LayerSpec(
+        norm_of(model),
+        AttentionSpec(
+            model.num_attention_heads,
+            model.num_key_value_heads,
+            model.head_size,
+            rotary_of(model),
+            qkv_bias=bias or model.add_qkv_bias,
+            output_bias=bias,
+            qk_norm=model.qk_layernorm,
+        ),
+        MLPSpec(model.ffn_size, activation_of(model), bias),
+    )
+    return (layer,) * model.num_layers
+
+
+def norm_of(model: ModelConfig) -> NormSpec:
+    """Every norm, the final one too."""
+    return NormSpec(model.normalization, model.norm_epsilon)
+
+
+def rotated_channels(model: ModelConfig) -> int:
+    """Channels of a head that --rotary-percent has rotated; a rule asks for an even number."""
+    return int(model.head_size * model.rotary_percent)
+
+
+def rotary_of(model: ModelConfig) -> RotarySpec | None:
+    """Rotary positions, where the model has them."""
+    if model.position_embedding_type != "rope":
+        return None
+    return RotarySpec(
+        rotated_channels(model),
+        model.rotary_base,
+        model.rotary_seq_len_interpolation_factor,
+        model.rope_scaling_factor if model.use_rope_scaling else None,
+    )
+
+
+def alike(kinds: Iterable[Kind]) -> dict[Kind, list[int]]:
+    """Places of equal kinds, as of `layers(model)`, in the order in which each occurs first."""
+    found: dict[Kind, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        found.setdefault(kind, []).append(place)
+    return found

@@ -1,0 +1,163 @@
+"""The parameters of the model, part by part. The modules are made from these, and all counts are derived from them.
+
+Shapes: `h` hidden size, `v` vocabulary, `f` width of the MLP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.model import ModelConfig
+from megatron.spec.layers import LayerSpec, NormSpec, layers, norm_of
+
+WORD_EMBEDDING = "embedding.word.weight"
+
+
+@dataclass(frozen=True)
+class Init:
+    """Initial values: normal with a standard deviation, or a constant."""
+
+    std: float = 0.0
+    constant: float = 0.0
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What is true of a parameter whatever the layout."""
+
+    name: str
+    """Global name; the layer number counts over the whole model."""
+    shape: tuple[int, ...]
+    """Global shape without padding; the last two dimensions of a matrix or table are the matrix."""
+    kind: Literal["matrix", "table", "vector"]
+    """A matrix multiplies activations: [..., outputs, inputs]. A table's rows are looked up. Vectors (biases, weights of norms) do
+    not decay, and may be several in one."""
+    splits: tuple[tuple[int, str], ...] = ()
+    """(dimension, axis) of what the ranks of an axis divide."""
+    init: Init = Init()
+    padded_to: int | None = None
+    """The first dimension is padded to a multiple of this x the ranks that divide it; None: it is not padded."""
+    on_own_heads: bool = False
+    """Every tensor rank has it whole and applies it to its own heads only."""
+    tied: bool = False
+    """The output layer multiplies with it too."""
+
+    @property
+    def numel(self) -> int:
+        """Elements, without padding."""
+        return math.prod(self.shape)
+
+    @property
+    def decay(self) -> bool:
+        """Whether weight decay applies."""
+        return self.kind != "vector"
+
+    @property
+    def matrix_dims(self) -> tuple[int, int] | None:
+        """The two dimensions that are the matrix, for optimizers that need one."""
+        return (len(self.shape) - 2, len(self.shape) - 1) if self.decay else None
+
+    @property
+    def fsdp_dim(self) -> int:
+        """Dimension that FSDP splits: rows of a matrix or table."""
+        return len(self.shape) - 2 if self.decay else len(self.shape) - 1
+
+    def partial_over_tp(self, sequence_parallel: bool) -> bool:
+        """Whether each tensor rank's gradient is a partial sum: they hold the weight whole, but each applies it only to its part of the
+        sequence or its own heads."""
+        return not self.splits and (sequence_parallel or self.on_own_heads)
+
+    def padded_size(self, ranks: int) -> int | None:
+        """Size of the first dimension over so many ranks with padding, if it is padded."""
+        return None if self.padded_to is None else padded_vocab_size(self.shape[0], self.padded_to, ranks)
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_size: int) -> int:
+    """The vocabulary rounded up to a multiple of `divisible_by` x tensor ranks."""
+    multiple = divisible_by * tensor_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def model_weights(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
+    """Every parameter once, in the order of the forward.
+
+    Args:
+        vocab_size: rows of the word embedding, without padding.
+    """
+    yield from embedding_weights(model, vocab_size)
+    for number, layer in enumerate(layers(model)):
+        yield from layer_weights(model, layer, number)
+    yield from norm("final_norm", norm_of(model), model.hidden_size)
+    if not model.tied:
+        yield output_matrix(model, vocab_size)
+
+
+def embedding_weights(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
+    """The word embedding [v, h], perhaps tied, and learned positions [positions, h] if any."""
+    yield vocabulary(WORD_EMBEDDING, model, vocab_size, "table")
+    if model.position_embedding_type == "learned_absolute":
+        shape = (model.num_positions, model.hidden_size)
+        yield Weight("embedding.position.weight", shape, "table", init=Init(model.init_method_std))
+
+
+def output_matrix(model: ModelConfig, vocab_size: int) -> Weight:
+    """What the output layer multiplies with, [v, h]: a weight of its own or the word embedding."""
+    return vocabulary(WORD_EMBEDDING if model.tied else "output.weight", model, vocab_size, "table" if model.tied else "matrix")
+
+
+def vocabulary(name: str, model: ModelConfig, vocab_size: int, kind: Literal["matrix", "table"]) -> Weight:
+    """A row for each token, [v, h], padded and split over the tensor ranks."""
+    return Weight(
+        name,
+        (vocab_size, model.hidden_size),
+        kind,
+        ((0, "tp"),),
+        Init(model.init_method_std),
+        padded_to=model.make_vocab_size_divisible_by,
+        tied=model.tied,
+    )
+
+
+def layer_weights(model: ModelConfig, layer: LayerSpec, number: int) -> Iterator[Weight]:
+    """The parameters of one layer. Output projections begin with std / sqrt(2 x layers) (GPT-2)."""
+    name, hidden, attention, mlp = f"layers.{number}", model.hidden_size, layer.attention, layer.mlp
+    std = model.init_method_std
+    output_std = std / (2 * model.num_layers) ** 0.5
+    yield from norm(f"{name}.attention_norm", layer.norm, hidden)
+    yield from column(f"{name}.attention.qkv", hidden, attention.qkv_rows, bias=attention.qkv_bias, std=std)
+    if attention.qk_norm:
+        for which in ("q_norm", "k_norm"):
+            yield from norm(f"{name}.attention.{which}", layer.norm, attention.head_size, on_own_heads=True)
+    inputs = attention.heads * attention.head_size
+    yield from row(f"{name}.attention.output", inputs, hidden, bias=attention.output_bias, std=output_std)
+    yield from norm(f"{name}.mlp_norm", layer.norm, hidden)
+    halves = 2 if mlp.activation.gated else 1
+    yield from column(f"{name}.mlp.up", hidden, mlp.width, bias=mlp.bias, std=std, halves=halves)
+    yield from row(f"{name}.mlp.down", mlp.width, hidden, bias=mlp.bias, std=output_std)
+
+
+def column(name: str, inputs: int, outputs: int, *, bias: bool, std: float, halves: int = 1) -> Iterator[Weight]:
+    """A linear layer whose outputs are split: [out, in], or [halves, out, in] for the two halves of a gated MLP, each split by
+    itself, so that a tensor rank's part is one slice of one dimension."""
+    lead = (halves,) if halves > 1 else ()
+    splits = ((len(lead), "tp"),)
+    yield Weight(f"{name}.weight", (*lead, outputs, inputs), "matrix", splits, Init(std))
+    if bias:
+        yield Weight(f"{name}.bias", (*lead, outputs), "vector", splits)
+
+
+def row(name: str, inputs: int, outputs: int, *, bias: bool, std: float) -> Iterator[Weight]:
+    """A linear layer whose inputs are split: [out, in]. Its bias [out] is whole on every rank."""
+    yield Weight(f"{name}.weight", (outputs, inputs), "matrix", ((1, "tp"),), Init(std))
+    if bias:
+        yield Weight(f"{name}.bias", (outputs,), "vector")
+
+
+def norm(name: str, spec: NormSpec, size: int, *, on_own_heads: bool = False) -> Iterator[Weight]:
+    """A norm over `size` channels; RMSNorm has no bias."""
+    yield Weight(f"{name}.weight", (size,), "vector", init=Init(constant=1.0), on_own_heads=on_own_heads)
+    if spec.kind == "LayerNorm":
+        yield Weight(f"{name}.bias", (size,), "vector", on_own_heads=on_own_heads)
