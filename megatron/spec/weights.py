@@ -66,7 +66,7 @@ class Weight:
         return len(self.shape) - 2 if self.decay else len(self.shape) - 1
 
     def partial_over_tp(self, sequence_parallel: bool) -> bool:
-        """Whether each tensor rank's gradient is a partial sum: they hold the weight whole, but each applies it only to its part of the
+        """Whether each tensor rank's gradient is a partial sum: all hold the weight, but each applies it only to its part of the
         sequence or its own heads."""
         return not self.splits and (sequence_parallel or self.on_own_heads)
 
