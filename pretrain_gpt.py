@@ -50,7 +50,7 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
 
     What is told comes before what is written: a full disk does not take the plan away.
     """
-    from megatron.data.tokenizers.build import planned_rows
+    from megatron.data.tokenizers.tokenizer import planned_rows
     from megatron.planner.dry_run import make_plan
     from megatron.planner.plan_json import write_plan
     from megatron.planner.plan_text import format_plan

@@ -29,16 +29,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 
 from megatron.config.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from megatron.config.parallel import ParallelConfig
-from megatron.data.tokenizers.arguments import add_tokenizer_flags
+from megatron.data.tokenizers.tokenizer_flags import add_tokenizer_flags
 from tools.checkpoints.tokenizer_choice import named_tokenizer
 
 if TYPE_CHECKING:
     import torch
 
     from megatron.checkpoint.source import WeightSource
-    from megatron.data.tokenizers.protocol import Tokenizer
+    from megatron.data.tokenizers.tokenizer import Tokenizer
     from megatron.inference.continuation import Continuation
-    from megatron.inference.sampling import Sampling
+    from megatron.inference.generate import Sampling
     from megatron.model.build import Model
     from megatron.parallel.context import ParallelContext
 
@@ -135,9 +135,9 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 def _run(given: argparse.Namespace) -> None:
     prompts = _read_prompts(given) if int(os.environ.get("RANK", 0)) == 0 else None
     from megatron.checkpoint.open_source import open_source
-    from megatron.data.tokenizers.build import build_tokenizer
-    from megatron.inference.model import model_from
-    from megatron.inference.sampling import Sampling
+    from megatron.data.tokenizers.tokenizer import build_tokenizer
+    from megatron.inference.generate import Sampling
+    from megatron.inference.model_from_source import model_from
     from megatron.parallel.collectives import broadcast_object
     from megatron.parallel.context import connect, disconnect
 
@@ -212,11 +212,11 @@ def _generate(
 ) -> None:
     """Make the texts, group by group; rank 0 prints them."""
     from megatron.inference.continuation import continuations
-    from megatron.inference.generate import Request, check_request
+    from megatron.inference.generate import GenerationRequest, check_request
 
     groups = {first: ids[first : first + given.batch_size] for first in range(0, len(ids), given.batch_size)}
     requests = [
-        Request(
+        GenerationRequest(
             group,
             _most_new_tokens(given, model, group),
             sampling,

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
-from megatron.data.tokenizers.arguments import add_tokenizer_flags, tokenizer_config
+from megatron.data.tokenizers.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:
     from megatron.config.data import DataConfig
-    from megatron.data.batches import Piece
-    from megatron.data.dataset_check import LengthBin, Problem
+    from megatron.data.dataset_check import DatasetProblem, LengthBin
     from megatron.data.indexed_dataset import IndexedDataset
-    from megatron.data.tokenizers.protocol import Tokenizer
+    from megatron.data.samples import SamplePiece
+    from megatron.data.tokenizers.tokenizer import Tokenizer
 
 _SHOWN_PROBLEMS = 20
 _BAR = 40  # characters
@@ -102,7 +102,7 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 def _show_dataset(given: argparse.Namespace, config: DataConfig) -> int:
     from megatron.data.dataset_check import length_histogram, verify
     from megatron.data.indexed_dataset import IndexedDataset
-    from megatron.data.tokenizers.build import build_tokenizer
+    from megatron.data.tokenizers.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(config) if config.tokenizer_type else None
     dataset = IndexedDataset(given.prefix)
@@ -122,7 +122,7 @@ def _show_dataset(given: argparse.Namespace, config: DataConfig) -> int:
 
 
 def _sizes(dataset: IndexedDataset) -> str:
-    from megatron.data.fingerprint import fingerprint
+    from megatron.data.indexed_dataset import fingerprint
 
     tokens = dataset.num_tokens(range(dataset.num_documents))
     return (
@@ -159,7 +159,7 @@ def _text_of(ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
             start = at + 1
 
 
-def _report_problems(dataset: IndexedDataset, problems: Iterator[Problem], tokenizer: Tokenizer | None) -> int:
+def _report_problems(dataset: IndexedDataset, problems: Iterator[DatasetProblem], tokenizer: Tokenizer | None) -> int:
     count = 0
     for count, problem in enumerate(problems, start=1):
         if count <= _SHOWN_PROBLEMS:
@@ -233,7 +233,7 @@ def _show_run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _place(piece: Piece) -> str:
+def _place(piece: SamplePiece) -> str:
     last = piece.first_token + piece.num_tokens - 1
     tokens = f"tokens {piece.first_token:,} to {last:,}" if piece.num_tokens > 1 else f"token {last:,}"
     return f"{piece.prefix}: document {piece.document:,}, {tokens}"

@@ -53,8 +53,8 @@ def prefixes(words: list[str]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the tool; returns the exit code: 0, or 1 if nothing was written."""
     given = parser().parse_args(arguments)
-    from megatron.data.merge import join  # numpy only after --help
-    from megatron.data.preprocess.errors import told_where_no_room
+    from megatron.data.indexed_writer import join  # numpy only after --help
+    from megatron.data.preprocess.storage import told_where_no_room
 
     try:
         inputs, output = prefixes(given.input), Path(given.output_prefix)

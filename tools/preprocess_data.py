@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 
 from megatron.config.data import DataConfig, DataOrder
 from megatron.config.training import TrainingConfig
-from megatron.data.tokenizers.arguments import add_tokenizer_flags, tokenizer_config
+from megatron.data.tokenizers.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:
-    from megatron.data.preprocess.progress import Screen, Summary
+    from megatron.data.preprocess.reports import Screen, Summary
 
 _SHOWN_BAD_LINES = 20
 _SECONDS_TO_STOP = 5.0
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     config = tokenizer_config(given, flags)
     before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        from megatron.data.preprocess.progress import Screen  # numpy and tokenizers only after --help
+        from megatron.data.preprocess.reports import Screen  # numpy and tokenizers only after --help
 
         screen = Screen(sys.stderr)
         try:
@@ -173,14 +173,15 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 
 def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -> Summary:
-    from megatron.data.preprocess.job import Job
-    from megatron.data.preprocess.run import Engine, preprocess
+    from megatron.data.preprocess.engines import Engine
+    from megatron.data.preprocess.job import preprocess
+    from megatron.data.preprocess.shard_work import PreprocessJob
 
     start = time.monotonic()
     summary = preprocess(
         given.input,
         given.output_prefix,
-        Job(config, tuple(given.json_keys), given.append_eod, skip_bad_lines=given.on_error == "skip"),
+        PreprocessJob(config, tuple(given.json_keys), given.append_eod, skip_bad_lines=given.on_error == "skip"),
         input_format=given.input_format,
         engine=Engine(given.engine, given.workers, given.ray_address),
         shard_size=given.shard_size,
@@ -202,7 +203,7 @@ def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -
 
 
 def _build_index(given: argparse.Namespace, prefixes: Sequence[str], screen: Screen) -> None:
-    from megatron.data.build_index import build_index
+    from megatron.data.datasets import build_index
 
     for prefix in prefixes:
         lines = build_index(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron.config.data import DataConfig
-    from megatron.data.tokenizer_training.sample import Sample
+    from megatron.data.tokenizer_training import TextSample
 
 _KINDS = ("sentencepiece-bpe", "sentencepiece-unigram", "byte-bpe")
 
@@ -61,8 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
-    from megatron.data.tokenizer_training.sample import take_sample
-    from megatron.data.tokenizer_training.train import output_files, train  # numpy and tokenizers only after --help
+    from megatron.data.tokenizer_training import output_files, take_sample, train  # numpy and tokenizers only after --help
 
     files = output_files(given.kind, given.output)
     there = [str(file) for file in files if file.exists()]
@@ -77,10 +76,10 @@ def _run(given: argparse.Namespace) -> None:
     _report(given, files, sample)
 
 
-def _report(given: argparse.Namespace, files: list[Path], sample: Sample) -> None:
+def _report(given: argparse.Namespace, files: list[Path], sample: TextSample) -> None:
     """How well the vocabulary does, and the flags that use it."""
     from megatron.config.data import DataConfig
-    from megatron.data.tokenizers.build import build_tokenizer
+    from megatron.data.tokenizers.tokenizer import build_tokenizer
 
     config: DataConfig
     if given.kind == "byte-bpe":

@@ -16,7 +16,7 @@ _NUM_BINS = 64
 
 
 @dataclass(frozen=True)
-class Problem:
+class DatasetProblem:
     """Something that is wrong in a dataset."""
 
     text: str
@@ -35,7 +35,7 @@ class LengthBin:
     num_tokens: int
 
 
-def verify(dataset: IndexedDataset, vocab_size: int) -> Iterator[Problem]:
+def verify(dataset: IndexedDataset, vocab_size: int) -> Iterator[DatasetProblem]:
     """Look for ids outside the vocabulary and for bytes of .bin that no sequence, or more than one, has.
 
     Reads the files once, in their order; memory does not grow with them. What opening a dataset checks is not checked again: sizes,
@@ -56,7 +56,7 @@ def verify(dataset: IndexedDataset, vocab_size: int) -> Iterator[Problem]:
         before = np.concatenate([[end], stops[:-1]])
         for at in np.flatnonzero(starts != before).tolist():
             document = dataset.document_of(block.start + at)
-            yield Problem(
+            yield DatasetProblem(
                 f"{dataset.prefix}.idx: document {document:,} does not follow on the sequence before it: that ends at byte "
                 f"{before[at]:,}, and this starts at byte {starts[at]:,}",
                 document,
@@ -69,7 +69,7 @@ def verify(dataset: IndexedDataset, vocab_size: int) -> Iterator[Problem]:
                 last_document = document
                 yield _bad_id(dataset, document, vocab_size)
     if end != len(dataset.data):
-        yield Problem(f"{dataset.prefix}.bin has {len(dataset.data):,} bytes, and the last sequence ends at byte {end:,}")
+        yield DatasetProblem(f"{dataset.prefix}.bin has {len(dataset.data):,} bytes, and the last sequence ends at byte {end:,}")
 
 
 def _sequences_with_bad_ids(
@@ -87,11 +87,11 @@ def _sequences_with_bad_ids(
             yield from (first + np.unique(np.searchsorted(starts[first:last], places, side="right") - 1)).tolist()
 
 
-def _bad_id(dataset: IndexedDataset, document: int, vocab_size: int) -> Problem:
+def _bad_id(dataset: IndexedDataset, document: int, vocab_size: int) -> DatasetProblem:
     tokens = dataset.document(document)
     bad = _bad(tokens, vocab_size)
     more = f" (and {len(bad) - 1:,} more in this document)" if len(bad) > 1 else ""
-    return Problem(
+    return DatasetProblem(
         f"{dataset.prefix}: document {document:,} has token id {tokens[bad[0]]:,} at token {bad[0]:,}{more}; the vocabulary has "
         f"{vocab_size:,} ids (0 to {vocab_size - 1:,})",
         document,

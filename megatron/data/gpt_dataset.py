@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.data import DataOrder
-from megatron.data.batches import Piece
-from megatron.data.cache.index_cache import IndexCache
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.orders.kept_passes import KeptPasses
-from megatron.data.orders.make import make_order
-from megatron.data.orders.selection import Selection
-from megatron.data.orders.stretches import Stretch
-from megatron.data.split import SPLIT_NAMES
-from megatron.data.window_reader import WindowReader
+from megatron.data.epoch_order import EpochOrder, Stretch
+from megatron.data.index_cache import IndexCache
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.megatron_order import MegatronOrder
+from megatron.data.samples import SamplePiece
+from megatron.data.split import SPLIT_NAMES, Selection
+from megatron.data.windows import PassIndex, SampleOrder, WindowReader
 
 
 class GPTDataset:
@@ -82,7 +82,7 @@ class GPTDataset:
             done = stop
         return found
 
-    def lineage(self, number: int) -> list[Piece]:
+    def lineage(self, number: int) -> list[SamplePiece]:
         """Where the tokens of a sample come from, in their order."""
         place = self._order.place(number)
         index = self._passes.get(place.pass_number)
@@ -96,3 +96,74 @@ class GPTDataset:
         size = f"{len(chosen.documents):,} of {dataset.num_documents:,} documents, {chosen.num_tokens:,} tokens"
         first, *more = self._order.describe(num_samples)
         return [f"{name}: {size}; {first}", *(f"{name}: {line}" for line in more)]
+
+
+_NUM_KEPT = 2  # reading ahead crosses the end of an epoch
+
+
+class KeptPasses:
+    """Builds the index of a pass at its first use and keeps the two used last.
+
+    Threads that want the same pass wait for the one that builds it; others read on.
+    """
+
+    def __init__(self, build: Callable[[int], PassIndex]) -> None:
+        self._build = build
+        self._lock = threading.Lock()
+        self._slots: OrderedDict[int, _Slot] = OrderedDict()
+
+    def get(self, pass_number: int) -> PassIndex:
+        """The index of a pass."""
+        with self._lock:
+            slot = self._slots.get(pass_number)
+            if slot is None:
+                while len(self._slots) >= _NUM_KEPT:  # before building, to keep the peak of memory down
+                    self._slots.popitem(last=False)
+                slot = self._slots[pass_number] = _Slot()
+            self._slots.move_to_end(pass_number)
+        with slot.lock:
+            if slot.index is None:
+                slot.index = self._build(pass_number)
+            return slot.index
+
+
+class _Slot:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.index: PassIndex | None = None
+
+
+_OWN_PATHS = ("--train-data-path", "--valid-data-path", "--test-data-path")
+
+
+def make_order(
+    order: DataOrder, selection: Selection, *, num_samples: int | None, earlier: Sequence[Stretch], cache: IndexCache
+) -> SampleOrder:
+    """The order of a split's samples; for the arguments see `GPTDataset`. Its indexes are built when they are asked for.
+
+    Raises:
+        DatasetError: the split is shorter than one window.
+        ValueError: stretches at other sequence lengths in Megatron's order.
+    """
+    for length in (selection.seq_length, *(stretch.seq_length for stretch in earlier)):
+        _check_size(selection, length)
+    if order == "epoch":
+        return EpochOrder(selection, earlier=earlier, cache=cache)
+    if earlier:
+        raise ValueError(
+            f"--data-order megatron has no order for a run that changes --seq-length on the way ({earlier[-1].seq_length} before, "
+            f"{selection.seq_length} now).\n  Keep --seq-length, or train with --data-order epoch."
+        )
+    return MegatronOrder(selection, num_samples=num_samples, cache=cache)
+
+
+def _check_size(selection: Selection, seq_length: int) -> None:
+    if selection.num_tokens > seq_length:
+        return
+    dataset, split = selection.dataset, selection.split
+    raise DatasetError(
+        f"the {SPLIT_NAMES[split]} split of {dataset.prefix} has {len(selection.documents):,} of {dataset.num_documents:,} "
+        f"documents and {selection.num_tokens:,} tokens; one sample takes {seq_length + 1:,} (--seq-length {seq_length} + 1).\n"
+        "  Give it a larger share with --split, take a dataset with more documents or a shorter --seq-length"
+        + (f", give this split data of its own ({_OWN_PATHS[split]}), or do without evaluation (--eval-iters 0)." if split else ".")
+    )

@@ -13,15 +13,15 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from megatron.config.data import DataOrder
-from megatron.data.blends.blend import Blend
-from megatron.data.orders.stretches import Stretch, merged
+from megatron.data.blend import Blend
+from megatron.data.epoch_order import Stretch, merged
 
 Blending = Literal["none", "sizes", "weights"]
 """Whether one prefix is read, several by their sizes, or some by their weights. Only Megatron's order makes a difference."""
 
 
 @dataclass(frozen=True)
-class Part:
+class BlendPart:
     """A dataset of a training blend."""
 
     prefix: str
@@ -51,7 +51,7 @@ class Phase:
     seq_length: int
     global_batch_size: int
     rampup_batch_size: tuple[int, int, int] | None
-    parts: tuple[Part, ...]
+    parts: tuple[BlendPart, ...]
     """Empty for made-up data."""
     blending: Blending = "none"
     num_samples: int | None = None
@@ -75,7 +75,7 @@ class Phase:
     def from_json(cls, saved: dict[str, Any]) -> Phase:
         """From a checkpoint."""
         ramp = saved["rampup_batch_size"]
-        parts = tuple(Part(**part) for part in saved["parts"])
+        parts = tuple(BlendPart(**part) for part in saved["parts"])
         return cls(**{**saved, "rampup_batch_size": tuple(ramp) if ramp else None, "parts": parts})
 
 
@@ -108,7 +108,7 @@ def samples_of_parts(phase: Phase, num_samples: int) -> list[int]:
     return [int(count) for count in Blend([part.weight for part in phase.parts]).counts(num_samples)] if phase.parts else []
 
 
-def read_before(phases: Sequence[Phase], part: Part) -> list[Stretch]:
+def read_before(phases: Sequence[Phase], part: BlendPart) -> list[Stretch]:
     """What a dataset of the last phase gave in earlier phases that read it in the same order, in time."""
     last = phases[-1]
     found: list[Stretch] = []
@@ -133,7 +133,7 @@ def describe_phases(phases: Sequence[Phase]) -> list[str]:
     return lines + [f"  {part.prefix}: {_going_on(joined, part)}" for part in now.parts]
 
 
-def _going_on(phases: Sequence[Phase], part: Part) -> str:
+def _going_on(phases: Sequence[Phase], part: BlendPart) -> str:
     """Where a dataset of the last phase goes on."""
     if before := merged(read_before(phases, part)):
         given = [f"{each.num_samples:,} samples of {each.seq_length} tokens" for each in before]

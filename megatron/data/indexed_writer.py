@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 import socket
 import struct
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megatron.data.indexed_dataset import COUNTS_OFFSET, HEADER, MAGIC, TOKEN_TYPES, VERSION, blocks
+from megatron.data.indexed_dataset import COUNTS_OFFSET, HEADER, MAGIC, TOKEN_TYPES, VERSION, DatasetError, IndexedDataset, blocks
 
 
 def unfinished(suffix: str) -> str:
@@ -130,3 +134,159 @@ class IndexedDatasetWriter:
             self.finalise()
         else:
             self.discard()
+
+
+_COPIED_AT_ONCE = 1 << 30
+_READ_AT_ONCE = 1 << 20
+_CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ETXTBSY)
+"""What the system says if it cannot copy between these two files; reading and writing can."""
+
+
+@dataclass(frozen=True)
+class JoinedSize:
+    """What a dataset was joined from."""
+
+    num_sequences: int
+    num_documents: int
+    num_tokens: int
+    num_bytes: int
+    """Of .bin and .idx."""
+
+
+def join(prefixes: Sequence[str], output: str, folder: str | None = None, remedy: str = "Write to another disk.") -> JoinedSize:
+    """Write OUTPUT.bin and OUTPUT.idx, the documents of all datasets in this order; complete, or not at all.
+
+    No token passes through this process's memory where the system copies files itself; the index goes through it in blocks. What is
+    written depends on the documents alone, not on how they were divided.
+
+    Args:
+        prefixes: datasets, without .bin and .idx; at least one.
+        output: the joined dataset, which must not be one of them; its folder must exist.
+        folder: where the files lie until they are complete, on the same disk; None: beside the output.
+        remedy: what else to do where there is no room.
+
+    Raises:
+        DatasetError: a dataset is damaged, or they differ in the type of their tokens.
+        ValueError: not enough room on the disk.
+    """
+    dtype, joined = _measure(prefixes)
+    free = shutil.disk_usage(Path(output).parent).free
+    if free < joined.num_bytes:
+        raise ValueError(
+            f"{Path(output).absolute().parent}: the disk has {free / 1e6:,.1f} MB free, but {output} takes "
+            f"{joined.num_bytes / 1e6:,.1f} MB.\n  Make room there. {remedy}"
+        )
+    beside = Path(output) if folder is None else Path(folder, Path(output).name)
+    partial = {suffix: Path(f"{beside}{unfinished(suffix)}") for suffix in (".bin", ".idx")}
+    try:
+        with partial[".bin"].open("wb") as file:
+            for prefix in prefixes:
+                with open(f"{prefix}.bin", "rb") as source:
+                    copy(source, file)
+            _to_disk(file)
+        _write_index(prefixes, partial[".idx"], dtype, joined)
+        # An index never lies beside a .bin of another dataset, whenever we are interrupted.
+        Path(f"{output}.idx").unlink(missing_ok=True)
+        for suffix in (".bin", ".idx"):
+            partial[suffix].replace(f"{output}{suffix}")
+    finally:
+        for path in partial.values():
+            path.unlink(missing_ok=True)
+    return joined
+
+
+def _measure(prefixes: Sequence[str]) -> tuple[np.dtype[Any], JoinedSize]:
+    """The common type, and the sums; every dataset is checked before anything is written."""
+    dtype: np.dtype[Any] = IndexedDataset(prefixes[0]).dtype
+    sequences = documents = tokens = num_bytes = 0
+    for prefix in prefixes:
+        dataset = IndexedDataset(prefix)
+        if dataset.dtype != dtype:
+            raise DatasetError(
+                f"{prefix} holds tokens of type {dataset.dtype.name}, but {prefixes[0]} holds {dtype.name}.\n"
+                "  Datasets of one vocabulary have one type: preprocess the text of one of them again with the other's tokenizer."
+            )
+        sequences += len(dataset.lengths)
+        documents += dataset.num_documents
+        tokens += sum(int(dataset.lengths[block].sum(dtype=np.int64)) for block in blocks(len(dataset.lengths)))
+        size = os.path.getsize(f"{prefix}.bin")
+        if size % dtype.itemsize:
+            raise DatasetError(
+                f"{prefix}.bin has {size:,} bytes, which is no whole number of tokens of {dtype.itemsize} bytes.\n"
+                "  It is damaged: make or copy it again."
+            )
+        num_bytes += size
+    num_bytes += HEADER.size + 12 * sequences + 8 * (documents + 1)
+    return dtype, JoinedSize(sequences, documents, tokens, num_bytes)
+
+
+def _write_index(prefixes: Sequence[str], path: Path, dtype: np.dtype[Any], joined: JoinedSize) -> None:
+    """The three lists of the index side by side, each with a file handle of its own."""
+    code = next(code for code, known in TOKEN_TYPES.items() if np.dtype(known) == dtype.newbyteorder("="))
+    first, second = HEADER.size + 4 * joined.num_sequences, HEADER.size + 12 * joined.num_sequences
+    with path.open("wb") as lengths:
+        lengths.write(HEADER.pack(MAGIC, VERSION, code, joined.num_sequences, joined.num_documents + 1))
+        lengths.flush()
+        with path.open("r+b") as offsets, path.open("r+b") as documents:
+            offsets.seek(first)
+            documents.seek(second)
+            documents.write(np.zeros(1, "<i8").tobytes())
+            byte = sequence = 0
+            for prefix in prefixes:
+                dataset = IndexedDataset(prefix)
+                for block in blocks(len(dataset.lengths)):
+                    lengths.write(dataset.lengths[block].tobytes())
+                    offsets.write((dataset.offsets[block] + byte).tobytes())
+                for block in blocks(dataset.num_documents):
+                    documents.write((dataset.document_index[block.start + 1 : block.stop + 1] + sequence).tobytes())
+                byte += os.path.getsize(f"{prefix}.bin")
+                sequence += len(dataset.lengths)
+            offsets.flush()
+            documents.flush()
+        _to_disk(lengths)
+
+
+def copy(source: BinaryIO, target: BinaryIO) -> None:
+    """Append what is left of a file to another, by the system if it can (some file systems then share the blocks)."""
+    target.flush()
+    for way in _ways():
+        try:
+            while way(source.fileno(), target.fileno()):
+                pass
+        except OSError as error:
+            if error.errno not in _CANNOT:
+                raise
+        else:
+            # A file system may answer "nothing left" where it means "cannot"; the next way finds what is left.
+            if os.lseek(source.fileno(), 0, os.SEEK_CUR) == os.fstat(source.fileno()).st_size:
+                return
+    raise OSError(errno.EIO, f"{source.name} was changed while it was copied")
+
+
+def _ways() -> Iterator[Callable[[int, int], int]]:
+    """Functions that copy some bytes from one file to another and say how many; the fastest first."""
+    if hasattr(os, "copy_file_range"):
+        yield lambda source, target: os.copy_file_range(source, target, _COPIED_AT_ONCE)
+    if sys.platform == "linux":
+        yield _send
+    yield lambda source, target: _write_all(target, os.read(source, _READ_AT_ONCE))
+
+
+def _send(source: int, target: int) -> int:
+    """By sendfile, which is told the place in the source and does not move it."""
+    place = os.lseek(source, 0, os.SEEK_CUR)
+    sent = os.sendfile(target, source, place, _COPIED_AT_ONCE)
+    os.lseek(source, sent, os.SEEK_CUR)
+    return sent
+
+
+def _write_all(target: int, data: bytes) -> int:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(target, left) :]
+    return len(data)
+
+
+def _to_disk(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.batches import Piece
 from megatron.data.order import MOCK_RULE, MOCK_SAMPLE, permutation, random_numbers
+from megatron.data.samples import SamplePiece
 from megatron.data.split import SPLIT_NAMES
 
 _MOST_TOKENS = 64
@@ -49,9 +49,9 @@ class MockDataset:
         made = [self._sample(number) for number in range(first, first + count)]
         return np.stack(made) if made else np.empty((0, self.seq_length + 1), np.int64)
 
-    def lineage(self, number: int) -> list[Piece]:
+    def lineage(self, number: int) -> list[SamplePiece]:
         """Every sample is a document of its own."""
-        return [Piece("made-up tokens", number, 0, self.seq_length + 1)]
+        return [SamplePiece("made-up tokens", number, 0, self.seq_length + 1)]
 
     def describe(self, num_samples: int) -> list[str]:
         """What a user wants to know of the data."""

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.data.batches import DocumentRules, Microbatch, SampleSource
 from megatron.data.loader import StepLoader
+from megatron.data.samples import DocumentRules, Microbatch, SampleSource
 from megatron.model.document_attention import Documents
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from megatron.config.config import Config
 from megatron.config.data import has_own_splits, split_words
-from megatron.data.batches import DocumentRules, SampleSource
-from megatron.data.build import Datasets, open_datasets
-from megatron.data.document_ends import missing_ends
+from megatron.data.datasets import Datasets, open_datasets
 from megatron.data.history import Phase, describe_phases, go_on
+from megatron.data.samples import DocumentRules, SampleSource, missing_ends
 from megatron.data.split import parse_split
-from megatron.data.tokenizers.build import build_tokenizer, embedding_rows
+from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext
 from megatron.spec.schedules import placement

@@ -13,14 +13,11 @@ from megatron.checkpoint.save_folder import checkpoints, find_checkpoint, read_c
 from megatron.config.config import Config
 from megatron.config.save import from_dict
 from megatron.config.training import TrainingConfig
-from megatron.data.batches import Piece, SampleSource
-from megatron.data.build import open_datasets
-from megatron.data.fingerprint import fingerprint
+from megatron.data.datasets import Component, SplitData, open_datasets
 from megatron.data.history import Phase
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.split_data import Component, SplitData
-from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.protocol import Tokenizer
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint
+from megatron.data.samples import SamplePiece, SampleSource
+from megatron.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.batch_size import BatchSizePlan
 from megatron.training.progress import Progress
 
@@ -110,7 +107,7 @@ class RunLineage:
         )
         return data.source(now.num_samples or 1, self.phases[: phase + 1])
 
-    def samples(self, numbers: range) -> Iterator[tuple[int, list[Piece], list[int]]]:
+    def samples(self, numbers: range) -> Iterator[tuple[int, list[SamplePiece], list[int]]]:
         """Number, pieces and token ids of each sample."""
         sources: dict[int, SampleSource] = {}
         for number in numbers:

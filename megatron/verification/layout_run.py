@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.config import Config
-from megatron.data.batches import DocumentRules
+from megatron.data.samples import DocumentRules
 from megatron.metrics.timers import Timers
 from megatron.model.build import build_model
 from megatron.model.inputs import ModelInputs

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
 from megatron.config.outputs import CheckpointConfig, LoggingConfig
-from megatron.data.batches import DocumentRules
-from megatron.data.tokenizers.build import build_tokenizer, embedding_rows
+from megatron.data.samples import DocumentRules
+from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron.model.build import build_model
 from megatron.parallel.context import choose_device, make_context
 from megatron.parallel.topology import Topology

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.batches import Piece
+from megatron.data.samples import SamplePiece
 
 _DOCUMENTS = 3
 """In a sample, on average."""
@@ -45,9 +45,9 @@ class RandomSamples:
         """
         return np.stack([self._mask(number) for number in range(first, first + count)])
 
-    def lineage(self, number: int) -> list[Piece]:
+    def lineage(self, number: int) -> list[SamplePiece]:
         """One piece a sample."""
-        return [Piece("random", number, 0, self.seq_length + 1)]
+        return [SamplePiece("random", number, 0, self.seq_length + 1)]
 
     def describe(self, num_samples: int) -> list[str]:
         """That they are random."""

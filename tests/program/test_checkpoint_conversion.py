@@ -15,7 +15,7 @@ import torch
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 from megatron.checkpoint.open_source import open_source
 from megatron.checkpoint.stored import StoredCheckpoint
-from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.tokenizer import build_tokenizer
 from tests.support.huggingface_models import logits, opened, saved, some_ids
 from tests.support.model_styles import STYLES
 from tests.support.runs import arguments, losses, run

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.checkpoint.save_folder import LATEST
 from megatron.config.cli import load
-from megatron.data.tokenizers.build import planned_rows
+from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.planner.dry_run import make_plan
 from megatron.planner.plan_json import plan_to_json
 from tests.support.cli import ROOT

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from examples.make_corpus import write_corpus
-from megatron.data.tokenizers.simple import ByteTokenizer
+from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.model import logits
 from megatron.verification.reference.shape import ReferenceShape, Weights, random_weights

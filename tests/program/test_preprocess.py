@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from megatron.config.data import DataConfig
-from megatron.data.preprocess.job import Job
-from megatron.data.preprocess.parts import ShardReport
-from megatron.data.preprocess.progress import Meter, Screen
-from megatron.data.preprocess.run import preprocess
-from megatron.data.preprocess.shards import Piece, Shard
-from megatron.data.preprocess.work import Counts
+from megatron.data.preprocess.input_shards import InputPiece, InputShard
+from megatron.data.preprocess.job import preprocess
+from megatron.data.preprocess.part_files import ShardReport
+from megatron.data.preprocess.reports import Meter, Screen
+from megatron.data.preprocess.shard_work import PreprocessJob, ShardCounts
 from tests.support.bpe_trainer import encode_plainly, train_bpe, write_bpe
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.corpora import BYTES, FORMS, JOB, TEXTS, documents, expected_of, files_of, json_lines, write_lines, written
@@ -82,7 +81,7 @@ def test_any_text_round_trips_at_any_shard_size(
     assume(any(texts))
     folder = tmp_path_factory.mktemp("texts")
     source = write_lines(folder / "in.jsonl", texts)
-    summary = preprocess([source], str(folder / "out"), Job(BYTES, ("text",), eod), shard_size=shard_size)
+    summary = preprocess([source], str(folder / "out"), PreprocessJob(BYTES, ("text",), eod), shard_size=shard_size)
     full = [text for text in texts if text]
     assert documents(folder / "out_text_document") == [[*text.encode(), *([256] * eod)] for text in full]
     assert (summary.num_documents, summary.num_empty) == (len(full), len(texts) - len(full))
@@ -111,7 +110,7 @@ def test_a_zstd_file_of_a_long_window(tmp_path: Path) -> None:
 
 def test_several_keys_of_lines_and_columns(tmp_path: Path) -> None:
     sources = [FORMS[form](tmp_path / form, TEXTS[:3]) for form in ("in.jsonl", "in.parquet")]
-    preprocess(sources, str(tmp_path / "out"), Job(BYTES, ("title", "text"), False))
+    preprocess(sources, str(tmp_path / "out"), PreprocessJob(BYTES, ("title", "text"), False))
     assert documents(tmp_path / "out_title_document") == [[48], [49], [50]] * 2
     assert documents(tmp_path / "out_text_document") == [[*text.encode()] for text in TEXTS[:3]] * 2
 
@@ -125,7 +124,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 
 def test_a_large_vocabulary_is_written_as_int32(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "69999 1"}\n')
-    job = Job(DataConfig(tokenizer_type="NullTokenizer", vocab_size=70000), ("text",), True)
+    job = PreprocessJob(DataConfig(tokenizer_type="NullTokenizer", vocab_size=70000), ("text",), True)
     preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), job)
     assert (tmp_path / "out_text_document.bin").read_bytes() == np.array([69999, 1, 70000], "<i4").tobytes()
 
@@ -135,14 +134,16 @@ def test_a_large_vocabulary_is_written_as_int32(tmp_path: Path) -> None:
 
 def test_the_line_of_progress() -> None:
     now, lines = 0.0, list[str]()
-    shards = [Shard((Piece("p", "jsonl", "", n, n, size, 0),)) for n, size in enumerate((40_000_000, 10_000_000, 50_000_000))]
+    shards = [
+        InputShard((InputPiece("p", "jsonl", "", n, n, size, 0),)) for n, size in enumerate((40_000_000, 10_000_000, 50_000_000))
+    ]
     meter = Meter(shards, lines.append, every=5.0, clock=lambda: now)
     meter.listen(0, ShardReport([7, 7], 900, 0, 40_000_000, [7], 0, [], new=False))
     now = 4.0
-    meter.listen(1, Counts(5_000_000, 30, 400))
+    meter.listen(1, ShardCounts(5_000_000, 30, 400))
     assert not lines
     now = 5.0
-    meter.listen(1, Counts(6_000_000, 40, 500))
+    meter.listen(1, ShardCounts(6_000_000, 40, 500))
     # What an earlier run did counts in the share, but not in the speed.
     assert lines == [" 46.0%  1.2 MB/s  8 documents/s  1,400 tokens  time left 0:00:45"]
     now = 10.0

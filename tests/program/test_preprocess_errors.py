@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.data import merge
+from megatron.data import indexed_writer
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.preprocess import room, work
-from megatron.data.preprocess.job import Job
-from megatron.data.preprocess.run import Engine, preprocess
+from megatron.data.preprocess import reports, shard_work
+from megatron.data.preprocess.engines import Engine
+from megatron.data.preprocess.job import preprocess
+from megatron.data.preprocess.shard_work import PreprocessJob
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.corpora import (
     BYTES,
@@ -91,14 +92,14 @@ def test_the_line_where_it_stops_is_counted_over_shards_that_are_not_done(tmp_pa
     """Shards are begun from the last to the first."""
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "x"}\n' * 20 + b"\n\n[]\n")
 
-    def backwards(self: Engine, job: Job, shards: list[object], folder: str, listen: object) -> None:
+    def backwards(self: Engine, job: PreprocessJob, shards: list[object], folder: str, listen: object) -> None:
         for number in (len(shards) // 2, len(shards) - 1):
             try:
-                listen(number, work.run_shard(job, shards[number], folder))  # type: ignore[arg-type, operator]
+                listen(number, shard_work.run_shard(job, shards[number], folder))  # type: ignore[arg-type, operator]
             except ValueError as error:
                 raise ShardError(number, error) from error
 
-    from megatron.data.preprocess.processes import ShardError
+    from megatron.data.preprocess.engines import ShardError
 
     monkeypatch.setattr(Engine, "run", backwards)
     with pytest.raises(ValueError, match=r"in\.jsonl:23: not a JSON object"):
@@ -114,14 +115,14 @@ def test_names_that_are_no_text_can_be_told(tmp_path: Path) -> None:
 
 
 def test_a_reason_of_two_lines_is_one_in_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = work._Work._encode
+    encode = shard_work._Work._encode
 
-    def refuse(self: work._Work, texts: list[str]) -> None:
+    def refuse(self: shard_work._Work, texts: list[str]) -> None:
         if texts[0] == "bad":
             raise ValueError("not this.\n  Another one.")
         encode(self, texts)
 
-    monkeypatch.setattr(work._Work, "_encode", refuse)
+    monkeypatch.setattr(shard_work._Work, "_encode", refuse)
     source = write_lines(tmp_path / "in.jsonl", ["good", "bad", "bad"])
     preprocess([source], str(tmp_path / "out"), SKIP)
     told = [f"{source}:{number}: not this.   Another one." for number in (2, 3)]
@@ -135,7 +136,7 @@ def test_a_job_of_bad_lines_alone_shows_one(tmp_path: Path) -> None:
 
 
 def test_many_bad_lines_are_counted_and_the_first_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "_KEPT_BAD_RECORDS", 3)
+    monkeypatch.setattr(shard_work, "_KEPT_BAD_RECORDS", 3)
     (tmp_path / "in.jsonl").write_text('{}\n{}\n{"text": "x"}\n{}\n{}\n{}\n')
     summary = preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), SKIP)
     assert summary.num_bad_lines == 5
@@ -145,7 +146,7 @@ def test_many_bad_lines_are_counted_and_the_first_are_kept(tmp_path: Path, monke
 def test_a_line_bad_for_one_key_gives_no_document_for_any(tmp_path: Path) -> None:
     lines = [{"a": "x", "b": "y"}, {"a": "z"}, {"a": "u", "b": ""}]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    job = Job(BYTES, ("a", "b"), False, skip_bad_lines=True)
+    job = PreprocessJob(BYTES, ("a", "b"), False, skip_bad_lines=True)
     summary = preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), job)
     assert documents(tmp_path / "out_a_document") == [[*b"x"], [*b"u"]]
     assert documents(tmp_path / "out_b_document") == [[*b"y"]]
@@ -154,7 +155,7 @@ def test_a_line_bad_for_one_key_gives_no_document_for_any(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_document_that_the_index_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-    monkeypatch.setattr(work, "MAX_DOCUMENT_TOKENS", 10)
+    monkeypatch.setattr(shard_work, "MAX_DOCUMENT_TOKENS", 10)
     source = write_lines(tmp_path / "in.jsonl", ["123456789", "1234567890"])
     with pytest.raises(ValueError, match=r"in\.jsonl:2: key 'text' has 11 tokens; a document has at most 10 .*: divide it"):
         preprocess([source], str(tmp_path / "out"), JOB, engine=Engine(num_workers=workers), shard_size=40)
@@ -201,14 +202,17 @@ def test_the_tool_fails_with_file_and_line(tmp_path: Path, workers: str) -> None
         ({"inputs": ["{folder}/in.jsonl", "{folder}/*.jsonl"]}, "names .*in.jsonl twice, the second time by .*jsonl"),
         ({"inputs": ["nope://a/b.jsonl"]}, "nope://a/b.jsonl: .*nope"),
         ({"inputs": ["{folder}/empty.jsonl"]}, "no document with a token"),
-        ({"inputs": ["{folder}/notes.txt"], "job": Job(BYTES, ("title",), True)}, "plain text, whose only key is 'text'"),
+        ({"inputs": ["{folder}/notes.txt"], "job": PreprocessJob(BYTES, ("title",), True)}, "plain text, whose only key is 'text'"),
         ({"inputs": ["{folder}/no.parquet"]}, "no.parquet is no parquet file, or a damaged one"),
         ({"output_prefix": "/none/out"}, "the folder /none does not exist"),
         ({"output_prefix": "/tmp/"}, "/tmp/ is a folder"),
-        ({"job": Job(DataConfig(tokenizer_type="NullTokenizer"), ("text",), False)}, "needs --vocab-size"),
-        ({"job": Job(DataConfig(tokenizer_type="NullTokenizer", vocab_size=9), ("text",), False)}, "in.jsonl:1: 'ab' is not an id"),
-        ({"job": Job(BYTES, ("a/b",), True)}, "--json-keys a/b: .* cannot hold '/'"),
-        ({"job": Job(BYTES, ("empty",), True)}, "no document with a token for .*out_empty_document"),
+        ({"job": PreprocessJob(DataConfig(tokenizer_type="NullTokenizer"), ("text",), False)}, "needs --vocab-size"),
+        (
+            {"job": PreprocessJob(DataConfig(tokenizer_type="NullTokenizer", vocab_size=9), ("text",), False)},
+            "in.jsonl:1: 'ab' is not an id",
+        ),
+        ({"job": PreprocessJob(BYTES, ("a/b",), True)}, "--json-keys a/b: .* cannot hold '/'"),
+        ({"job": PreprocessJob(BYTES, ("empty",), True)}, "no document with a token for .*out_empty_document"),
     ],
 )
 def test_what_cannot_work_is_refused_and_leaves_nothing(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -283,7 +287,7 @@ def test_too_little_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise MemoryError
 
     source = write_lines(tmp_path / "in.jsonl")
-    monkeypatch.setattr(work._Work, "_encode", too_large)
+    monkeypatch.setattr(shard_work._Work, "_encode", too_large)
     for workers in (1, 2):
         with pytest.raises(ValueError, match=r"in\.jsonl: not enough memory for a record of it"):
             preprocess([source], str(tmp_path / "out"), SKIP, engine=Engine(num_workers=workers))
@@ -315,14 +319,14 @@ def test_a_packed_file_that_is_none(tmp_path: Path, suffix: str) -> None:
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_lines(tmp_path / "in.jsonl")
-    write = work._Work._write
+    write = shard_work._Work._write
 
-    def and_touch(self: work._Work) -> None:
+    def and_touch(self: shard_work._Work) -> None:
         os.utime(source, ns=(5, 5))
         write(self)
 
-    monkeypatch.setattr(work, "_TOKENS_AT_ONCE", 100)
-    monkeypatch.setattr(work._Work, "_write", and_touch)
+    monkeypatch.setattr(shard_work, "_TOKENS_AT_ONCE", 100)
+    monkeypatch.setattr(shard_work._Work, "_write", and_touch)
     with pytest.raises(ValueError, match=r"in\.jsonl was changed while it was read"):
         preprocess([source], str(tmp_path / "out"), JOB)
 
@@ -345,9 +349,9 @@ def test_a_full_disk_is_told_and_the_job_goes_on_when_there_is_room(
         return original(*args, **kwargs)  # type: ignore[no-any-return, operator]
 
     owner, name = {
-        "part": (work.IndexedDatasetWriter, "finalise"),
-        "report": (work.Parts, "finish"),
-        "join": (merge, "copy"),
+        "part": (shard_work.IndexedDatasetWriter, "finalise"),
+        "report": (shard_work.PartFolder, "finish"),
+        "join": (indexed_writer, "copy"),
     }[place]
     original = getattr(owner, name)
     with monkeypatch.context() as patch:
@@ -396,7 +400,7 @@ def test_a_writer_leaves_nothing_though_its_buffers_do_not_fit(tmp_path: Path) -
 def test_too_little_room_is_seen_before_the_parts_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_lines(tmp_path / "in.jsonl")
     with monkeypatch.context() as patch:
-        patch.setattr(merge.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 5000})())
+        patch.setattr(indexed_writer.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 5000})())
         with pytest.raises(ValueError, match=r"the disk has 0\.0 MB free, but .* takes 0\.0 MB\.\n.*--resume"):
             preprocess([source], str(tmp_path / "out"), JOB)
     assert written(tmp_path) == {"out.parts"}
@@ -411,7 +415,7 @@ def test_too_little_room_is_told_long_before(tmp_path: Path, monkeypatch: pytest
     for free in (2 * size, size):
         told[free] = []
         with monkeypatch.context() as patch:
-            patch.setattr(room.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": free})())  # noqa: B023
+            patch.setattr(reports.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": free})())  # noqa: B023
             preprocess([source], str(tmp_path / "out"), JOB, shard_size=done.num_bytes // 3, note=told[free].append)
     assert not [line for line in told[2 * size] if "WARNING" in line]
     (warning,) = [line for line in told[size] if "WARNING" in line]

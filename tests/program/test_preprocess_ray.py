@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.data.preprocess import on_ray, run
-from megatron.data.preprocess.job import Job
-from megatron.data.preprocess.on_ray import run_on_ray, run_shard_remotely
-from megatron.data.preprocess.parts import ShardReport
-from megatron.data.preprocess.processes import Listen
-from megatron.data.preprocess.run import Engine, preprocess
-from megatron.data.preprocess.shards import Shard
+from megatron.data.preprocess import engines
+from megatron.data.preprocess.engines import Engine, Listen, run_on_ray, run_shard_remotely
+from megatron.data.preprocess.input_shards import InputShard
+from megatron.data.preprocess.job import preprocess
+from megatron.data.preprocess.part_files import ShardReport
+from megatron.data.preprocess.shard_work import PreprocessJob
 from tests.support.bpe_trainer import encode_plainly, train_bpe, write_bpe
 from tests.support.cli import spawn_cli
 from tests.support.corpora import JOB, SKIP, TEXTS, documents, expected_of, files_of, write_lines, written
@@ -27,7 +26,7 @@ RAY = Engine("ray")
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """A cluster of two workers, which the jobs of this file share."""
-    on_ray._connect(ray, 2, None)
+    engines._connect(ray, 2, None)
     yield
     ray.shutdown()
 
@@ -41,7 +40,7 @@ def test_the_tool_finds_a_cluster_by_its_address(tmp_path: Path) -> None:
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
 
 
-def lost_at_first(job: Job, shard: Shard, folder: str) -> ShardReport | ValueError:
+def lost_at_first(job: PreprocessJob, shard: InputShard, folder: str) -> ShardReport | ValueError:
     """A worker that is lost with its first shard, and meets an error of the file system with the second."""
     for name, end in (("lost", lambda: os._exit(1)), ("failed", None)):
         try:
@@ -54,7 +53,7 @@ def lost_at_first(job: Job, shard: Shard, folder: str) -> ShardReport | ValueErr
     return run_shard_remotely(job, shard, folder)
 
 
-def never(job: Job, shard: Shard, folder: str) -> ShardReport | ValueError:
+def never(job: PreprocessJob, shard: InputShard, folder: str) -> ShardReport | ValueError:
     """A task that fails whenever it is tried."""
     with open(Path(folder).parent / "tries", "a") as file:
         file.write("x")
@@ -62,10 +61,12 @@ def never(job: Job, shard: Shard, folder: str) -> ShardReport | ValueError:
 
 
 def test_lost_workers_do_not_show_in_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_losses(job: Job, shards: list[Shard], folder: str, listen: Listen, num_workers: int, address: None) -> None:
+    def with_losses(
+        job: PreprocessJob, shards: list[InputShard], folder: str, listen: Listen, num_workers: int, address: None
+    ) -> None:
         run_on_ray(job, shards, folder, listen, num_workers, address, lost_at_first)
 
-    monkeypatch.setattr(run, "run_on_ray", with_losses)
+    monkeypatch.setattr(engines, "run_on_ray", with_losses)
     preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, engine=Engine("ray", 2), shard_size=1000)
     assert (tmp_path / "lost").exists() and (tmp_path / "failed").exists()
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
@@ -84,16 +85,18 @@ def test_bad_lines_are_told_as_by_processes_and_not_tried_again(tmp_path: Path) 
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
 
 
-def elsewhere(job: Job, shard: Shard, folder: str) -> ShardReport | ValueError:
+def elsewhere(job: PreprocessJob, shard: InputShard, folder: str) -> ShardReport | ValueError:
     """A node that does not see the folder."""
     return run_shard_remotely(job, shard, f"/elsewhere{folder}")
 
 
 def test_a_folder_that_is_not_shared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_another_node(job: Job, shards: list[Shard], folder: str, listen: Listen, num_workers: int, address: None) -> None:
+    def on_another_node(
+        job: PreprocessJob, shards: list[InputShard], folder: str, listen: Listen, num_workers: int, address: None
+    ) -> None:
         run_on_ray(job, shards, folder, listen, num_workers, address, elsewhere)
 
-    monkeypatch.setattr(run, "run_on_ray", on_another_node)
+    monkeypatch.setattr(engines, "run_on_ray", on_another_node)
     with pytest.raises(ValueError, match=r"out\.parts is not there on the node .*\n.*must be shared by all nodes, or be a URL"):
         preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, engine=RAY)
 
@@ -103,15 +106,15 @@ def test_paths_of_a_tokenizer_hold_on_other_nodes(tmp_path: Path, monkeypatch: p
     write_bpe(bpe, tmp_path)
     monkeypatch.chdir(tmp_path)
     config = DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="vocab.json", merge_file="merges.txt")
-    preprocess([write_lines(tmp_path / "in.jsonl")], "out", Job(config, ("text",), False), engine=RAY)
+    preprocess([write_lines(tmp_path / "in.jsonl")], "out", PreprocessJob(config, ("text",), False), engine=RAY)
     assert documents(tmp_path / "out_text_document") == [encode_plainly(text, bpe) for text in TEXTS]
 
 
 def test_a_task_that_always_fails_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(job: Job, shards: list[Shard], folder: str, listen: Listen, num_workers: int, address: None) -> None:
+    def failing(job: PreprocessJob, shards: list[InputShard], folder: str, listen: Listen, num_workers: int, address: None) -> None:
         run_on_ray(job, shards, folder, listen, num_workers, address, never)
 
-    monkeypatch.setattr(run, "run_on_ray", failing)
+    monkeypatch.setattr(engines, "run_on_ray", failing)
     with pytest.raises(ValueError, match=r"(?s)a task failed 4 times, at last with: .*unreachable.*--resume"):
         preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, engine=RAY)
     assert (tmp_path / "tries").read_text() == "x" * 4

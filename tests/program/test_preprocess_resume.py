@@ -18,13 +18,12 @@ from typing import Any, Literal, NoReturn
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.data.preprocess import processes, work
-from megatron.data.preprocess.job import Job
-from megatron.data.preprocess.parts import ShardReport
-from megatron.data.preprocess.processes import Listen
-from megatron.data.preprocess.run import Engine, preprocess
-from megatron.data.preprocess.shards import Shard
-from megatron.data.preprocess.work import Counts
+from megatron.data.preprocess import engines, shard_work
+from megatron.data.preprocess.engines import Engine, Listen
+from megatron.data.preprocess.input_shards import InputShard
+from megatron.data.preprocess.job import preprocess
+from megatron.data.preprocess.part_files import ShardReport
+from megatron.data.preprocess.shard_work import PreprocessJob, ShardCounts
 from tests.support.bpe_trainer import train_bpe, write_bpe
 from tests.support.cli import ROOT
 from tests.support.corpora import BYTES, JOB, SKIP, TEXTS, documents, expected_of, files_of, write_gz, write_lines, written
@@ -136,7 +135,7 @@ def test_a_signal_that_python_drops_comes_again(tmp_path: Path) -> None:
     """In a destructor exceptions are printed and forgotten."""
     code = (
         "import os, signal, sys\n"
-        "from megatron.data.preprocess import work\n"
+        "from megatron.data.preprocess import shard_work\n"
         "from tools import preprocess_data\n"
         "preprocess_data._SECONDS_TO_STOP = 0.2\n"
         "class Deaf:\n"
@@ -146,7 +145,7 @@ def test_a_signal_that_python_drops_comes_again(tmp_path: Path) -> None:
         "def add(self, number, piece):\n"
         "    Deaf()\n"
         "    while True: pass\n"
-        "work._Work.add = add\n"
+        "shard_work._Work.add = add\n"
         "sys.exit(preprocess_data.main(sys.argv[1:]))\n"
     )
     argv = ["--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type"]
@@ -159,12 +158,14 @@ def test_a_signal_that_python_drops_comes_again(tmp_path: Path) -> None:
     assert not written(tmp_path)
 
 
-def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: Sequence[str], job: Job = JOB, shards: int = 3) -> None:
+def stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: Sequence[str], job: PreprocessJob = JOB, shards: int = 3
+) -> None:
     """A job at PREFIX out that was ended after some shards."""
 
-    def run(self: Engine, job: Job, shards_: list[Shard], folder: str, listen: Listen) -> None:
+    def run(self: Engine, job: PreprocessJob, shards_: list[InputShard], folder: str, listen: Listen) -> None:
         for number, shard in enumerate(shards_[:shards]):
-            listen(number, work.run_shard(job, shard, folder))
+            listen(number, shard_work.run_shard(job, shard, folder))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -191,13 +192,13 @@ def test_what_was_half_written_goes_before_the_work_begins(tmp_path: Path, monke
 def made_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Will hold the files of each shard that is made."""
     made: list[str] = []
-    add = work._Work.add
+    add = shard_work._Work.add
 
-    def note(self: work._Work, number: int, piece: Any) -> None:
+    def note(self: shard_work._Work, number: int, piece: Any) -> None:
         made.append(f"{Path(piece.path).name}@{piece.begin}")
         add(self, number, piece)
 
-    monkeypatch.setattr(work._Work, "add", note)
+    monkeypatch.setattr(shard_work._Work, "add", note)
     return made
 
 
@@ -246,35 +247,35 @@ def test_other_settings_are_refused_with_the_difference(tmp_path: Path, monkeypa
     bpe = train_bpe(TEXTS[0], 30)
     vocab, merges = write_bpe(bpe, tmp_path)
     config = DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
-    stopped(tmp_path, monkeypatch, sources, Job(config, ("text",), True))
+    stopped(tmp_path, monkeypatch, sources, PreprocessJob(config, ("text",), True))
 
-    def refusal(job: Job, shard_size: int | None = None) -> str:
+    def refusal(job: PreprocessJob, shard_size: int | None = None) -> str:
         with pytest.raises(ValueError, match=r"--resume: .* belongs to a job with other settings") as caught:
             preprocess(sources, str(tmp_path / "out"), job, shard_size=shard_size, start="resume")
         return str(caught.value)
 
-    assert "json keys was ['text'], now ['title']" in refusal(Job(config, ("title",), True))
-    assert "append eod was True, now False" in refusal(Job(config, ("text",), False))
+    assert "json keys was ['text'], now ['title']" in refusal(PreprocessJob(config, ("title",), True))
+    assert "append eod was True, now False" in refusal(PreprocessJob(config, ("text",), False))
     assert "tokenizer type was 'GPT2BPETokenizer', now 'ByteTokenizer'" in refusal(JOB)
-    assert "shard size was 600, now 601" in refusal(Job(config, ("text",), True), 601)
+    assert "shard size was 600, now 601" in refusal(PreprocessJob(config, ("text",), True), 601)
     ids = json.loads(vocab.read_text())
     swap = {ids["1"]: ids["2"], ids["2"]: ids["1"]}
     ids = {token: swap.get(id, id) for token, id in ids.items()}
     (tmp_path / "other.json").write_text(json.dumps(ids))
     other = dataclasses.replace(config, vocab_file=str(tmp_path / "other.json"))
-    assert "vocab file was " in refusal(Job(other, ("text",), True))
+    assert "vocab file was " in refusal(PreprocessJob(other, ("text",), True))
     original = vocab.read_text()
     vocab.write_text(json.dumps(ids))
-    preprocess(sources, str(tmp_path / "swapped"), Job(config, ("text",), True))
+    preprocess(sources, str(tmp_path / "swapped"), PreprocessJob(config, ("text",), True))
     vocab.write_text(original)
-    preprocess(sources, str(tmp_path / "own"), Job(config, ("text",), True))
+    preprocess(sources, str(tmp_path / "own"), PreprocessJob(config, ("text",), True))
     swapped = [[swap.get(id, id) for id in document] for document in documents(tmp_path / "swapped_text_document")]
     assert documents(tmp_path / "own_text_document") == swapped != documents(tmp_path / "swapped_text_document"), (
         "the tokenizer is that of the files as they are now"
     )
     vocab.rename(tmp_path / "moved.json")
     moved = dataclasses.replace(config, vocab_file=str(tmp_path / "moved.json"))
-    assert preprocess(sources, str(tmp_path / "out"), Job(moved, ("text",), True), start="resume").num_kept == 3
+    assert preprocess(sources, str(tmp_path / "out"), PreprocessJob(moved, ("text",), True), start="resume").num_kept == 3
 
 
 @pytest.mark.parametrize("content", [None, "", "[]"])
@@ -310,7 +311,7 @@ def test_two_runs_of_one_job_do_not_meet(
 ) -> None:
     sources = [write_lines(tmp_path / "in.jsonl")]
 
-    def second(self: Engine, job: Job, shards: list[Shard], folder: str, listen: Listen) -> NoReturn:
+    def second(self: Engine, job: PreprocessJob, shards: list[InputShard], folder: str, listen: Listen) -> NoReturn:
         with pytest.raises(ValueError, match=r"out\.parts: another run works on this job now"):
             preprocess(sources, str(tmp_path / "out"), JOB, start=start)
         raise KeyboardInterrupt
@@ -335,14 +336,14 @@ def test_a_worker_that_dies_is_told_and_the_job_goes_on(
 ) -> None:
     sources = [write_lines(tmp_path / "in.jsonl"), write_lines(tmp_path / "deadly.jsonl", OTHERS)]
 
-    def run_shard(job: Job, shard: Shard, *args: Any) -> ShardReport:
+    def run_shard(job: PreprocessJob, shard: InputShard, *args: Any) -> ShardReport:
         if "deadly" in shard.pieces[0].path:
             time.sleep(0.1)
             end()
-        return work.run_shard(job, shard, *args)
+        return shard_work.run_shard(job, shard, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(processes, "run_shard", run_shard)
+        patch.setattr(engines, "run_shard", run_shard)
         with pytest.raises(ValueError, match=rf"a worker process {told} .*\n.*--resume, and fewer workers than 2"):
             preprocess(sources, str(tmp_path / "out"), JOB, engine=Engine(num_workers=2), shard_size=1000)
     summary = preprocess(sources, str(tmp_path / "out"), JOB, start="resume")
@@ -354,22 +355,22 @@ def test_a_fault_of_ours_in_a_worker_shows_its_traceback(tmp_path: Path, monkeyp
     def run_shard(*args: object) -> NoReturn:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(processes, "run_shard", run_shard)
+    monkeypatch.setattr(engines, "run_shard", run_shard)
     with pytest.raises(RuntimeError, match=r"(?s)a worker failed:\nTraceback.*ZeroDivisionError: ours"):
         preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, engine=Engine(num_workers=2))
 
 
 def test_counts_of_a_shard_under_way_reach_the_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A packed file is one shard, and may take hours."""
-    monkeypatch.setattr(work, "_SECONDS_BETWEEN_COUNTS", 0.0)
-    monkeypatch.setattr(work, "_TOKENS_AT_ONCE", 100)
-    heard: list[Counts] = []
-    engine, job = Engine(num_workers=2), Job(BYTES, ("text",), True)
+    monkeypatch.setattr(shard_work, "_SECONDS_BETWEEN_COUNTS", 0.0)
+    monkeypatch.setattr(shard_work, "_TOKENS_AT_ONCE", 100)
+    heard: list[ShardCounts] = []
+    engine, job = Engine(num_workers=2), PreprocessJob(BYTES, ("text",), True)
     run = Engine.run
 
-    def listening(self: Engine, job: Job, shards: list[Shard], folder: str, listen: Listen) -> None:
-        def both(number: int, found: Counts | ShardReport) -> None:
-            if isinstance(found, Counts):
+    def listening(self: Engine, job: PreprocessJob, shards: list[InputShard], folder: str, listen: Listen) -> None:
+        def both(number: int, found: ShardCounts | ShardReport) -> None:
+            if isinstance(found, ShardCounts):
                 heard.append(found)
             listen(number, found)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron.data.batches import DocumentRules
 from megatron.data.mock import MockDataset
+from megatron.data.samples import DocumentRules
 from megatron.parallel.topology import Topology
 from megatron.spec.schedules import placement
 from megatron.training.batches import reads_samples

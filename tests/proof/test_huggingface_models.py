@@ -11,8 +11,8 @@ import torch
 from megatron.checkpoint.huggingface.export import export
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 from megatron.checkpoint.source import WeightSource
-from megatron.inference.logits import sequence_logits
-from megatron.inference.model import model_from
+from megatron.inference.forward import sequence_logits
+from megatron.inference.model_from_source import model_from
 from megatron.parallel.boxes import Box
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.model import logits as reference_logits

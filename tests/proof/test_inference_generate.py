@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.inference.decoder import Decoder
-from megatron.inference.generate import Request, generate, generate_all
-from megatron.inference.model import model_from
-from megatron.inference.sampling import Sampling
+from megatron.inference.forward import Decoder
+from megatron.inference.generate import GenerationRequest, Sampling, generate, generate_all
+from megatron.inference.model_from_source import model_from
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
@@ -82,7 +81,9 @@ def test_the_same_text_at_every_layout(layout: Layout) -> None:
     def texts(rank: int, layout: Layout = layout) -> Any:
         context = context_of(layout, rank)
         model = build(shape, context)
-        return [generate_all(model, context, Request(PROMPTS, 10, sampling, num_samples=2)) for sampling in (GREEDY, drawn)]
+        return [
+            generate_all(model, context, GenerationRequest(PROMPTS, 10, sampling, num_samples=2)) for sampling in (GREEDY, drawn)
+        ]
 
     found = run_ranks(layout.world_size, texts)
     greedy, sampled = found[0]
@@ -95,23 +96,25 @@ def test_the_same_text_at_every_layout(layout: Layout) -> None:
 def test_a_sequence_does_not_depend_on_what_is_beside_it(alone: ParallelContext) -> None:
     shape = SHAPES["gpt2"]
     model, sampling = build(shape, alone), Sampling(temperature=2.0, seed=3)
-    together = generate_all(model, alone, Request(PROMPTS, 12, sampling, num_samples=3))
+    together = generate_all(model, alone, GenerationRequest(PROMPTS, 12, sampling, num_samples=3))
     for number, prompt in enumerate(PROMPTS):
-        apart = generate_all(model, alone, Request([prompt], 12, sampling, num_samples=2, first_prompt=number))
+        apart = generate_all(model, alone, GenerationRequest([prompt], 12, sampling, num_samples=2, first_prompt=number))
         assert apart == together[3 * number : 3 * number + 2]
-    assert together != generate_all(model, alone, Request(PROMPTS, 12, dataclasses.replace(sampling, seed=4), num_samples=3))
+    assert together != generate_all(
+        model, alone, GenerationRequest(PROMPTS, 12, dataclasses.replace(sampling, seed=4), num_samples=3)
+    )
 
 
 def test_the_end_of_a_document_ends_a_sequence(alone: ParallelContext) -> None:
     """Only that one; the others go on, unchanged, until all have ended."""
     shape = SHAPES["llama"]
     model = build(shape, alone)
-    free = generate_all(model, alone, Request(PROMPTS, 12, GREEDY))
+    free = generate_all(model, alone, GenerationRequest(PROMPTS, 12, GREEDY))
     end = next(id for id in free[0][3:11] if all(id != ids[0] for ids in free))
     expected = [ids[: ids.index(end)] if end in ids else ids for ids in free]
     assert [] not in expected and len(expected[0]) < 12
-    assert generate_all(model, alone, Request(PROMPTS, 12, GREEDY, eod=end)) == expected
-    steps = list(generate(model, alone, Request(PROMPTS[:1], 12, GREEDY, eod=end)))
+    assert generate_all(model, alone, GenerationRequest(PROMPTS, 12, GREEDY, eod=end)) == expected
+    steps = list(generate(model, alone, GenerationRequest(PROMPTS[:1], 12, GREEDY, eod=end)))
     assert steps == [*([id] for id in expected[0]), [None]]
 
 
@@ -121,9 +124,9 @@ def test_ids_without_a_text_are_never_chosen(alone: ParallelContext) -> None:
     model = build(shape, alone)
     with torch.no_grad():
         model.params["embedding.word.weight"].param.mul_(1e-3)  # scores near 0, as those of padding
-    free = generate_all(model, alone, Request(PROMPTS, 16, Sampling(temperature=50.0), num_samples=8))
+    free = generate_all(model, alone, GenerationRequest(PROMPTS, 16, Sampling(temperature=50.0), num_samples=8))
     assert max(max(ids) for ids in free) < VOCAB
-    fewer = generate_all(model, alone, Request(PROMPTS, 16, Sampling(temperature=50.0), num_samples=8, num_ids=20))
+    fewer = generate_all(model, alone, GenerationRequest(PROMPTS, 16, Sampling(temperature=50.0), num_samples=8, num_ids=20))
     assert max(max(ids) for ids in fewer) < 20 <= max(max(ids) for ids in free)
 
 
@@ -136,7 +139,7 @@ def test_what_memory_held_before_does_not_matter(alone: ParallelContext, monkeyp
         return plain(self, *args, **named).fill_(torch.nan)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-    found = generate_all(build(shape, alone), alone, Request(PROMPTS, 8, GREEDY))
+    found = generate_all(build(shape, alone), alone, GenerationRequest(PROMPTS, 8, GREEDY))
     assert found == [by_recomputation(shape, prompt, 8)[0] for prompt in PROMPTS]
 
 
@@ -146,4 +149,4 @@ def test_what_memory_held_before_does_not_matter(alone: ParallelContext, monkeyp
 )
 def test_what_cannot_be_generated(alone: ParallelContext, prompts: list[list[int]], count: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        next(generate(build(SHAPES["gpt2"], alone), alone, Request(prompts, count, GREEDY)))
+        next(generate(build(SHAPES["gpt2"], alone), alone, GenerationRequest(prompts, count, GREEDY)))

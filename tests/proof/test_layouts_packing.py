@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.data.batches import DocumentRules
+from megatron.data.samples import DocumentRules
 from megatron.verification.reference.model import Batch, Rules
 from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.covering import covering, product

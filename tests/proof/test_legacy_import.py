@@ -11,8 +11,8 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
-from megatron.inference.logits import sequence_logits
-from megatron.inference.model import model_from
+from megatron.inference.forward import sequence_logits
+from megatron.inference.model_from_source import model_from
 from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import megatron.data_parallel.fsdp  # noqa: F401  # as well
 from megatron.config.cli import load
 from megatron.config.config import Config
-from megatron.data.batches import DocumentRules
+from megatron.data.samples import DocumentRules
 from megatron.model.build import Model, build_model, model_dtype
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import make_grad_scaler

@@ -12,12 +12,12 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.preprocess.job import Job
+from megatron.data.preprocess.shard_work import PreprocessJob
 
 BYTES = DataConfig(tokenizer_type="ByteTokenizer")
 EOD = 256
-JOB = Job(BYTES, ("text",), append_eod=True)
-SKIP = Job(BYTES, ("text",), append_eod=True, skip_bad_lines=True)
+JOB = PreprocessJob(BYTES, ("text",), append_eod=True)
+SKIP = PreprocessJob(BYTES, ("text",), append_eod=True, skip_bad_lines=True)
 
 TEXTS = [f"Document {number}: the größte 東京 of {number * number}\n\ttabs \u2028 and lines" for number in range(40)]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
 from megatron.config.training import OptimizerConfig
-from megatron.data.batches import DocumentRules
+from megatron.data.samples import DocumentRules
 from megatron.model.build import Model, build_model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import ConstantGradScaler, GradScaler

@@ -9,7 +9,7 @@ import torch
 
 from megatron.config.cli import LoadedConfig, load
 from megatron.config.config import Config
-from megatron.data.tokenizers.build import planned_rows
+from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.model.build import Model, build_model, model_dtype
 from megatron.optimizer.grad_scaler import make_grad_scaler
 from megatron.parallel.context import ParallelContext, make_context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.batches import Piece
+from megatron.data.samples import SamplePiece
 
 
 class Windows:
@@ -23,9 +23,9 @@ class Windows:
         assert first + count <= len(self.rows), "there are no such samples"
         return self.rows[first : first + count].copy()
 
-    def lineage(self, number: int) -> list[Piece]:
+    def lineage(self, number: int) -> list[SamplePiece]:
         """One document a row."""
-        return [Piece("windows", number, 0, self.seq_length + 1)]
+        return [SamplePiece("windows", number, 0, self.seq_length + 1)]
 
     def describe(self, num_samples: int) -> list[str]:
         """How many there are."""

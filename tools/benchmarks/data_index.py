@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config.data import DataOrder
-from megatron.data.blends.blend import Blend
-from megatron.data.blends.greedy_choices import greedy_choices
-from megatron.data.cache.index_cache import MIN_ENTRIES, cache_for
+from megatron.data.blend import Blend
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.index_cache import MIN_ENTRIES, cache_for
 from megatron.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.megatron_blend import greedy_choices
 
 MAX_BUILD_S = 10.0
 MAX_BUILD_MB = 1000.0

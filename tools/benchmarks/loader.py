@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron.data.batches import DocumentRules, SampleSource
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.samples import DocumentRules, SampleSource
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.data import DataConfig
-from megatron.data.merge import copy
-from megatron.data.preprocess.job import Job
-from megatron.data.preprocess.run import Engine, preprocess
+from megatron.data.indexed_writer import copy
+from megatron.data.preprocess.engines import Engine
+from megatron.data.preprocess.job import preprocess
+from megatron.data.preprocess.shard_work import PreprocessJob
 
 BARE, LOOP, TWO, MEMORY_MB = 0.85, 3.0, 1.8, 300.0
 """Asked for: at least this share of tiktoken's speed, so many times that of a plain loop of tokenizers and, with two workers, that
@@ -117,7 +118,7 @@ def show(times: dict[str, list[float]], megabytes: float, bound: float) -> bool:
 
 def tool(corpus: Path, output: Path, config: DataConfig, workers: int) -> Callable[[], object]:
     """The whole of preprocessing, from the file to the joined dataset."""
-    job, engine = Job(config, ("text",), append_eod=True), Engine(num_workers=workers)
+    job, engine = PreprocessJob(config, ("text",), append_eod=True), Engine(num_workers=workers)
     return lambda: preprocess([str(corpus)], str(output), job, engine=engine)
 
 
@@ -198,7 +199,7 @@ def run(settings: Settings) -> bool:
     Raises:
         ValueError: tokenizers is not installed, which trains the vocabulary.
     """
-    from megatron.data.tokenizer_training.train import train
+    from megatron.data.tokenizer_training import train
 
     documents = texts(settings.megabytes)
     with tempfile.TemporaryDirectory(prefix="bench-preprocessing-") as name:

@@ -14,9 +14,9 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.source import TensorInfo, WeightSource
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
-from megatron.data.tokenizers.build import build_tokenizer
-from megatron.inference.logits import sequence_logits
-from megatron.inference.model import model_from
+from megatron.data.tokenizers.tokenizer import build_tokenizer
+from megatron.inference.forward import sequence_logits
+from megatron.inference.model_from_source import model_from
 from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology

@@ -104,7 +104,7 @@ def _open(args: argparse.Namespace) -> tuple[WeightSource, DataConfig | None]:
     """The weights and the tokenizer; the vocabulary of a checkpoint of Megatron-LM without its padding."""
     from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
     from megatron.checkpoint.open_source import open_source
-    from megatron.data.tokenizers.build import build_tokenizer
+    from megatron.data.tokenizers.tokenizer import build_tokenizer
 
     source = open_source(args.source, args.step)
     is_legacy = isinstance(source, LegacyCheckpoint)

@@ -1,81 +1,214 @@
-"""What a job does with every record, and the settings by which a later run knows its shards again."""
+"""A whole job: find the inputs, cut them into shards, have them made, join the parts."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+import os
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
-import xxhash
+from megatron.data.indexed_writer import join
+from megatron.data.preprocess import storage
+from megatron.data.preprocess.engines import Engine, ShardError
+from megatron.data.preprocess.input_shards import InputFile, InputShard, Kind, cut, default_shard_size, find_sources
+from megatron.data.preprocess.part_files import PartFolder, ShardReport
+from megatron.data.preprocess.reports import DiskRoom, Meter, Summary, bad_lines, records_before, write_bad_lines
+from megatron.data.preprocess.shard_work import PreprocessJob, ShardCounts, file_digests, settings
+from megatron.data.preprocess.storage import BadShardError, NoDocumentError, told_where_no_room
+from megatron.data.preprocess.text_records import place
 
-from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
-from megatron.data.indexed_dataset import token_dtype
-from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.protocol import Tokenizer
-
-FORMAT = 1
-"""Of part files and reports; those of another format are not taken up again."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to do with each record; every worker has a copy."""
-
-    tokenizer: DataConfig
-    """Only its tokenizer settings are read."""
-    keys: tuple[str, ...]
-    append_eod: bool
-    skip_bad_lines: bool = False
-    """Leave out records that cannot be used, instead of stopping at the first."""
+_RESUME = "Go on with --resume: finished shards are kept."
+_ON_DISK = f"Make room there. {_RESUME}"
 
 
-def tokenizer_of(job: Job) -> tuple[Tokenizer, type[np.integer]]:
-    """The tokenizer and the type in which its ids are written; made once in a process, and inherited by forked ones."""
-    return _make(job.tokenizer, file_digests(job.tokenizer))
+def preprocess(
+    inputs: Sequence[str],
+    output_prefix: str,
+    job: PreprocessJob,
+    *,
+    input_format: Kind | None = None,
+    engine: Engine | None = None,
+    shard_size: int | None = None,
+    start: Literal["new", "resume", "restart"] = "new",
+    note: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Summary:
+    """Write ``<output_prefix>_<key>_document.bin`` and ``.idx`` for each key; the same bytes for every engine and shard size.
 
+    Work under way lies in the folder ``<output_prefix>.parts``, and stays there if the job is ended by whatever means. The memory
+    of a worker is bounded by its longest record (of parquet, its largest row group).
 
-@functools.lru_cache(maxsize=1)
-def _make(config: DataConfig, digests: tuple[tuple[str, str], ...]) -> tuple[Tokenizer, type[np.integer]]:
-    tokenizer = build_tokenizer(config)
-    tokenizer.encode_array("")  # some encoders are made at their first use
-    return tokenizer, token_dtype(tokenizer.vocab_size)
+    Args:
+        inputs: files, folders, patterns and URLs, read in this order.
+        output_prefix: a path, whose folder must exist, or a URL.
+        job: keys and tokenizer.
+        input_format: what all files are; None: what their names say.
+        engine: who does the work; None: this process.
+        shard_size: in bytes of the input; None: that of the job that is resumed, or about a thousandth of the input.
+        start: what to do with the folder of an earlier job: refuse it (new), go on with it or remove it.
+        note: given lines for the log.
+        progress: given a line every few seconds.
 
-
-@functools.lru_cache(maxsize=1)
-def file_digests(config: DataConfig) -> tuple[tuple[str, str], ...]:
-    """Name and content of each setting that is a file of the tokenizer; looked at again after `file_digests.cache_clear()`."""
-    given = ((name, getattr(config, name)) for name in TOKENIZER_FILES)
-    return tuple((name, digest(path)) for name, path in given if path is not None and Path(path).exists())
-
-
-def settings(job: Job) -> dict[str, object]:
-    """All that decides what a shard becomes, its inputs apart; files by their content.
-
-    How bad lines are met is not among them: a shard without any is the same either way.
+    Raises:
+        ValueError: an input that is missing, damaged or bad, a tokenizer that cannot be built, an earlier job that was not
+            mentioned or is another one, a full disk, or no document at all.
     """
-    tokenizer, dtype = tokenizer_of(job)
-    kind = job.tokenizer.tokenizer_type or ""
-    contents = dict(file_digests(job.tokenizer))
-    return {
-        "format": FORMAT,
-        "json keys": list(job.keys),
-        "append eod": job.append_eod,
-        "tokenizer type": kind,
-        **{name.replace("_", " "): contents.get(name, getattr(job.tokenizer, name)) for name in tokenizer_settings(kind)},
-        "number of token ids": tokenizer.vocab_size,
-        "eod id": tokenizer.eod,
-        "token type": np.dtype(dtype).name,
-    }
+    if output_prefix.endswith("/"):
+        raise ValueError(f"--output-prefix {output_prefix} is a folder.\n  Add the beginning of the names of the files in it.")
+    if any("/" in key for key in job.keys):
+        raise ValueError(f"--json-keys {' '.join(job.keys)}: a key becomes a part of a file's name, and cannot hold '/'.")
+    output_prefix = storage.normal(output_prefix)
+    if not storage.is_url(output_prefix) and not Path(output_prefix).parent.is_dir():
+        raise ValueError(
+            f"--output-prefix {output_prefix}: the folder {Path(output_prefix).parent} does not exist.\n  Make it first."
+        )
+    bad_lines_file = f"{output_prefix}_bad_lines.txt"
+    sources, notes = find_sources(inputs, input_format, own=[bad_lines_file])
+    for line in notes:
+        note(line)
+    parts = PartFolder(f"{output_prefix}.parts", len(job.keys))
+    if start == "restart" and parts.settings() is not None:
+        with parts.lock():
+            parts.remove()
+    shards = _prepare(parts, job, sources, shard_size, start, note)
+    with parts.lock(), told_where_no_room(parts.folder, _ON_DISK):
+        parts.remove_unfinished()
+        try:
+            summary, reports = _make(parts, job, shards, engine or Engine(), output_prefix, note, progress)
+            _join(parts, shards, reports, job, summary, note)
+            write_bad_lines(parts, shards, reports, bad_lines_file, summary)
+        except BaseException as error:
+            parts.remove_unfinished()
+            if isinstance(error, NoDocumentError) or parts.is_bare():
+                parts.remove()  # nothing that would be worth --resume
+            raise
+        parts.remove()
+    return summary
 
 
-def digest(path: str | Path) -> str:
-    """xxh3 of a file's content, or of all files of a folder with their names."""
-    if Path(path).is_dir():
-        files = sorted(file for file in Path(path).iterdir() if file.is_file())
-        return xxhash.xxh3_128_hexdigest("".join(f"{file.name}\0{digest(file)}\0" for file in files).encode())
-    state = xxhash.xxh3_128()
-    with Path(path).open("rb") as file:
-        while block := file.read(1 << 20):
-            state.update(block)
-    return state.hexdigest()
+def _prepare(
+    parts: PartFolder,
+    job: PreprocessJob,
+    sources: Sequence[InputFile],
+    shard_size: int | None,
+    start: str,
+    note: Callable[[str], None],
+) -> list[InputShard]:
+    """The shards, once the folder is there and belongs to this job."""
+    earlier = parts.settings()
+    if earlier is None and start == "resume":
+        note(f"{parts.folder} is not there: nothing to go on with, so this is a new job")
+    if earlier is not None and start == "new":
+        raise ValueError(
+            f"{parts.folder} is there: the work of a job that did not end.\n"
+            "  Go on with it by --resume, or remove it and start anew by --restart."
+        )
+    file_digests.cache_clear()  # they may have changed since another job of this process
+    wanted = settings(job)
+    if earlier == {} and not parts.is_bare():
+        raise ValueError(f"--resume: {parts.folder} does not say what job it belongs to.\n  Remove it and start anew by --restart.")
+    if earlier:
+        changed = [
+            f"{name} was {earlier.get(name)!r}, now {wanted.get(name)!r}"
+            for name in {**earlier, **wanted}
+            if name != "shard size" and earlier.get(name) != wanted.get(name)
+        ]
+        if shard_size is not None and shard_size != earlier.get("shard size"):
+            changed.append(f"shard size was {earlier.get('shard size'):,}, now {shard_size:,}")
+        if changed:
+            raise ValueError(
+                f"--resume: {parts.folder} belongs to a job with other settings: {'; '.join(changed)}.\n"
+                "  Give the same settings, or remove the folder and start anew by --restart."
+            )
+        shard_size = int(str(earlier["shard size"]))
+    size = shard_size or default_shard_size(sources)
+    shards = cut(sources, size, job.keys)
+    note(f"files: {len(sources):,}, {sum(source.size for source in sources) / 1e6:,.1f} MB; shards: {len(shards):,}")
+    whole = [source for source in sources if source.kind in ("jsonl.gz", "jsonl.zst") and source.size > size]
+    if whole:
+        note(
+            f"packed files that cannot be divided: {len(whole):,}, for example {whole[0].path}; "
+            "each keeps one worker busy to its end (smaller files, or plain jsonl, use all workers)"
+        )
+    parts.make({**wanted, "shard size": size})
+    return shards
+
+
+def _make(
+    parts: PartFolder,
+    job: PreprocessJob,
+    shards: Sequence[InputShard],
+    engine: Engine,
+    output_prefix: str,
+    note: Callable[[str], None],
+    progress: Callable[[str], None],
+) -> tuple[Summary, dict[int, ShardReport]]:
+    """Have all shards made. Returns the reports without their bad records, which may be many."""
+    summary = Summary(tuple(f"{output_prefix}_{key}_document" for key in job.keys))
+    reports: dict[int, ShardReport] = {}
+    meter = Meter(shards, progress)
+    room = DiskRoom(parts.folder, sum(shard.num_bytes for shard in shards), note)
+
+    def listen(number: int, found: ShardCounts | ShardReport) -> None:
+        meter.listen(number, found)
+        if isinstance(found, ShardReport):
+            room.listen(found)
+            found.bad = []
+            reports[number] = found
+
+    try:
+        engine.run(job, shards, parts.folder, listen)
+    except ShardError as failed:
+        if not isinstance(failed.error, BadShardError):
+            raise failed.error from failed
+        error = failed.error
+        piece = shards[failed.shard].pieces[error.piece]
+        where = place(piece.path, piece.kind, records_before(shards, reports, failed.shard, error.piece) + error.record)
+        raise ValueError(
+            f"{where}: {error.reason}\n  Mend it, or leave such records out with --on-error skip. No dataset is written; "
+            "finished shards are kept for --resume (those of files that change are made again)."
+        ) from failed
+    summary.num_kept = sum(not report.new for report in reports.values())
+    if summary.num_kept:
+        note(f"shards finished by an earlier run: {summary.num_kept:,} of {len(shards):,}")
+    for report in reports.values():
+        summary.num_bytes += report.num_bytes
+        summary.num_documents += sum(report.num_documents)
+        summary.num_tokens += report.num_tokens
+        summary.num_empty += report.num_empty
+        summary.num_bad_lines += report.num_bad
+    return summary, reports
+
+
+def _join(
+    parts: PartFolder,
+    shards: Sequence[InputShard],
+    reports: dict[int, ShardReport],
+    job: PreprocessJob,
+    summary: Summary,
+    note: Callable[[str], None],
+) -> None:
+    """Put the parts together; a dataset behind a URL is joined here first and then uploaded, the index last."""
+    for key, prefix in enumerate(summary.prefixes):
+        if not sum(report.num_documents[key] for report in reports.values()):
+            told = f"no document with a token for {prefix} (key {job.keys[key]!r}). No dataset is written."
+            if summary.num_bad_lines:
+                first = next(bad_lines(parts, shards, reports))
+                told += f"\n  {summary.num_bad_lines:,} bad records were left out, the first: {first}"
+            raise NoDocumentError(told)
+    note(f"joining the parts into {' and '.join(summary.prefixes)}")
+    for key, prefix in enumerate(summary.prefixes):
+        names = [parts.prefix(shard.name, key) for number, shard in enumerate(shards) if reports[number].num_documents[key]]
+        if not storage.is_url(prefix):
+            join(names, prefix, parts.folder, _RESUME)  # there what a killed run leaves is removed
+            continue
+        with tempfile.TemporaryDirectory(prefix="preprocess-") as folder, told_where_no_room(folder, _ON_DISK):
+            local = [f"{folder}/{os.path.basename(name)}" for name in names]
+            for name, path in zip(names, local, strict=True):
+                for suffix in (".bin", ".idx"):
+                    storage.download(name + suffix, path + suffix)
+            join(local, f"{folder}/joined", remedy=_RESUME)
+            storage.remove(f"{prefix}.idx")
+            for suffix in (".bin", ".idx"):
+                storage.upload(f"{folder}/joined{suffix}", prefix + suffix)

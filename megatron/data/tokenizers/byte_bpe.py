@@ -6,12 +6,15 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.tokenizers.bpe_rules import ByteVocabulary, NotExactError
-from megatron.data.tokenizers.tiktoken_encoder import TiktokenEncoder
+from megatron.data.tokenizers.bpe_rules import ByteVocabulary, NotExactError, pieces
+
+if TYPE_CHECKING:
+    from tiktoken import Encoding
 
 
 class ByteBPETokenizer:
@@ -85,3 +88,71 @@ class ByteBPETokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; bytes that are not UTF-8 (a cut character) show as U+FFFD, ids without a text are left out."""
         return b"".join(self._bytes.get(int(id), b"") for id in ids).decode("utf-8", errors="replace")
+
+
+# Letters of all cases and scripts, marks, numbers, signs, blanks, line ends and control characters.
+_PROBE = (
+    "The quick brown fox isn't 12,345 years old; SHE'LL say I'M here...\n\n  naïve Größe, 東京都 ½ Ⅳ ١٢٣ \U0001f600\u200d\U0001f4bb"
+    "\tdef f(x):\r\n    return x**2  # e\u0301 \u01c5 \u02b0\u00a0\u3000b\n \n\r\r\x00\x7f<|x|>a_b/c\\d\u200e..  "
+)
+
+_LONGEST_BLANK = 500_000  # tiktoken gives up at a million
+_TOO_LONG_BLANK = re.compile(rf"(?<!\s)\s{{{_LONGEST_BLANK}}}")  # from the start of a run only: linear in the text
+
+_GROUP_REFERENCE = re.compile(r"\\[1-9]|\\k|\(\?P?[<'=]\w")  # the pattern stands twice in tiktoken's
+
+
+class TiktokenEncoder:
+    """Ids of texts by tiktoken.
+
+    In it the number of a token is its rank in joining, which need not be its id, so ids are looked up after.
+
+    Raises:
+        NotExactError: tiktoken refuses the pattern, or does not do with a probe text what the files say.
+    """
+
+    def __init__(self, vocabulary: ByteVocabulary) -> None:
+        import regex
+        import tiktoken
+
+        self._pattern = pattern = vocabulary.pattern
+        if _GROUP_REFERENCE.search(pattern):
+            raise NotExactError(f"the pattern {pattern!r} names a group")
+        self._ranks = vocabulary.rules.priorities()
+        self._table = np.zeros(max(self._ranks.values()) + 1, np.uint32)
+        self._table[list(self._ranks.values())] = [vocabulary.ids[token] for token in self._ranks]
+        self._ids_are_ranks = all(vocabulary.ids[token] == rank for token, rank in self._ranks.items())
+        try:
+            # tiktoken drops what lies between two matches, so that is matched too.
+            self._encoding = self._encoding_of(rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+")
+            expected = vocabulary.encode_plainly(_PROBE)
+        except (regex.error, ValueError) as error:
+            raise NotExactError(f"the pattern {pattern!r} is refused: {error}") from error
+        found = self.encode(_PROBE).tolist()
+        if found != expected:
+            raise NotExactError(f"tiktoken {tiktoken.__version__} gives {found} for a probe text, the file's own rules {expected}")
+
+    def _encoding_of(self, pattern: str) -> Encoding:
+        from tiktoken import Encoding
+
+        # Without any special token tiktoken looks for an empty one at each place: half the speed. This one is never allowed.
+        never = {"<|never|>": max(self._ranks.values()) + 1}
+        return Encoding("local", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=never)
+
+    @cached_property
+    def _whole(self) -> Encoding:
+        """Takes any text as one piece."""
+        return self._encoding_of(r"[\s\S]+")
+
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        """Ids of a text in which nothing is special.
+
+        Raises:
+            UnicodeEncodeError: half a surrogate pair in the text.
+        """
+        if len(text) >= _LONGEST_BLANK and _TOO_LONG_BLANK.search(text):
+            encoded = [self._whole.encode_to_numpy(piece, disallowed_special=()) for piece in pieces(self._pattern, text)]
+            ranks = np.concatenate(encoded)
+        else:
+            ranks = self._encoding.encode_to_numpy(text, disallowed_special=())
+        return ranks if self._ids_are_ranks else self._table[ranks]

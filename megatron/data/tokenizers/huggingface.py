@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.tokenizers.bpe_rules import NotExactError
-from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
-from megatron.data.tokenizers.special_tokens import find_special_ids
-from megatron.data.tokenizers.tiktoken_encoder import TiktokenEncoder
-from megatron.data.tokenizers.tokenizer_json import byte_vocabulary, read_tokenizer_json
-from megatron.data.tokenizers.tokenizers_library import LibraryTokenizer
+from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer, TiktokenEncoder
+from megatron.data.tokenizers.tokenizer_json import (
+    SpecialIds,
+    TokenizerJson,
+    byte_vocabulary,
+    find_special_ids,
+    merge_parts,
+    read_tokenizer_json,
+    spells_all_bytes,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -78,3 +86,89 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special ones have none."""
         return self.backend.decode(ids)
+
+
+class LibraryTokenizer:
+    """A tokenizer.json run by the `tokenizers` library.
+
+    Special tokens written out in a text are ordinary text, as everywhere here: the library is told so, and the end of a document
+    gets a name in it that no text has. What ``decode`` gives back of a text is the file's own affair.
+
+    Args:
+        file: The file.
+        special: The ids with a role.
+        reason: Why tiktoken does not do, for messages.
+
+    Raises:
+        ValueError: the library is not installed or refuses the file, or ordinary text could give the end of a document.
+    """
+
+    def __init__(self, file: TokenizerJson, special: SpecialIds, reason: str) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ValueError(
+                f"--tokenizer-model {file.path} needs the tokenizers library ({reason}), which is not installed.\n"
+                '  Install it: pip install "megatron-3d[tokenizers]"'
+            ) from error
+        self._source = f"--tokenizer-model {file.path}"
+        self.vocab_size = max(file.ids.values()) + 1
+        self.eod, self.bos, self.pad = special.eod, special.bos, special.pad
+        self._special_ids = {special.eod, special.bos, special.pad} | {token["id"] for token in file.added if token.get("special")}
+        document = _without_end(file, special.eod, self._source)
+        try:
+            self._tokenizer = Tokenizer.from_str(json.dumps(document))
+        except Exception as error:  # the library raises this very class
+            raise ValueError(f"{self._source} is not a tokenizer.json that the tokenizers library can read: {error}") from error
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without bos.
+
+        Raises:
+            ValueError: half a surrogate pair in the text.
+        """
+        text.encode()  # of half a pair the library says only that the type is wrong
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self.eod in ids:
+            raise ValueError(f"{self._source}: ordinary text gives the id {self.eod}, which ends a document.")
+        return ids
+
+    def encode_array(self, text: str) -> NDArray[np.integer]:
+        """As `encode`."""
+        return np.array(self.encode(text), np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; special ones have none."""
+        text: str = self._tokenizer.decode([int(id) for id in ids if id not in self._special_ids])
+        return text
+
+
+def _without_end(file: TokenizerJson, eod: int, source: str) -> dict[str, Any]:
+    """The file with another name for the end of a document, one that is in no text."""
+    name = next(token for token, id in file.ids.items() if id == eod)
+    hidden = f"\0\ue000{name}\ue000\0"
+    document = copy.deepcopy(file.document)
+    document["post_processor"] = None  # it adds special tokens, and names them
+    for token in document.get("added_tokens") or []:
+        if token["id"] == eod:
+            token["content"] = hidden
+            token["special"] = True
+    model = document["model"]
+    if isinstance(model["vocab"], list):
+        for id, entry in enumerate(model["vocab"]):
+            entry[0] = hidden if id == eod else entry[0]
+        return document
+    if file.is_bpe and spells_all_bytes(file):
+        model["unk_token"] = None  # nothing is unknown
+    if model.get("unk_token") == name or any(
+        name in (*parts, "".join(parts)) for parts in map(merge_parts, model.get("merges", ()))
+    ):
+        raise ValueError(
+            f"{source}: ordinary text would give {name!r}, which is to end a document: it must be a token that no merge uses.\n"
+            "  Name another token as eos_token in tokenizer_config.json beside it."
+        )
+    model["vocab"] = {hidden if token == name else token: id for token, id in model["vocab"].items()}
+    return document

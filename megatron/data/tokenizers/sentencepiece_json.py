@@ -19,7 +19,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
-class Piece:
+class SentencePiece:
     """A token: how good it is, and its kind."""
 
     text: str
@@ -144,8 +144,8 @@ def _with_first(name: str, id: int) -> dict[str, Any]:
     }
 
 
-def _piece(fields: dict[int, list[Any]]) -> Piece:
-    return Piece(_last(fields, 1, b"").decode("utf-8"), _last(fields, 2, 0.0), _last(fields, 3, _NORMAL))
+def _piece(fields: dict[int, list[Any]]) -> SentencePiece:
+    return SentencePiece(_last(fields, 1, b"").decode("utf-8"), _last(fields, 2, 0.0), _last(fields, 3, _NORMAL))
 
 
 def _last(fields: dict[int, list[Any]], number: int, default: Any) -> Any:

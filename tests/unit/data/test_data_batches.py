@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.batches import DocumentRules, document_bounds, read_microbatch
+from megatron.data.samples import DocumentRules, document_bounds, read_microbatch
 from tests.support.windows import Windows
 
 EOD = 0

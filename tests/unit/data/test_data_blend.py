@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron.data.batches import Piece
-from megatron.data.blends.blend import Blend, _Node
-from megatron.data.blends.blended_dataset import BlendedDataset
-from megatron.data.blends.greedy_blend import GreedyBlend
+from megatron.data.blend import Blend, BlendedDataset, _Node
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.megatron_blend import GreedyBlend
+from megatron.data.samples import SamplePiece
 
 weights = st.lists(
     st.sampled_from([0.0, 1.0, 1.0, 2.0, 50.0, 1e-25]) | st.floats(0.01, 1.0) | st.floats(-9, 0).map(lambda power: 10.0**power),
@@ -152,9 +151,9 @@ class Numbered:
         self.calls += 1
         return np.stack([np.full(count, self.name), np.arange(first, first + count)], axis=1)
 
-    def lineage(self, number: int) -> list[Piece]:
+    def lineage(self, number: int) -> list[SamplePiece]:
         """One document."""
-        return [Piece(str(self.name), number, 0, 2)]
+        return [SamplePiece(str(self.name), number, 0, 2)]
 
     def describe(self, num_samples: int) -> list[str]:
         """Two lines."""
@@ -171,7 +170,7 @@ def test_samples_come_from_their_datasets_in_the_order_of_each(weights: list[flo
     assert found.shape == (count, 2)
     assert max(source.calls for source in sources) <= 1
     name, index = places(Blend(weights), np.array([first]))[0]
-    assert blended.lineage(first) == [Piece(str(name), index, 0, 2)]
+    assert blended.lineage(first) == [SamplePiece(str(name), index, 0, 2)]
 
 
 def test_the_report_has_shares_counts_and_what_is_never_read() -> None:

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.data.build_index import build_index
-from megatron.data.cache import index_cache
-from megatron.data.cache.index_cache import IndexCache, cache_for
+from megatron.data import index_cache
+from megatron.data.datasets import build_index
+from megatron.data.epoch_order import Stretch
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.index_cache import IndexCache, cache_for
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.orders.stretches import Stretch
 
 NAMES = ("order", "starts")
 LARGE = 1 << 30

@@ -13,20 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
-from megatron.data.blends.blend import Blend
-from megatron.data.blends.greedy_blend import GreedyBlend
-from megatron.data.build import open_datasets
-from megatron.data.history import Part, Phase, describe_phases, go_on, read_before, readings
+from megatron.data.blend import Blend
+from megatron.data.datasets import SplitData, open_datasets
+from megatron.data.epoch_order import Stretch
+from megatron.data.history import BlendPart, Phase, describe_phases, go_on, read_before, readings
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.orders.stretches import Stretch
-from megatron.data.split_data import SplitData
-from megatron.data.tokenizers.simple import NullTokenizer
+from megatron.data.megatron_blend import GreedyBlend
+from megatron.data.tokenizers.simple_tokenizers import NullTokenizer
 
-A, B, C = (Part(name, f"digest of {name}", 0, 10, 0.0) for name in "ABC")
+A, B, C = (BlendPart(name, f"digest of {name}", 0, 10, 0.0) for name in "ABC")
 
 
-def phase(at: int, weights: dict[Part, float], **settings: object) -> Phase:
+def phase(at: int, weights: dict[BlendPart, float], **settings: object) -> Phase:
     """A phase from sample `at` on, four samples an iteration."""
     parts = tuple(replace(part, weight=weight) for part, weight in weights.items())
     made = Phase(at // 4, at, "epoch", 1, 8, 4, None, parts)

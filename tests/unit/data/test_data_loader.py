@@ -14,9 +14,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron.data.batches import DocumentRules, Microbatch, Piece, SampleSource
 from megatron.data.loader import StepLoader
 from megatron.data.mock import MockDataset
+from megatron.data.samples import DocumentRules, Microbatch, SamplePiece, SampleSource
 from tests.support.cli import spawn_cli
 
 RULES = DocumentRules(eod=6)
@@ -38,9 +38,9 @@ class Numbers:
             raise ValueError(f"sample {self.bad} is damaged")
         return np.arange(first, first + count)[:, None] + np.arange(4)
 
-    def lineage(self, number: int) -> list[Piece]:
+    def lineage(self, number: int) -> list[SamplePiece]:
         """One document for each sample."""
-        return [Piece("numbers", number, 0, 4)]
+        return [SamplePiece("numbers", number, 0, 4)]
 
     def describe(self, num_samples: int) -> list[str]:
         """A name."""
@@ -233,7 +233,7 @@ def test_a_loader_left_open_does_not_keep_the_interpreter(hang: str, left: bool)
 import atexit, threading, time
 import numpy as np
 atexit.register(lambda: print(any(thread.name.startswith("loader") for thread in threading.enumerate())))
-from megatron.data.batches import DocumentRules
+from megatron.data.samples import DocumentRules
 from megatron.data.loader import StepLoader
 
 reached = threading.Event()

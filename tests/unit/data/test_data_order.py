@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.data.batches import Piece
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.mock import MockDataset
 from megatron.data.order import permutation
+from megatron.data.samples import SamplePiece
 from megatron.data.split import parse_split, split_documents
 
 LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]
@@ -95,7 +95,7 @@ def test_made_up_samples_never_change() -> None:
     source = MockDataset(split=1, seed=3, seq_length=11, vocab_size=50, eod=49)
     assert source.samples(6, 3)[1].tolist() == [31, 2, 43, 23, 9, 17, 26, 49, 49, 25, 36, 14]
     assert source.samples(6, 0).shape == (0, 12)
-    assert source.lineage(7) == [Piece("made-up tokens", 7, 0, 12)]
+    assert source.lineage(7) == [SamplePiece("made-up tokens", 7, 0, 12)]
 
 
 def test_epochs_seeds_and_splits_have_other_orders(dataset: IndexedDataset) -> None:

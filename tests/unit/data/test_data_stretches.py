@@ -10,12 +10,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from megatron.data.epoch_order import Stretch, merged
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.order import permutation
-from megatron.data.orders.epoch_index import Intervals, cut
-from megatron.data.orders.stretches import Stretch, merged
+from megatron.data.windows import Intervals, cut
 
 SEED, SPLIT = 11, 1
 Run = list[tuple[int, int]]

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.build import build_tokenizer, embedding_rows
 from megatron.data.tokenizers.gpt2_bpe import GPT2BPETokenizer
-from megatron.data.tokenizers.protocol import Tokenizer
-from megatron.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
-from megatron.data.tokenizers.simple import ByteTokenizer, NullTokenizer
+from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer, NullTokenizer, SentencePieceTokenizer
+from megatron.data.tokenizers.tokenizer import Tokenizer, build_tokenizer, embedding_rows
 from tests.support.bpe_trainer import Bpe, encode_plainly, train_bpe, write_bpe
 from tests.support.vocabularies import SOURCES, TEXT, any_text
 from tools.train_tokenizer import main as train_tokenizer

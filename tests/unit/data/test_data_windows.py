@@ -13,12 +13,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.data import window_reader
-from megatron.data.gpt_dataset import GPTDataset
+from megatron.data import windows
+from megatron.data.gpt_dataset import GPTDataset, KeptPasses
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.orders.kept_passes import KeptPasses
-from megatron.data.orders.sample_order import PassIndex
+from megatron.data.windows import PassIndex
 from tests.unit.data.test_data_indexed import index_bytes
 
 
@@ -46,11 +45,11 @@ def test_lineage_names_the_documents_and_tokens_that_are_read(
     everything = range(len(documents))
     source = GPTDataset(dataset, everything, split=0, seed=4, seq_length=seq_length, vocab_size=65536)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window_reader, "_TOKENS_AT_ONCE", at_once)
-        windows = source.samples(0, source.samples_per_epoch)
-    predicted = windows[:, 1:].ravel().tolist()
+        patch.setattr(windows, "_TOKENS_AT_ONCE", at_once)
+        found = source.samples(0, source.samples_per_epoch)
+    predicted = found[:, 1:].ravel().tolist()
     assert len(set(predicted)) == len(predicted)
-    for number, window in enumerate(windows.tolist()):
+    for number, window in enumerate(found.tolist()):
         pieces = source.lineage(number)
         told: list[int] = []
         for piece in pieces:

@@ -11,13 +11,13 @@ import pytest
 import xxhash
 
 from megatron.config.data import DataConfig
-from megatron.data.build import open_datasets
-from megatron.data.cache import index_cache
+from megatron.data import index_cache
+from megatron.data.datasets import open_datasets
 from megatron.data.history import Phase
 from megatron.data.preprocess import storage
-from megatron.data.preprocess.job import Job
-from megatron.data.preprocess.run import preprocess
-from megatron.data.tokenizers.simple import ByteTokenizer
+from megatron.data.preprocess.job import preprocess
+from megatron.data.preprocess.shard_work import PreprocessJob
+from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer
 from tests.support.cli import ROOT
 
 ARCHIVE = ROOT / "tests/support/written_before/data.tar.gz"
@@ -73,7 +73,7 @@ def test_indexes_of_the_order_are_used_as_they_are(before: Path) -> None:
 def test_a_preprocessing_job_under_way_is_resumed(before: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(before / "job")
     kept = len(list(Path("out.parts").glob("*_0.bin")))
-    job = Job(DataConfig(tokenizer_type="ByteTokenizer"), ("text", "title"), append_eod=True, skip_bad_lines=True)
+    job = PreprocessJob(DataConfig(tokenizer_type="ByteTokenizer"), ("text", "title"), append_eod=True, skip_bad_lines=True)
     notes: list[str] = []
     summary = preprocess(["input"], "out", job, start="resume", note=notes.append)
     assert summary.num_kept == kept == 5 and f"shards finished by an earlier run: {kept} of 8" in notes, notes

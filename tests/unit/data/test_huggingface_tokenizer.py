@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.huggingface_files import splits_as_qwen2, write_huggingface_tokenizer
 from megatron.data.tokenizers.sentencepiece_json import SentencePieceFile
+from megatron.data.tokenizers.tokenizer import build_tokenizer
 from tests.support.vocabularies import (
     BPE,
     SOURCES,

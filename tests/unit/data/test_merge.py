@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data import indexed_dataset, merge
+from megatron.data import indexed_dataset, indexed_writer
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from tests.support.cli import spawn_cli
@@ -42,7 +42,7 @@ def test_any_division_gives_the_same_bytes(
     folder = tmp_path_factory.mktemp("parts")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed_dataset, "_BLOCK", block)
-        joined = merge.join([write(folder / str(n), part, dtype) for n, part in enumerate(parts)], str(folder / "out"))
+        joined = indexed_writer.join([write(folder / str(n), part, dtype) for n, part in enumerate(parts)], str(folder / "out"))
     whole = [document for part in parts for document in part]
     assert files_of(folder / "out") == expected_files(whole, 8 if dtype == np.uint16 else 4)
     assert (joined.num_documents, joined.num_sequences) == (len(whole), len(whole))
@@ -64,7 +64,7 @@ def test_documents_of_several_or_no_sequences_stay_what_they_are(tmp_path: Path)
     """Also sequences that lie in another order, and tokens that no sequence holds."""
     first = hand_made(tmp_path / "a", [2, 1, 3], [0, 4, 6], [0, 2, 2, 3], [1, 2, 3, 4, 5, 6])
     second = hand_made(tmp_path / "b", [2, 1], [4, 0], [0, 1, 2], [9, 0, 7, 8])
-    merge.join([second, first, second], str(tmp_path / "out"))
+    indexed_writer.join([second, first, second], str(tmp_path / "out"))
     assert documents(tmp_path / "out") == [[7, 8], [9], [1, 2, 3], [], [4, 5, 6], [7, 8], [9]]
     dataset = IndexedDataset(str(tmp_path / "out"))
     assert dataset.lengths.tolist() == [2, 1, 2, 1, 3, 2, 1]
@@ -88,10 +88,10 @@ def test_files_are_copied_in_any_way_that_the_system_has(
 
     for name in ("copy_file_range", "sendfile"):
         monkeypatch.setattr(os, name, note(name, getattr(os, name)))
-    monkeypatch.setattr(merge, "_COPIED_AT_ONCE", 7)
-    monkeypatch.setattr(merge, "_READ_AT_ONCE", 7)
+    monkeypatch.setattr(indexed_writer, "_COPIED_AT_ONCE", 7)
+    monkeypatch.setattr(indexed_writer, "_READ_AT_ONCE", 7)
     parts = [write(tmp_path / name, [[*range(20)], [1, 2]]) for name in "ab"]
-    merge.join(parts, str(tmp_path / "out"))
+    indexed_writer.join(parts, str(tmp_path / "out"))
     assert files_of(tmp_path / "out") == expected_files([[*range(20)], [1, 2]] * 2)
     assert {*cannot} <= {*used}
     assert ("sendfile" in used) == bool(cannot)
@@ -100,14 +100,14 @@ def test_files_are_copied_in_any_way_that_the_system_has(
 def test_a_copy_that_stops_early_is_finished_in_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some file systems answer that nothing is left."""
     monkeypatch.setattr(os, "copy_file_range", lambda *args: 0)
-    merge.join([write(tmp_path / "a", [[1, 2, 3]])], str(tmp_path / "out"))
+    indexed_writer.join([write(tmp_path / "a", [[1, 2, 3]])], str(tmp_path / "out"))
     assert files_of(tmp_path / "out") == expected_files([[1, 2, 3]])
 
 
 def test_types_that_differ_are_refused(tmp_path: Path) -> None:
     parts = [write(tmp_path / "a", [[1]]), write(tmp_path / "b", [[1]], np.int32)]
     with pytest.raises(DatasetError, match="b holds tokens of type int32, but .*a holds uint16"):
-        merge.join(parts, str(tmp_path / "out"))
+        indexed_writer.join(parts, str(tmp_path / "out"))
 
 
 def test_a_half_token_is_refused(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_half_token_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "a.bin").open("ab") as file:
         file.write(b"x")
     with pytest.raises(DatasetError, match=r"a\.bin has 3 bytes, which is no whole number of tokens"):
-        merge.join([str(tmp_path / "a")], str(tmp_path / "out"))
+        indexed_writer.join([str(tmp_path / "a")], str(tmp_path / "out"))
 
 
 def test_a_failure_leaves_the_dataset_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +124,9 @@ def test_a_failure_leaves_the_dataset_that_was_there(tmp_path: Path, monkeypatch
     def fail(*args: object) -> NoReturn:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(merge, "_write_index", fail)
+    monkeypatch.setattr(indexed_writer, "_write_index", fail)
     with pytest.raises(OSError, match="full"):
-        merge.join([write(tmp_path / "a", [[1]])], before)
+        indexed_writer.join([write(tmp_path / "a", [[1]])], before)
     assert documents(before) == [[5]]
     assert not list(tmp_path.glob("*.partial-*"))
 

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.preprocess import inputs, run, storage
-from megatron.data.preprocess.bad_lines import count_lines
-from megatron.data.preprocess.inputs import Source, find_sources
-from megatron.data.preprocess.job import Job
-from megatron.data.preprocess.records import records
-from megatron.data.preprocess.run import Engine, preprocess
-from megatron.data.preprocess.shards import LARGEST, SMALLEST, Shard, cut, default_shard_size
+from megatron.data.preprocess import input_shards, job, storage
+from megatron.data.preprocess.engines import Engine
+from megatron.data.preprocess.input_shards import LARGEST, SMALLEST, InputFile, InputShard, cut, default_shard_size, find_sources
+from megatron.data.preprocess.job import preprocess
+from megatron.data.preprocess.reports import count_lines
+from megatron.data.preprocess.shard_work import PreprocessJob
+from megatron.data.preprocess.text_records import records
 from tests.support.corpora import BYTES, FORMS, JOB, SKIP, TEXTS, expected_of, files_of, write_lines, write_parquet
 from tools.preprocess_data import parser
 
 
-def read(shards: list[Shard]) -> list[object]:
+def read(shards: list[InputShard]) -> list[object]:
     """All records of all shards."""
     pieces = [piece for shard in shards for piece in shard.pieces]
     return [record for piece in pieces for record in records(piece, ("text",), lambda at: None)]
@@ -84,7 +84,7 @@ def test_row_groups_are_put_together_up_to_the_size(tmp_path: Path) -> None:
 
 def test_small_files_share_a_shard_and_large_ones_do_not() -> None:
     sizes = [3, 4, 4, 25, 5, 5, 1]
-    sources = [Source(f"/{n}.jsonl", "jsonl", size, "") for n, size in enumerate(sizes)]
+    sources = [InputFile(f"/{n}.jsonl", "jsonl", size, "") for n, size in enumerate(sizes)]
     shards = cut(sources, 10, ("text",))
     assert [[(piece.path[1], piece.begin, piece.end) for piece in shard.pieces] for shard in shards] == [
         [("0", 0, 3), ("1", 0, 4)],
@@ -99,7 +99,7 @@ def test_small_files_share_a_shard_and_large_ones_do_not() -> None:
 
 def test_the_size_of_shards_follows_the_input() -> None:
     def size(gigabytes: float) -> int:
-        return default_shard_size([Source("/a.jsonl", "jsonl", int(gigabytes * 2**30), "")])
+        return default_shard_size([InputFile("/a.jsonl", "jsonl", int(gigabytes * 2**30), "")])
 
     assert [size(g) for g in (0.001, 10, 10_000)] == [SMALLEST, 10 * 2**20, LARGEST]
 
@@ -192,7 +192,7 @@ def test_a_kind_that_names_do_not_say(tmp_path: Path) -> None:
 
 def test_the_tool_knows_all_kinds() -> None:
     (choices,) = [action.choices for action in parser()._actions if action.dest == "input_format"]
-    assert set(choices or ()) == set(get_args(inputs.Kind)) == {*inputs.SUFFIXES.values()}
+    assert set(choices or ()) == set(get_args(input_shards.Kind)) == {*input_shards.SUFFIXES.values()}
 
 
 def test_kinds_by_name() -> None:
@@ -205,7 +205,7 @@ def test_kinds_by_name() -> None:
         "a.txt.gz": None,
         "jsonl": None,
     }
-    assert {name: inputs.kind_of(name) for name in kinds} == kinds
+    assert {name: input_shards.kind_of(name) for name in kinds} == kinds
 
 
 # ---- the same bytes
@@ -236,7 +236,7 @@ def test_files_behind_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for number in range(2):
         memory.pipe_file(f"/corpus/{number}.jsonl", Path(write_lines(tmp_path / "in.jsonl", TEXTS[number::2])).read_bytes())
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="not today"):
-        patch.setattr(run, "_join", refuse)
+        patch.setattr(job, "_join", refuse)
         preprocess(["memory://corpus/*.jsonl"], "memory://made/out", JOB, shard_size=700)
     part = sorted(memory.glob("/made/out.parts/*.bin"))[0]
     memory.pipe_file(part, memory.cat_file(part)[:-2])
@@ -250,7 +250,7 @@ def test_files_behind_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         patch.setattr(storage, "upload", lambda local, path: refuse() if path.endswith("document.bin") else upload(local, path))
         preprocess(["memory://corpus"], "memory://made/out", JOB)
     assert not memory.exists("/made/out_text_document.idx"), "an index never lies beside the .bin of another dataset"
-    preprocess(["memory://corpus"], f"file://{tmp_path}/out", Job(BYTES, ("title",), True))
+    preprocess(["memory://corpus"], f"file://{tmp_path}/out", PreprocessJob(BYTES, ("title",), True))
     assert len(files_of(tmp_path / "out_title_document")[0]) == 2 * sum(len(str(n)) + 1 for n in range(20)) * 2
     memory.rm("/corpus", recursive=True)
     memory.rm("/made", recursive=True)

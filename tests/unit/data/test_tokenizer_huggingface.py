@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
-from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron.data.tokenizers.tokenizers_library import LibraryTokenizer
+from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, LibraryTokenizer
 from tests.support.bpe_trainer import Bpe, encode_plainly
 from tests.support.vocabularies import BPE, LLAMA3_PATTERN, QWEN2_PATTERN, TEXT, Style, any_text, tokenizer_json, write_json
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 
 from megatron.config.data import DataConfig
 from megatron.data.tokenizers import tiktoken_model
-from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.tiktoken_model import PATTERNS, KnownFile
+from megatron.data.tokenizers.tokenizer import build_tokenizer
 from tests.support.vocabularies import BPE, LLAMA3_PATTERN, TEXT, any_text, rank_lines, rank_list, ranked_tokens
 
 TOKENS = ranked_tokens(BPE)

@@ -11,18 +11,16 @@ from typing import get_args
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizer_training import train as training
-from megatron.data.tokenizer_training.sample import take_sample
-from megatron.data.tokenizer_training.train import Kind
-from megatron.data.tokenizers.arguments import add_tokenizer_flags, tokenizer_config
-from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizer_training import VocabularyKind, output_files, take_sample
 from megatron.data.tokenizers.gpt2_bpe import GPT2BPETokenizer
-from megatron.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from megatron.data.tokenizers.simple_tokenizers import SentencePieceTokenizer
+from megatron.data.tokenizers.tokenizer import build_tokenizer
+from megatron.data.tokenizers.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 from tests.support.vocabularies import SOURCES, TEXT
 from tools import train_tokenizer
 from tools.train_tokenizer import main, parser
 
-KINDS = get_args(Kind)
+KINDS = get_args(VocabularyKind)
 
 
 @pytest.fixture
@@ -44,7 +42,7 @@ def contents(output: Path) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_vocabulary_of_each_kind(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: Kind) -> None:
+def test_a_vocabulary_of_each_kind(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: VocabularyKind) -> None:
     if kind == "byte-bpe":
         pytest.importorskip("tokenizers")
     assert run(corpus, tmp_path / "a", kind, "--special-tokens", "<pad>", "<x>") == 0
@@ -130,7 +128,9 @@ def test_a_long_document_is_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_are_replaced_only_when_asked(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: Kind) -> None:
+def test_files_are_replaced_only_when_asked(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: VocabularyKind
+) -> None:
     output = tmp_path / "out"
     there = output / "merges.txt" if kind == "byte-bpe" else output
     there.parent.mkdir(exist_ok=True)
@@ -160,7 +160,9 @@ def test_nothing_is_left_where_writing_fails(corpus: Path, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_tokens_than_the_text_has(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: Kind) -> None:
+def test_more_tokens_than_the_text_has(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: VocabularyKind
+) -> None:
     if kind == "byte-bpe":
         pytest.importorskip("tokenizers")
     assert run(corpus, tmp_path / "out", kind, size=30_000) == 1
@@ -203,4 +205,4 @@ def test_wrong_flags(tmp_path: Path, words: str) -> None:
 def test_the_kinds_of_the_flag() -> None:
     flag = next(action for action in parser()._actions if action.dest == "kind")
     assert tuple(flag.choices or ()) == KINDS
-    assert training.output_files("byte-bpe", Path("x"))[0] == Path("x/vocab.json")
+    assert output_files("byte-bpe", Path("x"))[0] == Path("x/vocab.json")

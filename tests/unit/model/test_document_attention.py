@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.data.batches import document_bounds
+from megatron.data.samples import document_bounds
 from megatron.model import document_attention
 from megatron.model.attention import core_attention
 from megatron.model.document_attention import Documents, _varlen, varlen_attention

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.batches import DocumentRules, Microbatch, read_microbatch
+from megatron.data.samples import DocumentRules, Microbatch, read_microbatch
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.topology import Topology
 from megatron.training.batches import BatchMaker, HostInputs

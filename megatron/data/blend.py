@@ -1,0 +1,192 @@
+"""Which dataset of a blend each sample comes from: a closed formula, exact for any sample number, without state or tables."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.samples import SamplePiece, SampleSource
+
+_HALF_BITS = 31
+_LOW = (1 << _HALF_BITS) - 1
+_ONE = 1 << 2 * _HALF_BITS
+
+
+class Placement(Protocol):
+    """A sequence of samples that are drawn from several datasets, each of them in its own order."""
+
+    weights: list[float]
+    """Share of each dataset; together 1."""
+
+    def place(self, numbers: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+        """Dataset of each of these samples, and which of its samples it is."""
+
+    def counts(self, num_samples: int) -> list[int]:
+        """Samples of each dataset among the first `num_samples`."""
+
+
+class Blend:
+    """A binary tree that splits the samples in two, again and again, until each part is one dataset.
+
+    A node with the left share a = A / 2**62 sends its sample i to the left if floor((i + 1) a + 1/2) > floor(i a + 1/2). So
+    floor(n a + 1/2) of its first n samples go left: never further than half a sample from n a. The tree joins the two smallest
+    weights first (as a Huffman code does), so the weights of the nodes above a dataset grow at least like Fibonacci numbers. The
+    half sample of a node reaches a dataset scaled by its share of the node, which makes at most half the sum of the reciprocal
+    Fibonacci numbers: a dataset is never further than 3.36 / 2 = 1.68 samples from its share of the first n, for any n and any
+    number of datasets. That holds exactly for the weights that the shares make; rounding to floating point moves those by some
+    2**-53, which is far less than a sample for any run.
+
+    Args:
+        weights: Not negative, finite, not all 0; a dataset of weight 0 is never read. Only their ratios count.
+
+    Raises:
+        ValueError: such weights.
+    """
+
+    MAX_ERROR = 1.7
+    """Samples by which a dataset may be away from its share of the first n samples, for any n."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        check_weights(weights)
+        self._num_datasets = len(weights)
+        self._root = _join(weights)
+        self.weights = [0.0] * len(weights)
+        _spread(self._root, 1.0, self.weights)
+
+    def place(self, numbers: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+        """Dataset of each of these samples (below 2**62), and which of its samples it is."""
+        datasets = np.empty(len(numbers), dtype=np.int32)
+        indices = np.empty(len(numbers), dtype=np.int64)
+        below = [(self._root, np.arange(len(numbers)), np.asarray(numbers, dtype=np.int64))]
+        while below:
+            node, at, inner = below.pop()
+            if isinstance(node, int):
+                datasets[at], indices[at] = node, inner
+                continue
+            before = node.lefts(inner)
+            goes_left = node.lefts(inner + 1) > before
+            below.append((node.left, at[goes_left], before[goes_left]))
+            below.append((node.right, at[~goes_left], (inner - before)[~goes_left]))
+        return datasets, indices
+
+    def counts(self, num_samples: int) -> list[int]:
+        """Samples of each dataset among the first `num_samples`."""
+        found = [0] * self._num_datasets
+        below = [(self._root, num_samples)]
+        while below:
+            node, count = below.pop()
+            if isinstance(node, int):
+                found[node] = count
+                continue
+            lefts = int(node.lefts(np.array([count], np.int64))[0])
+            below += [(node.left, lefts), (node.right, count - lefts)]
+        return found
+
+
+@dataclass(frozen=True)
+class _Node:
+    left: _Node | int
+    """A dataset is a number."""
+    right: _Node | int
+    share: int
+    """Of the left part, in 2**-62; at most a half."""
+
+    def lefts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Samples that go left among the first ones: floor(count * share / 2**62 + 1/2), by halves that do not overflow."""
+        count_high, count_low = counts >> _HALF_BITS, counts & _LOW
+        high, low = self.share >> _HALF_BITS, self.share & _LOW
+        middle = count_high * low + count_low * high + (count_low * low >> _HALF_BITS) + (1 << _HALF_BITS - 1)
+        return count_high * high + (middle >> _HALF_BITS)
+
+
+def check_weights(weights: Sequence[float]) -> None:
+    """Weights of a blend.
+
+    Raises:
+        ValueError: there are none, one is negative or not finite, or all are 0.
+    """
+    for at, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(
+                f"the weight of dataset {at + 1} of {len(weights)} is {weight}.\n  Weights are finite numbers of 0 or more."
+            )
+    if not sum(weights) > 0:
+        raise ValueError(
+            f"no dataset has a weight above 0 (weights: {', '.join(map(str, weights)) or 'none'}).\n  Give one to some."
+        )
+
+
+def _join(weights: Sequence[float]) -> _Node | int:
+    """The tree; of equal weights the lower numbers are joined first."""
+    waiting: list[tuple[float, int, _Node | int]] = [(weight, at, at) for at, weight in enumerate(weights) if weight > 0]
+    heapq.heapify(waiting)
+    for number in range(len(weights), len(weights) + len(waiting) - 1):
+        (left_weight, _, left), (right_weight, _, right) = heapq.heappop(waiting), heapq.heappop(waiting)
+        together = left_weight + right_weight
+        share = max(round(left_weight / together * _ONE), 1)  # at most a half; no weight above 0 is rounded to 0
+        heapq.heappush(waiting, (together, number, _Node(left, right, share)))
+    return waiting[0][2]
+
+
+def _spread(node: _Node | int, weight: float, weights: list[float]) -> None:
+    """Fill in the weights of the datasets below a node."""
+    if isinstance(node, int):
+        weights[node] = weight
+        return
+    _spread(node.left, weight * node.share / _ONE, weights)
+    _spread(node.right, weight * (_ONE - node.share) / _ONE, weights)
+
+
+class BlendedDataset:
+    """Samples of several sources, by number.
+
+    Args:
+        sources: All with the same sequence length.
+        weights: Share of the samples that each gives (only their ratios count); one of weight 0 gives none.
+        blend: Which source each sample comes from (by default `Blend(weights)`).
+
+    Raises:
+        ValueError: weights that make no blend.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[SampleSource],
+        weights: Sequence[float],
+        *,
+        blend: Placement | None = None,
+    ) -> None:
+        self._sources = list(sources)
+        self._blend = blend or Blend(weights)
+        if len(self._sources) != len(weights):
+            raise ValueError(f"{len(self._sources)} datasets have {len(weights)} weights")
+        self.seq_length = self._sources[0].seq_length
+
+    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+        """Tokens of `count` samples from number `first` on, [count, seq_length + 1]."""
+        datasets, indices = self._blend.place(np.arange(first, first + count))
+        found = np.empty((count, self.seq_length + 1), dtype=np.int64)
+        for dataset in np.unique(datasets).tolist():
+            of_it = datasets == dataset  # neighbouring samples of the source, since the numbers are neighbours
+            found[of_it] = self._sources[dataset].samples(int(indices[of_it][0]), int(of_it.sum()))
+        return found
+
+    def lineage(self, number: int) -> list[SamplePiece]:
+        """Where the tokens of a sample come from, in their order."""
+        datasets, indices = self._blend.place(np.array([number]))
+        return self._sources[int(datasets[0])].lineage(int(indices[0]))
+
+    def describe(self, num_samples: int) -> list[str]:
+        """Share and samples of each source, and what it says of itself."""
+        lines = []
+        for source, weight, count in zip(self._sources, self._blend.weights, self._blend.counts(num_samples), strict=True):
+            first, *more = source.describe(count)
+            share = f"{weight:.4%} of the blend: {count:,} of {num_samples:,} samples" if weight else "weight 0, never read"
+            lines += [f"{first}; {share}", *(more if weight else [])]
+        return lines

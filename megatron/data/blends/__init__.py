@@ -1,1 +1,0 @@
-"""Which dataset each sample comes from."""

@@ -1,1 +1,0 @@
-"""Indexes of large datasets, kept in files."""

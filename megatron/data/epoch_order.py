@@ -1,0 +1,209 @@
+"""`--data-order epoch`: each epoch is shuffled apart, so a longer run only appends to what a shorter one reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from numpy.typing import NDArray
+
+from megatron.data.index_cache import IndexCache
+from megatron.data.order import DOCUMENTS, LEFT_WINDOWS, WINDOWS, Key, permutation
+from megatron.data.split import Selection
+from megatron.data.windows import DocumentLayout, Intervals, PassIndex, SamplePlace, Windows, cut, cut_points, lay_out, whole
+
+_MUCH = 0.05
+
+
+class EpochOrder:
+    """An order in which each epoch stands alone, and epochs go on for ever.
+
+    In each epoch the documents are permuted by a key of (seed, split, epoch), cut into windows that overlap by one token (so that
+    every token but the first is predicted once), and the windows are permuted by the same key. The last tokens, too few for a
+    window, are left out: other ones in each epoch.
+
+    Args:
+        selection: What is put into the order, of at least one window.
+        earlier: What was read before at other sequence lengths.
+        cache: Where large indexes are kept.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        *,
+        earlier: Sequence[Stretch],
+        cache: IndexCache,
+    ) -> None:
+        self._of = selection
+        self._cache = cache
+        self._cutter = EpochCutter(selection.num_tokens, selection.seed, selection.split)
+        stretches = merged(earlier)
+        # At the same sequence length this is no new stretch, but goes on with the last one.
+        self._offset = stretches.pop().num_samples if stretches and stretches[-1].seq_length == selection.seq_length else 0
+        self._start = resume(stretches, self._cutter)
+        self._num_resumed = self._cutter.num_windows(self._start, selection.seq_length) if self._start.levels else 0
+        self.samples_per_epoch = self._cutter.samples_per_epoch(selection.seq_length)
+
+    def place(self, number: int) -> SamplePlace:
+        """Place of a sample; a pass is an epoch."""
+        number, first_whole = number + self._offset, self._start.epoch
+        if self._start.levels:
+            if number < self._num_resumed:
+                return SamplePlace(first_whole, number, self._num_resumed - number)
+            number, first_whole = number - self._num_resumed, first_whole + 1
+        epochs, position = divmod(number, self.samples_per_epoch)
+        return SamplePlace(first_whole + epochs, position, self.samples_per_epoch - position)
+
+    def index(self, pass_number: int) -> PassIndex:
+        """The order of an epoch."""
+        at = self._start if pass_number == self._start.epoch else Resumption(pass_number, (), 0)
+        levels = [(level.stretch, level.seq_length, level.num_read) for level in at.levels]
+        cut_by = (self._of.seq_length, at.stretch if levels else 0, *levels)
+
+        def key() -> tuple[object, ...]:
+            chosen = self._of
+            return (chosen.dataset.digest, chosen.documents.start, chosen.documents.stop, chosen.split, chosen.seed, pass_number)
+
+        laid = self._cache.get(
+            "documents", ("sequences", "starts"), key, len(self._of.documents), lambda: self._lay_out(pass_number)
+        )
+        windows = self._cache.get(
+            "windows", ("begins", "firsts", "order"), lambda: (*key(), *cut_by), self.samples_per_epoch, lambda: self._cut(at)
+        )
+        return PassIndex(DocumentLayout(*laid), Windows(self._of.seq_length, *windows))
+
+    def describe(self, num_samples: int) -> list[str]:
+        """Which epochs so many samples take, and what is left out; a second line where an epoch was read at other lengths."""
+        tail = self._of.num_tokens - 1 - self.samples_per_epoch * self._of.seq_length
+        lines = [
+            f"epochs {self._epochs_at(0):.2f} to {self._epochs_at(num_samples):.2f} of {self.samples_per_epoch:,} samples "
+            f"({tail:,} tokens of each left out: less than a sample)"
+        ]
+        if self._start.levels:
+            read = " and ".join(f"{level.num_read:,} samples of {level.seq_length} tokens" for level in self._start.levels)
+            left = self._num_resumed * self._of.seq_length
+            dropped = self._cutter.left(self._start).num_predicted - left
+            lines.append(
+                f"of epoch {self._start.epoch:,}, {read} were read; {self._num_resumed:,} samples of {self._of.seq_length} tokens "
+                f"are left of it, and {dropped:,} tokens ({dropped / self._of.num_tokens:.2%}) in stretches too short for one are "
+                "dropped"
+            )
+            if dropped > _MUCH * (dropped + left):
+                lines.append(
+                    f"WARNING: that is {dropped / (dropped + left):.0%} of what was unread. To read whole documents, at the "
+                    "price that what was read comes again, begin another order with --seed"
+                )
+        return lines
+
+    def _epochs_at(self, number: int) -> float:
+        """Epochs before a sample: whole ones, and the share of its own that was read."""
+        place = self.place(number)
+        if self._start.levels and place.pass_number == self._start.epoch:
+            read = sum(level.num_read * level.seq_length for level in self._start.levels) + place.position * self._of.seq_length
+            return place.pass_number + read / self._of.num_tokens
+        return place.pass_number + place.position / self.samples_per_epoch
+
+    def _lay_out(self, epoch: int) -> tuple[NDArray, ...]:
+        documents = permutation(len(self._of.documents), (DOCUMENTS, self._of.seed, self._of.split, epoch))
+        if self._of.documents.start:
+            documents = documents + documents.dtype.type(self._of.documents.start)
+        laid = lay_out(self._of.dataset, documents)
+        return laid.sequences, laid.starts
+
+    def _cut(self, at: Resumption) -> tuple[NDArray, ...]:
+        windows = self._cutter.windows(at, self._of.seq_length)
+        return windows.begins, windows.firsts, windows.order
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a run in which the sequence length stayed the same."""
+
+    seq_length: int
+    num_samples: int
+    """Samples that were read of the dataset."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """What one stretch read of an epoch that it did not finish."""
+
+    stretch: int
+    """Its number in the run."""
+    seq_length: int
+    num_read: int
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a stretch starts."""
+
+    epoch: int
+    levels: tuple[Level, ...]
+    """What was read of this epoch before; empty if it starts with a whole one."""
+    stretch: int
+    """The number of the stretch in the run."""
+
+
+class EpochCutter:
+    """Cuts epochs of `num_tokens` tokens into windows, permuted by keys of (seed, split, epoch)."""
+
+    def __init__(self, num_tokens: int, seed: int, split: int) -> None:
+        self._num_tokens = num_tokens
+        self._seed = seed
+        self._split = split
+
+    def samples_per_epoch(self, seq_length: int) -> int:
+        """Windows of a whole epoch."""
+        return (self._num_tokens - 1) // seq_length
+
+    def windows(self, at: Resumption, seq_length: int) -> Windows:
+        """The windows of what is left of an epoch."""
+        return cut(self.left(at), seq_length, self._key(at.epoch, at.stretch if at.levels else 0))
+
+    def num_windows(self, at: Resumption, seq_length: int) -> int:
+        """How many windows that makes."""
+        return int(cut_points(self.left(at), seq_length)[1][-1])
+
+    def left(self, at: Resumption) -> Intervals:
+        """What the levels leave of an epoch."""
+        left = whole(self._num_tokens)
+        for number, level in enumerate(at.levels):
+            left = cut(left, level.seq_length, self._key(at.epoch, level.stretch if number else 0)).left(level.num_read)
+        return left
+
+    def _key(self, epoch: int, stretch: int) -> Key:
+        """Of a whole epoch where the stretch is 0: the same as in a run that always had this sequence length."""
+        if not stretch:
+            return (WINDOWS, self._seed, self._split, epoch)
+        return (LEFT_WINDOWS, self._seed, self._split, epoch, stretch)
+
+
+def resume(earlier: Sequence[Stretch], cutter: EpochCutter) -> Resumption:
+    """Where the stretch after these starts."""
+    at = Resumption(0, (), 0)
+    for number, stretch in enumerate(earlier):
+        num_samples, epoch, levels = stretch.num_samples, at.epoch, at.levels
+        if levels:
+            left = cutter.num_windows(at, stretch.seq_length)
+            if num_samples < left:
+                levels = (*levels, Level(number, stretch.seq_length, num_samples))
+                at = Resumption(epoch, levels, number + 1)
+                continue
+            num_samples, epoch, levels = num_samples - left, epoch + 1, ()
+        epochs, num_read = divmod(num_samples, cutter.samples_per_epoch(stretch.seq_length))
+        levels = (Level(number, stretch.seq_length, num_read),) if num_read else ()
+        at = Resumption(epoch + epochs, levels, number + 1)
+    return at
+
+
+def merged(earlier: Sequence[Stretch]) -> list[Stretch]:
+    """Stretches without empty ones, and with neighbours of one sequence length joined."""
+    found: list[Stretch] = []
+    for stretch in earlier:
+        if found and found[-1].seq_length == stretch.seq_length:
+            found[-1] = Stretch(stretch.seq_length, found[-1].num_samples + stretch.num_samples)
+        elif stretch.num_samples:
+            found.append(stretch)
+    return found

@@ -1,0 +1,197 @@
+"""Indexes of large datasets, kept in files so that they are made once and shared by the processes of a machine.
+
+A file is found by a hash of what its content follows from, appears under its name only when it is complete, and is checked before
+use. So a cache may be deleted, copied, or shared by machines and runs at any time. Where it does not work, every process computes
+the same arrays in its own memory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import mmap
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+VERSION = 1
+"""Part of every key: raise it when the content of the arrays changes its meaning."""
+MIN_ENTRIES = 1 << 20
+"""Smaller indexes are computed in a blink."""
+
+_OLD_S = 24 * 3600.0
+
+Build = Callable[[], tuple[NDArray, ...]]
+Key = tuple[object, ...]
+
+
+def cache_for(prefix: str, data_cache_path: str | None, note: Callable[[str], None] | None = None) -> IndexCache:
+    """The cache of a dataset: --data-cache-path, or the folder `cache` beside the dataset."""
+    return IndexCache(Path(data_cache_path) if data_cache_path else Path(prefix).parent / "cache", note)
+
+
+class IndexCache:
+    """Arrays by key. Safe to use from several threads and processes.
+
+    Args:
+        folder: Made at the first use; None keeps nothing.
+        note: Told, once each, what keeps the cache from working; prints to stderr by default.
+    """
+
+    def __init__(self, folder: Path | None, note: Callable[[str], None] | None = None) -> None:
+        self.folder = folder
+        self.made: list[Path] = []
+        """Files that this object wrote."""
+        self.found: list[Path] = []
+        """Files that it read instead of building."""
+        self.fault: str | None = None
+        """What keeps the cache from working, once it is known."""
+        self._note = note or _print_note
+        self._told: set[str] = set()
+
+    def get(self, name: str, arrays: Sequence[str], key: Callable[[], Key], num_entries: int, build: Build) -> tuple[NDArray, ...]:
+        """The arrays that `build` makes: out of the cache, or built by one process while the others wait.
+
+        Args:
+            name: Begin of the file names.
+            arrays: Names of the arrays, in the order in which `build` returns them; they are one-dimensional.
+            key: What their content follows from, as numbers and texts; called only if the cache is used.
+            num_entries: About how many entries the largest has; few are never kept.
+            build: Makes them.
+        """
+        if self.folder is None or num_entries < MIN_ENTRIES:
+            return build()
+        digest = hashlib.sha256(repr((VERSION, name, *key())).encode()).digest()[:16]
+        files = [self.folder / f"{name}-{digest.hex()}-{array}.npy" for array in arrays]
+        found = self._load(files, digest)
+        if found is not None:
+            return found
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.folder / "lock").open("ab")
+        except OSError as error:
+            self._tell_of(error)
+            return build()
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, also by a process that is killed
+            except OSError as error:
+                self._tell_of(error)
+                return build()
+            found = self._load(files, digest)
+            return found if found is not None else self._save(files, digest, build())
+
+    def _load(self, files: Sequence[Path], digest: bytes) -> tuple[NDArray, ...] | None:
+        try:
+            arrays = tuple(read_array(file, digest) for file in files)
+        except FileNotFoundError:
+            return None
+        except DamagedIndexError as error:
+            self._tell(f"{error}; it is made again")
+        except OSError as error:
+            self._tell_of(error)
+        else:
+            self.found += [file for file in files if file not in self.made]
+            return arrays
+        return None
+
+    def _save(self, files: Sequence[Path], digest: bytes, arrays: tuple[NDArray, ...]) -> tuple[NDArray, ...]:
+        """Write the arrays and return them from the files, or from memory if that does not work."""
+        assert self.folder is not None
+        mark = f".partial-{socket.gethostname()}-"
+        _sweep(self.folder, mark)
+        for file, array in zip(files, arrays, strict=True):
+            partial = file.with_name(f"{file.name}{mark}{os.getpid()}")
+            try:
+                write_array(partial, digest, array)
+                partial.replace(file)
+                self.made.append(file)
+            except OSError as error:
+                partial.unlink(missing_ok=True)
+                self._tell_of(error)
+                return arrays
+        return self._load(files, digest) or arrays
+
+    def _tell_of(self, error: OSError) -> None:
+        self.fault = (
+            f"the index cache {self.folder} cannot be used ({error.strerror or error}): every process computes large indexes in "
+            "its own memory, at each start. Give a folder that can be written with --data-cache-path."
+        )
+        self._tell(self.fault)
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._note(text)
+
+
+def _sweep(folder: Path, mark: str) -> None:
+    """Remove what killed processes left: whoever holds the lock is the only one of this machine that writes."""
+    for partial in folder.glob("*.partial-*"):
+        try:
+            if mark in partial.name or time.time() - partial.stat().st_mtime > _OLD_S:
+                partial.unlink()
+        except OSError:
+            continue  # renamed or removed by another machine in the meantime
+
+
+def _print_note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+_FOOTER = struct.Struct("<8s16s16s")
+_MAGIC = b"mindex1\0"
+
+
+class DamagedIndexError(Exception):
+    """The message names the file and what is wrong with it."""
+
+
+def write_array(path: Path, digest: bytes, array: NDArray) -> None:
+    """Write an array.
+
+    Args:
+        path: Written in place: give a temporary name.
+        digest: 16 bytes.
+    """
+    with path.open("w+b") as file:
+        npy.write_array(file, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
+        file.write(_MAGIC + digest)
+        file.flush()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as written:
+            checksum = xxhash.xxh3_128_digest(written)
+        file.write(checksum)
+
+
+def read_array(path: Path, digest: bytes) -> NDArray:
+    """Map an array that `write_array` wrote, read-only.
+
+    Raises:
+        DamagedIndexError: the file is truncated, changed, or belongs to another digest.
+        OSError: it cannot be opened.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= _FOOTER.size:
+            raise DamagedIndexError(f"the cached index {path} is truncated")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    magic, owner, checksum = _FOOTER.unpack_from(mapped, size - _FOOTER.size)
+    if magic != _MAGIC or owner != digest:
+        raise DamagedIndexError(f"the cached index {path} is truncated or belongs to another dataset")
+    with memoryview(mapped) as view, view[: size - len(checksum)] as content:
+        if xxhash.xxh3_128_digest(content) != checksum:
+            raise DamagedIndexError(f"the cached index {path} is damaged: its checksum does not fit")
+    head = io.BytesIO(mapped[:128])
+    npy.read_magic(head)
+    shape, _, dtype = npy.read_array_header_1_0(head)
+    return np.frombuffer(mapped, dtype, shape[0], head.tell())

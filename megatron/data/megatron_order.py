@@ -1,0 +1,158 @@
+"""`--data-order megatron`: the order of Megatron-LM's GPTDataset, for those who must read what they read there.
+
+It follows from numpy's legacy random stream, which never changes, from the seed, and from the number of samples asked for: another
+length of the run shuffles what was already read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.index_cache import IndexCache
+from megatron.data.indexed_dataset import DatasetError
+from megatron.data.order import index_dtype
+from megatron.data.split import SPLIT_NAMES, Selection
+from megatron.data.windows import DocumentLayout, PassIndex, SamplePlace, Windows, lay_out
+
+_LEAST_SHARE = 0.80
+"""An epoch of whose samples a smaller share is asked for is shuffled apart."""
+
+
+@dataclass(frozen=True)
+class MegatronPlan:
+    """How many epochs are shuffled, and which samples they hold.
+
+    Args:
+        num_tokens: Of an epoch; more than one window.
+        seq_length: Tokens that the model reads at once.
+        num_samples: Samples asked for; None for those of one epoch.
+    """
+
+    num_tokens: int
+    seq_length: int
+    num_samples: int | None
+
+    @property
+    def num_epochs(self) -> int:
+        """Fewest epochs that hold the samples asked for, which overlap by one token."""
+        asked = 0 if self.num_samples is None else self.num_samples * self.seq_length + 1
+        return max(1, -(-asked // self.num_tokens))
+
+    def samples_of(self, epochs: int) -> int:
+        """Samples in so many epochs, laid end to end."""
+        return (epochs * self.num_tokens - 1) // self.seq_length
+
+    @property
+    def last_is_apart(self) -> bool:
+        """Whether the last epoch is shuffled apart from those before."""
+        if self.num_epochs == 1 or self.num_samples is None:
+            return False
+        of_last = self.num_samples - self.samples_of(self.num_epochs - 1)
+        return of_last < int(_LEAST_SHARE * self.samples_of(1))
+
+    @property
+    def num_together(self) -> int:
+        """Epochs that are shuffled together."""
+        return self.num_epochs - self.last_is_apart
+
+
+class MegatronOrder:
+    """One shuffle of the documents of all epochs, cut into windows that overlap by one token, and one shuffle of the windows.
+
+    Both go on with the same random stream. The last epoch has shuffles of its own if less than 80 % of its samples are asked for.
+    Megatron-LM splits and shuffles sequences, here it is documents: the same where each document is one sequence, as its tools
+    write them for GPT. Other datasets are refused.
+
+    Args:
+        selection: What is put into the order; each split starts its random stream, which the seed makes, anew.
+        num_samples: Samples asked for; None for those of one epoch.
+        cache: Where large indexes are kept.
+
+    Raises:
+        DatasetError: a document is not one sequence.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        *,
+        num_samples: int | None,
+        cache: IndexCache,
+    ) -> None:
+        dataset = selection.dataset
+        if not dataset.one_sequence_each:
+            raise DatasetError(
+                f"{dataset.prefix} has documents of several sequences or of none ({len(dataset.lengths):,} sequences in "
+                f"{dataset.num_documents:,} documents): Megatron-LM would split and shuffle its sequences, not its documents.\n"
+                "  Train with --data-order epoch, or make the dataset again with tools/preprocess_data.py: one sequence a document."
+            )
+        self._of = selection
+        self._cache = cache
+        self._plan = MegatronPlan(selection.num_tokens, selection.seq_length, num_samples)
+        self.samples_per_epoch = self._plan.samples_of(1)
+        self._num_samples = self._plan.samples_of(self._plan.num_epochs)
+
+    def place(self, number: int) -> SamplePlace:
+        """Place of a sample, in the one pass that there is.
+
+        Raises:
+            DatasetError: the order ends before it.
+        """
+        if not 0 <= number < self._num_samples:
+            asked = self._plan.num_samples or self.samples_per_epoch
+            raise DatasetError(
+                f"the {SPLIT_NAMES[self._of.split]} split of {self._of.dataset.prefix} has no sample {number:,}: --data-order "
+                f"megatron was asked for {asked:,} samples, for which it made {self._num_samples:,}.\n"
+                "  A longer run needs another order from its start on; --data-order epoch has no end."
+            )
+        return SamplePlace(0, number, self._num_samples - number)
+
+    def index(self, pass_number: int) -> PassIndex:
+        """The order of all samples."""
+        plan = self._plan
+
+        def key() -> tuple[object, ...]:
+            documents = (self._of.documents.start, self._of.documents.stop)
+            return (self._of.dataset.digest, *documents, self._of.seed, plan.seq_length, plan.num_epochs, plan.last_is_apart)
+
+        arrays = self._cache.get(
+            "megatron",
+            ("sequences", "starts", "shuffle"),
+            key,
+            max(len(self._of.documents) * plan.num_epochs, self._num_samples),
+            self._build,
+        )
+        sequences, starts, shuffle = arrays
+        firsts = np.array([0, self._num_samples], np.int64)
+        return PassIndex(DocumentLayout(sequences, starts), Windows(plan.seq_length, np.zeros(1, np.int64), firsts, shuffle))
+
+    def describe(self, num_samples: int) -> list[str]:
+        """Which epochs so many samples take, and what is left out."""
+        plan = self._plan
+        tail = plan.num_epochs * plan.num_tokens - 1 - self._num_samples * plan.seq_length
+        apart = ", the last of them apart" if plan.last_is_apart else ""
+        epochs = f"epochs 0.00 to {num_samples / self.samples_per_epoch:.2f} of {self.samples_per_epoch:,} samples"
+        shuffled = (
+            f"{plan.num_epochs:,} epochs{apart}: {self._num_samples:,} samples ({tail:,} tokens left out: less than a sample)"
+        )
+        return [f"{epochs}; --data-order megatron shuffles {shuffled}"]
+
+    def _build(self) -> tuple[NDArray, ...]:
+        plan, stream = self._plan, np.random.RandomState(self._of.seed)
+        together, apart = plan.num_together, plan.num_epochs - plan.num_together
+        shuffled = [_shuffled(stream, self._of.documents, epochs) for epochs in (together, apart) if epochs]
+        layout = lay_out(self._of.dataset, np.concatenate(shuffled))
+        bounds = [0, plan.samples_of(together), self._num_samples][: 3 if apart else 2]
+        windows = [_shuffled(stream, range(start, stop), 1) for start, stop in pairwise(bounds)]
+        return layout.sequences, layout.starts, np.concatenate(windows)
+
+
+def _shuffled(stream: np.random.RandomState, numbers: range, times: int) -> NDArray[np.integer]:
+    """Numbers, repeated so many times, in an order that the stream draws."""
+    array = np.tile(np.arange(numbers.start, numbers.stop, dtype=index_dtype(numbers.stop)), times)
+    stream.shuffle(array)
+    return array

@@ -1,0 +1,287 @@
+"""Shards made by this process, or by several that are forked from it and share the memory of its tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import multiprocessing
+import os
+import platform
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import Any, Literal
+
+from megatron.config.data import TOKENIZER_FILES
+from megatron.data.preprocess.input_shards import InputShard
+from megatron.data.preprocess.part_files import PartFolder, ShardReport
+from megatron.data.preprocess.shard_work import PreprocessJob, ShardCounts, run_shard, tokenizer_of
+
+Listen = Callable[[int, ShardCounts | ShardReport], None]
+"""Told the number of a shard, and how far it is or what it became."""
+
+_PR_SET_PDEATHSIG = 1
+_TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
+"""Signals that all processes of a job may get; the parent ends its workers."""
+
+
+class ShardError(ValueError):
+    """What went wrong with a shard.
+
+    Args:
+        shard: Its number.
+        error: What its maker raised.
+    """
+
+    def __init__(self, shard: int, error: Exception) -> None:
+        super().__init__(str(error))
+        self.shard, self.error = shard, error
+
+
+def run_here(job: PreprocessJob, shards: Sequence[InputShard], folder: str, listen: Listen) -> None:
+    """All shards, one after another in this process.
+
+    Raises:
+        ShardError: one cannot be made.
+    """
+    for number, shard in enumerate(shards):
+        try:
+            listen(number, run_shard(job, shard, folder, lambda counts: listen(number, counts)))  # noqa: B023 - called within the turn
+        except ValueError as error:
+            raise ShardError(number, error) from error
+
+
+def run_in_processes(job: PreprocessJob, shards: Sequence[InputShard], folder: str, listen: Listen, num_workers: int) -> None:
+    """All shards, each by the first process that is free; they end when this one ends, however it does.
+
+    Raises:
+        ShardError: a shard cannot be made.
+        ValueError: a process was killed.
+    """
+    tokenizer_of(job)  # before the fork
+    context = multiprocessing.get_context("fork")
+    workers: dict[Connection, ForkProcess] = {}
+    waiting = iter(range(len(shards)))
+    try:
+        for _ in range(min(num_workers, len(shards))):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(job, shards, folder, theirs, [*workers, ours], os.getpid()), daemon=True)
+            # A signal in the midst of this would be lost in a hook, or end a worker in disorder.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_PARENT)
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_PARENT)
+            theirs.close()
+            workers[ours] = process
+        at_work = [worker for worker in workers if _give_next(worker, waiting)]
+        while at_work:
+            for worker in wait(at_work):
+                assert isinstance(worker, Connection)
+                try:
+                    number, found = worker.recv()
+                except (EOFError, ConnectionResetError):
+                    raise ValueError(_how_it_ended(workers[worker], num_workers)) from None
+                if isinstance(found, ValueError | OSError):
+                    raise ShardError(number, found)
+                if isinstance(found, str):
+                    raise RuntimeError(f"a worker failed:\n{found}")
+                listen(number, found)
+                if isinstance(found, ShardReport) and not _give_next(worker, waiting):
+                    at_work.remove(worker)
+    finally:
+        # At once: what they were writing has temporary names, and is removed by the caller.
+        for worker, process in workers.items():
+            process.kill()
+            process.join()
+            worker.close()
+
+
+def _give_next(worker: Connection, waiting: object) -> bool:
+    """Send the number of the next shard to a worker; False if there is none."""
+    number = next(waiting, None)  # type: ignore[call-overload]
+    if number is not None:
+        # If it has died meanwhile, the next look at its connection tells.
+        with contextlib.suppress(BrokenPipeError):
+            worker.send(number)
+    return number is not None
+
+
+def _how_it_ended(process: ForkProcess, num_workers: int) -> str:
+    process.join()
+    code = process.exitcode or 0
+    if code < 0:
+        name = signal.Signals(-code).name
+        cause = f"was killed by {name}"
+        if name == "SIGKILL":
+            cause += ", as the system does for want of memory"
+    else:
+        cause = f"ended with status {code}"
+    return (
+        f"a worker process {cause} before its shard was done.\n"
+        f"  Finished shards are kept: go on with --resume, and fewer workers than {num_workers} if memory is short."
+    )
+
+
+def _work(
+    job: PreprocessJob, shards: Sequence[InputShard], folder: str, connection: Connection, others: Sequence[Connection], parent: int
+) -> None:
+    """A worker: makes the shards whose numbers it is sent."""
+    die_with(parent)
+    for number in _TO_THE_PARENT:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_PARENT)
+    for other in others:
+        other.close()  # so that the parent's end is closed when the parent has ended
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            number = connection.recv()
+            found: object
+            try:
+                found = run_shard(job, shards[number], folder, lambda counts: connection.send((number, counts)))  # noqa: B023
+            except BrokenPipeError:
+                raise
+            except (ValueError, OSError) as error:
+                found = error
+            except Exception:  # noqa: BLE001 - the parent raises it
+                found = traceback.format_exc()
+            connection.send((number, found))
+
+
+def die_with(parent: int) -> None:
+    """Have the system end this process when its parent ends (Linux; elsewhere the closed connection ends it after its shard)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:  # it had ended before
+            os._exit(1)
+
+
+RETRIES = 3
+"""Of a shard whose node or worker is lost, or that meets an error of the network or the file system."""
+
+_AT_ONCE = 1000
+"""Tasks that are given to the cluster at most before one is done."""
+
+
+def run_shard_remotely(job: PreprocessJob, shard: InputShard, folder: str) -> ShardReport | ValueError:
+    """`run_shard` for a task: what another try would not mend is returned, not raised, so that it is not tried again."""
+    if PartFolder(folder, len(job.keys)).settings() is None:
+        return ValueError(
+            f"{folder} is not there on the node {platform.node()}.\n"
+            "  The folder of --output-prefix must be shared by all nodes, or be a URL."
+        )
+    try:
+        return run_shard(job, shard, folder)
+    except ValueError as error:
+        return error
+
+
+def run_on_ray(
+    job: PreprocessJob,
+    shards: Sequence[InputShard],
+    folder: str,
+    listen: Listen,
+    num_workers: int | None,
+    address: str | None,
+    task: Callable[[PreprocessJob, InputShard, str], ShardReport | ValueError] = run_shard_remotely,
+) -> None:
+    """All shards, as tasks of one CPU each.
+
+    Args:
+        job: what to do.
+        shards: with what; every node must see the input files under these paths.
+        folder: for the parts; every node must see it.
+        listen: called with each report.
+        num_workers: tasks at the same time; None: as many as the cluster has CPUs.
+        address: of the cluster; None starts one on this machine that ends with the job.
+        task: what runs on the cluster.
+
+    Raises:
+        ShardError: a shard cannot be made.
+        ValueError: Ray is not installed, or does not answer.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError("--engine ray needs Ray, which is not installed: pip install 'megatron-3d[ray]'") from error
+    connected = ray.is_initialized()
+    if not connected:
+        _connect(ray, num_workers, address)
+    # OSError: errors of connections, time-outs and file systems are its kinds.
+    remote: Any = ray.remote(task)
+    remote = remote.options(num_cpus=1, max_retries=RETRIES, retry_exceptions=[OSError])
+    under_way: dict[Any, int] = {}
+    waiting = iter(enumerate(shards))
+    try:
+        shared_job = ray.put(_from_any_folder(job))
+        while True:
+            while len(under_way) < (num_workers or _AT_ONCE) and (following := next(waiting, None)) is not None:
+                number, shard = following
+                under_way[remote.remote(shared_job, shard, folder)] = number
+            if not under_way:
+                return
+            (done,), _ = ray.wait(list(under_way), num_returns=1)
+            number = under_way.pop(done)
+            found = _result(ray, done, number)
+            listen(number, found)
+    finally:
+        for unfinished in under_way:
+            ray.cancel(unfinished, force=True)
+        if not connected:
+            ray.shutdown()
+
+
+def _from_any_folder(job: PreprocessJob) -> PreprocessJob:
+    """The same job with absolute paths: tasks run in other folders."""
+    names = [name for name in TOKENIZER_FILES if getattr(job.tokenizer, name) is not None]
+    paths = {name: os.path.abspath(getattr(job.tokenizer, name)) for name in names}
+    return dataclasses.replace(job, tokenizer=dataclasses.replace(job.tokenizer, **paths))
+
+
+def _connect(ray: Any, num_workers: int | None, address: str | None) -> None:
+    try:
+        if address is None:
+            ray.init(address="local", num_cpus=num_workers, include_dashboard=False, log_to_driver=False)
+        else:
+            ray.init(address=address, log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"--ray-address {address}: {error}\n  Start Ray on the nodes (ray start) and give the address of its head, or auto."
+        ) from error
+
+
+def _result(ray: Any, done: Any, number: int) -> ShardReport:
+    try:
+        found: ShardReport | ValueError = ray.get(done)
+    except ray.exceptions.RayError as error:
+        told = ValueError(
+            f"a task failed {RETRIES + 1} times, at last with: {error}\n  Finished shards are kept: go on with --resume."
+        )
+        raise ShardError(number, told) from error
+    if isinstance(found, ValueError):
+        raise ShardError(number, found)
+    return found
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Who makes the shards; it has no influence on the result."""
+
+    kind: Literal["processes", "ray"] = "processes"
+    num_workers: int | None = None
+    """Processes (None: 1, which works in this process), or tasks at the same time (None: what the cluster has)."""
+    ray_address: str | None = None
+
+    def run(self, job: PreprocessJob, shards: Sequence[InputShard], folder: str, listen: Listen) -> None:
+        """Make all shards."""
+        if self.kind == "ray":
+            run_on_ray(job, shards, folder, listen, self.num_workers, self.ray_address)
+        elif (self.num_workers or 1) == 1:
+            run_here(job, shards, folder, listen)
+        else:
+            run_in_processes(job, shards, folder, listen, self.num_workers or 1)

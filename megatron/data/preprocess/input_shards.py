@@ -1,0 +1,216 @@
+"""Which files --input names: files, folders, patterns and URLs, in an order that is always the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import xxhash
+
+from megatron.data.preprocess import storage
+from megatron.data.preprocess.packed_files import row_groups
+
+Kind = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "text"]
+
+_LINES = (".jsonl", ".ndjson", ".json")
+SUFFIXES: dict[str, Kind] = {
+    **dict.fromkeys(_LINES, "jsonl"),
+    **{f"{suffix}.gz": "jsonl.gz" for suffix in _LINES},
+    **{f"{suffix}.zst": "jsonl.zst" for suffix in _LINES},
+    ".parquet": "parquet",
+    **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
+}
+"""What a file is, by the end of its name: JSON lines, parquet, or plain text, of which each file is a document."""
+
+_KNOWN = f"Known: {', '.join(SUFFIXES)}. For files of other names say what they are by --input-format."
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file to read."""
+
+    path: str
+    """Absolute, or a URL."""
+    kind: Kind
+    size: int
+    """In bytes, as it lies there."""
+    version: str
+    """Changes with the content."""
+
+
+def kind_of(path: str) -> Kind | None:
+    """What a file is by its name; None if unknown."""
+    name = path.rpartition("/")[2].lower()
+    return next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), None)
+
+
+def find_sources(inputs: Sequence[str], kind: Kind | None = None, own: Sequence[str] = ()) -> tuple[list[InputFile], list[str]]:
+    """The files of --input: words in the order given, the files of a folder or a pattern sorted by path.
+
+    A file named itself must be of a known kind; in folders and patterns others are left out.
+
+    Args:
+        inputs: paths, patterns and URLs.
+        kind: what all files are, whatever their names; None: what their names say.
+        own: files that this tool writes, which are left out where a folder holds them.
+
+    Returns:
+        The files, and lines for the log about what was left out.
+
+    Raises:
+        ValueError: a word names nothing, or nothing that can be read; a file is named twice.
+    """
+    sources: dict[str, InputFile] = {}  # by path, with links followed
+    others: Counter[str] = Counter()
+    for word in inputs:
+        before = len(sources)
+        for path in _expand(word):
+            if (found_kind := kind or kind_of(path)) is None:
+                if path == storage.normal(word):
+                    raise ValueError(f"--input {word}: a file of this name is of no known kind.\n  {_KNOWN}")
+                others[_suffix(path)] += 1
+            elif path not in own and (found := storage.stat(path)) is not None:
+                real = path if storage.is_url(path) else os.path.realpath(path)
+                if real in sources:
+                    raise ValueError(
+                        f"--input names {sources[real].path} twice, the second time by {word}"
+                        f"{'' if sources[real].path == path else f' as {path}'}.\n  Leave one of them out."
+                    )
+                sources[real] = InputFile(path, found_kind, *found)
+        if len(sources) == before:
+            raise ValueError(f"--input {word}: no file of a known kind is there.\n  {_KNOWN}")
+    notes = [f"left out for no known kind: {number:,} ending with {suffix}" for suffix, number in sorted(others.items())]
+    empty = [source.path for source in sources.values() if not source.size]
+    if empty:
+        notes.append(f"empty files: {len(empty):,}, for example {empty[0]}")
+    return list(sources.values()), notes
+
+
+def _expand(word: str) -> Iterator[str]:
+    path = storage.normal(word)
+    if storage.stat(path) is not None:
+        yield path
+    elif storage.is_folder(path):
+        yield from sorted(storage.find(path))
+    elif glob.has_magic(word):
+        for found in sorted(storage.glob(path)):
+            yield from sorted(storage.find(found)) if storage.is_folder(found) else [found]
+    else:
+        raise ValueError(f"--input {word}: there is no such file or folder.")
+
+
+def _suffix(path: str) -> str:
+    name = path.rpartition("/")[2]
+    return name[name.find(".", 1) :] if "." in name[1:] else name
+
+
+SMALLEST, LARGEST, ABOUT_SHARDS = 1 << 20, 256 << 20, 1024
+
+
+@dataclass(frozen=True)
+class InputPiece:
+    """Records of one file: the lines that begin in a range of bytes, the rows of some row groups, or all of it."""
+
+    path: str
+    kind: Kind
+    version: str
+    """Size and version of the whole file."""
+    begin: int
+    end: int
+    """Range of bytes, or of row groups."""
+    num_bytes: int
+    """Of the file that are read for it."""
+    records_before: int | None
+    """Records of the file before this piece; None where it takes reading."""
+
+    def unchanged(self) -> bool:
+        """Whether the file is still the one that was cut."""
+        return _version(storage.stat(self.path)) == self.version
+
+
+@dataclass(frozen=True)
+class InputShard:
+    """Neighbouring pieces that one worker makes into one part of each dataset."""
+
+    pieces: tuple[InputPiece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the input."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    @cached_property
+    def name(self) -> str:
+        """A digest of its inputs: another shard, or another content of the files, has another name."""
+        return xxhash.xxh3_128_hexdigest(json.dumps([dataclasses.astuple(piece) for piece in self.pieces]).encode())
+
+
+def default_shard_size(sources: Sequence[InputFile]) -> int:
+    """About a thousand shards, each of 1 to 256 MiB: small enough to lose little, large enough to cost little."""
+    return min(max(sum(source.size for source in sources) // ABOUT_SHARDS, SMALLEST), LARGEST)
+
+
+def cut(sources: Iterable[InputFile], shard_size: int, keys: Sequence[str]) -> list[InputShard]:
+    """All shards, in the order of the inputs.
+
+    Files above the shard size are cut where that is possible, and share no shard with others; smaller ones that are neighbours
+    are put together.
+
+    Args:
+        sources: files, in order.
+        shard_size: in bytes of the files.
+        keys: columns that parquet files must have.
+
+    Raises:
+        ValueError: a parquet file is damaged or lacks a column; plain text with keys other than "text".
+    """
+    shards: list[InputShard] = []
+    together: list[InputPiece] = []
+    size = 0
+    for source in sources:
+        if source.kind == "text" and tuple(keys) != ("text",):
+            raise ValueError(
+                f"{source.path} is plain text, whose only key is 'text', but --json-keys is {' '.join(keys)}.\n"
+                "  Preprocess such files apart."
+            )
+        pieces = list(_pieces(source, shard_size, keys))
+        if together and size + source.size > shard_size:
+            shards.append(InputShard(tuple(together)))
+            together, size = [], 0
+        if source.size > shard_size:
+            shards += [InputShard((piece,)) for piece in pieces]
+        else:
+            together += pieces
+            size += source.size
+    return [*shards, InputShard(tuple(together))] if together else shards
+
+
+def _pieces(source: InputFile, shard_size: int, keys: Sequence[str]) -> Iterator[InputPiece]:
+    whole = InputPiece(source.path, source.kind, _version((source.size, source.version)), 0, source.size, source.size, 0)
+    if source.kind == "jsonl":
+        for begin in range(0, source.size, shard_size):
+            end = min(begin + shard_size, source.size)
+            before = None if begin else 0
+            yield dataclasses.replace(whole, begin=begin, end=end, num_bytes=end - begin, records_before=before)
+    elif source.kind == "parquet":
+        begin = num_bytes = first_row = num_rows = 0
+        sizes = row_groups(source.path, keys)
+        for number, (size, rows) in enumerate(sizes):
+            num_bytes, num_rows = num_bytes + size, num_rows + rows
+            if number + 1 == len(sizes) or num_bytes + sizes[number + 1][0] > shard_size:
+                yield dataclasses.replace(whole, begin=begin, end=number + 1, num_bytes=num_bytes, records_before=first_row)
+                begin, first_row = number + 1, first_row + num_rows
+                num_bytes = num_rows = 0
+    else:
+        yield whole
+
+
+def _version(found: tuple[int, str] | None) -> str:
+    return "gone" if found is None else f"{found[0]} {found[1]}"

@@ -1,0 +1,164 @@
+"""The folder of a job under way, PREFIX.parts: its settings, and for each finished shard part files and a report.
+
+The report is written last and whole, so a shard is finished when it has one. All writing goes to temporary names first. Nothing
+waits for the disk: what a loss of power does to a part shows when it is compared with its report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import glob
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.data.preprocess import storage
+from megatron.data.preprocess.storage import digest
+
+_SUFFIXES = (".bin", ".idx")
+
+
+@dataclass
+class ShardReport:
+    """What one shard became."""
+
+    num_documents: list[int]
+    """For each key."""
+    num_tokens: int
+    num_empty: int
+    num_bytes: int
+    """Of the input."""
+    num_records: list[int]
+    """For each piece."""
+    num_bad: int
+    bad: list[tuple[int, int, str]]
+    """Piece, number of the record in it, reason; the first ones."""
+    files: dict[str, list[object]] = field(default_factory=dict)
+    """Ends of the names of the part files: bytes and xxh3."""
+    new: bool = True
+    """Made just now, not by an earlier run."""
+
+
+@dataclass(frozen=True)
+class PartFolder:
+    """The folder.
+
+    Args:
+        folder: A path or a URL.
+        num_keys: Datasets that each shard is a part of.
+    """
+
+    folder: str
+    num_keys: int
+
+    def prefix(self, shard: str, key: int) -> str:
+        """Path of a part without .bin and .idx."""
+        return f"{self.folder}/{shard}_{key}"
+
+    def settings(self) -> dict[str, object] | None:
+        """What the job that made the folder was; None if there is no such folder, empty if it does not say."""
+        path = f"{self.folder}/{storage.JOB_FILE}"
+        if storage.stat(path) is None:
+            return {} if storage.is_folder(self.folder) else None
+        with storage.open_binary(path) as file:
+            try:
+                found = json.loads(file.read())
+            except ValueError:
+                return {}
+        return found if isinstance(found, dict) else {}
+
+    def make(self, settings: dict[str, object]) -> None:
+        """Make the folder, if it is not there, and note the settings."""
+        if not storage.is_url(self.folder):
+            os.makedirs(self.folder, exist_ok=True)
+        storage.write_text(f"{self.folder}/{storage.JOB_FILE}", json.dumps(settings, indent=1))
+
+    @contextlib.contextmanager
+    def workspace(self) -> Iterator[str]:
+        """A local folder in which part files are made: this one, or a temporary one before an upload."""
+        if not storage.is_url(self.folder):
+            yield self.folder
+        else:
+            with tempfile.TemporaryDirectory(prefix="preprocess-") as folder:
+                yield folder
+
+    def finish(self, shard: str, workspace: str, report: ShardReport) -> None:
+        """Note a shard as finished whose part files lie in the workspace under their names."""
+        for key in range(self.num_keys):
+            for suffix in _SUFFIXES:
+                name = f"_{key}{suffix}"
+                local = f"{workspace}/{shard}{name}"
+                report.files[name] = [os.path.getsize(local), digest(local)]
+                if workspace != self.folder:
+                    storage.upload(local, f"{self.folder}/{shard}{name}")
+        storage.write_text(f"{self.folder}/{shard}.json", json.dumps({**dataclasses.asdict(report), "new": False}), sync=False)
+
+    def report(self, shard: str) -> ShardReport | None:
+        """The report of a shard; None if it has none that can be read."""
+        path = f"{self.folder}/{shard}.json"
+        if storage.stat(path) is None:
+            return None
+        with storage.open_binary(path) as file:
+            try:
+                found = ShardReport(**json.loads(file.read()))
+            except (ValueError, TypeError):
+                return None
+        return found
+
+    def finished(self, shard: str) -> ShardReport | None:
+        """The report of a shard whose part files are what it says; None if it must be made.
+
+        Local files are read and compared by xxh3; of those behind a URL only the sizes are.
+        """
+        report = self.report(shard)
+        if report is None or len(report.files) != self.num_keys * len(_SUFFIXES):
+            return None
+        for name, (size, content) in report.files.items():
+            path = f"{self.folder}/{shard}{name}"
+            found = storage.stat(path)
+            if found is None or found[0] != size or not (storage.is_url(path) or digest(path) == content):
+                return None
+        return report
+
+    def remove_unfinished(self) -> None:
+        """Remove what a run that was killed left under temporary names."""
+        if not storage.is_url(self.folder):
+            for path in Path(self.folder).glob("*.partial-*"):
+                path.unlink(missing_ok=True)
+
+    def is_bare(self) -> bool:
+        """Whether no shard has been finished."""
+        return all(path.endswith((f"/{storage.JOB_FILE}", "/lock")) or ".partial-" in path for path in storage.find(self.folder))
+
+    def remove(self) -> None:
+        """Remove the folder. It loses its name first: a folder that is half removed is never taken for a job under way."""
+        if storage.is_url(self.folder):
+            storage.remove(self.folder)
+        elif os.path.isdir(self.folder):
+            os.rename(self.folder, f"{self.folder}.removed-{os.getpid()}")
+            for removed in glob.glob(f"{glob.escape(self.folder)}.removed-*"):  # also of a run that was killed here
+                storage.remove(removed)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """No other run of this machine works in the folder meanwhile.
+
+        Raises:
+            ValueError: one does.
+        """
+        if storage.is_url(self.folder):
+            yield
+            return
+        with open(f"{self.folder}/lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(f"{self.folder}: another run works on this job now.\n  Wait for it, or stop it.") from error
+            except OSError:
+                pass  # some network file systems have no locks
+            yield

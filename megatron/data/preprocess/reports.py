@@ -1,0 +1,224 @@
+"""What a job has done so far, and the line that says so every few seconds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TextIO
+
+from megatron.data.indexed_writer import unfinished
+from megatron.data.preprocess import storage
+from megatron.data.preprocess.input_shards import InputShard
+from megatron.data.preprocess.part_files import PartFolder, ShardReport
+from megatron.data.preprocess.shard_work import ShardCounts
+from megatron.data.preprocess.text_records import place
+
+
+@dataclass
+class Summary:
+    """What was done; documents and tokens are counted over all keys."""
+
+    prefixes: tuple[str, ...]
+    """Of the datasets."""
+    num_bytes: int = 0
+    """Of the input files."""
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_empty: int = 0
+    """Blank lines and texts without a token."""
+    num_bad_lines: int = 0
+    bad_lines: list[str] = field(default_factory=list)
+    """FILE:LINE: what is wrong; the first ones."""
+    bad_lines_file: str | None = None
+    """Where all of them are written, if there are any."""
+    num_kept: int = 0
+    """Shards that an earlier run had finished."""
+
+
+class Meter:
+    """Follows all shards, and shows a line now and then.
+
+    Args:
+        shards: The job.
+        show: Given the line.
+        every: Seconds between lines.
+        clock: The time in seconds.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[InputShard],
+        show: Callable[[str], None],
+        every: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = max(sum(shard.num_bytes for shard in shards), 1)
+        self._show, self._every, self._clock = show, every, clock
+        self._start = self._shown = clock()
+        self._done, self._new = ShardCounts(), ShardCounts()
+        self._under_way: dict[int, ShardCounts] = {}
+
+    def listen(self, number: int, found: ShardCounts | ShardReport) -> None:
+        """Take in how far a shard is, or what it became."""
+        if isinstance(found, ShardCounts):
+            self._under_way[number] = found
+        else:
+            self._under_way.pop(number, None)
+            counts = ShardCounts(found.num_bytes, sum(found.num_documents), found.num_tokens)
+            self._done = _sum(self._done, counts)
+            if found.new:
+                self._new = _sum(self._new, counts)
+        if (now := self._clock()) - self._shown >= self._every:
+            self._shown = now
+            self._show(self.line())
+
+    def line(self) -> str:
+        """Share, speed and time left; the speed is that of this run alone."""
+        seconds = max(self._clock() - self._start, 1e-9)
+        done, new = (_sum(counts, *self._under_way.values()) for counts in (self._done, self._new))
+        left = "unknown"
+        if new.num_bytes:
+            left = str(timedelta(seconds=round((self._total - done.num_bytes) * seconds / new.num_bytes)))
+        return (
+            f"{done.num_bytes / self._total:6.1%}  {new.num_bytes / 1e6 / seconds:,.1f} MB/s  "
+            f"{new.num_documents / seconds:,.0f} documents/s  {done.num_tokens:,} tokens  time left {left}"
+        )
+
+
+def _sum(*counts: ShardCounts) -> ShardCounts:
+    return ShardCounts(
+        sum(one.num_bytes for one in counts), sum(one.num_documents for one in counts), sum(one.num_tokens for one in counts)
+    )
+
+
+class Screen:
+    """Lines on a stream; on a terminal a line of progress replaces the one before."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._open = ""
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._stream.write(f"{self._erase()}{text}\n")
+        self._stream.flush()
+
+    def progress(self, text: str) -> None:
+        """A line of progress."""
+        if not self._stream.isatty():
+            self.note(text)
+            return
+        self._stream.write(f"{self._erase()}{text}")
+        self._stream.flush()
+        self._open = text
+
+    def _erase(self) -> str:
+        erased = f"\r{' ' * len(self._open)}\r" if self._open else ""
+        self._open = ""
+        return erased
+
+
+_SHARE_TO_JUDGE_BY = 0.01
+
+
+class DiskRoom:
+    """Says once if there will not be enough: the parts and the joined files lie there together for a while.
+
+    Args:
+        folder: Of the parts.
+        num_bytes: Of the whole input.
+        warn: Given the line.
+    """
+
+    def __init__(self, folder: str, num_bytes: int, warn: Callable[[str], None]) -> None:
+        self._folder, self._total, self._warn = folder, num_bytes, warn
+        self._read = self._written = 0
+        self._told = storage.is_url(folder)
+
+    def listen(self, report: ShardReport) -> None:
+        """Take in what a shard became."""
+        self._read += report.num_bytes
+        self._written += sum(int(str(size)) for size, _ in report.files.values())
+        if self._told or self._read < _SHARE_TO_JUDGE_BY * self._total:
+            return
+        whole = self._written * self._total / max(self._read, 1)
+        needed, free = 2 * whole - self._written, shutil.disk_usage(self._folder).free
+        if free < needed:
+            self._told = True
+            self._warn(
+                f"WARNING: {self._folder}: the disk has {free / 1e6:,.1f} MB free, but about {needed / 1e6:,.1f} MB more are "
+                "needed (the parts, and beside them the joined files). Make room; finished shards are kept for --resume."
+            )
+
+
+_KEPT_FOR_THE_SUMMARY = 1000
+
+
+def write_bad_lines(
+    parts: PartFolder, shards: Sequence[InputShard], reports: dict[int, ShardReport], path: str, summary: Summary
+) -> None:
+    """All that were kept go to a file beside the datasets, the first ones into the summary; the file of an earlier job goes."""
+    if not summary.num_bad_lines:
+        storage.remove(path)
+        return
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="preprocess-")) if storage.is_url(path) else None
+        local = f"{folder}/bad_lines.txt" if folder else unfinished(f"{parts.folder}/bad_lines.txt")
+        with open(local, "w", encoding="utf-8", errors="backslashreplace") as file:
+            for line in bad_lines(parts, shards, reports):
+                file.write(line + "\n")
+                if len(summary.bad_lines) < _KEPT_FOR_THE_SUMMARY:
+                    summary.bad_lines.append(line)
+        if folder:
+            storage.upload(local, path)
+        else:
+            os.replace(local, path)
+    summary.bad_lines_file = path
+
+
+def bad_lines(parts: PartFolder, shards: Sequence[InputShard], reports: dict[int, ShardReport]) -> Iterator[str]:
+    """FILE:LINE: what is wrong, in the order of the input."""
+    before: dict[str, int] = {}  # records of a file in earlier pieces
+    for number, shard in enumerate(shards):
+        report = parts.report(shard.name) if reports[number].num_bad else None
+        bad: dict[int, list[tuple[int, str]]] = {}
+        for index, record, reason in report.bad if report else ():
+            bad.setdefault(index, []).append((record, reason))
+        for index, piece in enumerate(shard.pieces):
+            first = before.get(piece.path, 0)
+            for record, reason in bad.get(index, ()):
+                yield f"{place(piece.path, piece.kind, first + record)}: {reason}"
+            before[piece.path] = first + reports[number].num_records[index]
+        if report and report.num_bad > len(report.bad):
+            yield f"{shard.pieces[-1].path}: {report.num_bad - len(report.bad):,} more up to here"
+
+
+def records_before(shards: Sequence[InputShard], reports: dict[int, ShardReport], shard: int, piece: int) -> int:
+    """Records of a file before one of its pieces: counted by finished shards, or now."""
+    wanted = shards[shard].pieces[piece]
+    if wanted.records_before is not None:
+        return wanted.records_before
+    total = 0
+    for number in range(shard - 1, -1, -1):
+        (earlier,) = shards[number].pieces  # a file that is cut shares no shard
+        total += reports[number].num_records[0] if number in reports else count_lines(earlier.path, earlier.begin, earlier.end)
+        if earlier.records_before == 0:
+            break
+    return total
+
+
+def count_lines(path: str, begin: int, end: int) -> int:
+    """Lines that begin in a range of bytes."""
+    count, position = int(begin == 0), max(begin - 1, 0)
+    with storage.open_binary(path) as file:
+        file.seek(position)
+        while block := file.read(min(storage.BUFFER_BYTES, end - 1 - position)):
+            count += block.count(b"\n")
+            position += len(block)
+    return count

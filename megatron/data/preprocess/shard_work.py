@@ -1,0 +1,224 @@
+"""What a job does with every record, and the settings by which a later run knows its shards again."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
+from megatron.data.indexed_dataset import token_dtype
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.preprocess.input_shards import InputPiece, InputShard
+from megatron.data.preprocess.part_files import PartFolder, ShardReport
+from megatron.data.preprocess.storage import BadRecordError, BadShardError, DamagedFileError, digest, told_where_no_room
+from megatron.data.preprocess.text_records import PARSERS, records
+from megatron.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+
+FORMAT = 1
+"""Of part files and reports; those of another format are not taken up again."""
+
+
+@dataclass(frozen=True)
+class PreprocessJob:
+    """What to do with each record; every worker has a copy."""
+
+    tokenizer: DataConfig
+    """Only its tokenizer settings are read."""
+    keys: tuple[str, ...]
+    append_eod: bool
+    skip_bad_lines: bool = False
+    """Leave out records that cannot be used, instead of stopping at the first."""
+
+
+def tokenizer_of(job: PreprocessJob) -> tuple[Tokenizer, type[np.integer]]:
+    """The tokenizer and the type in which its ids are written; made once in a process, and inherited by forked ones."""
+    return _make(job.tokenizer, file_digests(job.tokenizer))
+
+
+@functools.lru_cache(maxsize=1)
+def _make(config: DataConfig, digests: tuple[tuple[str, str], ...]) -> tuple[Tokenizer, type[np.integer]]:
+    tokenizer = build_tokenizer(config)
+    tokenizer.encode_array("")  # some encoders are made at their first use
+    return tokenizer, token_dtype(tokenizer.vocab_size)
+
+
+@functools.lru_cache(maxsize=1)
+def file_digests(config: DataConfig) -> tuple[tuple[str, str], ...]:
+    """Name and content of each setting that is a file of the tokenizer; looked at again after `file_digests.cache_clear()`."""
+    given = ((name, getattr(config, name)) for name in TOKENIZER_FILES)
+    return tuple((name, digest(path)) for name, path in given if path is not None and Path(path).exists())
+
+
+def settings(job: PreprocessJob) -> dict[str, object]:
+    """All that decides what a shard becomes, its inputs apart; files by their content.
+
+    How bad lines are met is not among them: a shard without any is the same either way.
+    """
+    tokenizer, dtype = tokenizer_of(job)
+    kind = job.tokenizer.tokenizer_type or ""
+    contents = dict(file_digests(job.tokenizer))
+    return {
+        "format": FORMAT,
+        "json keys": list(job.keys),
+        "append eod": job.append_eod,
+        "tokenizer type": kind,
+        **{name.replace("_", " "): contents.get(name, getattr(job.tokenizer, name)) for name in tokenizer_settings(kind)},
+        "number of token ids": tokenizer.vocab_size,
+        "eod id": tokenizer.eod,
+        "token type": np.dtype(dtype).name,
+    }
+
+
+MAX_DOCUMENT_TOKENS = 2**31 - 1
+"""The index holds lengths as int32."""
+
+_TOKENS_AT_ONCE = 1 << 18  # kept in memory until they are written
+_DOCUMENTS_AT_ONCE = 1 << 14
+_KEPT_BAD_RECORDS = 10_000
+_SECONDS_BETWEEN_COUNTS = 0.5
+
+
+@dataclass(frozen=True)
+class ShardCounts:
+    """How far a shard is; documents and tokens over all keys."""
+
+    num_bytes: int = 0
+    num_documents: int = 0
+    num_tokens: int = 0
+
+
+def run_shard(
+    job: PreprocessJob, shard: InputShard, folder: str, listen: Callable[[ShardCounts], None] = lambda counts: None
+) -> ShardReport:
+    """Make a shard into a part of each dataset in the folder, unless an earlier run has.
+
+    It depends on nothing but its arguments and the files that they name, and may be run again after any end.
+
+    Args:
+        job: what to do.
+        shard: with what.
+        folder: for the parts; a path or a URL.
+        listen: called now and then with what has been done.
+
+    Raises:
+        BadShardError: the first bad record, unless they are skipped.
+        ValueError: a damaged or changed file, a full disk.
+    """
+    parts = PartFolder(folder, len(job.keys))
+    done = parts.finished(shard.name)
+    if done is not None and (job.skip_bad_lines or not done.num_bad):
+        return dataclasses.replace(done, new=False)
+    remedy = "Make room and go on with --resume: finished shards are kept."
+    with parts.workspace() as workspace, told_where_no_room(workspace, remedy):
+        with ExitStack() as stack:
+            _, dtype = tokenizer_of(job)
+            prefixes = (f"{workspace}/{shard.name}_{key}" for key in range(len(job.keys)))
+            work = _Work(job, [stack.enter_context(IndexedDatasetWriter(prefix, dtype, sync=False)) for prefix in prefixes], listen)
+            for number, piece in enumerate(shard.pieces):
+                try:
+                    work.add(number, piece)
+                except MemoryError as error:
+                    raise ValueError(
+                        f"{piece.path}: not enough memory for a record of it.\n"
+                        "  Divide its longest documents, or go on with --resume and fewer --workers: finished shards are kept."
+                    ) from error
+            report = work.report()
+        parts.finish(shard.name, workspace, report)
+    return report
+
+
+class _Work:
+    """The shard that is being made."""
+
+    def __init__(self, job: PreprocessJob, writers: Sequence[IndexedDatasetWriter], listen: Callable[[ShardCounts], None]) -> None:
+        self._job, self._writers, self._listen = job, writers, listen
+        self._tokenizer, _ = tokenizer_of(job)
+        # Of the smallest type, so that the ids beside it keep theirs.
+        self._eod = np.array([self._tokenizer.eod], np.min_scalar_type(self._tokenizer.eod))
+        self._tokens: list[list[NDArray[np.integer]]] = [[] for _ in writers]
+        self._lengths: list[list[int]] = [[] for _ in writers]
+        self._waiting = 0
+        self._num_bytes = self._bytes_before = 0
+        self._report = ShardReport([], 0, 0, 0, [], 0, [])
+        self._told = time.monotonic()
+
+    def add(self, number: int, piece: InputPiece) -> None:
+        """All records of a piece."""
+        parse, keys, count = PARSERS[piece.kind], self._job.keys, 0
+        with closing(records(piece, keys, self._at)) as found:
+            for count, record in enumerate(found, start=1):
+                try:
+                    texts = parse(record, keys)
+                    if texts is None:
+                        self._report.num_empty += 1
+                    else:
+                        self._encode(texts)
+                except (ValueError, RecursionError) as error:
+                    self._refuse(number, count - 1, str(error).replace("\n", " "))
+        if not piece.unchanged():
+            raise DamagedFileError(f"{piece.path} was changed while it was read.\n  Start again with --resume.")
+        self._report.num_records.append(count)
+        self._bytes_before += piece.num_bytes
+        self._at(0)
+
+    def report(self) -> ShardReport:
+        """What the shard became, once everything is handed to the writers."""
+        self._write()
+        self._report.num_bytes = self._bytes_before
+        self._report.num_documents = [writer.num_documents for writer in self._writers]
+        self._report.num_tokens = sum(writer.num_tokens for writer in self._writers)
+        return self._report
+
+    def _encode(self, texts: Sequence[str]) -> None:
+        """The documents of a record, all of them or none."""
+        job, tokenizer = self._job, self._tokenizer
+        documents = [tokenizer.encode_array(text) for text in texts]
+        for key, ids in zip(job.keys, documents, strict=True):
+            if len(ids) + job.append_eod > MAX_DOCUMENT_TOKENS:
+                raise BadRecordError(
+                    f"key {key!r} has {len(ids) + job.append_eod:,} tokens; a document has at most {MAX_DOCUMENT_TOKENS:,} "
+                    "(2**31 - 1 is what the index can hold): divide it"
+                )
+        for ids, tokens, lengths in zip(documents, self._tokens, self._lengths, strict=True):
+            if not len(ids):
+                self._report.num_empty += 1
+                continue
+            tokens.append(ids)
+            if job.append_eod:
+                tokens.append(self._eod)
+            lengths.append(len(ids) + job.append_eod)
+            self._waiting += len(ids)
+        if self._waiting > _TOKENS_AT_ONCE or len(self._lengths[0]) > _DOCUMENTS_AT_ONCE:
+            self._write()
+
+    def _write(self) -> None:
+        for writer, tokens, lengths in zip(self._writers, self._tokens, self._lengths, strict=True):
+            if lengths:
+                writer.add_documents(np.concatenate(tokens), lengths)
+                tokens.clear()
+                lengths.clear()
+        self._waiting = 0
+
+    def _refuse(self, piece: int, record: int, reason: str) -> None:
+        if not self._job.skip_bad_lines:
+            raise BadShardError(piece, record, reason)
+        self._report.num_bad += 1
+        if len(self._report.bad) < _KEPT_BAD_RECORDS:
+            self._report.bad.append((piece, record, reason))
+
+    def _at(self, num_bytes: int) -> None:
+        """Tell how far it is, now and then."""
+        self._num_bytes = self._bytes_before + num_bytes
+        now = time.monotonic()
+        if now - self._told > _SECONDS_BETWEEN_COUNTS:
+            self._told = now
+            documents = sum(writer.num_documents for writer in self._writers)
+            self._listen(ShardCounts(self._num_bytes, documents, sum(writer.num_tokens for writer in self._writers)))

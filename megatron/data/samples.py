@@ -1,0 +1,140 @@
+"""From samples to the arrays of a microbatch, and what the end of a document means there.
+
+Shape legend: `b` micro-batch size, `s` sequence length, `D` documents in a microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.indexed_dataset import IndexedDataset
+
+
+@dataclass(frozen=True)
+class SamplePiece:
+    """Neighbouring tokens of one document within a sample."""
+
+    prefix: str
+    """Of the indexed dataset."""
+    document: int
+    first_token: int
+    """Within the document."""
+    num_tokens: int
+
+
+class SampleSource(Protocol):
+    """Numbered samples: the same number always gives the same tokens. Numbers go on for ever, epoch after epoch."""
+
+    seq_length: int
+
+    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+        """Tokens of `count` samples from number `first` on, [count, s + 1]."""
+
+    def lineage(self, number: int) -> list[SamplePiece]:
+        """Where the tokens of a sample come from, in their order."""
+
+    def describe(self, num_samples: int) -> list[str]:
+        """Lines of the start-up log for a run that takes so many samples."""
+
+
+@dataclass(frozen=True)
+class DocumentRules:
+    """What the end-of-document token does to the tokens around it. It belongs to the document that it ends."""
+
+    eod: int
+    reset_position_ids: bool = False
+    """Positions count from 0 in each document instead of from the start of the sample."""
+    reset_attention_mask: bool = False
+    """A token attends only to its own document."""
+    eod_mask_loss: bool = False
+    """Positions whose *input* is the token do not count in the loss: what starts the next document cannot be predicted."""
+
+    @property
+    def every_stage_reads(self) -> bool:
+        """Whether all layers depend on the tokens' documents, not only the first (tokens) and the last (labels)."""
+        return self.reset_position_ids or self.reset_attention_mask
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one forward pass of one data rank reads."""
+
+    tokens: NDArray[np.int64]
+    """Input ids, [b, s]."""
+    labels: NDArray[np.int64]
+    """Id to predict at each position, [b, s]."""
+    loss_mask: NDArray[np.float32]
+    """1 where the position counts in the loss, else 0, [b, s]."""
+    first_sample: int
+    """Number of the first sample; the others follow it."""
+    positions: NDArray[np.int64] | None = None
+    """Position of each token, [b, s]; None where each sample counts from 0 to s - 1."""
+    bounds: NDArray[np.int32] | None = None
+    """Bounds of attention, [D + 1]: the token at which each document starts, with the samples laid end to end, and their end b x s.
+    None where a token attends to its whole sample."""
+
+
+def read_microbatch(source: SampleSource, first_sample: int, size: int, rules: DocumentRules) -> Microbatch:
+    """The `size` samples from `first_sample` on."""
+    windows = source.samples(first_sample, size)
+    tokens, labels = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+    loss_mask = np.ones(tokens.shape, dtype=np.float32)
+    if rules.eod_mask_loss:
+        loss_mask[tokens == rules.eod] = 0.0
+    positions = bounds = None
+    if rules.every_stage_reads:
+        found = document_bounds(tokens, rules.eod)
+        positions = _positions(found).reshape(tokens.shape) if rules.reset_position_ids else None
+        bounds = found if rules.reset_attention_mask else None
+    return Microbatch(tokens, labels, loss_mask, first_sample, positions, bounds)
+
+
+def document_bounds(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int32]:
+    """Where the documents of [b, s] tokens begin, and b x s: [D + 1]. A sample ends its last document, whole or not."""
+    ends = tokens == eod
+    ends[:, -1] = True
+    return np.concatenate([[0], np.flatnonzero(ends) + 1]).astype(np.int32)
+
+
+def _positions(bounds: NDArray[np.int32]) -> NDArray[np.int64]:
+    starts = bounds[:-1].astype(np.int64)
+    return np.arange(bounds[-1], dtype=np.int64) - np.repeat(starts, np.diff(bounds))
+
+
+_LOOKED_AT = 64
+_TOKENS_LOOKED_AT = 2**22
+"""Of documents that do not end with the token: it may stand within (several texts in one document)."""
+
+
+def missing_ends(dataset: IndexedDataset, documents: range, rules: DocumentRules) -> str | None:
+    """A warning, if rules about documents are on and some 64 documents, spread over the range, hold no end of document."""
+    flags = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(rules, name)]
+    if not flags or not documents or _has_end(dataset, documents, rules.eod):
+        return None
+    named = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
+    return (
+        f"{dataset.prefix}: none of {min(len(documents), _LOOKED_AT)} documents that were looked at has the end-of-document id "
+        f"{rules.eod:,}, so {named} will do nothing for it. Make it again with tools/preprocess_data.py --append-eod, or give the "
+        "tokenizer it was made with."
+    )
+
+
+def _has_end(dataset: IndexedDataset, documents: range, eod: int) -> bool:
+    chosen = np.linspace(documents.start, documents.stop - 1, min(len(documents), _LOOKED_AT)).astype(np.int64).tolist()
+    left = _TOKENS_LOOKED_AT
+    for last_alone in (True, False):
+        for document in chosen:
+            first, stop = dataset.document_index[document : document + 2].tolist()
+            for sequence in reversed(range(first, stop)):
+                length = int(dataset.lengths[sequence])
+                count = min(length, 1 if last_alone else left)
+                if count and (dataset.read(sequence, length - count, count) == eod).any():
+                    return True
+                left -= 0 if last_alone else count
+                if count and last_alone:
+                    break
+    return False

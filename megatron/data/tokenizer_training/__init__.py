@@ -1,1 +1,0 @@
-"""A vocabulary made from a sample of text."""

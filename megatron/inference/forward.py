@@ -1,0 +1,116 @@
+"""One forward through all chunks, stage after stage, at any tensor and pipeline layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron.model.build import Model
+from megatron.model.inputs import ModelInputs
+from megatron.model.key_value_cache import KeyValueCache
+from megatron.parallel.context import ParallelContext
+
+
+def last_hidden_states(model: Model, context: ParallelContext, inputs: ModelInputs) -> torch.Tensor | None:
+    """Hidden states behind the last layer, [s, b, h] (or [s/n, b, h]), on the stage that holds the output layer; None on others.
+
+    All ranks of the model call it together. Nothing is kept for a backward.
+
+    Args:
+        inputs: the same on all ranks.
+    """
+    stage, table = context.group("pp").index, model.layer_table
+    length, batch = inputs.positions.shape
+    spec = model.boundary(batch, context.topology.tp)["hidden"]
+    if model.sequence_parallel:
+        assert length % context.topology.tp == 0, f"{length} tokens do not divide by {context.topology.tp} tensor ranks"
+        length //= context.topology.tp
+    hidden: torch.Tensor | None = None
+    for chunk in table:
+        if chunk.stage != stage:
+            hidden = None
+            continue
+        if not chunk.first and (source := table[chunk.index - 1].stage) != stage:
+            channel = context.pipeline_channel(source, stage)
+            hidden = torch.empty((length, batch, spec.shape[-1]), dtype=spec.dtype, device=context.device)
+            dist.recv(hidden, channel.ranks[source], group=channel.process_group)
+        hidden = model.chunks[chunk.index].hidden_states(inputs, hidden)
+        if not chunk.last and (destination := table[chunk.index + 1].stage) != stage:
+            channel = context.pipeline_channel(stage, destination)
+            dist.send(hidden.contiguous(), channel.ranks[destination], group=channel.process_group)
+    return hidden if model.computes_loss else None
+
+
+def inputs_of(tokens: torch.Tensor) -> ModelInputs:
+    """Whole samples [b, s] as the model takes them, positions from 0; no dropout."""
+    batch, length = tokens.shape
+    positions = torch.arange(length, device=tokens.device).unsqueeze(1).expand(-1, batch)
+    return ModelInputs(positions.contiguous(), tokens.t().contiguous())
+
+
+@torch.no_grad()
+def sequence_logits(model: Model, context: ParallelContext, tokens: torch.Tensor) -> torch.Tensor:
+    """Scores of the next token at every place, [b, s, v] in the model's dtype, without padding, on every rank.
+
+    All ranks of the model call it together.
+
+    Args:
+        tokens: ids [b, s], the same on all ranks.
+    """
+    tokens = tokens.to(context.device)
+    hidden = last_hidden_states(model, context, inputs_of(tokens))
+    if model.computes_loss:
+        assert hidden is not None
+        found = model.chunks[len(model.layer_table) - 1].logits(hidden).transpose(0, 1).contiguous()
+    else:
+        found = torch.empty((*tokens.shape, model.vocab_size), dtype=model.dtype, device=context.device)
+    pipeline = context.group("pp")
+    if pipeline.size > 1:
+        dist.broadcast(found, pipeline.ranks[model.layer_table[-1].stage], group=pipeline.process_group)
+    return found
+
+
+class Decoder:
+    """Keeps keys and values, so that the work for a token does not grow with what it reads again.
+
+    Args:
+        capacity: tokens in the longest row, prompt and new ones.
+    """
+
+    def __init__(self, model: Model, context: ParallelContext, capacity: int) -> None:
+        assert not model.sequence_parallel, "one token cannot be split over tensor ranks"
+        self._model, self._context = model, context
+        self.cache = KeyValueCache(capacity)
+
+    @torch.inference_mode()
+    def read(self, prompts: Sequence[Sequence[int]], copies: int = 1) -> torch.Tensor | None:
+        """Read the prompts; each becomes `copies` rows, side by side.
+
+        Returns:
+            scores of the next token of each row [b, v], without padding, on the stage with the output layer; None on others.
+        """
+        device = self._context.device
+        lengths = [len(prompt) for prompt in prompts]
+        tokens = torch.zeros(max(lengths), len(prompts), dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            tokens[: len(prompt), row] = torch.tensor(prompt)
+        positions = torch.arange(max(lengths), device=device).unsqueeze(1).expand(-1, len(prompts)).contiguous()
+        hidden = last_hidden_states(self._model, self._context, ModelInputs(positions, tokens.to(device), cache=self.cache))
+        self.cache.begin(lengths, device, copies)
+        if hidden is None:
+            return None
+        last = hidden[torch.tensor(lengths, device=device) - 1, torch.arange(len(prompts), device=device)]
+        return self._logits(last.unsqueeze(0)).repeat_interleave(copies, 0)
+
+    @torch.inference_mode()
+    def step(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """Read one more token a row, [b]; returns scores as `read`."""
+        inputs = ModelInputs(self.cache.lengths.unsqueeze(0), ids.unsqueeze(0), cache=self.cache)
+        hidden = last_hidden_states(self._model, self._context, inputs)
+        self.cache.advance()
+        return None if hidden is None else self._logits(hidden)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.chunks[len(self._model.layer_table) - 1].logits(hidden)[0]
