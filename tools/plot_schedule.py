@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple, TextIO
 
 from megatron.pipeline_parallel.pictures.files import check_output, write_picture
 from megatron.pipeline_parallel.pictures.panel import Panel, milliseconds
-from megatron.pipeline_parallel.pictures.table import Row, draw_table
-from megatron.pipeline_parallel.pictures.terminal import Terminal
+from megatron.pipeline_parallel.pictures.table import TimelineRow, draw_table
 from megatron.pipeline_parallel.pictures.text import draw_text
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.schedule_spec import Costs
@@ -27,6 +29,29 @@ from megatron.spec.schedules import SCHEDULES, make_schedule
 
 _USUAL_VIRTUAL_STAGES = 2
 """Of a schedule that can have any number."""
+
+
+class Terminal(NamedTuple):
+    """What a stream shows: how wide it is, and whether it has colours."""
+
+    width: int
+    """Columns: the variable COLUMNS if set, else the terminal's, else 120."""
+    colour: bool
+    """Only on a terminal, and not if the variable NO_COLOR is set (no-color.org) or TERM is dumb."""
+    ascii_only: bool
+    """The encoding has no line-drawing characters."""
+
+    @classmethod
+    def of(cls, stream: TextIO) -> Terminal:
+        """What this stream can show."""
+        colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        try:
+            "─·".encode(stream.encoding or "ascii")
+        except UnicodeEncodeError:
+            ascii_only = True
+        else:
+            ascii_only = False
+        return cls(shutil.get_terminal_size((120, 24)).columns, colour, ascii_only)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -110,11 +135,11 @@ def _chunks(name: str, asked: int | None, compare: bool) -> int:
     return asked or _USUAL_VIRTUAL_STAGES
 
 
-def _row(name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int, costs: Costs) -> Row:
+def _row(name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int, costs: Costs) -> TimelineRow:
     schedule = make_schedule(name, num_stages, num_microbatches, chunks_per_stage)
     title = f"{name} (v = {chunks_per_stage})" if chunks_per_stage > 1 else name
     panel = Panel(title, simulate(schedule, costs.divided(chunks_per_stage)))
-    return Row(panel, SCHEDULES[name].expected(num_stages, num_microbatches, chunks_per_stage, costs))
+    return TimelineRow(panel, SCHEDULES[name].expected(num_stages, num_microbatches, chunks_per_stage, costs))
 
 
 def _about(num_stages: int, num_microbatches: int, costs: Costs) -> str:

@@ -1,13 +1,59 @@
-"""How many layers each chunk gets, so that the dearest stage is as cheap as can be."""
+"""How many layers each chunk gets, so that the dearest stage is as cheap as can be.
+
+Equal layers are dealt out one by one. Unequal ones are cut by dynamic programming, which is exact with one chunk a stage, and with
+several by exchanging layers between chunks until no exchange helps.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from megatron.pipeline_parallel.cuts import exact_cuts, exchange, quality
-from megatron.pipeline_parallel.split_problem import Memory, Problem, at_the_ends, room, sum_on_stages
+import numpy as np
+import numpy.typing as npt
+
+_Array = npt.NDArray[np.float64]
+_Ints = npt.NDArray[np.int64]
+
+_BITS = 40  # of the sum of all costs while searching: as whole numbers, sums are exact and equal loads compare equal
+
+
+@dataclass(frozen=True)
+class SplitProblem:
+    """Consecutive layers to be cut into chunks that lie on stages."""
+
+    stage_of_chunk: tuple[int, ...]
+    costs: tuple[float, ...]
+    """The cost of each layer."""
+    fixed_costs: tuple[float, ...]
+    """What each chunk costs whatever its layers."""
+    min_layers: tuple[int, ...]
+    """The fewest layers of each chunk."""
+    max_layers: tuple[int, ...]
+    """The most layers of each chunk."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.costs)
+
+    @property
+    def num_chunks(self) -> int:
+        """Parts into which it is cut."""
+        return len(self.stage_of_chunk)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline ranks."""
+        return max(self.stage_of_chunk) + 1
+
+    def on_stages(self, of_chunks: Iterable[float]) -> list[float]:
+        """Sums over the chunks of each stage."""
+        sums: list[float] = [0] * self.num_stages
+        for stage, value in zip(self.stage_of_chunk, of_chunks, strict=True):
+            sums[stage] += value
+        return sums
 
 
 def balance(
@@ -18,7 +64,6 @@ def balance(
     loss_cost: float = 0.0,
     min_layers: Sequence[int] | None = None,
     max_layers: Sequence[int] | None = None,
-    memory: Memory | None = None,
 ) -> list[int]:
     """Layers of each chunk, in the order of the depth.
 
@@ -29,80 +74,61 @@ def balance(
 
     What is guaranteed:
 
-    - All layers cost and need the same, as in a model of equal layers: exactly that, for any placement, in no time.
+    - All layers cost the same, as in a model of equal layers: exactly that, for any placement, in no time.
     - One chunk a stage: exactly that for any costs, the last sentence aside, by dynamic programming.
     - Several chunks a stage and unequal layers: a split that no exchange of a layer between two chunks improves, and whose dearest
-      stage costs at most as many times the least possible as it has chunks (unless memory binds: then it fits, but a split that
-      fits may be missed). Of small random cases about nine in ten are the best possible, the others some percent above.
+      stage costs at most as many times the least possible as it has chunks. Of small random cases about nine in ten are the best
+      possible, the others some percent above.
 
     Args:
         layer_costs: Time of each layer, in any unit.
-        stage_of_chunk: Stage of each chunk (see `schedules.placement`).
+        stage_of_chunk: Stage of each chunk (see `megatron.spec.schedules.placement`).
         embedding_cost: Time of the embedding, added to the first chunk.
         loss_cost: Time of the output layer and the loss, added to the last chunk.
         min_layers: At least so many layers in each chunk; by default 1.
         max_layers: At most so many layers in each chunk; by default all.
-        memory: What must fit on each stage; by default anything does.
 
     Raises:
-        ValueError: the bounds or the memory leave no split (the message names the stage and what it would need), a cost is negative
-            or not finite, or the memory is that of other layers or stages.
+        ValueError: the bounds leave no split, or a cost is negative or not finite.
     """
     num_layers, num_chunks = len(layer_costs), len(stage_of_chunk)
     if not all(0 <= cost < math.inf for cost in (*layer_costs, embedding_cost, loss_cost)):
         raise ValueError("costs must be finite and not negative")
-    if memory is not None and (len(memory.layers), len(memory.limits)) != (num_layers, max(stage_of_chunk) + 1):
-        raise ValueError(
-            f"memory is given for {len(memory.layers)} layers and {len(memory.limits)} stages, "
-            f"but there are {num_layers} and {max(stage_of_chunk) + 1}"
-        )
-    problem = Problem(
+    fixed: list[float] = [0] * num_chunks
+    fixed[0] += embedding_cost
+    fixed[-1] += loss_cost
+    problem = SplitProblem(
         tuple(stage_of_chunk),
         tuple(layer_costs),
-        at_the_ends(num_chunks, embedding_cost, loss_cost),
+        tuple(fixed),
         tuple(min_layers) if min_layers is not None else (1,) * num_chunks,
         tuple(max_layers) if max_layers is not None else (num_layers,) * num_chunks,
-        memory,
     )
     if not sum(problem.min_layers) <= num_layers <= sum(problem.max_layers):
         raise ValueError(
             f"{num_layers} layers do not go into {num_chunks} chunks that hold "
             f"at least {sum(problem.min_layers)} and at most {sum(problem.max_layers)} together"
         )
-    counts = _solve(problem)
-    if counts is None:
-        raise ValueError(_does_not_fit(problem))
-    return counts
-
-
-def _solve(problem: Problem) -> list[int] | None:
-    """The split, or None where none fits into the memory."""
-    if _equal_layers(problem):
+    if len(set(problem.costs)) <= 1:
         return _deal_out(problem)
-    if problem.num_stages == problem.num_chunks:
-        return exact_cuts(problem)
-    mean = sum(problem.costs) / problem.num_layers
-    starts = [_deal_out(replace(problem, costs=(mean,) * problem.num_layers, memory=None)), exact_cuts(problem)]
-    if problem.memory is not None:
-        starts.append(_solve(_memory_as_cost(problem)))
-    found = [exchange(problem, start) for start in starts if start is not None and problem.fits(start)]
-    return min(found, key=lambda counts: quality(problem, counts), default=None)
+    if problem.num_stages == num_chunks:
+        return _exact_cuts(problem)
+    mean = sum(problem.costs) / num_layers
+    starts = (_deal_out(replace(problem, costs=(mean,) * num_layers)), _exact_cuts(problem))
+    return min((_exchanged(problem, start) for start in starts), key=lambda counts: _quality(problem, counts))
 
 
-def _deal_out(problem: Problem) -> list[int] | None:
+def _deal_out(problem: SplitProblem) -> list[int]:
     """For equal layers: one after another goes where the load is least with it.
 
     That is the best there is, as loads grow evenly with the number of layers: exchanging two layers cannot help afterwards.
-    Memory counts only if it is the same for each layer too.
     """
     places, last = problem.stage_of_chunk, problem.num_chunks - 1
     counts = list(problem.min_layers)
     cost = problem.costs[0] if problem.costs else 0
-    fixed = sum_on_stages(places, problem.fixed_costs)
-    on_stage = sum_on_stages(places, counts)
-    most = _layers_that_fit(problem)
+    fixed, on_stage = problem.on_stages(problem.fixed_costs), problem.on_stages(counts)
 
-    def ends(chunks: Iterable[int]) -> int:
+    def ends(chunks: Collection[int]) -> int:
         return (0 in chunks) + 2 * (last in chunks)
 
     burden = [ends([c for c in range(last + 1) if places[c] == stage]) for stage in range(problem.num_stages)]
@@ -113,54 +139,142 @@ def _deal_out(problem: Problem) -> list[int] | None:
         chunk_load = problem.fixed_costs[chunk] + (counts[chunk] + 1) * cost
         return stage_load, chunk_load, burden[stage], ends([chunk]), chunk
 
-    if any(held > limit for held, limit in zip(on_stage, most, strict=True)):
-        return None
     for _ in range(problem.num_layers - sum(counts)):
-        free = [c for c in range(last + 1) if counts[c] < problem.max_layers[c] and on_stage[places[c]] < most[places[c]]]
-        if not free:
-            return None
-        chunk = min(free, key=after)
+        chunk = min((c for c in range(last + 1) if counts[c] < problem.max_layers[c]), key=after)
         counts[chunk] += 1
         on_stage[places[chunk]] += 1
     return counts
 
 
-def _layers_that_fit(problem: Problem) -> list[int]:
-    """How many equal layers each stage has memory for; below zero where not even what is fixed fits."""
-    if problem.memory is None:
-        return [problem.num_layers] * problem.num_stages
-    layer = problem.memory.layers[0] if problem.memory.layers else 0
-    fixed = sum_on_stages(problem.stage_of_chunk, problem.fixed_memory)
-    left = [room(limit) - used for limit, used in zip(problem.memory.limits, fixed, strict=True)]
-    return [
-        -1 if free < 0 else math.floor(min(free / layer, problem.num_layers)) if layer > 0 else problem.num_layers for free in left
-    ]
+# ---- cuts of unequal layers
 
 
-def _equal_layers(problem: Problem) -> bool:
-    return len(set(problem.costs)) <= 1 and (problem.memory is None or len(set(problem.memory.layers)) <= 1)
+def _exact_cuts(problem: SplitProblem) -> list[int]:
+    """Layers of each chunk so that the dearest chunk is as cheap as can be and, among such splits, the sum of squares is least.
+
+    Dynamic programming over the number of layers in the first chunks, chunks x layers^2 steps. Chunks are looked at one by one: the
+    split is the best with one a stage.
+    """
+    layers, fixed = _whole_costs(problem)
+    cost = _between(layers)
+    allowed = [_allowed(problem, chunk) for chunk in range(problem.num_chunks)]
+    dearest = np.full(problem.num_layers + 1, np.inf)
+    dearest[0] = -np.inf
+    for chunk in range(problem.num_chunks):
+        reached = np.maximum(dearest[:, None], cost + fixed[chunk])
+        dearest = np.where(allowed[chunk], reached, np.inf).min(axis=0)
+
+    squares = np.full(problem.num_layers + 1, np.inf)
+    squares[0] = 0
+    origins = []
+    for chunk in range(problem.num_chunks):
+        load = cost + fixed[chunk]
+        totals = np.where(allowed[chunk] & (load <= dearest[-1]), squares[:, None] + load * load, np.inf)
+        origins.append(totals.argmin(axis=0))
+        squares = totals.min(axis=0)
+    starts = [problem.num_layers]
+    for origin in reversed(origins):
+        starts.append(int(origin[starts[-1]]))
+    return [int(count) for count in np.diff(starts[::-1])]
 
 
-def _memory_as_cost(problem: Problem) -> Problem:
-    """The problem whose dearest stage is the one with the least memory left."""
-    assert problem.memory is not None
-    fixed, seen = list(problem.fixed_memory), set[int]()
-    enough = sum(problem.memory.layers) + sum(fixed)
-    for chunk, stage in enumerate(problem.stage_of_chunk):
-        if stage not in seen:
-            fixed[chunk] -= min(problem.memory.limits[stage], enough)
-            seen.add(stage)
-    return replace(problem, costs=tuple(problem.memory.layers), fixed_costs=tuple(fixed), memory=None)
+def _allowed(problem: SplitProblem, chunk: int) -> npt.NDArray[np.bool_]:
+    """`[start, stop]` whether a chunk may hold the layers start to stop - 1."""
+    size = _between(np.ones(problem.num_layers))
+    return (problem.min_layers[chunk] <= size) & (size <= problem.max_layers[chunk])
 
 
-def _does_not_fit(problem: Problem) -> str:
-    counts = _solve(_memory_as_cost(problem))
-    assert counts is not None and problem.memory is not None
-    needs, limits = problem.memory_of_stages(counts), problem.memory.limits
-    stage = max(range(problem.num_stages), key=lambda stage: needs[stage] - limits[stage])
-    proven = _equal_layers(problem) or problem.num_stages == problem.num_chunks
-    return (
-        f"{problem.num_layers} layers do not fit into the memory of {problem.num_stages} stages: "
-        f"in the split that comes nearest, stage {stage} needs {needs[stage]:g} and has {limits[stage]:g}"
-        + ("" if proven else " (no better split was found)")
-    )
+def _exchanged(problem: SplitProblem, counts: Sequence[int]) -> list[int]:
+    """The split, improved until no single exchange improves it further.
+
+    An exchange takes a layer from one chunk and gives one to another; the chunks between keep their sizes and shift by a layer.
+    Better means, in this order: a cheaper dearest stage, a smaller sum of squares over the stages, the same two over the chunks.
+    """
+    layers, fixed = _whole_costs(problem)
+    starts = np.cumsum([0, *counts])
+    best = _quality(problem, counts)
+    while True:
+        loads = _loads(layers, fixed, starts)
+        found = []
+        for step in (1, -1):
+            takers, givers = _exchanges(problem, starts, step)
+            if len(takers):
+                change = _shifts(layers, starts, step)
+                of_stages = _on_stages(problem, change)
+                # Few are best for the stages: only these are compared chunk by chunk.
+                few = _best_rows(_on_stages(problem, loads) + of_stages[givers] - of_stages[takers])
+                one = few[_best_rows(loads + change[givers[few]] - change[takers[few]])[0]]
+                moved = starts.copy()
+                moved[takers[one] + 1 : givers[one] + 1] += step
+                found.append((_quality(problem, np.diff(moved)), moved.tolist()))
+        if not found or min(found)[0] >= best:
+            return [int(count) for count in np.diff(starts)]
+        best, starts = min(found)[0], np.array(min(found)[1])
+
+
+def _quality(problem: SplitProblem, counts: Sequence[int] | _Ints) -> tuple[float, ...]:
+    """What is compared of two splits, the most important first; less is better."""
+    layers, fixed = _whole_costs(problem)
+    loads = _loads(layers, fixed, np.cumsum([0, *counts]))
+    stages = _on_stages(problem, loads)
+    return float(stages.max()), float((stages**2).sum()), float(loads.max()), float((loads**2).sum())
+
+
+def _exchanges(problem: SplitProblem, starts: _Ints, step: int) -> tuple[_Ints, _Ints]:
+    """All allowed exchanges that move bounds by a step: pairs of chunks a < b, of which a takes `step` layers and b gives them."""
+    counts = np.diff(starts)
+    low, high = np.array(problem.min_layers), np.array(problem.max_layers)
+    a, b = np.triu_indices(problem.num_chunks, 1)
+    more, less = counts[a] + step, counts[b] - step
+    allowed = (low[a] <= more) & (more <= high[a]) & (low[b] <= less) & (less <= high[b])
+    return a[allowed], b[allowed]
+
+
+def _shifts(values: _Array, starts: _Ints, step: int) -> _Array:
+    """Changes of the chunks' sums when bounds move by a step, as [b, chunk] for the bounds 1 to b.
+
+    So when the bounds a + 1 to b move, row b - row a says what changes. Bound c lies between the chunks c - 1 and c.
+    """
+    bounds = np.arange(1, len(starts) - 1)
+    crossing = starts[bounds] if step > 0 else starts[bounds] - 1
+    # A bound at an end has no layer to cross; what stands here is not used, as the exchange would leave a chunk less than no layer.
+    crossed = step * values[np.clip(crossing, 0, len(values) - 1)]
+    changes = np.zeros((len(starts) - 1, len(starts) - 1))
+    changes[bounds, bounds - 1] = crossed
+    changes[bounds, bounds] = -crossed
+    return changes.cumsum(axis=0)
+
+
+def _best_rows(loads: _Array) -> _Ints:
+    """Those of the rows `[row, place]` with the least maximum and, among them, the least sum of squares."""
+    highest = loads.max(axis=1)
+    rows = np.flatnonzero(highest == highest.min())
+    squares = (loads[rows] ** 2).sum(axis=1)
+    return rows[squares == squares.min()]
+
+
+def _on_stages(problem: SplitProblem, chunks: _Array) -> _Array:
+    """Sums `[..., stage]` of what the chunks have."""
+    return chunks @ np.eye(problem.num_stages)[list(problem.stage_of_chunk)]
+
+
+def _loads(layers: _Array, fixed: _Array, starts: _Ints) -> _Array:
+    """`[chunk]` sums."""
+    return np.diff(_running_sum(layers)[starts]) + fixed
+
+
+def _whole_costs(problem: SplitProblem) -> tuple[_Array, _Array]:
+    """Costs of layers and what is fixed for each chunk, scaled by a power of two and rounded to whole numbers."""
+    layers, fixed = np.array(problem.costs, dtype=float), np.array(problem.fixed_costs, dtype=float)
+    scale = 2.0 ** (_BITS - math.frexp(np.abs(layers).sum() + np.abs(fixed).sum())[1])
+    return np.rint(layers * scale), np.rint(fixed * scale)
+
+
+def _between(values: _Array) -> _Array:
+    """`[start, stop]` sums of the values start to stop - 1; nonsense where start > stop."""
+    sums = _running_sum(values)
+    return sums[None, :] - sums[:, None]
+
+
+def _running_sum(values: _Array) -> _Array:
+    return np.concatenate([[0.0], np.cumsum(values)])

@@ -10,7 +10,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron.pipeline_parallel.simulate import Span, simulate
+from megatron.pipeline_parallel.simulate import OpSpan, simulate
 from megatron.spec.operations import Message, Schedule
 
 
@@ -35,7 +35,7 @@ class _Delivery(NamedTuple):
 class _Facts(NamedTuple):
     """What both plans of a schedule follow from."""
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[OpSpan, ...], ...]
     """When each operation runs if all take the same time, in whole numbers: no rounding."""
     deliveries: list[list[_Delivery]]
 
@@ -160,7 +160,7 @@ def _posts(schedule: Schedule, stage: int, deliveries: list[_Delivery], ahead: i
 
 
 def _arrivals(
-    schedule: Schedule, spans: tuple[tuple[Span, ...], ...], deliveries: list[list[_Delivery]]
+    schedule: Schedule, spans: tuple[tuple[OpSpan, ...], ...], deliveries: list[list[_Delivery]]
 ) -> list[list[list[Message]]]:
     """For each operation of each stage, the messages of that stage that may be settled behind it, each at most once.
 

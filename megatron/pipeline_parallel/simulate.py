@@ -1,20 +1,53 @@
-"""The timeline of a schedule when every operation takes as long as it is said to. Pure; needs no process."""
+"""An order in which all operations of a schedule can run, and its timeline when each takes as long as it is said to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.pipeline_parallel.walk import walk
-from megatron.spec.operations import Message, Op, Schedule
+from megatron.spec.operations import LinkedOp, Message, Op, Schedule
 from megatron.spec.schedule_spec import Costs
+
+
+def walk(schedule: Schedule) -> Iterator[tuple[int, LinkedOp]]:
+    """Every operation with its stage, once what it needs was given; each stage goes on as far as it can.
+
+    Raises:
+        ValueError: the stages wait for each other.
+    """
+    position = [0] * schedule.num_stages
+    given: set[Message] = set()
+    waiting: dict[Message, int] = {}
+    ready = list(range(schedule.num_stages))
+    while ready:
+        stage = ready.pop()
+        ops = schedule.linked_ops[stage]
+        while position[stage] < len(ops):
+            linked = ops[position[stage]]
+            if linked.needs is not None and linked.needs not in given:
+                waiting[linked.needs] = stage
+                break
+            position[stage] += 1
+            yield stage, linked
+            message = linked.gives
+            if message is not None:
+                given.add(message)
+                if message in waiting:
+                    ready.append(waiting.pop(message))
+    stuck = {stage: ops[position[stage]] for stage, ops in enumerate(schedule.ops) if position[stage] < len(ops)}
+    if stuck:
+        waits = "; ".join(
+            f"stage {stage} before {op.kind.value} of chunk {op.chunk}, microbatch {op.microbatch}" for stage, op in stuck.items()
+        )
+        raise ValueError(f"schedule {schedule.name} deadlocks: {waits}")
+
 
 EQUAL = Costs()
 """Each kind of operation takes as long as any other, and messages take no time."""
 
 
-class Span(NamedTuple):
+class OpSpan(NamedTuple):
     """When one operation ran."""
 
     op: Op
@@ -27,7 +60,7 @@ class Timeline:
     """What ran when on every stage: simulated, or measured in a run."""
 
     name: str
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[OpSpan, ...], ...]
     """For each stage, in order."""
 
     @property
@@ -78,12 +111,12 @@ def simulate(schedule: Schedule, costs: Costs | Callable[[Op], float] = EQUAL, *
     duration = costs.of if isinstance(costs, Costs) else costs
     delay = costs.p2p if isinstance(costs, Costs) else p2p or 0.0
     free = [0.0] * schedule.num_stages
-    spans: list[list[Span]] = [[] for _ in schedule.ops]
+    spans: list[list[OpSpan]] = [[] for _ in schedule.ops]
     arrival: dict[Message, float] = {}
     for stage, (op, needed, given) in walk(schedule):
         start = free[stage] if needed is None else max(free[stage], arrival.pop(needed))
         free[stage] = start + duration(op)
-        spans[stage].append(Span(op, start, free[stage]))
+        spans[stage].append(OpSpan(op, start, free[stage]))
         if given is not None:
             arrival[given] = free[stage] + (delay if schedule.stage_of_chunk[given.chunk] != stage else 0.0)
     return Timeline(schedule.name, tuple(map(tuple, spans)))

@@ -1,13 +1,14 @@
-"""Proves that a schedule is complete and cannot deadlock, and counts its live activations. Pure; needs no process."""
+"""Proves that a schedule is complete and cannot deadlock, and counts what it keeps alive. Needs no process."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline_parallel.exchange import ReceivePlan, proved_plans
-from megatron.pipeline_parallel.walk import walk
+from megatron.pipeline_parallel.simulate import walk
 from megatron.spec.operations import Op, OpKind, Schedule
 
 
@@ -74,3 +75,18 @@ def _check_complete(schedule: Schedule) -> None:
                 raise ValueError(f"chunk {chunk}, microbatch {m}: each must be computed exactly once, found {found}")
     if counts:
         raise ValueError(f"operations on microbatches that do not exist: {sorted(map(str, counts))[:4]}")
+
+
+def peak_kept(schedule: Schedule, kept: Sequence[float]) -> tuple[float, ...]:
+    """For each stage, the most that is kept at once, where a microbatch keeps `kept[chunk]` between its two gradients."""
+    peaks = []
+    for ops in schedule.ops:
+        held = peak = 0.0
+        for op in ops:
+            if op.kind is OpKind.INPUT_GRAD:
+                held += kept[op.chunk]
+                peak = max(peak, held)
+            elif op.kind is OpKind.WEIGHT_GRAD:
+                held -= kept[op.chunk]
+        peaks.append(peak)
+    return tuple(peaks)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from megatron.config.checks.finding import Change, change, data_size, shown, without
 from megatron.config.config import Config
 from megatron.config.rules import violations
-from megatron.pipeline_parallel.partition import table_of
-from megatron.pipeline_parallel.split_advice import split_advice
+from megatron.pipeline_parallel.partition import split_advice, table_of
 from megatron.planner.work import idle_share
 from megatron.spec.counts import count_parameters
 from megatron.spec.schedules import make_schedule, names_that_split_backward

@@ -19,8 +19,8 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.pictures.files import check_output, write_picture
 from megatron.pipeline_parallel.pictures.panel import Panel
-from megatron.pipeline_parallel.pictures.table import Row, draw_table
-from megatron.pipeline_parallel.simulate import Span, Timeline, simulate
+from megatron.pipeline_parallel.pictures.table import TimelineRow, draw_table
+from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
 from megatron.spec.operations import Op, OpKind
 from megatron.training.step import TrainStep
 
@@ -33,7 +33,7 @@ class _Measured(NamedTuple):
     host: str
     began: float
     """When it left the barrier before the step."""
-    spans: list[Span]
+    spans: list[OpSpan]
     deferred_bytes: int
 
 
@@ -61,11 +61,11 @@ class SpanRecorder:
         """It has ended."""
         self._moments.append((op, self._open, self._now()))
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[OpSpan]:
         """All of them, in seconds of this host's clock. Waits for the device."""
         if self._on_cuda:
             torch.cuda.synchronize()
-        return [Span(op, self._seconds(start), self._seconds(end)) for op, start, end in self._moments]
+        return [OpSpan(op, self._seconds(start), self._seconds(end)) for op, start, end in self._moments]
 
     def _now(self) -> _Moment:
         if not self._on_cuda:
@@ -162,7 +162,7 @@ class PipelineProfiler:
         paths = [self._folder / f"pipeline_step{self._iteration}{suffix}" for suffix in self._suffixes]
         for path in paths:
             write_picture(panels, path)
-        lines = draw_table([Row(panel) for panel in panels]).splitlines()
+        lines = draw_table([TimelineRow(panel) for panel in panels]).splitlines()
         if any(rank.deferred_bytes for rank in ranks):
             kept = ", ".join(f"{rank.deferred_bytes / 2**20:.1f}" for rank in ranks)
             lines.append(f"weight gradients put off keep at most (MiB, stage by stage): {kept}")
@@ -180,12 +180,12 @@ def mean_costs(timeline: Timeline) -> Callable[[Op], float]:
     return lambda op: means[op.kind, op.chunk]
 
 
-def _on_one_clock(ranks: list[_Measured]) -> tuple[tuple[Span, ...], ...]:
+def _on_one_clock(ranks: list[_Measured]) -> tuple[tuple[OpSpan, ...], ...]:
     """Milliseconds since the barrier. The ranks of a host share its clock; its zero is when the first of them left the barrier."""
     zero: dict[str, float] = {}
     for rank in ranks:
         zero[rank.host] = min(rank.began, zero.get(rank.host, rank.began))
     return tuple(
-        tuple(Span(op, 1000.0 * (start - zero[rank.host]), 1000.0 * (end - zero[rank.host])) for op, start, end in rank.spans)
+        tuple(OpSpan(op, 1000.0 * (start - zero[rank.host]), 1000.0 * (end - zero[rank.host])) for op, start, end in rank.spans)
         for rank in ranks
     )

@@ -21,10 +21,9 @@ from megatron.optimizer.lr_schedule import schedule_lengths
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
-from megatron.pipeline_parallel.deferred_memory import peak_kept
 from megatron.pipeline_parallel.partition import format_layer_table
 from megatron.pipeline_parallel.simulate import simulate
-from megatron.pipeline_parallel.validate import peak_live_activations
+from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
 from megatron.planner.advice import advice
 from megatron.planner.state_report import describe_state, state_report
 from megatron.spec.counts import count_parameters, flops_per_step, kept_per_token

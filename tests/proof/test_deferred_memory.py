@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.deferred_memory import peak_kept
 from megatron.pipeline_parallel.partition import layer_table
+from megatron.pipeline_parallel.validate import peak_kept
 from megatron.spec.counts import kept_per_token
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.verification.local_ranks import run_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.pipeline_parallel.pictures.panel import Panel
-from megatron.pipeline_parallel.simulate import Span, Timeline, simulate
+from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
 from megatron.spec.schedule_spec import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 
@@ -27,5 +27,5 @@ def panel(name: str, stages: int, microbatches: int, chunks: int = 2) -> Panel:
 
 def moved(before: Timeline, by: float) -> Timeline:
     """The same on another clock."""
-    spans = tuple(tuple(Span(span.op, span.start + by, span.end + by) for span in stage) for stage in before.spans)
+    spans = tuple(tuple(OpSpan(span.op, span.start + by, span.end + by) for span in stage) for stage in before.spans)
     return replace(before, spans=spans)

@@ -9,9 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.pipeline_parallel.pictures.palette import NUM_SHADES, colour_of
-from megatron.pipeline_parallel.pictures.panel import KIND_NAMES, Drawing, Panel, depth_of_chunk, duration_at, look_at, tick_step
-from megatron.pipeline_parallel.simulate import Span
+from megatron.pipeline_parallel.pictures.panel import (
+    KIND_NAMES,
+    NUM_SHADES,
+    Drawing,
+    Panel,
+    colour_of,
+    depth_of_chunk,
+    duration_at,
+    look_at,
+    tick_step,
+)
+from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import OpKind
 
 if TYPE_CHECKING:
@@ -104,7 +113,7 @@ def _draw(panels: Sequence[Panel]) -> Figure:
 
 def _draw_panel(axes: Axes, panel: Panel, points_per_ms: float) -> None:
     timeline = panel.timeline
-    boxes: defaultdict[tuple[OpKind, int], list[tuple[int, Span]]] = defaultdict(list)
+    boxes: defaultdict[tuple[OpKind, int], list[tuple[int, OpSpan]]] = defaultdict(list)
     for stage, (spans, depths) in enumerate(zip(timeline.spans, depth_of_chunk(timeline), strict=True)):
         for span in spans:
             boxes[span.op.kind, depths[span.op.chunk]].append((stage, span))
@@ -122,7 +131,7 @@ def _draw_panel(axes: Axes, panel: Panel, points_per_ms: float) -> None:
 
 
 def _draw_boxes(
-    axes: Axes, kind: OpKind, depth: int, placed: Sequence[tuple[int, Span]], start: float, points_per_ms: float
+    axes: Axes, kind: OpKind, depth: int, placed: Sequence[tuple[int, OpSpan]], start: float, points_per_ms: float
 ) -> None:
     """All operations of one kind on first (second, ...) chunks."""
     from matplotlib.collections import PolyCollection

@@ -21,14 +21,14 @@ _NOTES = (
 _NOTE_OF_PAPERS = "paper: by a closed formula; - where none holds exactly"
 
 
-class Row(NamedTuple):
+class TimelineRow(NamedTuple):
     """A timeline, and what the papers say of its schedule, if that is to stand beside it."""
 
     panel: Panel
     expected: Expected | None = None
 
 
-def draw_table(rows: Sequence[Row]) -> str:
+def draw_table(rows: Sequence[TimelineRow]) -> str:
     """One line a timeline, then what the columns are and the formulas; without columns of papers where no row has any."""
     papers = any(row.expected is not None for row in rows)
     kept = [papers or title != "paper" for title in _HEADER]
@@ -50,7 +50,7 @@ def peak_live(timeline: Timeline) -> tuple[int, ...] | None:
     return peak_live_activations(Schedule(timeline.name, 0, (), ops))  # the order of operations is all that it looks at
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: TimelineRow) -> tuple[str, ...]:
     timeline, live = row.panel.timeline, peak_live(row.panel.timeline)
     step = bubble = expected_live = "-"
     if row.expected is not None and row.expected.bubble_time is not None:

@@ -17,18 +17,19 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron.pipeline_parallel.pictures.palette import ANSI_RESET, colour_of
 from megatron.pipeline_parallel.pictures.panel import (
+    ANSI_RESET,
     KIND_NAMES,
     Drawing,
     Panel,
+    colour_of,
     depth_of_chunk,
     duration_at,
     look_at,
     milliseconds,
     tick_step,
 )
-from megatron.pipeline_parallel.simulate import Span
+from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import OpKind
 
 _MOST_LINES = 100
@@ -118,7 +119,7 @@ class _Painter:
     fill: str
     idle: str
 
-    def row(self, spans: Sequence[Span], depths: dict[int, int], start: float, part: int) -> str:
+    def row(self, spans: Sequence[OpSpan], depths: dict[int, int], start: float, part: int) -> str:
         """One part of the time of one stage."""
         return self.paint(self._mixed(spans, depths, start) if self.layout.coarse else self._whole(spans, depths, start, part))
 
@@ -130,7 +131,7 @@ class _Painter:
             text += f"{colour_of(*looks).ansi}{characters}{ANSI_RESET}" if looks and self.colour else characters
         return text
 
-    def _whole(self, spans: Sequence[Span], depths: dict[int, int], start: float, part: int) -> list[_Cell]:
+    def _whole(self, spans: Sequence[OpSpan], depths: dict[int, int], start: float, part: int) -> list[_Cell]:
         """Operations with their numbers, as far as there is room."""
         columns, per_ms = self.layout.columns, self.layout.per_ms
         cells = [_Cell(self.idle, None)] * columns
@@ -143,7 +144,7 @@ class _Painter:
                 cells[column] = _Cell(characters[column - first], (span.op.kind, depth))
         return cells
 
-    def _mixed(self, spans: Sequence[Span], depths: dict[int, int], start: float) -> list[_Cell]:
+    def _mixed(self, spans: Sequence[OpSpan], depths: dict[int, int], start: float) -> list[_Cell]:
         """For each column the kind of operation, or the waiting, that took most of it."""
         columns, per_ms = self.layout.columns, self.layout.per_ms
         shares: list[defaultdict[tuple[OpKind, int], float]] = [defaultdict(float) for _ in range(columns)]

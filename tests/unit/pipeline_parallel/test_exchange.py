@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline_parallel import exchange
 from megatron.pipeline_parallel.exchange import channels, plan_exchanges, plan_receives, proved_plans
-from megatron.pipeline_parallel.simulate import simulate
-from megatron.pipeline_parallel.walk import walk
+from megatron.pipeline_parallel.simulate import simulate, walk
 from megatron.spec.operations import Message, Op, Schedule, forward_only
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.spec.whole_backward import one_f_one_b

@@ -12,8 +12,7 @@ import matplotlib
 import pytest
 
 from megatron.pipeline_parallel.pictures.files import write_picture
-from megatron.pipeline_parallel.pictures.palette import NUM_SHADES, Colour, colour_of
-from megatron.pipeline_parallel.pictures.panel import Panel
+from megatron.pipeline_parallel.pictures.panel import NUM_SHADES, Colour, Panel, colour_of
 from megatron.spec.operations import OpKind
 from tests.support.timelines import panel
 

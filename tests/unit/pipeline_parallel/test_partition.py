@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from megatron.config.pipeline_layout import LayoutChunk, parse_layout
 from megatron.pipeline_parallel import partition
 from megatron.pipeline_parallel.partition import Chunk, format_layer_table, layer_table
-from megatron.pipeline_parallel.split_problem import Memory
 from megatron.spec.operations import loop, v_shape
 
 PLACES = st.builds(loop, st.integers(1, 16), st.integers(1, 4)) | st.builds(v_shape, st.integers(1, 16))
@@ -159,13 +158,6 @@ def test_unequal_layers() -> None:
     assert lengths(layer_table(8, loop(3), layer_costs=costs, loss_cost=3)) == [4, 2, 2]
     with pytest.raises(ValueError, match="costs are given for 8 layers, but there are 9"):
         layer_table(9, loop(3), layer_costs=costs)
-
-
-def test_memory_goes_into_the_table() -> None:
-    memory = Memory([10] * 12, 4, 12, [24, 100, 100, 100])
-    assert lengths(layer_table(12, loop(4), memory=memory)) == [2, 4, 3, 3]
-    with pytest.raises(ValueError, match="12 layers do not fit into the memory of 4 stages"):
-        layer_table(12, loop(4), memory=Memory([10] * 12, 4, 12, [24, 30, 30, 30]))
 
 
 # ---- sizes of the first and the last stage

@@ -12,18 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.pictures.files import WRITERS, check_output, write_picture
+from megatron.pipeline_parallel.pictures.files import WRITERS, check_output, chrome_trace, write_picture
 from megatron.pipeline_parallel.pictures.panel import Panel, number, tick_step
-from megatron.pipeline_parallel.pictures.table import Row, draw_table, peak_live
-from megatron.pipeline_parallel.pictures.terminal import Terminal
+from megatron.pipeline_parallel.pictures.table import TimelineRow, draw_table, peak_live
 from megatron.pipeline_parallel.pictures.text import draw_text
-from megatron.pipeline_parallel.pictures.trace import chrome_trace
-from megatron.pipeline_parallel.simulate import Span, Timeline, simulate
+from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
 from megatron.pipeline_parallel.validate import validate
 from megatron.spec.operations import Op, OpKind, forward_only
 from megatron.spec.schedule_spec import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.timelines import chunks_of, moved, panel, timeline
+from tools.plot_schedule import Terminal
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
 
@@ -120,8 +119,8 @@ def test_what_has_no_room_is_coarse_and_says_so() -> None:
 
 def test_a_coarse_column_shows_what_took_most_of_it() -> None:
     """A thousand operations in forty columns: long forwards, then short backwards with more waiting between."""
-    spans = [Span(Op(F, 0, m), 10.0 * m, 10.0 * m + 9) for m in range(500)]
-    spans += [Span(Op(B, 0, m), 10.0 * (m + 500), 10.0 * (m + 500) + 4) for m in range(500)]
+    spans = [OpSpan(Op(F, 0, m), 10.0 * m, 10.0 * m + 9) for m in range(500)]
+    spans += [OpSpan(Op(B, 0, m), 10.0 * (m + 500), 10.0 * (m + 500) + 4) for m in range(500)]
     wide = [Panel(str(n), Timeline("long", (tuple(spans),) * 30)) for n in range(2)]
     row = rows_of(draw_text(wide, width=50))[0]
     assert re.fullmatch(r"F{20}·{20}", row)
@@ -145,7 +144,7 @@ def test_panels_share_one_axis() -> None:
     """Planned and measured: an operation of the same length is as long in both, though the measured step is longer."""
     planned = timeline("1f1b", 2, 3)
     last = planned.spans[1][-1]
-    slow = Timeline("1f1b", (planned.spans[0], (*planned.spans[1][:-1], Span(last.op, last.start, 160))))
+    slow = Timeline("1f1b", (planned.spans[0], (*planned.spans[1][:-1], OpSpan(last.op, last.start, 160))))
     lines = rows_of(draw_text([Panel("planned", planned), Panel("measured", slow)]))
     assert lines[0] == lines[2]
     assert lines[3].startswith(lines[1].rstrip("·")) and lines[3].endswith("B2" + "─" * (len(lines[3]) - lines[3].index("B2") - 2))
@@ -244,19 +243,19 @@ def test_live_activations_of_a_timeline_are_those_of_its_schedule(name: str, sta
 def test_forwards_alone_keep_nothing() -> None:
     drawn = Panel("evaluation", simulate(forward_only(make_schedule("1f1b", 2, 3))))
     assert peak_live(drawn.timeline) is None
-    assert draw_table([Row(drawn)]).splitlines()[1].split() == ["evaluation", "4", "25.0%", "0", "-", "-"]
+    assert draw_table([TimelineRow(drawn)]).splitlines()[1].split() == ["evaluation", "4", "25.0%", "0", "-", "-"]
 
 
 def test_measured_timelines_alone_have_no_columns_of_papers() -> None:
-    assert "paper" not in draw_table([Row(panel("1f1b", 2, 2)), Row(panel("zb-v", 2, 2))])
+    assert "paper" not in draw_table([TimelineRow(panel("1f1b", 2, 2)), TimelineRow(panel("zb-v", 2, 2))])
 
 
 def test_a_table_by_hand() -> None:
     rows = [
-        Row(panel(name, 4, 8), SCHEDULES[name].expected(4, 8, chunks_of(name, 2), Costs(10, 10, 10)))
+        TimelineRow(panel(name, 4, 8), SCHEDULES[name].expected(4, 8, chunks_of(name, 2), Costs(10, 10, 10)))
         for name in ("1f1b", "interleaved", "zb-h1", "zb-v")
     ]
-    rows.append(Row(panel("1f1b", 6, 8), None))
+    rows.append(TimelineRow(panel("1f1b", 6, 8), None))
     lines = draw_table(rows).splitlines()
     cells = [re.split(r"  +", line) for line in lines]
     assert cells[1] == ["1f1b", "330", "330", "27.3%", "27.3%", "90 60 30 0", "4 3 2 1", "4 3 2 1", "4 3 2 1"]
@@ -270,7 +269,7 @@ def test_a_table_by_hand() -> None:
 
 def test_a_row_without_a_formula_that_holds_says_so() -> None:
     costs = Costs(10, 12, 8)
-    row = Row(Panel("zb-v", timeline("zb-v", 4, 8, 2, costs)), SCHEDULES["zb-v"].expected(4, 8, 2, costs))
+    row = TimelineRow(Panel("zb-v", timeline("zb-v", 4, 8, 2, costs)), SCHEDULES["zb-v"].expected(4, 8, 2, costs))
     assert draw_table([row]).splitlines()[1].split()[2] == "-"
 
 

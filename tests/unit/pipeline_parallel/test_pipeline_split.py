@@ -10,8 +10,7 @@ import pytest
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
-from megatron.pipeline_parallel.split_advice import imbalance, split_advice
+from megatron.pipeline_parallel.partition import Chunk, imbalance, layer_table, split_advice, table_of
 from megatron.spec.operations import loop, v_shape
 
 VOCABULARY = 50257

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.simulate import Costs, Span, Timeline, simulate
+from megatron.pipeline_parallel.simulate import Costs, OpSpan, Timeline, simulate
 from megatron.spec.operations import Message, Op, Schedule
 from megatron.spec.whole_backward import gpipe, one_f_one_b
 from tests.support.schedule_examples import B, F, I, W, generated_schedules, random_schedules
@@ -48,7 +48,7 @@ def test_every_operation_begins_at_the_end_of_the_longest_way_to_it(schedule: Sc
     begin = longest_path(schedule, took, p2p)
     timeline = simulate(schedule, took.__getitem__, p2p=p2p)
     assert timeline.name == schedule.name
-    assert timeline.spans == tuple(tuple(Span(op, begin[op], begin[op] + took[op]) for op in ops) for ops in schedule.ops)
+    assert timeline.spans == tuple(tuple(OpSpan(op, begin[op], begin[op] + took[op]) for op in ops) for ops in schedule.ops)
 
 
 @given(SCHEDULES, st.lists(st.integers(0, 9), min_size=3, max_size=3), st.integers(0, 12))
@@ -72,8 +72,8 @@ def test_by_hand() -> None:
     """Two stages, two microbatches, a forward of 2, a backward of 3 + 1, a message of 10."""
     timeline = simulate(one_f_one_b(2, 2), Costs(2, 3, 1, 10))
     assert timeline.spans == (
-        (Span(Op(F, 0, 0), 0, 2), Span(Op(F, 0, 1), 2, 4), Span(Op(B, 0, 0), 28, 32), Span(Op(B, 0, 1), 34, 38)),
-        (Span(Op(F, 1, 0), 12, 14), Span(Op(B, 1, 0), 14, 18), Span(Op(F, 1, 1), 18, 20), Span(Op(B, 1, 1), 20, 24)),
+        (OpSpan(Op(F, 0, 0), 0, 2), OpSpan(Op(F, 0, 1), 2, 4), OpSpan(Op(B, 0, 0), 28, 32), OpSpan(Op(B, 0, 1), 34, 38)),
+        (OpSpan(Op(F, 1, 0), 12, 14), OpSpan(Op(B, 1, 0), 14, 18), OpSpan(Op(F, 1, 1), 18, 20), OpSpan(Op(B, 1, 1), 20, 24)),
     )
     assert (timeline.start, timeline.end, timeline.step_time) == (0, 38, 38)
     assert timeline.busy == (12, 12)
@@ -98,7 +98,7 @@ def test_a_deadlock_is_named() -> None:
 
 def test_a_measured_timeline_need_not_begin_at_zero() -> None:
     """Stage 1 begins first and ends last."""
-    spans = ((Span(Op(F, 0, 0), 103.0, 105.0),), (Span(Op(F, 1, 0), 101.0, 102.0), Span(Op(B, 1, 0), 106.0, 111.0)))
+    spans = ((OpSpan(Op(F, 0, 0), 103.0, 105.0),), (OpSpan(Op(F, 1, 0), 101.0, 102.0), OpSpan(Op(B, 1, 0), 106.0, 111.0)))
     timeline = Timeline("run", spans)
     assert (timeline.start, timeline.end, timeline.step_time) == (101, 111, 10)
     assert timeline.busy == (2, 6)
@@ -107,7 +107,7 @@ def test_a_measured_timeline_need_not_begin_at_zero() -> None:
 
 
 def test_a_stage_without_operations_is_idle_all_the_time() -> None:
-    timeline = Timeline("run", ((Span(Op(F, 0, 0), 2.0, 6.0),), ()))
+    timeline = Timeline("run", ((OpSpan(Op(F, 0, 0), 2.0, 6.0),), ()))
     assert (timeline.step_time, timeline.busy, timeline.idle_inside) == (4, (4, 0), (0, 0))
     assert timeline.bubble_share == 0.5
 

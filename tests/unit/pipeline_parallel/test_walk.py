@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.walk import walk
+from megatron.pipeline_parallel.simulate import walk
 from megatron.spec.operations import Message, Op, Schedule
 from megatron.spec.whole_backward import gpipe
 from tests.support.schedule_examples import B, F, generated_schedules, random_schedules
