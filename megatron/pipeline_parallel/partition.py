@@ -192,6 +192,8 @@ def _with_given_sizes(
     return low, high
 
 
+# ---- how unevenly a table loads the stages
+
 _WORTH_SAYING = 0.03  # of the slowest stage's time; FLOPs foretell it no better
 
 
