@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 from megatron.config.accept import Sorted, sort_given
 from megatron.config.checkpoint_args import take_from_checkpoint
+from megatron.config.checks.each import notes as effect_notes
 from megatron.config.compat import find
 from megatron.config.config import Config
-from megatron.config.effects import notes as effect_notes
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import build, flag_of, flags, switch
 from megatron.config.given import DryRun, Given, Requests, split, take, without_gaps

@@ -227,51 +227,34 @@ REFUSED: dict[str, str] = {
 }
 """Flags that ask for what is not here, with the reason and what to use instead."""
 
-FAMILIES: tuple[tuple[str, str], ...] = (
-    ("moe-*", _EXPERTS),
-    ("recompute-*", _RECOMPUTE),
-    ("cpu-offloading*", _ACTIVATIONS),
-    ("no-pin-cpu-*", "What --optimizer-cpu-offload copies to and from a GPU is always pinned."),
-    ("fp8*", _FP8),
-    ("*-fp8-*", _FP8),
-    ("fp4*", _FP8),
-    ("kitchen-*", _FP8),
-    ("*fsdp*", _FSDP),
-    ("muon-*", "The optimizers are --optimizer adam and sgd."),
-    ("tp-comm-*", "The input gradient's all-reduce always overlaps the weight gradient; there is nothing to set."),
-    ("disable-tp-comm-*", "The input gradient's all-reduce always overlaps the weight gradient; there is nothing to set."),
-    ("*cuda-graph*", "CUDA graphs are not built yet."),
-    ("ckpt-*", "There is one checkpoint format, which fits every layout."),
-    ("dist-ckpt-*", "There is one checkpoint format, which fits every layout."),
-    ("distrib-optim-*", "There is one checkpoint format, which fits every layout."),
-    ("non-persistent-*", "There is one kind of checkpoint (--save, --save-interval, --keep-last)."),
-    ("replication*", "There is one kind of checkpoint (--save, --save-interval, --keep-last)."),
-    ("nccl-*", "NCCL is configured in the environment (NCCL_...)."),
-    ("use-nccl-*", "NCCL is configured in the environment (NCCL_...)."),
-    ("*sharp*", "NCCL is configured in the environment (NCCL_...)."),
-    ("*straggler*", "Timers of all ranks are shown with --timing-log-level 2 --timing-log-option all."),
-    ("inprocess-*", "A run that dies is started again by the launcher and resumes from --load."),
-    ("error-injection-*", "Iterations are never run twice."),
-    ("rl-*", "Only pretraining is built."),
-    ("grpo-*", "Only pretraining is built."),
-    ("langrl-*", "Only pretraining is built."),
-    ("inference-*", "Only pretraining is built."),
-    ("sft*", "Only pretraining is built."),
-    ("mtp-*", "Predicting several tokens at once is not built yet; the model predicts the next token."),
-    ("q-lora-*", "Latent attention is not built yet; use --group-query-attention for fewer key-value heads."),
-    ("kv-lora-*", "Latent attention is not built yet; use --group-query-attention for fewer key-value heads."),
-    ("retro-*", "Only GPT- and Llama-style models are built."),
-    ("mamba-*", "Only GPT- and Llama-style models are built."),
-    ("hybrid-*", "Only GPT- and Llama-style models are built."),
-    ("heterogeneous-*", "All layers have the same shape."),
-    ("vision-*", "Only GPT- and Llama-style models are built."),
-    ("dino-*", "Only GPT- and Llama-style models are built."),
-    ("biencoder-*", "Only GPT- and Llama-style models are built."),
-    ("one-logger-*", "Nothing is ever sent to one-logger."),
-    ("app-tag-*", "Nothing is ever sent to one-logger."),
-    ("adlr-autoresume*", "Set --exit-duration-in-mins, or send SIGTERM: the run saves and exits."),
+FAMILIES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("moe-*",), _EXPERTS),
+    (("recompute-*",), _RECOMPUTE),
+    (("cpu-offloading*",), _ACTIVATIONS),
+    (("no-pin-cpu-*",), "What --optimizer-cpu-offload copies to and from a GPU is always pinned."),
+    (("fp8*", "*-fp8-*", "fp4*", "kitchen-*"), _FP8),
+    (("*fsdp*",), _FSDP),
+    (("muon-*",), "The optimizers are --optimizer adam and sgd."),
+    (
+        ("tp-comm-*", "disable-tp-comm-*"),
+        "The input gradient's all-reduce always overlaps the weight gradient; there is nothing to set.",
+    ),
+    (("*cuda-graph*",), "CUDA graphs are not built yet."),
+    (("ckpt-*", "dist-ckpt-*", "distrib-optim-*"), "There is one checkpoint format, which fits every layout."),
+    (("non-persistent-*", "replication*"), "There is one kind of checkpoint (--save, --save-interval, --keep-last)."),
+    (("nccl-*", "use-nccl-*", "*sharp*"), "NCCL is configured in the environment (NCCL_...)."),
+    (("*straggler*",), "Timers of all ranks are shown with --timing-log-level 2 --timing-log-option all."),
+    (("inprocess-*",), "A run that dies is started again by the launcher and resumes from --load."),
+    (("error-injection-*",), "Iterations are never run twice."),
+    (("rl-*", "grpo-*", "langrl-*", "inference-*", "sft*"), "Only pretraining is built."),
+    (("mtp-*",), "Predicting several tokens at once is not built yet; the model predicts the next token."),
+    (("q-lora-*", "kv-lora-*"), "Latent attention is not built yet; use --group-query-attention for fewer key-value heads."),
+    (("retro-*", "mamba-*", "hybrid-*", "vision-*", "dino-*", "biencoder-*"), "Only GPT- and Llama-style models are built."),
+    (("heterogeneous-*",), "All layers have the same shape."),
+    (("one-logger-*", "app-tag-*"), "Nothing is ever sent to one-logger."),
+    (("adlr-autoresume*",), "Set --exit-duration-in-mins, or send SIGTERM: the run saves and exits."),
 )
-"""Patterns of names that are refused together; the tables above come first."""
+"""Patterns of names that are refused together, with the reason; the tables above come first."""
 
 _CYCLIC = "is refused: the order of data is already shuffled; use single"
 _OTHER_TOKENIZER = "is not built yet; byte-level BPE, tiktoken and sentencepiece files, bytes and NullTokenizer are"
@@ -342,7 +325,8 @@ def find(name: str) -> Refused | NoEffect | None:
 
 def find_family(name: str) -> Refused | None:
     """The family of flags that a name belongs to by its form, such as ``moe-...``; a mistyped setting can look like one too."""
-    return next((Refused(reason) for pattern, reason in FAMILIES if fnmatchcase(name, pattern)), None)
+    found = (reason for patterns, reason in FAMILIES if any(fnmatchcase(name, pattern) for pattern in patterns))
+    return next(map(Refused, found), None)
 
 
 def refused_choice(name: str, value: str) -> str | None:

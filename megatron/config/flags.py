@@ -125,7 +125,7 @@ def _flag(topic: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
     if typing.get_origin(hint) is tuple:
         count = None if arguments[-1] is Ellipsis else len(arguments)
         hint = arguments[0]
-    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else facts_of(field).choices
+    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
     return Flag(topic, field.name, str if choices else hint, choices, optional, count, field.default, facts_of(field))
 
 

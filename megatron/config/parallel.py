@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.config.pipeline_layout import LayoutChunk, layout_problems, parse_layout
 from megatron.config.setting import OtherThan, acts_with, idle_with, setting
 from megatron.spec.schedules import SCHEDULES, default_schedule
 
+if TYPE_CHECKING:  # a type checker takes no names from a table
+    PipelineSchedule = str
+else:
+    PipelineSchedule = Literal[tuple(SCHEDULES)]
 PipelineSplit = Literal["even", "balanced"]
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 FsdpReshard = Literal["always", "never"]
@@ -42,7 +46,7 @@ class ParallelConfig:
         False, idle=idle_with("both numberings of the ranks are the same here", data_ranks=1, pipeline_model_parallel_size=1)
     )
     """Number the ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
-    pipeline_schedule: str | None = setting(None, choices=SCHEDULES)
+    pipeline_schedule: PipelineSchedule | None = None
     """Order of forwards and backwards in the pipeline; by default interleaved with several virtual stages, else 1f1b."""
     num_layers_per_virtual_pipeline_stage: int | None = setting(None, at_least=1, unit="layers")
     """Layers of one virtual stage (chunk); each pipeline rank holds several."""

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from enum import IntEnum
 
 from megatron.config.checks import (
-    checkpoint,
     data,
     each,
     model,
@@ -22,7 +21,7 @@ from megatron.config.checks.finding import Change, Finding, data_size, rules_in
 from megatron.config.config import Config
 from megatron.config.errors import Violation
 
-RULES = rules_in(each, model, parallel, pipeline, pipeline_split, pipeline_layout, sharding, training, optimizer, data, checkpoint)
+RULES = rules_in(each, model, parallel, pipeline, pipeline_split, pipeline_layout, sharding, training, optimizer, data)
 """All rules. None depends on another: each is evaluated whatever the others say."""
 
 _SHOWN = 2  # suggestions for one setting

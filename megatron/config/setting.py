@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -76,8 +76,6 @@ class SettingFacts:
     """The allowed numbers; every setting that is a number has one."""
     required: bool = False
     """Whether it has no useful default and must be given."""
-    choices: tuple[str, ...] = ()
-    """The allowed texts, where a table of the spec lists them; others stand in the field's type, as a `Literal`."""
     acts: Beside | None = None
     """It acts only beside these; changed without them, it is refused, so that nobody believes that it acts."""
     idle: tuple[Beside, ...] = ()
@@ -93,7 +91,6 @@ def setting(
     at_most: float = math.inf,
     below: float | None = None,
     required: bool = False,
-    choices: Iterable[str] = (),
     acts: Beside | None = None,
     idle: Beside | tuple[Beside, ...] = (),
 ) -> _T:
@@ -102,7 +99,7 @@ def setting(
     low = at_least if at_least is not None else above
     if low is not None:
         interval = Interval(low, at_most if below is None else below, with_low=above is None, with_high=below is None)
-    facts = SettingFacts(unit, interval, required, tuple(choices), acts, idle if isinstance(idle, tuple) else (idle,))
+    facts = SettingFacts(unit, interval, required, acts, idle if isinstance(idle, tuple) else (idle,))
     field: Any = dataclasses.field(default=default, metadata={SettingFacts: facts})
     return field  # type: ignore[no-any-return]
 

@@ -129,6 +129,15 @@ def without(config: Config, *fields: str, **others: Any) -> Change:
     return change(**{field: _by_field(field).default for field in fields if is_changed(config, field)}, **others)
 
 
+def exclusive(config: Config, fields: Iterable[str], why: str) -> Iterator[Finding]:
+    """A finding where more than one of these settings differ from their defaults; each may be the one to stay."""
+    given = [field for field in fields if is_changed(config, field)]
+    if len(given) > 1:
+        message = f"{' and '.join(shown(config, field) for field in given)} exclude each other."
+        stay = tuple(without(config, *(field for field in given if field != kept)) for kept in given)
+        yield Finding(tuple(given), message, why, (stay,))
+
+
 def shown(config: Config, field: str) -> str:
     """A setting as it would be typed: ``--lr 0.1``, ``--bf16``, ``--no-load-optim``."""
     return _shown(_by_field(field), value_of(config, field))

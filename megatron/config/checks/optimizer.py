@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
-from megatron.config.checks.finding import Finding, change, positive, rule, shown, without
+from megatron.config.checks.finding import Finding, change, exclusive, positive, rule, shown, value_of, without
 from megatron.config.config import Config
 
 _UNITS = ("lr_decay", "lr_warmup", "lr_wsd_decay")
@@ -32,21 +33,10 @@ def schedule_counts_as_run(config: Config, world_size: int) -> Iterator[Finding]
 @rule(*_LENGTHS, "lr_warmup_fraction")
 def schedule_is_given_once(config: Config, world_size: int) -> Iterator[Finding]:
     """A length of the schedule is given in one way."""
-    optimizer = config.optimizer
     for schedule in _UNITS:
-        fields = [f"{schedule}_iters", f"{schedule}_samples"]
-        if schedule == "lr_warmup":
-            fields.append("lr_warmup_fraction")
-        given = [field for field in fields if getattr(optimizer, field)]
-        if len(given) > 1:
-            unset = {field: 0 if field in ("lr_warmup_iters", "lr_warmup_samples") else None for field in given}
-            options = tuple(change(**{field: unset[field] for field in given if field != kept}) for kept in given)
-            yield Finding(
-                tuple(given),
-                f"{' and '.join(shown(config, field) for field in given)} exclude each other.",
-                "Each sets the same length.",
-                (options,),
-            )
+        fraction = ["lr_warmup_fraction"] if schedule == "lr_warmup" else []
+        lengths = [f"{schedule}_iters", f"{schedule}_samples", *fraction]
+        yield from exclusive(config, filter(partial(value_of, config), lengths), "Each sets the same length.")
 
 
 @rule("lr", "min_lr", "lr_warmup_init")
@@ -131,15 +121,7 @@ def weight_decay_has_ends(config: Config, world_size: int) -> Iterator[Finding]:
 @rule("fp16", "bf16", "fp64")
 def one_precision(config: Config, world_size: int) -> Iterator[Finding]:
     """There is one dtype."""
-    given = [field for field in ("fp16", "bf16", "fp64") if getattr(config.precision, field)]
-    if len(given) > 1:
-        options = tuple(change(**{field: False for field in given if field != kept}) for kept in given)
-        yield Finding(
-            tuple(given),
-            f"{' and '.join(f'--{field}' for field in given)} exclude each other.",
-            "Each sets the dtype of the model; without any it is float32.",
-            (options,),
-        )
+    yield from exclusive(config, ("fp16", "bf16", "fp64"), "Each sets the dtype of the model; without any it is float32.")
 
 
 @rule("fp16", "loss_scale", "initial_loss_scale", "min_loss_scale")

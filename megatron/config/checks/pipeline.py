@@ -32,7 +32,7 @@ from megatron.config.checks.finding import (
 )
 from megatron.config.checks.pipeline_split import SPLITS
 from megatron.config.config import Config
-from megatron.spec.schedules import SCHEDULES
+from megatron.spec.schedules import SCHEDULES, default_schedule
 
 _MOST_SHOWN = 64  # chunks in a table or in a suggested layout
 
@@ -80,12 +80,13 @@ def schedule_has_its_virtual_stages(config: Config, world_size: int) -> Iterator
     name = "--pipeline-schedule" if parallel.pipeline_schedule else "The default schedule"
     numbers = (without(config, COUNT, LAYERS_EACH), *(without(config, LAYERS_EACH, **{COUNT: number}) for number in (2, 3, 4)))
     sizes = divisors(parallel.units_to_split(layers) // stages) if each is not None else []
+    default, fitting = default_schedule(chunks > 1), [other for other, spec in SCHEDULES.items() if spec.takes(chunks)]
     yield Finding(
         ("pipeline_schedule", *(asked or [COUNT]), PP),
         f"{name} {parallel.schedule} does not go with {chunks} virtual stage{'s' * (chunks != 1)} on each pipeline rank{source}.",
         SCHEDULES[parallel.schedule].about_chunks,
         (
-            tuple(change(pipeline_schedule=other) for other, schedule in SCHEDULES.items() if schedule.takes(chunks)),
+            tuple(change(pipeline_schedule=other) for other in sorted(fitting, key=default.__ne__)),
             numbers if LAYOUT not in asked else (),
             try_values(LAYERS_EACH, each or 1, sizes),
         ),

@@ -11,6 +11,7 @@ from megatron.config.checks.finding import (
     change,
     data_size,
     divisors,
+    exclusive,
     multiples_near,
     positive,
     rule,
@@ -28,13 +29,7 @@ def length_is_given_once(config: Config, world_size: int) -> Iterator[Finding]:
         yield Finding(
             ("train_iters", "train_samples"), "--train-iters and --train-samples are both missing.", "One says how long to train."
         )
-    if training.train_iters is not None and training.train_samples is not None:
-        yield Finding(
-            ("train_iters", "train_samples"),
-            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other.",
-            "Each says how long to train.",
-            ((change(train_samples=None), change(train_iters=None)),),
-        )
+    yield from exclusive(config, ("train_iters", "train_samples"), "Each says how long to train.")
 
 
 @rule("micro_batch_size", "global_batch_size", *RANKS)
@@ -173,3 +168,38 @@ def profile_window_opens(config: Config, world_size: int) -> Iterator[Finding]:
             f"{' and '.join(shown(config, field) for field in recording)} would record nothing.",
             ((change(profile_step_start=last),),),
         )
+
+
+@rule("save_interval", "save_retain_interval")
+def retained_are_saved(config: Config, world_size: int) -> Iterator[Finding]:
+    """Checkpoints to retain are among those that are saved."""
+    every, retain = config.checkpoint.save_interval, config.checkpoint.save_retain_interval
+    if every is None or retain is None or not positive(every, retain) or retain % every == 0:
+        return
+    yield Finding(
+        ("save_retain_interval", "save_interval"),
+        f"--save-retain-interval {retain} is not a multiple of --save-interval {every}.",
+        "Only what is saved can be retained.",
+        (try_values("save_retain_interval", retain, multiples_near(retain, every)),),
+    )
+
+
+@rule("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "finetune")
+def one_scheduler(config: Config, world_size: int) -> Iterator[Finding]:
+    """On resume the schedules come from one place."""
+    take, override = "use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler"
+    yield from exclusive(config, (override, take), "On resume the schedules come from the command line or from the checkpoint.")
+    yield from exclusive(config, (take, "finetune"), "Fine-tuning takes only the weights from the checkpoint.")
+
+
+@rule("pretrained_checkpoint", "finetune", "exit_on_missing_checkpoint")
+def one_beginning(config: Config, world_size: int) -> Iterator[Finding]:
+    """What a run does that finds no checkpoint of its own is said once."""
+    base = "pretrained_checkpoint"
+    counts = (
+        "--finetune takes weights from --load and counts from 0 at every start, --pretrained-checkpoint only as long as --load "
+        "holds no checkpoint, so that the run can go on."
+    )
+    yield from exclusive(config, (base, "finetune"), counts)
+    ends = "One begins a run where --load holds no checkpoint, the other ends it."
+    yield from exclusive(config, (base, "exit_on_missing_checkpoint"), ends)

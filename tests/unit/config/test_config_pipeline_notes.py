@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.effects import notes
+from megatron.config.checks.each import notes
 from tests.support.rule_cases import config_of
 
 PP, COUNT = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"

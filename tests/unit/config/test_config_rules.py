@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.checks.each import changed_settings_act
+from megatron.config.checks.each import changed_settings_act, notes
 from megatron.config.checks.finding import SettingsRule, divisors, is_changed, multiples_near
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
-from megatron.config.effects import notes
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags, topics
 from megatron.config.parallel import ShardingStrategy

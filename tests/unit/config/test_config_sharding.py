@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.checks.each import notes
 from megatron.config.checks.fsdp_parts import left_to_buckets, split_dimensions
 from megatron.config.cli import parse
 from megatron.config.config import Config
-from megatron.config.effects import notes
 from megatron.data_parallel.fsdp_plan import is_fully_sharded
 from megatron.model.build import build_model
 from megatron.parallel.params import ParamEntry
