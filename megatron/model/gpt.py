@@ -6,6 +6,8 @@ parallelism [s/n, b, h].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -92,15 +94,21 @@ class OutputLayer(nn.Module):
 class GPTChunk(nn.Module):
     """The layers of one pipeline chunk, with the embedding in front of the first and norm, output and loss behind the last."""
 
-    def __init__(self, scope: Scope, config: ModelConfig, chunk: Chunk) -> None:
+    def __init__(self, scope: Scope, config: ModelConfig, chunk: Chunk, only: Sequence[int] | None = None) -> None:
+        """Build it on the meta device.
+
+        Args:
+            only: those of the chunk's layers that are built; by default all. (A plan runs one for several that are alike.)
+        """
         super().__init__()
         specs = layers(config)
+        numbers = chunk.layers if only is None else only
         self.residual_dtype = residual_dtype(config, scope.dtype)
         self.embedding = self.final_norm = self.output = None
         if chunk.first:
             self.embedding = Embedding(scope.child("embedding"), config)
-        self.layers = nn.ModuleList(Block(scope.child(f"layers.{layer}"), config, specs[layer], layer) for layer in chunk.layers)
-        self.rotaries = [specs[layer].attention.rotary for layer in chunk.layers]
+        self.layers = nn.ModuleList(Block(scope.child(f"layers.{layer}"), config, specs[layer], layer) for layer in numbers)
+        self.rotaries = [specs[layer].attention.rotary for layer in numbers]
         if chunk.last:
             self.final_norm = Norm(scope.child("final_norm"), norm_of(config))
             self.output = OutputLayer(scope.child("output"), config)

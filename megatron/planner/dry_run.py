@@ -21,6 +21,7 @@ from megatron.planner.plan import Job, Places, Plan
 from megatron.planner.state_report import layout_of, optimizer_state
 from megatron.planner.work import step_work
 from megatron.spec.counts import count_parameters
+from megatron.spec.layers import layers
 from megatron.spec.operations import Op, OpKind
 from megatron.spec.schedules import make_schedule
 from megatron.spec.weights import padded_vocab_size
@@ -127,8 +128,9 @@ class _Planner:
     def _stages_alike(self) -> list[list[int]]:
         """Stages whose chunks have the same parts: a model built for one is that of the others but for the layers' names."""
         alike: dict[object, list[int]] = {}
+        specs = layers(self._config.model)
         for stage in range(self._topology.pp):
-            parts = tuple((len(chunk.layers), chunk.first, chunk.last) for chunk in self._chunks(stage))
+            parts = tuple((tuple(specs[layer] for layer in chunk.layers), chunk.first, chunk.last) for chunk in self._chunks(stage))
             alike.setdefault(parts, []).append(stage)
         return list(alike.values())
 

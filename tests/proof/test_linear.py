@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -85,13 +85,13 @@ def layer_of(case: Case, context: ParallelContext) -> tuple[nn.Module, ParamTabl
         weights = column("layer", IN, OUT, bias=case.bias, std=1.0, halves=case.halves)
     else:
         weights = row("layer", IN, OUT, bias=case.bias, std=1.0)
-    by_name = {weight.name: weight for weight in weights}
-    scope = Scope(context, table, by_name, torch.float64, case.sequence_parallel).child("layer")
+    by_name = {name: replace(weight, name=name) for weight in weights for name in [weight.name.removeprefix("layer.")]}
+    scope = Scope(context, table, by_name, torch.float64, case.sequence_parallel)
     layer: nn.Module = ColumnParallelLinear(scope) if case.kind == "column" else RowParallelLinear(scope)
     materialize(layer, table, CPU)
     for entry in table:
         box = entry.record.held_box(context.axis_sizes, context.coordinates)
-        whole = values(*entry.record.shape, key=1 if entry.record.name == "layer.weight" else 2)
+        whole = values(*entry.record.shape, key=1 if entry.record.name == "weight" else 2)
         with torch.no_grad():
             entry.param.copy_(whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
         entry.param.grad_sink = sink_over(torch.full_like(entry.param, torch.nan))  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ def deferred_is_the_same(case: Case, context: ParallelContext, x: torch.Tensor, 
         if defer:
             with deferring() as put_off:
                 out.backward(dy)
-            assert len(put_off) == 1 and table["layer.weight"].param.grad_sink.main_grad.isnan().all()  # type: ignore[attr-defined]
+            assert len(put_off) == 1 and table["weight"].param.grad_sink.main_grad.isnan().all()  # type: ignore[attr-defined]
             put_off.run()
         else:
             out.backward(dy)
@@ -195,14 +195,14 @@ def test_a_tensor_group_of_one_equals_the_plain_layer(case: Case) -> None:
 def test_records_of_the_layers() -> None:
     """Biases do not decay; the halves of a gated layer are split each by itself."""
     _, table = layer_of(Case("column", True, False, 2), lone_rank(Topology(tp=2)))
-    weight, bias = table["layer.weight"].record, table["layer.bias"].record
+    weight, bias = table["weight"].record, table["bias"].record
     assert (weight.shape, bias.shape) == ((2, OUT, IN), (2, OUT))
     assert [split.dim for split in weight.splits + bias.splits] == [1, 1]
     assert weight.decay and not bias.decay
-    assert table["layer.weight"].param.shape == (2, OUT // 2, IN)
+    assert table["weight"].param.shape == (2, OUT // 2, IN)
     _, table = layer_of(Case("row", True, True), lone_rank(Topology(tp=2)))
-    assert table["layer.weight"].record.splits[0].dim == 1 and not table["layer.bias"].record.splits
-    assert table["layer.weight"].record.decay and not table["layer.bias"].record.decay
+    assert table["weight"].record.splits[0].dim == 1 and not table["bias"].record.splits
+    assert table["weight"].record.decay and not table["bias"].record.decay
 
 
 # ---- the operation

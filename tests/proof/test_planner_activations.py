@@ -18,6 +18,7 @@ from megatron.spec.schedules import make_schedule
 from megatron.verification.local_ranks import run_ranks
 from tests.proof.test_planner_activations_measured import DROPOUT, LLAMA, PACKED, PP2, TP2
 from tests.support.activation_runs import build_step, plan_rank, settings
+from tests.support.mixed_layers import mix_layers
 
 
 def test_storages_are_counted_once_and_until_their_end() -> None:
@@ -57,8 +58,20 @@ def test_repeated_layers_are_as_all_layers_run(device_type: str, changes: dict[s
     config = settings(4, num_layers=10, **PP2, **TP2, **changes)
     repeated = [plan_rank(config, 4, rank, device_type=device_type).traces for rank in (0, 3)]
     assert all(sum(op.change for op in trace.ops.values()) == 0 for traces in repeated for trace in traces.values())
-    monkeypatch.setattr(chunk_trace, "_LAYERS", 100)
+    monkeypatch.setattr(chunk_trace, "_MOST_ALIKE", 100)
     assert [plan_rank(config, 4, rank, device_type=device_type).traces for rank in (0, 3)] == repeated
+
+
+@pytest.mark.parametrize("changes", [{"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}])
+def test_layers_that_differ_are_as_all_layers_run(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third layer has no rotary positions and a wider MLP: to the last byte; and it is not what equal layers give."""
+    config = settings(4, num_layers=28, **PP2, **TP2, **LLAMA, **changes)
+    alike = [plan_rank(config, 4, rank, device_type="cuda").traces for rank in (0, 3)]
+    mix_layers(monkeypatch, 3)
+    few = [plan_rank(config, 4, rank, device_type="cuda").traces for rank in (0, 3)]
+    assert few != alike
+    monkeypatch.setattr(chunk_trace, "_MOST_ALIKE", 100)
+    assert [plan_rank(config, 4, rank, device_type="cuda").traces for rank in (0, 3)] == few
 
 
 @pytest.mark.parametrize(("tensor_size", "sequence_parallel", "factor"), [(1, False, 34), (2, False, 22), (2, True, 17)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -31,17 +31,25 @@ class ChunkRun:
     layer, and so on; the last span ends with the operation.
 
     Args:
+        layers: those of the chunk that run.
         ledger: entered, on top of what makes tensors of `device` take no memory.
     """
 
     def __init__(
-        self, model: Model, config: Config, context: ParallelContext, chunk: Chunk, ledger: StorageLedger, device: torch.device
+        self,
+        model: Model,
+        config: Config,
+        context: ParallelContext,
+        chunk: Chunk,
+        layers: Sequence[int],
+        ledger: StorageLedger,
+        device: torch.device,
     ) -> None:
         self._ledger = ledger
         table = ParamTable()
         weights = {weight.name: weight for weight in model_weights(model.config, model.vocab_size)}
         scope = Scope(context, table, weights, model.dtype, model.sequence_parallel, chunk=chunk.index, num_chunks=chunk.num_chunks)
-        self._module = GPTChunk(scope, model.config, chunk)
+        self._module = GPTChunk(scope, model.config, chunk, layers)
         if device.type != "meta":
             materialize(self._module, table, device)
         for entry in table:
@@ -58,7 +66,7 @@ class ChunkRun:
             self._gradient = torch.empty(hidden.shape, dtype=hidden.dtype, device=device)
         self._scale = torch.ones((), dtype=torch.promote_types(model.dtype, torch.float32), device=device)
         self._spans: list[Span] = []
-        self._first_products = {f"layers.{layer}.mlp.down.weight" for layer in chunk.layers}
+        self._first_products = {f"layers.{layer}.mlp.down.weight" for layer in layers}
         self._runs_products = False
         for layer in self._module.layers:
             layer.register_forward_pre_hook(self._cut)

@@ -1,13 +1,14 @@
 """What the operations on one microbatch of a chunk do: what stays between forward and backward, what passes through, what is sent
 over the tensor group. Found by running them (`chunk_run`) on tensors without memory.
 
-Identical layers are run once: of a chunk of many layers, one of three is run, and what happened in the middle one is repeated. That
-is exact, since it begins and ends as every further one would.
+Of layers that are alike and lie between alike ones, at most three are run: the first two and the last. What happened in the second
+stands for all between: that is exact, since they begin and end as it does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,12 +21,12 @@ from megatron.planner.activations.chunk_run import ChunkRun
 from megatron.planner.activations.collective_calls import Transfer, added
 from megatron.planner.activations.cuda_kernels import CudaKernels
 from megatron.planner.activations.storages import Span, StorageLedger, joined
+from megatron.spec.layers import LayerSpec, alike, layers
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule
 
-_LAYERS = 3
-_MIDDLE = 2
-"""Place of the middle layer's span in every operation."""
+_MOST_ALIKE = 3
+"""Layers that are run of those that are alike."""
 
 _VARIED_LENGTHS = "torch_attn::_varlen_attn"
 _ATTENTION = {
@@ -93,10 +94,10 @@ def trace_chunks(
     stages = context.topology.pp
     schedule = make_schedule(config.parallel.schedule, stages, 1, len(model.layer_table) // stages)
     splits = any(op.kind is OpKind.INPUT_GRAD for op in schedule.ops[0])
-    found = {}
+    found, specs = {}, layers(model.config)
     for index in model.chunks:
         chunk = model.layer_table[index]
-        key = (chunk.first, chunk.last, len(chunk.layers))
+        key = (chunk.first, chunk.last, tuple(specs[layer] for layer in chunk.layers))
         if key not in cache:
             cache[key] = _trace(model, config, context, chunk, device_type, splits)
         found[index] = cache[key]
@@ -104,21 +105,43 @@ def trace_chunks(
 
 
 def _trace(model: Model, config: Config, context: ParallelContext, chunk: Chunk, device_type: str, splits: bool) -> ChunkTrace:
-    layers, on_cuda = chunk.layers[:_LAYERS], device_type == "cuda"
-    repeats = len(chunk.layers) - len(layers)
+    on_cuda = device_type == "cuda"
+    specs = layers(model.config)
+    stand_ins = layers_that_stand([specs[layer] for layer in chunk.layers])
+    run = [chunk.layers[place] for place in sorted(set(stand_ins))]
     ledger = StorageLedger()
     with CudaKernels() if on_cuda else _CpuKernels(), ledger:
         device = torch.device("meta" if on_cuda else device_type)
-        spans = ChunkRun(model, config, context, replace(chunk, layers=layers), ledger, device).run(splits=splits)
-    ops = {kind: _op(joined(_repeated(some, repeats)), context) for kind, some in spans.items()}
+        spans = ChunkRun(model, config, context, chunk, run, ledger, device).run(splits=splits)
+    ops = {kind: _op(joined(_of_all(some, stand_ins, kind)), context) for kind, some in spans.items()}
     attention = ", ".join(words for name, words in _ATTENTION.items() if name in ledger.kernels)
     sorts = config.data.reset_attention_mask and _VARIED_LENGTHS not in ledger.kernels
     return ChunkTrace(ops, device_type, attention, sorts)
 
 
-def _repeated(spans: list[Span], times: int) -> list[Span]:
-    """With so many more layers in the middle."""
-    return spans[:_MIDDLE] + spans[_MIDDLE : _MIDDLE + 1] * (1 + times) + spans[_MIDDLE + 1 :]
+def layers_that_stand(specs: Sequence[LayerSpec]) -> list[int]:
+    """For each layer of a chunk the place of the one that is run for it, perhaps itself."""
+    around = _surroundings(specs)
+    stand_ins = list(range(len(specs)))
+    for places in alike(around).values():
+        for place in places[_MOST_ALIKE - 1 : -1]:
+            stand_ins[place] = places[1]
+    run = sorted(set(stand_ins))
+    if _surroundings([specs[place] for place in run]) != [around[place] for place in run]:
+        return list(range(len(specs)))  # among those that are run, one would lie beside another kind of layer than it does
+    return stand_ins
+
+
+def _surroundings(specs: Sequence[LayerSpec]) -> list[tuple[LayerSpec, ...]]:
+    """Each layer with those beside it; at an end, with itself."""
+    return list(zip((*specs[:1], *specs), specs, (*specs[1:], *specs[-1:]), strict=False))
+
+
+def _of_all(spans: list[Span], stand_ins: Sequence[int], kind: OpKind) -> list[Span]:
+    """The spans of an operation on all layers of a chunk, from those on the layers that were run."""
+    step = 1 if kind is OpKind.FORWARD else -1
+    by_place = dict(zip(sorted(set(stand_ins))[::step], spans[1:], strict=True))
+    return spans[:1] + [by_place[place] for place in stand_ins[::step]]
 
 
 def _op(whole: Span, context: ParallelContext) -> OpTrace:

@@ -1,0 +1,53 @@
+"""Layers of mixed kinds: grouped by what they are, run once in a plan where they are alike, each with its own costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron.config.model import ModelConfig
+from megatron.planner.activations.chunk_trace import layers_that_stand
+from megatron.spec import counts
+from megatron.spec.layers import LayerSpec, alike, layers
+from megatron.spec.weights import model_weights
+from tests.support.mixed_layers import mix_layers
+
+MODEL = ModelConfig(
+    num_layers=7, hidden_size=16, num_attention_heads=4, seq_length=8, position_embedding_type="rope", normalization="RMSNorm"
+)
+
+
+def kinds(text: str) -> list[LayerSpec]:
+    """A layer for each letter."""
+    (layer,) = alike(layers(MODEL))
+    return [dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, width=ord(letter))) for letter in text]
+
+
+def test_equal_layers_are_one_kind() -> None:
+    assert list(alike(layers(MODEL)).values()) == [[0, 1, 2, 3, 4, 5, 6]]
+    assert list(alike("abacab").values()) == [[0, 2, 4], [1, 5], [3]]
+
+
+def test_a_plan_runs_three_of_those_that_are_alike() -> None:
+    for text, run in {
+        "": "", "a": "0", "aa": "01", "aaa": "012", "aaaaaa": "015", "ab": "01", "abab": "0123", "aaaaab": "01345",
+        "aaabaaabaaab": "all", "aaabaaabaaabaaabaaabaaab": "fewer",
+    }.items():  # fmt: skip
+        stand_ins = layers_that_stand(kinds(text))
+        assert all(text[place] == text[other] for place, other in enumerate(stand_ins)), text
+        if run == "fewer":
+            assert len(set(stand_ins)) < len(text), text
+        elif run != "all":
+            assert sorted(set(stand_ins)) == [int(place) for place in run], (text, stand_ins)
+
+
+def test_each_layer_has_its_own_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = counts.layer_flops(MODEL), counts.count_parameters(MODEL, 11)
+    mix_layers(monkeypatch, 3)
+    added = 2 * MODEL.hidden_size * MODEL.ffn_size  # weights of a plain MLP, once more
+    more = [2 * added if layer in (2, 5) else 0 for layer in range(7)]
+    assert [mixed - before for mixed, before in zip(counts.layer_flops(MODEL), plain[0], strict=True)] == more
+    assert counts.count_parameters(MODEL, 11) - plain[1] == 2 * (added + MODEL.ffn_size)  # and the bias
+    shapes = {weight.name: weight.shape for weight in model_weights(MODEL, 11)}
+    assert [shapes[f"layers.{layer}.mlp.up.weight"][0] // 64 for layer in range(7)] == [1, 1, 2, 1, 1, 2, 1]
