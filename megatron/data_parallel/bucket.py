@@ -160,14 +160,15 @@ class Bucket(ABC):
         """This rank's shards."""
         own, grads = self.own, self.own_grads
         pieces = self.plan.pieces(self.group.index) if self.sharded else [(p, FlatPiece(0, p.numel)) for p in self.plan.params]
-        counted = {placed.entry.record.name: piece for placed, piece in self.plan.pieces(self.group.index)}
+        slice_of = {placed.entry.record.name: piece for placed, piece in self.plan.pieces(self.group.index)}
         shards = []
         for placed, piece in pieces:
             start, stop = placed.start + piece.start, placed.start + piece.stop
-            part = counted.get(placed.entry.record.name) if self._counts(placed.entry.record) else None
+            record, part = placed.entry.record, slice_of.get(placed.entry.record.name)
             here = range(0) if part is None else range(part.start - piece.start, part.stop - piece.start)
+            counted, copied = (here, range(0)) if self._counts(record) else (range(0), here)
             grad = grads[start - own.start : stop - own.start]
-            shards.append(Shard(placed.entry.record, piece, self.weights[start:stop], grad, here))
+            shards.append(Shard(record, piece, self.weights[start:stop], grad, counted, copied))
         self.shard_group = ShardGroup(shards, self._publish)
         return self.shard_group
 
@@ -240,8 +241,8 @@ class Bucket(ABC):
         )
 
     def _announce(self, pending: Pending) -> None:
-        if self.shard_group.reduced is not None:
-            self.shard_group.reduced(pending)
+        for listen in self.shard_group.on_reduced:
+            listen(pending)
 
     def _counts(self, record: ParamRecord) -> bool:
         """Whether this rank's slice counts in global norms: of ranks that hold the same slice, one does."""

@@ -1,20 +1,20 @@
 """Which parameters lie where in which bucket, and how a bucket is cut into one slice for each rank of its group. Pure arithmetic.
 
 Parameters are packed in the reverse order of their declaration, which is about the order in which backward completes them. A bucket
-holds parameters of one pipeline chunk whose gradients are partial over the same axes, and vectors apart from matrices, whose
-gradients some pipeline schedules put off. The layout is the same whatever is sharded and scheduled, so that neither changes a sum.
+holds parameters of one pipeline chunk whose gradients are partial over the same axes; vectors lie apart from matrices, whose
+gradients some pipeline schedules put off, and what an update rule must see whole apart from what may be cut. The layout is the same
+whatever is sharded and scheduled, so that neither changes a sum.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
-from megatron.parallel.shards import Granularity
+from megatron.parallel.shards import Granularity, by_elements
 
 # Each parameter and each slice starts at a multiple of this many elements, so that vector kernels are aligned.
 _ALIGN = 64
@@ -73,20 +73,21 @@ def plan_buckets(
     context: ParallelContext,
     *,
     bucket_size: int | None,
-    granularity: Granularity = Granularity.ELEMENTS,
+    granularity: Granularity = by_elements,
 ) -> list[BucketPlan]:
     """Buckets in the order in which backward completes them. Parameters may be on the meta device.
 
     Args:
         bucket_size: elements in a bucket at most, unless one parameter has more; None for a default that grows with the data group.
-        granularity: what a slice holds in one piece.
+        granularity: which parameters a slice holds whole. They lie in buckets of their own.
     """
     limit = bucket_size or default_bucket_size(context.topology.dp)
     open_buckets: dict[tuple[object, ...], list[ParamEntry]] = {}
     planned: list[list[ParamEntry]] = []
     for entry in reversed(list(entries)):
         record = entry.record
-        kind = (context.group(*record.partial_over).ranks, entry.chunk, is_tied_apart(entry, context), record.matrix_dims is None)
+        tied, vector = is_tied_apart(entry, context), record.matrix_dims is None
+        kind = (context.group(*record.partial_over).ranks, entry.chunk, tied, vector, granularity(record))
         held = open_buckets.get(kind)
         if held is None or sum(e.param.numel() for e in held) + entry.param.numel() > limit:
             held = open_buckets[kind] = []
@@ -103,22 +104,18 @@ def is_tied_apart(entry: ParamEntry, context: ParallelContext) -> bool:
 def _lay_out(entries: Sequence[ParamEntry], context: ParallelContext, granularity: Granularity) -> BucketPlan:
     axes = entries[0].record.partial_over
     ranks = context.group(*axes).size
-    if granularity is Granularity.MATRICES:
-        placed, slice_size = _whole(entries, ranks)
-    else:
-        placed, slice_size = _in_a_row(entries, ranks, rows=granularity is Granularity.ROWS)
+    placed, slice_size = (_whole if granularity(entries[0].record) else _in_a_row)(entries, ranks)
     return BucketPlan(axes, ranks, is_tied_apart(entries[0], context), tuple(placed), slice_size)
 
 
-def _in_a_row(entries: Sequence[ParamEntry], ranks: int, *, rows: bool) -> tuple[list[Placed], int]:
-    """One after the other. With `rows`, parameters start and slices end at multiples of every row's length, so no row is cut."""
-    units = [math.lcm(_ALIGN, entry.param.shape[-1]) if rows else _ALIGN for entry in entries]
+def _in_a_row(entries: Sequence[ParamEntry], ranks: int) -> tuple[list[Placed], int]:
+    """One after the other, cut into slices anywhere."""
     placed, end = [], 0
-    for entry, unit in zip(entries, units, strict=True):
-        start = _up(end, unit)
+    for entry in entries:
+        start = _up(end, _ALIGN)
         end = start + entry.param.numel()
         placed.append(Placed(entry, start, entry.param.numel()))
-    return placed, _up(-(-end // ranks), math.lcm(*units))
+    return placed, _up(-(-end // ranks), _ALIGN)
 
 
 def _whole(entries: Sequence[ParamEntry], ranks: int) -> tuple[list[Placed], int]:

@@ -19,7 +19,7 @@ from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
 from megatron.data_parallel.provider import HeldTensors, Inspect
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
-from megatron.parallel.shards import Granularity, ShardGroup
+from megatron.parallel.shards import Granularity, ShardGroup, by_elements
 
 
 class Buckets:
@@ -30,7 +30,7 @@ class Buckets:
         units: modules that use parameters, in the order of the forward; with --overlap-param-gather each waits for its own.
         fill: initial values of parameters on the meta device.
         sharding: no_shard, optim or optim_grads.
-        granularity: what the optimizer must see in one piece.
+        granularity: which parameters the optimizer must see whole.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Buckets:
         fill: Fill,
         *,
         sharding: str,
-        granularity: Granularity = Granularity.ELEMENTS,
+        granularity: Granularity = by_elements,
     ) -> None:
         entries = list(entries)
         plans = plan_buckets(entries, context, bucket_size=config.ddp_bucket_size, granularity=granularity)

@@ -154,8 +154,9 @@ class FsdpUnit:
             grad.view(local.shape), param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
         )
         param.register_post_accumulate_grad_hook(self._added)
-        counted = range(local.numel()) if self._counts(entry.record) else range(0)
-        return Shard(entry.record, own_piece(entry, self._context.fsdp_shard), local.view(-1), grad, counted)
+        here, piece = range(local.numel()), own_piece(entry, self._context.fsdp_shard)
+        counted, copied = (here, range(0)) if self._counts(entry.record) else (range(0), here)
+        return Shard(entry.record, piece, local.view(-1), grad, counted, copied)
 
     def _counts(self, record: ParamRecord) -> bool:
         at = self._context.coordinates
@@ -189,9 +190,11 @@ class FsdpUnit:
         if self._rounds < self._microbatches:
             return
         self._num_added += 1
-        if self._num_added == len(self._entries) and self.group.reduced is not None:
+        if self._num_added == len(self._entries) and self.group.on_reduced:
             stream = torch.get_device_module(self._context.device).current_stream()
-            self.group.reduced(Pending(self.grads, cast(Any, stream.record_event())))
+            pending = Pending(self.grads, cast(Any, stream.record_event()))
+            for listen in self.group.on_reduced:
+                listen(pending)
 
     def reshard(self) -> None:
         """Free the gathered parameters. After an update too: nothing is sent then, the next forward gathers."""

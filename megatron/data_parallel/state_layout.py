@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -31,9 +30,8 @@ from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
 from megatron.data_parallel.fsdp_plan import UnitPlan, is_fully_sharded, own_piece, padded_part, plan_units
 from megatron.data_parallel.provider import WriteCount
 from megatron.data_parallel.traffic import Sent, bucket_traffic, fsdp_traffic, joined
-from megatron.parallel.boxes import DimPiece
 from megatron.parallel.context import Group, ParallelContext
-from megatron.parallel.params import ParamEntry
+from megatron.parallel.params import ParamEntry, ParamRecord
 from megatron.parallel.shards import Granularity
 
 
@@ -84,10 +82,10 @@ class StateMemory:
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """ShardSizes that the optimizer gets."""
+    """Shards that the optimizer gets."""
 
-    sizes: tuple[int, ...]
-    """Elements of each."""
+    shards: tuple[tuple[ParamRecord, int], ...]
+    """Of each, the parameter and how many of its elements."""
     dtype: torch.dtype
     """Of the weights."""
 
@@ -96,29 +94,29 @@ class ShardSizes:
 class OptimizerState:
     """What an optimizer keeps for each element that it updates, in the dtype of the mains."""
 
-    num_moments: int
+    num_moments: Callable[[ParamRecord], int]
     """Adam 2; SGD 1 with momentum, else 0."""
-    align: int = 1
+    align: int
     """Each shard's place in a buffer is a multiple of so many elements long."""
-    offloaded: Callable[[Sequence[int]], Collection[int]] = lambda sizes: ()
+    offloaded: Callable[[Sequence[int]], Collection[int]]
     """Of shards of so many elements, the indices of those whose mains and moments lie in host memory."""
-    apart: bool = True
+    apart: bool
     """What is offloaded of some shards does not depend on what others there are."""
-    staged: bool = False
+    staged: bool
     """Host memory is apart from the device's: what is offloaded has copies of its parameters and gradients there."""
 
     def memory(self, shards: Sequence[ShardSizes]) -> StateMemory:
         """Mains and moments, and the host's copies of gradients."""
-        each = [(size, some.dtype) for some in shards for size in some.sizes]
-        offloaded = self.offloaded([size for size, _ in each])
+        each = [(record, size, some.dtype) for some in shards for record, size in some.shards]
+        offloaded = self.offloaded([size for _, size, _ in each])
         total = StateMemory()
-        for index, (size, dtype) in enumerate(each):
+        for index, (record, size, dtype) in enumerate(each):
             main = main_grad_dtype(dtype)
             on_host = index in offloaded
             one = self._buffer(size, main.itemsize, on_host)
             total += StateMemory(
                 mains=one if dtype != main or (on_host and self.staged) else Bytes(),
-                moments=self._buffer(size, self.num_moments * main.itemsize, on_host),
+                moments=self._buffer(size, self.num_moments(record) * main.itemsize, on_host),
                 buffers=one if on_host and self.staged else Bytes(),
             )
         return total
@@ -128,140 +126,31 @@ class OptimizerState:
         return Bytes(0 if on_host else room * each, room * each if on_host else 0, (room - size) * each)
 
 
-def bucket_memory(plan: BucketPlan, index: int, sharding: str, dtype: torch.dtype) -> tuple[StateMemory, ShardSizes]:
-    """Parameters and gradients in a bucket, and the shards that a rank updates.
-
-    Args:
-        index: of the slice that is the rank's.
-        sharding: no_shard, optim or optim_grads.
-        dtype: of the parameters.
-    """
-    main = main_grad_dtype(dtype)
-    own = [piece.stop - piece.start for _, piece in plan.pieces(index)]
-    whole = [placed.numel for placed in plan.params]
-    parameters = _padded(plan.size, whole, dtype)
-    gradients = _padded(plan.slice_size, own, main) if sharding == "optim_grads" else _padded(plan.size, whole, main)
-    return StateMemory(parameters, gradients), ShardSizes(tuple(whole if sharding == "no_shard" else own), dtype)
-
-
-def fsdp_memory(
-    chunks: Iterable[Sequence[UnitPlan]], group: Group, replicas: int, reshard: FsdpReshard, dtype: torch.dtype
-) -> tuple[StateMemory, ShardSizes]:
-    """Sharded parameters, which are their own mains, their gradients, and units at work; and the shards that this rank updates.
-
-    Most is at work when a backward leaves a unit: its gathered parameters and those of the unit that comes next (or of all units,
-    if they are kept), its gradients, torch's copy of gradients that is reduced, and this rank's part of the sum. With replicas,
-    such parts of all units wait for the end of the step, to be summed over the replicas.
-
-    Args:
-        chunks: the units of each, in the order of the forward.
-        group: that shards, as the rank sees it.
-        replicas: of what the group holds.
-        dtype: in which parameters are gathered.
-    """
-    main = main_grad_dtype(dtype)
-    sizes, parts, at_work, gathered = [], 0, 0, 0
-    for units in chunks:
-        before = 0
-        for unit in units:
-            own = [_elements(entry, own_piece(entry, group)) for entry in unit.entries]
-            whole, part = sum(entry.param.numel() for entry in unit.entries), sum(padded_part(e, group.size) for e in unit.entries)
-            beside = 0 if reshard == "never" else before + whole
-            at_work = max(at_work, beside * dtype.itemsize + (2 * whole + part) * main.itemsize)
-            before = whole
-            gathered += whole
-            parts += part
-            sizes += own
-    passing = at_work
-    if reshard == "never":
-        passing += gathered * dtype.itemsize
-    if replicas > 1:
-        passing += parts * main.itemsize
-    memory = StateMemory(_padded(parts, sizes, main), Bytes(sum(sizes) * main.itemsize), buffers=Bytes(passing))
-    return memory, ShardSizes(tuple(sizes), main)
-
-
-def _elements(entry: ParamEntry, piece: DimPiece) -> int:
-    return entry.param.numel() // entry.param.shape[piece.dim] * (piece.stop - piece.start)
-
-
-def _padded(size: int, held: Iterable[int], dtype: torch.dtype) -> Bytes:
-    """A buffer of `size` elements with shards of so many in it."""
-    return Bytes(size * dtype.itemsize, padding=(size - sum(held)) * dtype.itemsize)
-
-
-def play_steps(plans: Sequence[BucketPlan], writes: Iterable[str], dtype: torch.dtype, *, overlap: bool) -> tuple[int, list[int]]:
-    """Borrow and return buffers as a step does, again and again until no step needs another buffer.
-
-    Args:
-        writes: names of parameters in the order in which the backward passes of a step write their gradients; others are left out.
-        dtype: of the gradients.
-        overlap: reductions go on beside the backward.
-
-    Returns:
-        elements of all buffers, and how often each bucket is reduced in a step.
-    """
-    pool = BufferPool(dtype, torch.device("meta"))
-    # With one rank there is nothing to slice, so nothing is passed through.
-    ours = {placed.entry.record.name for plan in plans if plan.num_slices > 1 for placed in plan.params}
-    writes = [name for name in writes if name in ours]
-    before, size = -1, 0
-    while size > before:
-        reductions = _play_step(plans, writes, pool, overlap)
-        before, size = size, sum(buffer.numel() for buffer in pool.buffers)
-    return size, reductions
-
-
-def _play_step(plans: Sequence[BucketPlan], writes: Sequence[str], pool: BufferPool, overlap: bool) -> list[int]:
-    counts = [WriteCount([placed.entry.uses_per_microbatch for placed in plan.params]) for plan in plans]
-    place_of = {placed.entry.record.name: (i, k) for i, plan in enumerate(plans) for k, placed in enumerate(plan.params)}
-    borrowed: dict[int, torch.Tensor] = {}
-    for name in writes:
-        bucket, number = place_of[name]
-        if bucket not in borrowed:
-            borrowed[bucket] = pool.take(plans[bucket].size)
-        if counts[bucket].add(number):
-            pool.give_back(borrowed.pop(bucket), _nothing)
-            if not overlap:
-                pool.settle()
-    pool.settle()
-    return [count.rounds for count in counts]
-
-
-def _nothing() -> None: ...
-
-
-class StatePart(Protocol):
-    """See the module."""
-
-    def group(self, context: ParallelContext) -> Group:
-        """The ranks that divide it."""
-
-    def memory(self, index: int) -> tuple[StateMemory, ShardSizes]:
-        """What the rank at a place of the group keeps, and the shards that it updates."""
-
-    def cuts(self) -> set[int]:
-        """Places from which on ranks may keep pieces of other sizes than those before."""
-
-
 @dataclass(frozen=True)
 class BucketPart:
-    """A bucket."""
+    """A bucket, divided as one thing: which part of it a rank keeps follows from its place in the group that divides it."""
 
     plan: BucketPlan
     sharding: ShardingStrategy
     dtype: torch.dtype
+    """Of the parameters."""
 
     def group(self, context: ParallelContext) -> Group:
-        """See `StatePart`."""
+        """The ranks that divide it."""
         return context.group(*self.plan.axes)
 
     def memory(self, index: int) -> tuple[StateMemory, ShardSizes]:
-        """See `StatePart`."""
-        return bucket_memory(self.plan, index, self.sharding, self.dtype)
+        """Parameters and gradients that the rank at a place of the group keeps, and the shards that it updates."""
+        plan, main = self.plan, main_grad_dtype(self.dtype)
+        own = [(placed.entry.record, piece.stop - piece.start) for placed, piece in plan.pieces(index)]
+        whole = [(placed.entry.record, placed.numel) for placed in plan.params]
+        sliced = self.sharding == "optim_grads"
+        gradients = _padded(plan.slice_size, own, main) if sliced else _padded(plan.size, whole, main)
+        shards = ShardSizes(tuple(whole if self.sharding == "no_shard" else own), self.dtype)
+        return StateMemory(_padded(plan.size, whole, self.dtype), gradients), shards
 
     def cuts(self) -> set[int]:
-        """Around the slices that hold the begin or the end of a parameter."""
+        """Places from which on ranks may keep pieces of other sizes: around the begin and the end of a parameter."""
         if self.sharding == "no_shard":
             return set()
         ends = [place for placed in self.plan.params for place in (placed.start, placed.start + placed.numel - 1)]
@@ -270,28 +159,67 @@ class BucketPart:
 
 @dataclass(frozen=True)
 class UnitsPart:
-    """The parameters under `fully_shard`, with the units at work, of all chunks."""
+    """The parameters under `fully_shard`, with the units at work, of all chunks: divided as one thing too."""
 
     chunks: Sequence[Sequence[UnitPlan]]
+    """The units of each, in the order of the forward."""
     shard: Group
     replicas: int
+    """Of what the group holds."""
     reshard: FsdpReshard
     dtype: torch.dtype
+    """In which parameters are gathered."""
 
     def group(self, context: ParallelContext) -> Group:
-        """See `StatePart`."""
+        """The ranks that divide it."""
         return context.fsdp_shard
 
     def memory(self, index: int) -> tuple[StateMemory, ShardSizes]:
-        """See `StatePart`."""
-        return fsdp_memory(self.chunks, replace(self.shard, index=index), self.replicas, self.reshard, self.dtype)
+        """Sharded parameters, which are their own mains, their gradients, and units at work; and the shards that the rank updates.
+
+        Most is at work when a backward leaves a unit: its gathered parameters and those of the unit that comes next (or of all
+        units, if they are kept), its gradients, torch's copy of gradients that is reduced, and this rank's part of the sum. With
+        replicas, such parts of all units wait for the end of the step, to be summed over the replicas.
+        """
+        group, main = replace(self.shard, index=index), main_grad_dtype(self.dtype)
+        shards: list[tuple[ParamRecord, int]] = []
+        parts = at_work = gathered = 0
+        for units in self.chunks:
+            before = 0
+            for unit in units:
+                whole, part = sum(e.param.numel() for e in unit.entries), sum(padded_part(e, group.size) for e in unit.entries)
+                beside = 0 if self.reshard == "never" else before + whole
+                at_work = max(at_work, beside * self.dtype.itemsize + (2 * whole + part) * main.itemsize)
+                before = whole
+                gathered += whole
+                parts += part
+                for entry in unit.entries:
+                    piece = own_piece(entry, group)
+                    row = entry.param.numel() // entry.param.shape[piece.dim]
+                    shards.append((entry.record, row * (piece.stop - piece.start)))
+        passing = at_work
+        if self.reshard == "never":
+            passing += gathered * self.dtype.itemsize
+        if self.replicas > 1:
+            passing += parts * main.itemsize
+        held = sum(size for _, size in shards)
+        memory = StateMemory(_padded(parts, shards, main), Bytes(held * main.itemsize), buffers=Bytes(passing))
+        return memory, ShardSizes(tuple(shards), main)
 
     def cuts(self) -> set[int]:
-        """Where a parameter's rows are all given away."""
+        """Places from which on ranks may keep pieces of other sizes: where a parameter's rows are all given away."""
         entries = [entry for units in self.chunks for unit in units for entry in unit.entries]
         lengths = {entry.param.shape[entry.record.fsdp_dim] for entry in entries}
         full = {length // -(-length // self.shard.size) for length in lengths}
         return {place + after for place in full for after in (0, 1)}
+
+
+StatePart = BucketPart | UnitsPart
+
+
+def _padded(size: int, held: Iterable[tuple[ParamRecord, int]], dtype: torch.dtype) -> Bytes:
+    """A buffer of `size` elements with shards in it."""
+    return Bytes(size * dtype.itemsize, padding=(size - sum(numel for _, numel in held)) * dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -333,7 +261,7 @@ def state_layout(
     dtype: torch.dtype,
     num_microbatches: int,
     writes: Iterable[str],
-    granularity: Granularity = Granularity.ELEMENTS,
+    granularity: Granularity,
 ) -> StateLayout:
     """What the strategy of the settings means for a pipeline stage.
 
@@ -343,7 +271,7 @@ def state_layout(
         dtype: of the parameters where they are used.
         num_microbatches: of a step.
         writes: names of parameters in the order in which the backward passes of a step write their gradients.
-        granularity: what the optimizer must see in one piece.
+        granularity: which parameters the optimizer must see whole.
     """
     entries, sharding, reshard = list(entries), config.sharding, config.fsdp_reshard_after_forward
     parts: list[StatePart] = []
@@ -364,3 +292,41 @@ def state_layout(
     parts += [BucketPart(plan, sharding, dtype) for plan in plans]
     sent += bucket_traffic(plans, context, sharding, dtype, reductions)
     return StateLayout(parts, buffers, tuple(joined(sent)))
+
+
+def play_steps(plans: Sequence[BucketPlan], writes: Iterable[str], dtype: torch.dtype, *, overlap: bool) -> tuple[int, list[int]]:
+    """Borrow and return buffers as a step does, again and again until no step needs another buffer.
+
+    Args:
+        writes: names of parameters in the order in which the backward passes of a step write their gradients; others are left out.
+        dtype: of the gradients.
+        overlap: reductions go on beside the backward.
+
+    Returns:
+        elements of all buffers, and how often each bucket is reduced in a step.
+    """
+    pool = BufferPool(dtype, torch.device("meta"))
+    # With one rank there is nothing to slice, so nothing is passed through.
+    ours = {placed.entry.record.name for plan in plans if plan.num_slices > 1 for placed in plan.params}
+    writes = [name for name in writes if name in ours]
+    before, size = -1, 0
+    while size > before:
+        reductions = _play_step(plans, writes, pool, overlap)
+        before, size = size, sum(buffer.numel() for buffer in pool.buffers)
+    return size, reductions
+
+
+def _play_step(plans: Sequence[BucketPlan], writes: Sequence[str], pool: BufferPool, overlap: bool) -> list[int]:
+    counts = [WriteCount([placed.entry.uses_per_microbatch for placed in plan.params]) for plan in plans]
+    place_of = {placed.entry.record.name: (i, k) for i, plan in enumerate(plans) for k, placed in enumerate(plan.params)}
+    borrowed: dict[int, torch.Tensor] = {}
+    for name in writes:
+        bucket, number = place_of[name]
+        if bucket not in borrowed:
+            borrowed[bucket] = pool.take(plans[bucket].size)
+        if counts[bucket].add(number):
+            pool.give_back(borrowed.pop(bucket), lambda: None)
+            if not overlap:
+                pool.settle()
+    pool.settle()
+    return [count.rounds for count in counts]

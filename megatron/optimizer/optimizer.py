@@ -8,26 +8,14 @@ torch's fused kernels apply while they update, so it costs no pass over memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.placement import Home, Link, OnDevice, OnHost, Part, choose_offloaded
-from megatron.optimizer.rules import RULES, Update
+from megatron.optimizer.placement import HeldState, Link, OnDevice, OnHost, StatePlacement, choose_offloaded
+from megatron.optimizer.rules import Update, UpdateRule, rules_of
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, ShardGroup
-
-
-@dataclass
-class HeldState:
-    """Memory that an optimizer keeps, by what it is for."""
-
-    mains: list[torch.Tensor] = field(default_factory=list)
-    """Apart from the weights."""
-    moments: list[torch.Tensor] = field(default_factory=list)
-    buffers: list[torch.Tensor] = field(default_factory=list)
-    """Host memory through which gradients and weights pass."""
 
 
 class ShardedOptimizer:
@@ -55,30 +43,35 @@ class ShardedOptimizer:
         if staged is None:
             staged = context.device.type not in ("cpu", "meta")
         self._link = Link(context.device) if chosen and staged else None
-        self._parts: list[list[Part]] = []
+        rule_of = rules_of(config)
+        self._placements: list[list[StatePlacement]] = []
         at = 0
         for group in self.groups:
-            mine = range(at, at + len(group.shards))
-            at = mine.stop
-            homes: list[Home] = []
             # Those on the device first: its kernels only have to be started, and run while the host updates the others.
-            if kept := [self.shards[i] for i in mine if i not in chosen]:
-                homes.append(OnDevice(kept))
-            if moved := [self.shards[i] for i in mine if i in chosen]:
-                homes.append(OnDevice(moved, offloaded=True) if self._link is None else OnHost(group, moved, self._link))
-            self._parts.append([Part(home, RULES[config.optimizer], config, context) for home in homes])
-        self._place_of: dict[int, tuple[Part, int]] = {}
-        for part in self._each_part():
-            for index, (shard, main) in enumerate(zip(part.home.shards, part.home.mains, strict=True)):
+            together: dict[tuple[bool, UpdateRule], list[Shard]] = {}
+            for index, shard in sorted(enumerate(group.shards, at), key=lambda each: each[0] in chosen):
+                together.setdefault((index in chosen, rule_of(shard.record)), []).append(shard)
+            at += len(group.shards)
+            self._placements.append(
+                [
+                    OnHost(group, shards, rule, context, self._link)
+                    if offloaded and self._link is not None
+                    else OnDevice(shards, rule, context, offloaded=offloaded)
+                    for (offloaded, rule), shards in together.items()
+                ]
+            )
+        self._place_of: dict[int, tuple[StatePlacement, int]] = {}
+        for placement in self._each_placement():
+            for index, (shard, main) in enumerate(zip(placement.shards, placement.mains, strict=True)):
                 shard.main = main
-                self._place_of[id(shard)] = part, index
+                self._place_of[id(shard)] = placement, index
 
     @property
     def offloaded_share(self) -> float:
         """Elements in host memory among all: near to --optimizer-offload-fraction, since shards are offloaded whole."""
         sizes = {True: 0, False: 0}
-        for part in self._each_part():
-            sizes[part.home.offloaded] += sum(main.numel() for main in part.home.mains)
+        for placement in self._each_placement():
+            sizes[placement.offloaded] += sum(main.numel() for main in placement.mains)
         return sizes[True] / max(sum(sizes.values()), 1)
 
     @torch.no_grad()
@@ -89,24 +82,24 @@ class ShardedOptimizer:
             factor: multiplies every gradient: clip coefficient / loss scale.
         """
         update = Update(learning_rate, weight_decay, factor, self.num_updates + 1)
-        for group, parts in zip(self.groups, self._parts, strict=True):
-            for part in parts:
-                part.update(update)
+        for group, placements in zip(self.groups, self._placements, strict=True):
+            for placement in placements:
+                placement.update(update)
             group.publish()
         self.num_updates += 1
 
     @torch.no_grad()
     def publish(self) -> None:
         """Carry the mains as they are to the weights, here and on the ranks that hold them too."""
-        for group, parts in zip(self.groups, self._parts, strict=True):
-            for part in parts:
-                part.write()
+        for group, placements in zip(self.groups, self._placements, strict=True):
+            for placement in placements:
+                placement.write()
             group.publish()
 
     def moments(self, shard: Shard) -> dict[str, torch.Tensor]:
         """The optimizer state of a shard, by name, each of the shard's size."""
-        part, index = self._place_of[id(shard)]
-        return part.moments(index)
+        placement, index = self._place_of[id(shard)]
+        return placement.moments(index)
 
     def set_num_updates(self, count: int) -> None:
         """Continue after this many updates (the moments are loaded in place)."""
@@ -115,17 +108,17 @@ class ShardedOptimizer:
     def held(self) -> tuple[HeldState, HeldState]:
         """Memory on the device, and memory of the host by way of offloading."""
         device, host = HeldState(), HeldState()
-        for part in self._each_part():
-            kept = host if part.home.offloaded else device
-            kept.mains += part.home.main_buffers
-            kept.moments += part.home.moment_buffers
-            kept.buffers += part.home.grad_buffers
+        for placement in self._each_placement():
+            kept = host if placement.offloaded else device
+            kept.mains += placement.held.mains
+            kept.moments += placement.held.moments
+            kept.buffers += placement.held.buffers
         if self._link is not None:
             host.buffers += self._link.buffers
         return device, host
 
-    def _each_part(self) -> Iterator[Part]:
-        return (part for parts in self._parts for part in parts)
+    def _each_placement(self) -> Iterator[StatePlacement]:
+        return (placement for placements in self._placements for placement in placements)
 
 
 class FP32Optimizer(ShardedOptimizer):

@@ -1,176 +1,206 @@
-"""Where the mains and moments of some shards live, and how gradients come there and new weights get back.
+"""Where main parameters and moments lie, on the device or in host memory; and the update there.
 
-Here: on the device. `offload` has host memory. Another home (disk) would bring mains and moments in when its update begins and take
-them out after it; nothing else moves.
+Host memory is for offloading: ZeRO-Offload (Ren et al. 2021, section 4). The update computes little for each parameter, and its
+state is most of the memory, so only gradients and rounded weights cross between device and host. Gradients cross while backward
+goes on, each group's as soon as it is reduced, into memory that keeps them until the update. New weights are rounded on the host
+into one of two buffers, and cross from there while the next ones are updated and rounded into the other. Each way has a stream of
+its own. The host waits for gradients to arrive, and for a buffer to be free if it is ahead; for nothing else.
+
+Another placement (disk) would bring mains and moments in when its update begins and take them out after it; nothing else moves.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from megatron.config.training import OptimizerConfig
 from megatron.optimizer.rules import Target, Update, Updater, UpdateRule, as_seen
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import Granularity, Shard, ShardGroup
+from megatron.parallel.shards import Shard, ShardGroup
 
 # Each view of a flat buffer starts at a multiple of this many elements, so that vector kernels are aligned.
 ALIGN = 64
+# Elements that a thread updates before it rounds them to the model's dtype: so few that the mains are then still in its cache (Adam
+# touches 4 MiB), so many that the calls cost little. In one thread in bfloat16 the whole step takes so many times the update alone:
+# 1.23 (1.1 on a machine with other work); with a quarter 1.43 (1.45); with all updated before any is rounded 1.25 (1.4).
+_BATCH = 2**18
+
+
+@dataclass
+class HeldState:
+    """Memory that an optimizer keeps, by what it is for."""
+
+    mains: list[torch.Tensor] = field(default_factory=list)
+    """Apart from the weights."""
+    moments: list[torch.Tensor] = field(default_factory=list)
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    """Host memory through which gradients and weights pass."""
 
 
 @dataclass(frozen=True)
-class Block:
-    """Elements [start, stop) of one of a home's shards."""
+class MainSpan:
+    """Elements [start, stop) of one of several main parameters."""
 
     index: int
     start: int
     stop: int
 
     def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The block of one of the flat tensors that stand for the shards."""
+        """The span of one of the flat tensors that stand for the main parameters."""
         return tensors[self.index][self.start : self.stop]
 
 
-class Home(ABC):
-    """Some shards of one group.
+@dataclass(frozen=True)
+class _Batch:
+    """What is updated together and then written to the weights."""
+
+    updater: Updater
+    write: Callable[[], None]
+
+
+class StatePlacement(ABC):
+    """Some shards of one group that one rule updates, with their main parameters and moments in one place.
 
     Args:
+        mains: of each shard, flat.
+        grads: beside the mains; complete after `fetch`.
+        held: memory of the mains, where they are not the weights, and of gradients that are not the shards' own.
         offloaded: whether the shards were chosen for host memory.
     """
 
-    def __init__(self, shards: Sequence[Shard], *, offloaded: bool) -> None:
-        self.shards, self.offloaded = list(shards), offloaded
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        mains: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        held: HeldState,
+        rule: UpdateRule,
+        context: ParallelContext,
+        *,
+        offloaded: bool,
+    ) -> None:
+        self.shards, self.mains, self.offloaded, self.held = list(shards), list(mains), offloaded, held
         dtypes = {(shard.weights.dtype, shard.grad.dtype) for shard in self.shards}
-        assert len(dtypes) == 1, f"the shards of a group have several dtypes: {dtypes}"
-        self.mains: list[torch.Tensor] = []
-        self.grads: list[torch.Tensor] = []
-        """Beside the mains; complete after `fetch`."""
-        self.main_buffers: list[torch.Tensor] = []
-        """Memory of the mains; none where they are the weights."""
-        self.moment_buffers: list[torch.Tensor] = []
-        self.grad_buffers: list[torch.Tensor] = []
-        """Memory of the gradients; none where they are the shards' own."""
+        assert len(dtypes) == 1, f"shards that are updated together have several dtypes: {dtypes}"
+        self._moments: dict[str, list[torch.Tensor]] = {}
+        for name in rule.moments:
+            buffer, self._moments[name] = flat_views(self.mains, self.mains[0].dtype, self.mains[0].device)
+            held.moments.append(buffer.zero_())
+        rounds_here = bool(held.mains) and self.mains[0].device.type == "cpu"
+        limit = _BATCH * torch.get_num_threads() if rounds_here and not rule.sees_whole else None
 
-    def moments(self) -> list[torch.Tensor]:
-        """A moment of each shard: zeros beside the mains, in one buffer."""
-        made = flat_views(self.mains, self.mains[0].dtype, self.mains[0].device)
-        self.moment_buffers.append(made[0].zero_())
-        return made[1]
+        def target(span: MainSpan) -> Target:
+            def seen(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+                return as_seen(span.of(tensors), rule, self.shards[span.index], context)
+
+            moments = {name: seen(tensors) for name, tensors in self._moments.items()}
+            return Target(seen(self.mains), seen(grads), moments, self.shards[span.index].record)
+
+        self._batches = [
+            _Batch(rule.make([target(span) for span in spans], context), self.writer(spans))
+            for spans in batches([main.numel() for main in self.mains], limit)
+        ]
+
+    def update(self, update: Update) -> None:
+        """One update; the weights follow, in the order of the current stream."""
+        self.fetch()
+        for batch in self._batches:
+            batch.updater.step(update)
+            batch.write()
+        self.finish()
+
+    def write(self) -> None:
+        """Carry the mains to the weights as they are."""
+        for batch in self._batches:
+            batch.write()
+        self.finish()
+
+    def moments(self, index: int) -> dict[str, torch.Tensor]:
+        """State of one of the shards, by name."""
+        return {name: tensors[index] for name, tensors in self._moments.items()}
 
     @abstractmethod
     def fetch(self) -> None:
-        """See to it that `grads` can be read."""
+        """See to it that the gradients can be read."""
 
     @abstractmethod
-    def writer(self, blocks: Sequence[Block]) -> Callable[[], None]:
-        """What begins to carry these blocks of the mains to the weights."""
+    def writer(self, spans: Sequence[MainSpan]) -> Callable[[], None]:
+        """What begins to carry these spans of the mains to the weights."""
 
     @abstractmethod
     def finish(self) -> None:
         """Have whatever is issued from now on see the weights that were written."""
 
 
-class OnDevice(Home):
+class OnDevice(StatePlacement):
     """Mains on the device of the weights: the weights themselves where dtypes agree, else copies.
 
     Offloaded shards are here too where the device's memory is the host's.
     """
 
-    def __init__(self, shards: Sequence[Shard], *, offloaded: bool = False) -> None:
-        super().__init__(shards, offloaded=offloaded)
-        self._apart = self.shards[0].weights.dtype != self.shards[0].grad.dtype
-        if self._apart:
-            buffer, self.mains = copies_of_weights(self.shards, self.shards[0].weights.device)
-            self.main_buffers.append(buffer)
-        else:
-            self.mains = [shard.weights for shard in self.shards]
-        self.grads = [shard.grad for shard in self.shards]
+    def __init__(self, shards: Sequence[Shard], rule: UpdateRule, context: ParallelContext, *, offloaded: bool = False) -> None:
+        held, mains = HeldState(), [shard.weights for shard in shards]
+        if shards[0].weights.dtype != shards[0].grad.dtype:
+            buffer, mains = copies_of_weights(shards, shards[0].weights.device)
+            held.mains.append(buffer)
+        super().__init__(shards, mains, [shard.grad for shard in shards], held, rule, context, offloaded=offloaded)
 
     def fetch(self) -> None:
         """They lie there."""
 
-    def writer(self, blocks: Sequence[Block]) -> Callable[[], None]:
+    def writer(self, spans: Sequence[MainSpan]) -> Callable[[], None]:
         """Rounds to the model's dtype, where they are apart."""
-        if not self._apart:
-            return _nothing
+        if not self.held.mains:
+            return lambda: None
         whole = [shard.weights for shard in self.shards]
-        weights, mains = [block.of(whole) for block in blocks], [block.of(self.mains) for block in blocks]
+        weights, mains = [span.of(whole) for span in spans], [span.of(self.mains) for span in spans]
         return lambda: torch._foreach_copy_(weights, mains)
 
     def finish(self) -> None:
         """All is in the order of the stream."""
 
 
-def _nothing() -> None: ...
+class OnHost(StatePlacement):
+    """Mains in host memory, beside the weights also where dtypes agree.
 
-
-def flat_views(
-    like: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device | None = None, *, pinned: bool = False
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One buffer, and for each flat tensor a view of it of the same length.
-
-    Args:
-        device: None for host memory.
+    Mains and moments take no part in any copy, so they are not pinned: torch rounds pinned memory up to a power of two.
     """
-    starts, end = _starts(like)
-    buffer = torch.empty(end, dtype=dtype, device=device, pin_memory=pinned)
-    return buffer, [buffer[start : start + tensor.numel()] for start, tensor in zip(starts, like, strict=True)]
 
+    def __init__(self, group: ShardGroup, shards: Sequence[Shard], rule: UpdateRule, context: ParallelContext, link: Link) -> None:
+        self._link = link
+        self._wait: Callable[[], None] | None = None
+        self._sources = [shard.grad for shard in shards]
+        copies, mains = copies_of_weights(shards)
+        buffer, self._grads = flat_views(self._sources, self._sources[0].dtype, pinned=link.pins)
+        held = HeldState(mains=[copies], buffers=[buffer])
+        super().__init__(shards, mains, self._grads, held, rule, context, offloaded=True)
+        group.on_reduced.append(self._bring)
 
-def room_for(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of a buffer that holds these, each of them aligned."""
-    return _starts(tensors)[1] * tensors[0].itemsize
+    def fetch(self) -> None:
+        """Wait for the gradients. Where nobody said when they were reduced, they are taken as they are now."""
+        if self._wait is None:
+            self._bring(Pending(self._sources[0]))
+        assert self._wait is not None
+        self._wait()
+        self._wait = None
 
+    def writer(self, spans: Sequence[MainSpan]) -> Callable[[], None]:
+        """Sends them."""
+        whole = [shard.weights for shard in self.shards]
+        weights, mains = [span.of(whole) for span in spans], [span.of(self.mains) for span in spans]
+        self._link.reserve(room_for(weights))
+        return lambda: self._link.send(mains, weights)
 
-def views_like(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views into a buffer of bytes, as `room_for` lays them out."""
-    typed = buffer[: room_for(tensors)].view(tensors[0].dtype)
-    return [typed[start : start + tensor.numel()] for start, tensor in zip(_starts(tensors)[0], tensors, strict=True)]
+    def finish(self) -> None:
+        """The weights are on the device before anything that is issued from now on."""
+        self._link.finish()
 
-
-def copies_of_weights(shards: Sequence[Shard], device: torch.device | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Copies of the weights in the gradients' dtype: one buffer, and its views.
-
-    Args:
-        device: None for host memory.
-    """
-    buffer, views = flat_views([shard.weights for shard in shards], shards[0].grad.dtype, device)
-    for view, shard in zip(views, shards, strict=True):
-        view.copy_(shard.weights)
-    return buffer, views
-
-
-def _starts(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.numel() // ALIGN) * ALIGN
-    return starts, end
-
-
-def choose_offloaded(sizes: Sequence[int], fraction: float) -> set[int]:
-    """Indices of the shards that go to host memory: whole ones, whose elements come near to the fraction.
-
-    The largest first, as long as they fit; then one is added or taken back as long as that comes nearer.
-    """
-    missing = fraction * sum(sizes)
-    chosen: set[int] = set()
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        if 0 < sizes[index] <= missing:
-            chosen.add(index)
-            missing -= sizes[index]
-    while sizes:
-        changes = [-size if index in chosen else size for index, size in enumerate(sizes)]
-        best = min(range(len(sizes)), key=lambda index: abs(missing - changes[index]))
-        if abs(missing - changes[best]) >= abs(missing):
-            break
-        chosen ^= {best}
-        missing -= changes[best]
-    return chosen
+    def _bring(self, pending: Pending) -> None:
+        self._wait = self._link.bring(pending, self._sources, self._grads)
 
 
 class Link:
@@ -218,114 +248,37 @@ class Link:
         self._streams.current_stream(self._device).wait_stream(self._up)
 
 
-class OnHost(Home):
-    """Mains in host memory, beside the weights also where dtypes agree.
+def choose_offloaded(sizes: Sequence[int], fraction: float) -> set[int]:
+    """Indices of the shards that go to host memory: whole ones, whose elements come near to the fraction.
 
-    Mains and moments take no part in any copy, so they are not pinned: torch rounds pinned memory up to a power of two.
+    The largest first, as long as they fit; then one is added or taken back as long as that comes nearer.
     """
-
-    def __init__(self, group: ShardGroup, shards: Sequence[Shard], link: Link) -> None:
-        """Takes the place of whoever wants to know when the group is reduced."""
-        super().__init__(shards, offloaded=True)
-        self._link = link
-        buffer, self.mains = copies_of_weights(self.shards)
-        self.main_buffers.append(buffer)
-        self._sources = [shard.grad for shard in self.shards]
-        buffer, self.grads = flat_views(self._sources, self._sources[0].dtype, pinned=link.pins)
-        self.grad_buffers.append(buffer)
-        self._wait: Callable[[], None] | None = None
-        assert group.reduced is None, "somebody else listens to the group"
-        group.reduced = self._bring
-
-    def fetch(self) -> None:
-        """Wait for the gradients. Where nobody said when they were reduced, they are taken as they are now."""
-        if self._wait is None:
-            self._bring(Pending(self._sources[0]))
-        assert self._wait is not None
-        self._wait()
-        self._wait = None
-
-    def writer(self, blocks: Sequence[Block]) -> Callable[[], None]:
-        """Sends them."""
-        whole = [shard.weights for shard in self.shards]
-        weights, mains = [block.of(whole) for block in blocks], [block.of(self.mains) for block in blocks]
-        self._link.reserve(room_for(weights))
-        return lambda: self._link.send(mains, weights)
-
-    def finish(self) -> None:
-        """The weights are on the device before anything that is issued from now on."""
-        self._link.finish()
-
-    def _bring(self, pending: Pending) -> None:
-        self._wait = self._link.bring(pending, self._sources, self.grads)
+    missing = fraction * sum(sizes)
+    chosen: set[int] = set()
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        if 0 < sizes[index] <= missing:
+            chosen.add(index)
+            missing -= sizes[index]
+    while sizes:
+        changes = [-size if index in chosen else size for index, size in enumerate(sizes)]
+        best = min(range(len(sizes)), key=lambda index: abs(missing - changes[index]))
+        if abs(missing - changes[best]) >= abs(missing):
+            break
+        chosen ^= {best}
+        missing -= changes[best]
+    return chosen
 
 
-# Elements that a thread updates before it rounds them to the model's dtype: so few that the mains are then still in its cache (Adam
-# touches 4 MiB), so many that the calls cost little. In one thread in bfloat16 the whole step takes so many times the update alone:
-# 1.23 (1.1 on a machine with other work); with a quarter 1.43 (1.45); with all updated before any is rounded 1.25 (1.4).
-_BATCH = 2**18
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """What is updated together and then written to the weights."""
-
-    updater: Updater
-    write: Callable[[], None]
-
-
-class Part:
-    """The shards of one home and what updates them."""
-
-    def __init__(self, home: Home, rule: UpdateRule, config: OptimizerConfig, context: ParallelContext) -> None:
-        self.home = home
-        self._moments = {name: home.moments() for name in rule.moments(config)}
-        rounds_here = bool(home.main_buffers) and home.mains[0].device.type == "cpu"
-        cut = rule.granularity is Granularity.ELEMENTS and rounds_here
-        blocks = batches([main.numel() for main in home.mains], _BATCH * torch.get_num_threads() if cut else None)
-        self._batches = [
-            _Batch(rule.make([self._target(block, rule, context) for block in some], config, context), home.writer(some))
-            for some in blocks
-        ]
-
-    def update(self, update: Update) -> None:
-        """One update; the weights follow, in the order of the current stream."""
-        self.home.fetch()
-        for batch in self._batches:
-            batch.updater.step(update)
-            batch.write()
-        self.home.finish()
-
-    def write(self) -> None:
-        """Carry the mains to the weights as they are."""
-        for batch in self._batches:
-            batch.write()
-        self.home.finish()
-
-    def moments(self, index: int) -> dict[str, torch.Tensor]:
-        """State of one of the home's shards, by name."""
-        return {name: tensors[index] for name, tensors in self._moments.items()}
-
-    def _target(self, block: Block, rule: UpdateRule, context: ParallelContext) -> Target:
-        shard = self.home.shards[block.index]
-
-        def seen(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-            return as_seen(block.of(tensors), rule.granularity, shard.record, shard.piece, context)
-
-        moments = {name: seen(tensors) for name, tensors in self._moments.items()}
-        return Target(seen(self.home.mains), seen(self.home.grads), moments, shard.record)
-
-
-def batches(sizes: Sequence[int], limit: int | None) -> list[list[Block]]:
-    """Blocks of flat tensors, in order, in batches of at most `limit` elements.
+def batches(sizes: Sequence[int], limit: int | None) -> list[list[MainSpan]]:
+    """MainSpans of flat tensors, in order, in batches of at most `limit` elements.
 
     Args:
         limit: a multiple of 64, as all cuts are, so that vector kernels see the same vectors; None for one batch of whole tensors.
     """
     if limit is None:
-        whole = [Block(index, 0, size) for index, size in enumerate(sizes) if size]
+        whole = [MainSpan(index, 0, size) for index, size in enumerate(sizes) if size]
         return [whole] if whole else []
-    made: list[list[Block]] = []
+    made: list[list[MainSpan]] = []
     room = 0
     for index, size in enumerate(sizes):
         start = 0
@@ -334,7 +287,51 @@ def batches(sizes: Sequence[int], limit: int | None) -> list[list[Block]]:
                 made.append([])
                 room = limit
             stop = min(start + room, size)
-            made[-1].append(Block(index, start, stop))
+            made[-1].append(MainSpan(index, start, stop))
             room -= -(-(stop - start) // ALIGN) * ALIGN
             start = stop
     return made
+
+
+def flat_views(
+    like: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device | None = None, *, pinned: bool = False
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One buffer, and for each flat tensor a view of it of the same length.
+
+    Args:
+        device: None for host memory.
+    """
+    starts, end = _starts(like)
+    buffer = torch.empty(end, dtype=dtype, device=device, pin_memory=pinned)
+    return buffer, [buffer[start : start + tensor.numel()] for start, tensor in zip(starts, like, strict=True)]
+
+
+def room_for(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of a buffer that holds these, each of them aligned."""
+    return _starts(tensors)[1] * tensors[0].itemsize
+
+
+def views_like(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views into a buffer of bytes, as `room_for` lays them out."""
+    typed = buffer[: room_for(tensors)].view(tensors[0].dtype)
+    return [typed[start : start + tensor.numel()] for start, tensor in zip(_starts(tensors)[0], tensors, strict=True)]
+
+
+def copies_of_weights(shards: Sequence[Shard], device: torch.device | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Copies of the weights in the gradients' dtype: one buffer, and its views.
+
+    Args:
+        device: None for host memory.
+    """
+    buffer, views = flat_views([shard.weights for shard in shards], shards[0].grad.dtype, device)
+    for view, shard in zip(views, shards, strict=True):
+        view.copy_(shard.weights)
+    return buffer, views
+
+
+def _starts(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.numel() // ALIGN) * ALIGN
+    return starts, end

@@ -1,33 +1,43 @@
-"""What carries out an update: torch's fused kernels, called directly, or any torch optimizer.
+"""Update rules: what each must see of a parameter, what it keeps for it, and what carries the update out.
 
-The kernels are called directly because an update in host memory calls them for a few hundred thousand elements at a time: there the
-bookkeeping of `torch.optim.AdamW.step`, driven out of the cache by the data, takes a third as long as the kernel.
+A rule is chosen for each parameter by its record, so an optimizer may treat some parameters differently (as Muon leaves vectors and
+embeddings to AdamW). It gets targets: the main parameters that lie on this rank, with the record of what each is a part of. How
+state is cut over the data ranks, reduced, published, saved or kept in host memory is not the rule's affair; and none of those who
+see to that know the rule. To add one, write a subclass of UpdateRule and enter in RULES which parameters it gets.
+
+A target is a view of the main parameter with a view of its gradient. It is flat and any part of the parameter, and may be cut
+further, so the rule may not sum over it; unless the rule `sees_whole`: then it is this rank's whole tensor in its shape, and the
+matrix, or matrices, are `record.matrix_dims`. Tensor parallelism has cut the parameter before that, see `record.splits`; where it
+does, rows of padding may follow, whose gradient is zero.
+
+torch's fused kernels are called directly because an update in host memory calls them for a few hundred thousand elements at a time:
+there the bookkeeping of `torch.optim.AdamW.step`, driven out of the cache by the data, takes a third as long as the kernel.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron.config.training import OptimizerConfig
-from megatron.parallel.boxes import DimPiece, FlatPiece, Piece
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import Granularity
+from megatron.parallel.shards import Granularity, Shard
 
 
 @dataclass(frozen=True)
 class Target:
-    """One main, or a part of one, as an update rule sees it."""
+    """One main parameter, or a part of one, as an update rule sees it."""
 
     main: torch.Tensor
     """What is updated in place."""
     grad: torch.Tensor
+    """Neither unscaled nor clipped; see `Update.factor`."""
     moments: dict[str, torch.Tensor]
     """By the names that the rule gave; zeros at first, updated in place. All have the shape and dtype of the main."""
     record: ParamRecord
@@ -65,6 +75,32 @@ class Updater(ABC):
         """One update."""
 
 
+class UpdateRule(ABC):
+    """One way to update."""
+
+    sees_whole = False
+    """Whether a target must be all of this rank's tensor; else it may be any of its elements."""
+    moments: tuple[str, ...] = ()
+    """Names of the tensors that the rule keeps for each target, which is given them."""
+
+    @abstractmethod
+    def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
+        """What updates these targets.
+
+        Raises:
+            ValueError: something that the settings ask for is not installed.
+        """
+
+
+def as_seen(tensor: torch.Tensor, rule: UpdateRule, shard: Shard, context: ParallelContext) -> torch.Tensor:
+    """A shard's flat tensor in the shape that the rule is promised."""
+    if not rule.sees_whole:
+        return tensor
+    shape = shard.record.local_shape(context.axis_sizes)
+    assert tensor.numel() == math.prod(shape), f"{shard.piece} of {shard.record.name} {shape} is not the whole"
+    return tensor.view(shape)
+
+
 @dataclass(frozen=True)
 class _Lists:
     """Targets of one decay class, as the kernels take them."""
@@ -76,14 +112,20 @@ class _Lists:
 
 
 class Fused(Updater):
-    """Targets on one device, in one dtype, by a kernel of torch's.
+    """Updates targets on one device, in one dtype, by a kernel of torch's.
 
     Args:
         moments: their names, in the order in which the kernel takes them.
+        kernel: updates the targets of one decay class, whose gradients it divides by a float32 scalar on their device, if given.
     """
 
-    def __init__(self, targets: Sequence[Target], moments: Sequence[str]) -> None:
-        self._classes = []
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        moments: Sequence[str],
+        kernel: Callable[[_Lists, Update, torch.Tensor | None], None],
+    ) -> None:
+        self._kernel, self._classes = kernel, []
         for decays in (True, False):
             some = [target for target in targets if target.record.decay is decays]
             if some:
@@ -91,7 +133,7 @@ class Fused(Updater):
                 self._classes.append(_Lists(decays, [target.main for target in some], [target.grad for target in some], lists))
 
     def step(self, update: Update) -> None:
-        """One update. The kernel divides the gradients by a float32 scalar as it goes; for float64 that is too coarse."""
+        """One update. For float64 a float32 scalar is too coarse, so there the gradients are multiplied before."""
         for lists in self._classes:
             scale: torch.Tensor | None = None
             if update.factor != 1.0:
@@ -99,68 +141,11 @@ class Fused(Updater):
                     torch._foreach_mul_(lists.grads, update.factor)
                 else:
                     scale = update.scalar(1.0 / update.factor, lists.grads[0].device)
-            self.call_kernel(lists, update, scale)
-
-    @abstractmethod
-    def call_kernel(self, lists: _Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
-        """Update one class."""
-
-
-class FusedAdamW(Fused):
-    """Loshchilov and Hutter 2019, algorithm 2."""
-
-    def __init__(self, targets: Sequence[Target], betas: tuple[float, float], eps: float) -> None:
-        super().__init__(targets, ("exp_avg", "exp_avg_sq"))
-        self._betas, self._eps = betas, eps
-
-    def call_kernel(self, lists: _Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
-        """Of AdamW; it takes the number of the update for each tensor, from its device."""
-        first, second = lists.moments
-        number = update.scalar(float(update.number), lists.mains[0].device)
-        torch._fused_adamw_(
-            lists.mains,
-            lists.grads,
-            first,
-            second,
-            max_exp_avg_sqs=[],
-            state_steps=[number] * len(lists.mains),
-            lr=update.learning_rate,
-            beta1=self._betas[0],
-            beta2=self._betas[1],
-            weight_decay=update.decay(lists.decays),
-            eps=self._eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=grad_scale,
-        )
-
-
-class FusedSGD(Fused):
-    """Momentum, with the weight decay added to the gradient."""
-
-    def __init__(self, targets: Sequence[Target], momentum: float) -> None:
-        super().__init__(targets, ("momentum_buffer",) if momentum else ())
-        self._momentum = momentum
-
-    def call_kernel(self, lists: _Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
-        """Of SGD. The first update finds zeros in the momentum, so it needs no case of its own."""
-        torch._fused_sgd_(
-            lists.mains,
-            lists.grads,
-            lists.moments[0] if lists.moments else [],
-            weight_decay=update.decay(lists.decays),
-            momentum=self._momentum,
-            lr=update.learning_rate,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-            grad_scale=grad_scale,
-        )
+            self._kernel(lists, update, scale)
 
 
 class ByTorch(Updater):
-    """A torch optimizer. It finds gradients in `.grad`, moments in its state.
+    """Updates targets by a torch optimizer. It finds gradients in `.grad`, moments in its state.
 
     Args:
         optimizer: with a bool "decays" in each of its param groups.
@@ -191,74 +176,99 @@ def by_decay(targets: Sequence[Target]) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-class UpdateRule(ABC):
-    """One way to update."""
+class AdamW(UpdateRule):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2)."""
 
-    granularity: Granularity
-    """What a target must hold in one piece."""
+    moments = ("exp_avg", "exp_avg_sq")
 
-    @abstractmethod
-    def moments(self, config: OptimizerConfig) -> tuple[str, ...]:
-        """Names of the tensors that the rule keeps for each target, which is given them."""
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._betas, self._eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
+        self._apex = config.use_apex
 
-    @abstractmethod
-    def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> Updater:
-        """What updates these targets.
-
-        Raises:
-            ValueError: something that the settings ask for is not installed.
-        """
-
-
-def as_seen(
-    tensor: torch.Tensor, granularity: Granularity, record: ParamRecord, piece: Piece, context: ParallelContext
-) -> torch.Tensor:
-    """A shard's flat tensor in the shape that a granularity promises."""
-    if granularity is Granularity.ELEMENTS:
-        return tensor
-    shape = list(record.local_shape(context.axis_sizes))
-    length, numel = shape[-1], math.prod(shape)
-    if isinstance(piece, DimPiece):
-        whole_rows = piece.dim < len(shape) - 1 or (piece.start, piece.stop) == (0, length)
-        whole = (piece.start, piece.stop) == (0, shape[piece.dim])
-    else:
-        whole_rows = piece.start % length == 0 and piece.stop % length == 0
-        whole = piece == FlatPiece(0, numel)
-    if granularity is Granularity.ROWS:
-        assert whole_rows, f"{piece} of {record.name} {shape} cuts a row"
-        return tensor.view(-1, length)
-    assert whole, f"{piece} of {record.name} {shape} is not the whole"
-    return tensor.view(shape)
-
-
-class _AdamW(UpdateRule):
-    granularity = Granularity.ELEMENTS
-
-    def moments(self, config: OptimizerConfig) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
-
-    def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> Updater:
-        betas = (config.adam_beta1, config.adam_beta2)
-        if config.use_apex:
-            made = _apex("FusedAdam")(by_decay(targets), adam_w_mode=True, lr=0.0, betas=betas, eps=config.adam_eps)
+    def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
+        """See `UpdateRule`."""
+        if self._apex:
+            made = _apex("FusedAdam")(by_decay(targets), adam_w_mode=True, lr=0.0, betas=self._betas, eps=self._eps)
             return ByTorch(targets, made)
-        return FusedAdamW(targets, betas, config.adam_eps)
+        return Fused(targets, self.moments, self._kernel)
+
+    def _kernel(self, lists: _Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
+        """The kernel takes the number of the update for each tensor, from its device."""
+        number = update.scalar(float(update.number), lists.mains[0].device)
+        first, second = lists.moments
+        torch._fused_adamw_(
+            lists.mains,
+            lists.grads,
+            first,
+            second,
+            max_exp_avg_sqs=[],
+            state_steps=[number] * len(lists.mains),
+            lr=update.learning_rate,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            weight_decay=update.decay(lists.decays),
+            eps=self._eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+        )
 
 
-class _SGD(UpdateRule):
-    granularity = Granularity.ELEMENTS
+class SGD(UpdateRule):
+    """Gradient descent with momentum, the weight decay added to the gradient."""
 
-    def moments(self, config: OptimizerConfig) -> tuple[str, ...]:
-        return ("momentum_buffer",) if config.sgd_momentum else ()
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._momentum, self._apex = config.sgd_momentum, config.use_apex
+        self.moments = ("momentum_buffer",) if config.sgd_momentum else ()
 
-    def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> Updater:
-        if config.use_apex:
-            return ByTorch(targets, _apex("FusedSGD")(by_decay(targets), lr=0.0, momentum=config.sgd_momentum))
-        return FusedSGD(targets, config.sgd_momentum)
+    def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
+        """See `UpdateRule`."""
+        if self._apex:
+            return ByTorch(targets, _apex("FusedSGD")(by_decay(targets), lr=0.0, momentum=self._momentum))
+        return Fused(targets, self.moments, self._kernel)
+
+    def _kernel(self, lists: _Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
+        """The first update finds zeros in the momentum, so it needs no case of its own."""
+        torch._fused_sgd_(
+            lists.mains,
+            lists.grads,
+            lists.moments[0] if lists.moments else [],
+            weight_decay=update.decay(lists.decays),
+            momentum=self._momentum,
+            lr=update.learning_rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+            grad_scale=grad_scale,
+        )
 
 
-RULES: dict[str, UpdateRule] = {"adam": _AdamW(), "sgd": _SGD()}
+RuleOf = Callable[[ParamRecord], UpdateRule]
+"""The rule that updates a parameter."""
+
+
+def for_all(rule: UpdateRule) -> RuleOf:
+    """One rule for every parameter."""
+    return lambda record: rule
+
+
+RULES: dict[str, Callable[[OptimizerConfig], RuleOf]] = {
+    "adam": lambda config: for_all(AdamW(config)),
+    "sgd": lambda config: for_all(SGD(config)),
+}
 """By the value of --optimizer."""
+
+
+def rules_of(config: OptimizerConfig) -> RuleOf:
+    """The rule of each parameter in a run with these settings."""
+    return RULES[config.optimizer](config)
+
+
+def granularity_of(config: OptimizerConfig) -> Granularity:
+    """How finely the state of each parameter may be cut in a run with these settings."""
+    rule_of = rules_of(config)
+    return lambda record: rule_of(record).sees_whole
 
 
 def _apex(name: str) -> Any:

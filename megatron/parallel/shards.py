@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import torch
 
@@ -17,16 +16,14 @@ from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 
+Granularity = Callable[[ParamRecord], bool]
+"""Whether the rule that updates a parameter must see all of this rank's tensor at once (orthogonalised updates, as Muon's), so that
+its state may not be cut among the data ranks. If not (Adam, SGD), it may be cut at any element, and all slices are equal."""
 
-class Granularity(StrEnum):
-    """What an update rule must see of a parameter at once, so how finely its state may be cut among the data ranks."""
 
-    ELEMENTS = "elements"
-    """Each element by itself (Adam, SGD): cut anywhere, so all slices are equal."""
-    ROWS = "rows"
-    """Whole rows of the parameter's matrix (a second moment for each row and column, as Adafactor's)."""
-    MATRICES = "matrices"
-    """Whole matrices (orthogonalised updates, as Muon's)."""
+def by_elements(record: ParamRecord) -> bool:
+    """The granularity of rules that see each element by itself."""
+    return False
 
 
 @dataclass
@@ -43,6 +40,9 @@ class Shard:
     counted: range
     """Elements that this rank counts in global norms, of 0 .. numel - 1. Each element of the model is counted once in the world,
     and by the same rank whether its state is sliced or not: so norms are the same, bit for bit."""
+    copied: range = range(0)
+    """Elements that another rank counts, which should have computed the same gradient: on all tensor ranks but one, where the
+    parameter is not split over them. A NaN may be in this copy alone."""
     main: torch.Tensor = field(init=False)
     """What is updated, in float32 or wider: the weights themselves where dtypes agree, else a copy, perhaps in host memory. Made by
     the optimizer."""
@@ -67,6 +67,11 @@ class Shard:
         return self.grad[self.counted.start : self.counted.stop]
 
     @property
+    def copied_grad(self) -> torch.Tensor:
+        """The gradient of the copied elements, a view."""
+        return self.grad[self.copied.start : self.copied.stop]
+
+    @property
     def counted_main(self) -> torch.Tensor:
         """The mains of the counted elements, a view."""
         return self.main[self.counted.start : self.counted.stop]
@@ -86,6 +91,6 @@ class ShardGroup:
     shards: list[Shard]
     publish: Callable[[], None] = _nothing
     """Begin to carry this rank's new weights to the ranks that hold them too. Called once the weights of all shards are written."""
-    reduced: Callable[[Pending], None] | None = None
-    """Set by whoever wants to know that the group's gradients are on their way to being complete, before the step's end: called
-    once a step with what to wait for (on CUDA, on any stream)."""
+    on_reduced: list[Callable[[Pending], None]] = field(default_factory=list)
+    """Called once a step, before its end, when the group's gradients are on their way to being complete: with what to wait for (on
+    CUDA, on any stream)."""

@@ -9,7 +9,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.state_layout import OptimizerState, StateLayout, StateReport, state_layout
 from megatron.model.build import Model
 from megatron.optimizer.placement import ALIGN, choose_offloaded
-from megatron.optimizer.rules import RULES
+from megatron.optimizer.rules import granularity_of, rules_of
 from megatron.parallel.context import ParallelContext
 from megatron.spec.operations import Op, OpKind, Schedule
 
@@ -49,15 +49,16 @@ def layout_of(
         dtype=model.dtype,
         num_microbatches=num_microbatches,
         writes=writes(model, ops),
-        granularity=RULES[optimizer.optimizer].granularity,
+        granularity=granularity_of(optimizer),
     )
 
 
 def optimizer_state(config: OptimizerConfig, device_type: str) -> OptimizerState:
     """What the optimizer keeps on a device of this type and in host memory."""
     fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+    rule_of = rules_of(config)
     return OptimizerState(
-        num_moments=len(RULES[config.optimizer].moments(config)),
+        num_moments=lambda record: len(rule_of(record).moments),
         align=ALIGN,
         offloaded=lambda sizes: choose_offloaded(sizes, fraction),
         apart=fraction in (0.0, 1.0),

@@ -20,7 +20,7 @@ def make_providers(model: Model, context: ParallelContext, config: ParallelConfi
     """Give the model's parameters memory, each rank what the strategy leaves it, and initial values where they have none.
 
     Args:
-        granularity: what the optimizer must see of a parameter in one piece.
+        granularity: which parameters the optimizer must see whole.
     """
     values = partial(fill, seed=model.seed)
     units = [unit for chunk in model.chunks.values() for unit in chunk.units()]

@@ -17,7 +17,7 @@ from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import make_optimizer
-from megatron.optimizer.rules import RULES
+from megatron.optimizer.rules import granularity_of
 from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
@@ -83,8 +83,7 @@ class TrainStep:
         self.before_update: list[Callable[[StepResult], None]] = []
         """Called before each update: the gradients of the shards are complete, neither unscaled nor clipped."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
-        granularity = RULES[optimizer.optimizer].granularity
-        self.providers = make_providers(model, context, parallel, granularity=granularity)
+        self.providers = make_providers(model, context, parallel, granularity=granularity_of(optimizer))
         groups = [group for provider in self.providers for group in provider.groups]
         self.optimizer = make_optimizer(groups, optimizer, context)
         self.executor = Executor(
@@ -97,6 +96,7 @@ class TrainStep:
         self.counted_squares = torch.zeros(len(self.counted_shards), dtype=torch.float64, device=context.device)
         """Sums of squares of the (scaled) gradients of `counted_shards` in the last step."""
         self._counted_grads = [shard.counted_grad for shard in self.counted_shards]
+        self._copied_grads = [shard.copied_grad for shard in self.optimizer.shards if shard.copied]
         self._num_padding = sum(
             len(s.counted) - sum(placed.box.numel for placed in s.counted_boxes(context)) for s in self.counted_shards
         )
@@ -154,10 +154,14 @@ class TrainStep:
 
     def _sums(self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool], attended: float) -> list[float]:
         """Loss, mask, squares, zeros, votes and attended sequences summed over the world: the step's only reduction of scalars and
-        only host synchronisation. A NaN or infinity in any gradient that counts makes the squares so everywhere."""
+        only host synchronisation. A NaN or infinity in any gradient makes the squares so everywhere: also in one that is not
+        counted, because another tensor rank should have the same."""
         device = self.context.device
-        self.counted_squares = square_sums(self._counted_grads, device)
+        found = square_sums([*self._counted_grads, *self._copied_grads], device)
+        self.counted_squares, copied = found.split([len(self._counted_grads), len(self._copied_grads)])
         squares = self.counted_squares.sum()
+        if self._copied_grads:  # adds nothing as long as they are finite
+            squares += torch.where(copied.isfinite(), 0.0, copied).sum()
         zeros = torch.zeros_like(squares)
         if self._count_zeros:  # the gradient of padding is always zero, and how much padding there is depends on the layout
             zeros = count_zeros(self._counted_grads, device) - self._num_padding

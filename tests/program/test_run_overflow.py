@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,57 @@ def test_a_nan_that_does_not_come_again_is_named_where_the_sum_is(layout: str) -
     said = ended[0].stderr
     assert f"  gradient of {name} not finite on rank " in said and "a passing fault" in said
     assert said.count("not finite on rank") == 1
+
+
+REPLICATED = {name: LAYOUTS[name] for name in ("tp2", "optim", "optim, offload", "optim_grads", "optim_grads_params")}
+"""Layouts of two data ranks, of two tensor ranks each; the first without data ranks."""
+
+
+def spoil_sum(name: str, value: float) -> Callable[[TrainStep], None]:
+    """For `at_iteration`: write a value into this rank's summed gradients, once, where the rank keeps any of the parameter's."""
+
+    def action(step: TrainStep) -> None:
+        gradients = step.gradients
+
+        def spoiled(*args: Any, **kwargs: Any) -> Any:
+            found = gradients(*args, **kwargs)
+            step.gradients = gradients  # type: ignore[method-assign]
+            for shard in step.optimizer.shards:
+                if shard.record.name == name:
+                    shard.grad.fill_(value)
+            return found
+
+        step.gradients = spoiled  # type: ignore[method-assign]
+
+    return action
+
+
+@pytest.mark.parametrize("layout", REPLICATED)
+def test_a_nan_in_one_tensor_replica_alone_is_seen_at_once(layout: str) -> None:
+    """The global norm counts the replica of tensor rank 0, and the NaN is in that of tensor rank 1."""
+    name, settings = "final_norm.weight", {**REPLICATED[layout], "tensor_model_parallel_size": 2}
+    size = 2 if layout == "tp2" else 4
+    ended = launch(arguments(train_iters=4, **settings), size, before=on_rank(1, 2, spoil_sum(name, math.nan)))
+    assert [end.code for end in ended] == [1] * size, report(ended)
+    said = ended[0].stderr
+    assert "iteration 2:" in said and f"  gradient of {name} not finite on rank 1\n" in said, said
+    assert said.count("not finite on rank") == 1 and "a passing fault" in said
+
+
+@pytest.mark.parametrize("layout", REPLICATED)
+def test_an_overflow_in_one_tensor_replica_alone_skips_the_step_on_all(tmp_path: Path, layout: str) -> None:
+    settings = {**REPLICATED[layout], "tensor_model_parallel_size": 2, "initial_loss_scale": 2**12, "hysteresis": 1}
+    size = 2 if layout == "tp2" else 4
+    run(
+        arguments(fp16=True, train_iters=3, metrics_file=tmp_path / "metrics", check_replicas_every=1, **settings),
+        size,
+        before=on_rank(1, 2, spoil_sum("final_norm.weight", math.inf)),
+    )
+    assert [(line["skipped"], line["loss_scale"]) for line in read_metrics(tmp_path / "metrics")] == [
+        (0, 2**12),
+        (1, 2**12),
+        (0, 2**11),
+    ]
 
 
 def test_a_nan_in_the_loss_names_the_rank_that_has_it(tmp_path: Path) -> None:

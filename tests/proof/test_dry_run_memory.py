@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.config.cli import LoadedConfig
 from megatron.model.build import Model
 from megatron.optimizer.optimizer import make_optimizer
-from megatron.optimizer.rules import RULES
+from megatron.optimizer.rules import granularity_of
 from megatron.parallel.context import ParallelContext
 from megatron.planner.plan import Plan
 from megatron.spec.counts import count_parameters
@@ -90,7 +90,7 @@ def kept(context: ParallelContext, one: LoadedConfig, *, staged: bool) -> dict[s
     """
     if staged:
         model, optimizer = real_model(one.config, context), one.config.optimizer
-        providers = make_providers(model, context, one.config.parallel, granularity=RULES[optimizer.optimizer].granularity)
+        providers = make_providers(model, context, one.config.parallel, granularity=granularity_of(optimizer))
         made = make_optimizer([group for p in providers for group in p.groups], optimizer, context, staged=True)
     else:
         step = real_step(one.config, context)

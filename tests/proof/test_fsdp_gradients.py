@@ -35,7 +35,7 @@ def two_steps(context: ParallelContext) -> tuple[bool, list[tuple[int, bool]]]:
         announced[number].append(pending.wait().clone())
 
     for number, group in enumerate(provider.groups):
-        group.reduced = partial(listen, number)
+        group.on_reduced.append(partial(listen, number))
     provider.start_step(len(batch))
     assert not any(s.grad.any() for s in shards)
     for microbatch in batch:

@@ -29,8 +29,8 @@ def _measure(dtype: torch.dtype, device: torch.device, elements: int, turns: int
 
     def reduce() -> None:
         for group in groups:
-            if group.reduced is not None:
-                group.reduced(Pending(group.shards[0].grad))
+            for listen in group.on_reduced:
+                listen(Pending(group.shards[0].grad))
         streams.synchronize()
 
     def step() -> None:
@@ -42,7 +42,7 @@ def _measure(dtype: torch.dtype, device: torch.device, elements: int, turns: int
         step()
 
     actions: dict[str, Callable[[], object]] = {"step": step, "update alone": update.step}
-    if groups[0].reduced is None:
+    if not groups[0].on_reduced:
         return timed_in_turns(actions, turns, streams.synchronize)
     # As in training, gradients are there before the step begins. What it would be without overlap is timed too.
     actions |= {"gradients to the host": reduce, "gradients to the host, then step": all_at_the_end}

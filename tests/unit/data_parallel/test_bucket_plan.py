@@ -10,7 +10,8 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.data_parallel.bucket_plan import BucketPlan, default_bucket_size, plan_buckets
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import Granularity
+from megatron.parallel.params import ParamRecord
+from megatron.parallel.shards import Granularity, by_elements
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.counts import count_parameters
 from tests.support.bucket_examples import MODEL, UNTIED, VOCAB, WORD, buckets_of, build
@@ -27,10 +28,22 @@ TOPOLOGIES = [
 ]
 
 
+def whole(record: ParamRecord) -> bool:
+    """Every parameter is seen whole."""
+    return True
+
+
+def whole_matrices(record: ParamRecord) -> bool:
+    return record.matrix_dims is not None
+
+
+GRANULARITIES = pytest.mark.parametrize("granularity", [by_elements, whole, whole_matrices])
+
+
 def plans(
     context: ParallelContext,
     size: int | None = 1000,
-    granularity: Granularity = Granularity.ELEMENTS,
+    granularity: Granularity = by_elements,
     *,
     sequence_parallel: bool = False,
 ) -> list[BucketPlan]:
@@ -38,14 +51,15 @@ def plans(
     return plan_buckets(model.params, context, bucket_size=size, granularity=granularity)
 
 
-@pytest.mark.parametrize("granularity", Granularity)
+@GRANULARITIES
 @pytest.mark.parametrize("ranks", [1, 2, 3, 100])
 @pytest.mark.parametrize("size", [1, 500, 3000, None])
 def test_every_parameter_lies_in_one_bucket_aligned_and_apart(size: int | None, ranks: int, granularity: Granularity) -> None:
     context = lone_rank(Topology(dp=ranks))
     found = plans(context, size, granularity)
     names = [placed.entry.record.name for plan in found for placed in plan.params]
-    if granularity is not Granularity.MATRICES:
+    assert all(len({granularity(placed.entry.record) for placed in plan.params}) == 1 for plan in found)
+    if granularity is by_elements:
         entries = list(reversed(list(build(context, materialized=False).params)))
         for vectors in (True, False):
             order = [entry.record.name for entry in entries if (len(entry.record.shape) == 1) == vectors]
@@ -69,10 +83,10 @@ def test_buckets_are_no_fuller_than_they_have_to_be() -> None:
     assert len(plans(lone_rank(), 1)) == len(build(lone_rank()).params), "larger than the size, each alone"
 
 
-@pytest.mark.parametrize("granularity", Granularity)
+@GRANULARITIES
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 100])
 def test_slices_are_equal_and_hold_every_element_once(ranks: int, granularity: Granularity) -> None:
-    """Also rows and matrices whole, where an optimizer must see them so."""
+    """And each parameter that an update rule must see whole in one piece."""
     for plan in plans(lone_rank(Topology(dp=ranks)), 3000, granularity):
         taken = {placed.entry.record.name: torch.zeros(placed.numel) for placed in plan.params}
         for index in range(ranks):
@@ -80,9 +94,7 @@ def test_slices_are_equal_and_hold_every_element_once(ranks: int, granularity: G
                 taken[placed.entry.record.name][piece.start : piece.stop] += 1
                 start = placed.start + piece.start
                 assert index * plan.slice_size <= start < start + piece.stop - piece.start <= (index + 1) * plan.slice_size
-                if granularity is Granularity.ROWS:
-                    assert piece.start % placed.entry.param.shape[-1] == piece.stop % placed.entry.param.shape[-1] == 0
-                if granularity is Granularity.MATRICES:
+                if granularity(placed.entry.record):
                     assert (piece.start, piece.stop) == (0, placed.numel)
         assert all(torch.equal(times, torch.ones_like(times)) for times in taken.values())
 
@@ -95,7 +107,7 @@ def test_flat_slices_waste_less_than_their_alignment() -> None:
 
 def test_whole_matrices_are_spread_evenly() -> None:
     """Within a third of the best, and never further apart than one parameter (Graham 1969)."""
-    _, plan = plans(lone_rank(Topology(dp=3)), None, Granularity.MATRICES)
+    _, plan = plans(lone_rank(Topology(dp=3)), None, whole)
     loads = [sum(piece.stop for _, piece in plan.pieces(index)) for index in range(3)]
     assert max(loads) - min(loads) <= max(placed.numel for placed in plan.params)
     assert plan.slice_size < 4 / 3 * sum(loads) / 3 + 64 * len(plan.params)

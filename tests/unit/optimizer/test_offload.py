@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer import placement
+from megatron.optimizer import placement, rules
 from megatron.optimizer.optimizer import Float16Optimizer, FP32Optimizer, ShardedOptimizer, make_optimizer
 from megatron.optimizer.placement import Link, choose_offloaded
 from megatron.parallel.boxes import FlatPiece
@@ -25,7 +25,9 @@ SIZES = [[300, 64, 7], [1], [129, 500], [64, 64]]
 ADAM = OptimizerConfig(optimizer="adam")
 SGD = OptimizerConfig(optimizer="sgd", sgd_momentum=0.9)
 PLAIN_SGD = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0)
-RULES = pytest.mark.parametrize("config", [ADAM, SGD, PLAIN_SGD], ids=["adam", "sgd", "plain sgd"])
+BOTH = replace(SGD, optimizer="both")  # type: ignore[arg-type]
+"""Adam for what decays, SGD for the others: both in each group."""
+OPTIMIZERS = pytest.mark.parametrize("config", [ADAM, SGD, PLAIN_SGD, BOTH], ids=["adam", "sgd", "plain sgd", "both"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=lambda dtype: str(dtype)[6:])
 
 
@@ -33,6 +35,15 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are many."""
     monkeypatch.setattr(placement, "_BATCH", 128)
+
+
+@pytest.fixture(autouse=True)
+def two_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def both(config: OptimizerConfig) -> rules.RuleOf:
+        adam, sgd = rules.AdamW(config), rules.SGD(config)
+        return lambda record: adam if record.decay else sgd
+
+    monkeypatch.setitem(rules.RULES, "both", both)
 
 
 @pytest.fixture(params=["in place", "staged", "late"])
@@ -101,8 +112,8 @@ class Run:
         self.steps_done += 1
         for group in reversed(self.groups):  # as backward completes them
             coming = Coming(group.shards, self.steps_done)
-            if group.reduced is not None and self.tells:
-                group.reduced(coming)
+            for listen in group.on_reduced if self.tells else []:
+                listen(coming)
                 assert coming.waited_beside or torch.get_device_module("cpu") is not lazy_streams
             coming.wait()
         if not skipped:
@@ -119,7 +130,7 @@ def assert_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) 
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@RULES
+@OPTIMIZERS
 @DTYPES
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("tells", [True, False], ids=["told", "not told"])
@@ -136,7 +147,7 @@ def test_offloading_changes_no_bit(config: OptimizerConfig, dtype: torch.dtype, 
     assert not torch.equal(run.state()[0], Run(config, dtype).state()[0])
 
 
-@RULES
+@OPTIMIZERS
 @DTYPES
 def test_state_goes_to_and_from_an_optimizer_that_offloads(config: OptimizerConfig, dtype: torch.dtype, staged: bool) -> None:
     """As by a checkpoint: mains, moments, and the number of updates."""
@@ -189,11 +200,9 @@ def test_what_is_offloaded_lies_apart_from_the_weights(dtype: torch.dtype, stage
     assert size(host.buffers) == (staging if staged else 0)
 
 
-def test_two_may_not_listen_to_a_group() -> None:
-    groups = Run(ADAM, torch.float32).groups
-    make_optimizer(groups, offloading(ADAM, 1.0), lone_rank(), staged=True)
-    with pytest.raises(AssertionError, match="somebody else listens"):
-        make_optimizer(groups, offloading(ADAM, 1.0), lone_rank(), staged=True)
+def test_each_rule_of_a_group_waits_for_its_own_gradients() -> None:
+    run = Run(offloading(BOTH, 1.0), torch.float32, staged=True)
+    assert [len(group.on_reduced) for group in run.groups] == [len({int(s.record.name) % 2 for s in g.shards}) for g in run.groups]
 
 
 def test_copies_go_on_beside_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

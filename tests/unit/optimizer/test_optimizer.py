@@ -246,7 +246,7 @@ def test_updating_in_batches_changes_no_bit(
             for key in range(3)
         ]
         optimizer = make(made, config)
-        assert sum(len(part._batches) for part in optimizer._each_part()) == count
+        assert sum(len(part._batches) for part in optimizer._each_placement()) == count
         for step in range(3):
             set_grads(made, step)
             optimizer.step(0.01, 0.1, 0.3)
@@ -346,7 +346,7 @@ APEX = OptimizerConfig(use_apex=True, adam_beta2=0.95)
 def test_apex_is_used_where_it_is_there_and_asked_for(apex: None, config: OptimizerConfig, changes: dict[str, Any]) -> None:
     made = shards()
     optimizer = make(made, config)
-    for part in optimizer._each_part():
+    for part in optimizer._each_placement():
         assert all(isinstance(batch.updater, ByTorch) for batch in part._batches)
     params, expected = plain(config.optimizer, **changes)
     for step in range(3):

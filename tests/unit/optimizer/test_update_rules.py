@@ -14,11 +14,24 @@ from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.optimizer import placement
 from megatron.optimizer.optimizer import make_optimizer
-from megatron.optimizer.rules import RULES, ByTorch, Target, Updater, UpdateRule, as_seen, by_decay
+from megatron.optimizer.rules import (
+    RULES,
+    SGD,
+    AdamW,
+    ByTorch,
+    RuleOf,
+    Target,
+    Updater,
+    UpdateRule,
+    as_seen,
+    by_decay,
+    for_all,
+    granularity_of,
+)
 from megatron.parallel.boxes import DimPiece, FlatPiece
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord, Split
-from megatron.parallel.shards import Granularity, Shard, ShardGroup
+from megatron.parallel.shards import Shard, ShardGroup
 from megatron.parallel.topology import Topology
 from tests.support.lone_rank import lone_rank
 
@@ -34,11 +47,11 @@ RECORDS = [
 STEPS = 4
 
 
-# ---- two rules that must see more than elements
+# ---- rules that must see more than elements
 
 
-class RowsOptimizer(torch.optim.Optimizer):
-    """Momentum, each row of it divided by its norm."""
+class MatricesOptimizer(torch.optim.Optimizer):
+    """Momentum, divided by its norm and, for matrices, brought nearer to orthogonality by a step of Newton and Schulz."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
@@ -50,36 +63,29 @@ class RowsOptimizer(torch.optim.Optimizer):
                 momentum = self.state[tensor]["momentum"]
                 momentum.mul_(0.9).add_(tensor.grad)
                 tensor.mul_(1.0 - group["lr"] * group["weight_decay"])
-                tensor.sub_(group["lr"] * self.direction(momentum))
-
-    def direction(self, momentum: torch.Tensor) -> torch.Tensor:
-        return momentum / momentum.norm(dim=-1, keepdim=True).clamp(min=1e-300)
+                x = momentum / momentum.norm().clamp(min=1e-300)
+                tensor.sub_(group["lr"] * (1.5 * x - 0.5 * x @ x.mT @ x if x.dim() > 1 else x))
 
 
-class MatricesOptimizer(RowsOptimizer):
-    """Momentum, divided by its norm and, for matrices, brought nearer to orthogonality by a step of Newton and Schulz."""
+class MatricesRule(UpdateRule):
+    moments = ("momentum",)
 
-    def direction(self, momentum: torch.Tensor) -> torch.Tensor:
-        x = momentum / momentum.norm().clamp(min=1e-300)
-        return 1.5 * x - 0.5 * x @ x.mT @ x if x.dim() > 1 else x
+    def __init__(self, *, sees_whole: bool = True) -> None:
+        self.sees_whole = sees_whole
+        self.given: list[Target] = []
 
-
-class TestRule(UpdateRule):
-    __test__ = False
-
-    def __init__(self, optimizer: type[RowsOptimizer], granularity: Granularity) -> None:
-        self.optimizer, self.granularity = optimizer, granularity
-
-    def moments(self, config: OptimizerConfig) -> tuple[str, ...]:
-        return ("momentum",)
-
-    def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> Updater:
-        return ByTorch(targets, self.optimizer(by_decay(targets)))
+    def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
+        self.given.extend(targets)
+        return ByTorch(targets, MatricesOptimizer(by_decay(targets)))
 
 
-ROWS = TestRule(RowsOptimizer, Granularity.ROWS)
-MATRICES = TestRule(MatricesOptimizer, Granularity.MATRICES)
-ALL = RULES | {"rows": ROWS, "matrices": MATRICES}
+def mixed(config: OptimizerConfig) -> RuleOf:
+    """Whole matrices for hidden ones, SGD for the embedding, AdamW for vectors: two of them share buckets."""
+    whole, table, vector = MatricesRule(), SGD(config), AdamW(config)
+    return lambda record: table if record.name == "embedding" else vector if record.matrix_dims is None else whole
+
+
+ALL = RULES | {"matrices": lambda config: for_all(MatricesRule()), "mixed": mixed}
 
 
 # ---- the proof
@@ -110,7 +116,7 @@ def train(
     for data_rank in range(topology.dp):
         context = lone_rank(topology, data_rank * topology.tp + tensor_rank)
         groups = []
-        for plan in plan_buckets(entries(context), context, bucket_size=bucket_size, granularity=RULES[rule].granularity):
+        for plan in plan_buckets(entries(context), context, bucket_size=bucket_size, granularity=granularity_of(config)):
             shards = []
             for placed, piece in plan.pieces(context.group(*plan.axes).index):
                 record = placed.entry.record
@@ -164,33 +170,25 @@ def test_update_of_slices_equals_that_of_whole_parameters(rule: str, tp: int, dp
 
 @pytest.mark.parametrize("rule", ALL)
 def test_offloaded_slices_are_no_other(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
-    """And in host memory those of a rule that sees elements are cut once more."""
+    """And in host memory those of rules that see elements are cut once more."""
     monkeypatch.setattr(placement, "_BATCH", 64)
     prove(rule, dp=3, offload=0.5)
 
 
 @pytest.mark.parametrize("rule", ALL)
 def test_the_proof_is_about_something(rule: str) -> None:
-    """Parameters lie on several ranks where the rule lets them, and each rank has some."""
-    context = lone_rank(Topology(dp=3))
-    plans = plan_buckets(entries(context), context, bucket_size=None, granularity=ALL[rule].granularity)
+    """Each rank has some; parameters lie on several ranks where their rule lets them, the others on one."""
+    context, config = lone_rank(Topology(dp=3)), OptimizerConfig(optimizer=rule)  # type: ignore[arg-type]
+    sees_whole = granularity_of(config)
+    plans = plan_buckets(entries(context), context, bucket_size=None, granularity=sees_whole)
     holders = [{placed.entry.record.name for plan in plans for placed, _ in plan.pieces(index)} for index in range(3)]
-    cut = [name for name in (record.name for record in RECORDS) if sum(name in held for held in holders) > 1]
-    assert all(holders) and bool(cut) == (ALL[rule].granularity is not Granularity.MATRICES)
+    cut = {record.name for record in RECORDS if sum(record.name in held for held in holders) > 1}
+    assert all(holders) and not any(sees_whole(record) for record in RECORDS if record.name in cut)
+    assert bool(cut) == (rule != "matrices")
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "granularity"),
-    [
-        (RowsOptimizer, Granularity.ELEMENTS),
-        (MatricesOptimizer, Granularity.ELEMENTS),
-        (MatricesOptimizer, Granularity.ROWS),
-    ],
-)
-def test_the_proof_fails_for_a_rule_that_asks_for_less_than_it_needs(
-    monkeypatch: pytest.MonkeyPatch, optimizer: type[RowsOptimizer], granularity: Granularity
-) -> None:
-    monkeypatch.setitem(RULES, "greedy", TestRule(optimizer, granularity))
+def test_the_proof_fails_for_a_rule_that_asks_for_less_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "greedy", lambda config: for_all(MatricesRule(sees_whole=False)))
     with pytest.raises(AssertionError, match="differs"):
         prove("greedy", dp=3)
 
@@ -198,46 +196,38 @@ def test_the_proof_fails_for_a_rule_that_asks_for_less_than_it_needs(
 # ---- what a rule is given
 
 
+def test_each_parameter_has_the_moments_of_its_rule() -> None:
+    """Under a rule for each kind of parameter, on every number of ranks."""
+    for dp in (1, 3):
+        found = train("mixed", Topology(dp=dp), 0, OptimizerConfig(optimizer="mixed"), None)  # type: ignore[arg-type]
+        kinds = {record.name: {key.partition(".")[0] for key in found if key.endswith(f".{record.name}")} for record in RECORDS}
+        assert kinds.pop("embedding") == {"weights", "momentum_buffer"}
+        assert kinds.pop("norm") == kinds.pop("bias") == {"weights", "exp_avg", "exp_avg_sq"}
+        assert all(names == {"weights", "momentum"} for names in kinds.values()), kinds
+
+
 @pytest.mark.parametrize("dp", [2, 3, 5])
-@pytest.mark.parametrize(("rule", "dims"), [(ROWS, 2), (MATRICES, None)], ids=["rows", "matrices"])
-def test_targets_have_the_shape_that_was_promised(
-    monkeypatch: pytest.MonkeyPatch, rule: TestRule, dims: int | None, dp: int
-) -> None:
-    given: list[Target] = []
-
-    class Recording(TestRule):
-        def make(self, targets: Sequence[Target], config: OptimizerConfig, context: ParallelContext) -> Updater:
-            given.extend(targets)
-            return super().make(targets, config, context)
-
-    monkeypatch.setitem(RULES, "recording", Recording(rule.optimizer, rule.granularity))
+def test_targets_have_the_shape_that_was_promised(monkeypatch: pytest.MonkeyPatch, dp: int) -> None:
+    """Each whole, on one rank."""
+    rule = MatricesRule()
+    monkeypatch.setitem(RULES, "recording", lambda config: for_all(rule))
     train("recording", Topology(dp=dp), 0, OptimizerConfig(optimizer="recording"), None)  # type: ignore[arg-type]
-    rows = dict.fromkeys((record.name for record in RECORDS), 0)
-    for target in given:
-        shape = target.record.local_shape({})
-        assert target.main.shape[-1] == shape[-1]
+    for target in rule.given:
+        assert target.main.shape == target.record.local_shape({})
         assert all(tensor.shape == target.main.shape for tensor in (target.grad, *target.moments.values()))
-        assert target.main.dim() == dims if dims else target.main.shape == shape
-        rows[target.record.name] += target.main.numel() // shape[-1]
-    assert rows == {record.name: math.prod(record.local_shape({})[:-1]) for record in RECORDS}
+    assert sorted(target.record.name for target in rule.given) == sorted(record.name for record in RECORDS)
 
 
 def test_pieces_that_cut_too_finely_are_refused() -> None:
-    context = lone_rank()
-    record = ParamRecord("w", (6, 4))
+    record, context = ParamRecord("w", (6, 4)), lone_rank()
 
-    def seen(granularity: Granularity, piece: FlatPiece | DimPiece, numel: int) -> tuple[int, ...]:
-        return tuple(as_seen(torch.zeros(numel), granularity, record, piece, context).shape)
+    def seen(rule: UpdateRule, piece: FlatPiece | DimPiece, numel: int) -> tuple[int, ...]:
+        flat = torch.zeros(numel)
+        return tuple(as_seen(flat, rule, Shard(record, piece, flat, flat, range(0)), context).shape)
 
-    assert seen(Granularity.ELEMENTS, FlatPiece(3, 9), 6) == (6,)
-    assert seen(Granularity.ROWS, FlatPiece(4, 12), 8) == (2, 4)
-    assert seen(Granularity.ROWS, DimPiece(0, 1, 4), 12) == (3, 4)
-    assert seen(Granularity.ROWS, DimPiece(1, 0, 4), 24) == (6, 4)
+    assert seen(AdamW(OptimizerConfig()), FlatPiece(3, 9), 6) == (6,)
     for whole in (FlatPiece(0, 24), DimPiece(0, 0, 6), DimPiece(1, 0, 4)):
-        assert seen(Granularity.MATRICES, whole, 24) == (6, 4)
-    for piece, numel in ((FlatPiece(3, 12), 9), (FlatPiece(4, 10), 6), (DimPiece(1, 0, 2), 12)):
-        with pytest.raises(AssertionError, match="cuts a row"):
-            seen(Granularity.ROWS, piece, numel)
+        assert seen(MatricesRule(), whole, 24) == (6, 4)
     for piece, numel in ((FlatPiece(0, 20), 20), (DimPiece(0, 0, 5), 20), (DimPiece(1, 0, 2), 12)):
         with pytest.raises(AssertionError, match="is not the whole"):
-            seen(Granularity.MATRICES, piece, numel)
+            seen(MatricesRule(), piece, numel)
