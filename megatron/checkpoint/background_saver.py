@@ -86,11 +86,7 @@ class BackgroundSaver:
         goes on.
 
         Args:
-            iteration: number of the checkpoint.
-            tensors: what this rank holds, as for `save_checkpoint`.
-            config: goes into `config.json`; the first rank's is written.
-            state: goes into `state.json`; the first rank's is written.
-            say: called on the first rank.
+            say: called on the first rank. The others are those of `TensorSaver.save`.
 
         Returns:
             where the checkpoint will be.

@@ -1,4 +1,6 @@
-"""From the parts of all ranks to a checkpoint: one process does it, when all have been written. Needs no torch."""
+"""What one process does in the save folder: it makes a checkpoint of the parts of all ranks, removes what killed runs left and what need
+not stay, and finds out at the start that checkpoints can be written. Needs no torch.
+"""
 
 from __future__ import annotations
 

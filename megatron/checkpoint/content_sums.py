@@ -1,7 +1,7 @@
-"""Content sums: what a tensor holds, in 64 bits that do not depend on how it is cut into boxes.
+"""Checksums of boxes, content sums of tensors, and digests of a whole checkpoint.
 
-A checksum of a box says that its file is sound. Content sums say that a tensor is the same one: boxes of any layout add up to the
-same number, so what a rank holds in memory after a load can be compared with what was saved at another layout.
+A checksum of a box says that its file is sound. Content sums say what a tensor holds, in 64 bits that do not depend on how it is cut:
+boxes of any layout add up to the same number. So what a rank holds in memory after a load can be compared with what was saved at another layout.
 
 See the tensor as a matrix (the last dimension is the columns, all others together the rows; a 1-D tensor is one row) of the
 elements' bits, read as unsigned integers u of 32 bits: elements of 16 bits are widened, elements of 64 bits count as two columns,
@@ -147,15 +147,12 @@ def content_sums(data: memoryview | bytes | bytearray, dtype: str, box: Box, glo
 
 
 def digest_of(entries: Iterable[tuple[str, tuple[int, ...], str, str]]) -> str:
-    """One digest of many tensors: the SHA-256 of the sorted lines `name [shape] dtype content`, each ended by a newline.
+    """One digest of many tensors: the `content_digest` of the lines `name [shape] dtype content`.
 
     Args:
         entries: name, shape, name of the dtype and content sums (`Sums.hex`) of each.
     """
-    total = hashlib.sha256()
-    for line in sorted(f"{name} {list(shape)} {dtype} {content}" for name, shape, dtype, content in entries):
-        total.update(line.encode() + b"\n")
-    return total.hexdigest()
+    return content_digest(f"{name} {list(shape)} {dtype} {content}" for name, shape, dtype, content in entries)
 
 
 def _row_weights(box: Box, global_shape: tuple[int, ...]) -> np.ndarray:
@@ -213,29 +210,16 @@ class Checksum:
         """What `checksum` gives for all of it."""
         return f"{_KIND}{self._hash.hexdigest()}"
 
-    def matches(self, expected: str) -> bool:
-        """Whether all of it has the checksum that was stored for it.
 
-        Raises:
-            CheckpointError: the stored checksum is of a kind that this program does not know.
-        """
-        _check_kind(expected)
-        return self.text == expected
-
-
-def matches(data: memoryview | bytes, expected: str) -> bool:
-    """Whether raw bytes have the checksum that was stored for them.
+def matches(found: str, expected: str) -> bool:
+    """Whether the checksum of some bytes is the one that was stored for them.
 
     Raises:
         CheckpointError: the stored checksum is of a kind that this program does not know.
     """
-    _check_kind(expected)
-    return checksum(data) == expected
-
-
-def _check_kind(expected: str) -> None:
     if not expected.startswith(_KIND):
         raise CheckpointError(f"checksum {expected!r} is of an unknown kind: update the program that loads")
+    return found == expected
 
 
 def content_digest(entries: Iterable[str]) -> str:

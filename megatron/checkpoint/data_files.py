@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.checkpoint.content_sums import Checksum
+from megatron.checkpoint.content_sums import Checksum, matches
 from megatron.checkpoint.errors import DamagedCheckpointError, TruncatedError
-from megatron.checkpoint.global_tensor import relative, slices, torch_dtype
+from megatron.checkpoint.global_tensor import torch_dtype, within
 from megatron.checkpoint.manifest import Manifest, StoredBox
 from megatron.checkpoint.safetensors_file import Entry, Header, header_length
 from megatron.checkpoint.storage import Reading, Storage
@@ -110,7 +110,7 @@ class DataFiles:
             raise self._told(stored.file, error) from error
         if checked:
             return
-        if not checksum.matches(stored.checksum):
+        if not matches(checksum.text, stored.checksum):
             raise DamagedCheckpointError(f"{self._storage.at(stored.file)}: the data of {stored.key} was altered (checksum)")
         self._checked.add(stored)
 
@@ -166,8 +166,8 @@ def _spread(some: torch.Tensor, first: int, sizes: tuple[int, ...], parts: Seque
         for part in parts:
             common = box.intersect(part.inner)
             if common is not None:
-                source = block[slices(relative(common, box).offsets, common.sizes)]
-                part.target[slices(relative(common, part.inner).offsets, common.sizes)].copy_(source)
+                source = block[within(common, box)]
+                part.target[within(common, part.inner)].copy_(source)
 
 
 def _flat_range(whole: Box, inners: Sequence[Box]) -> tuple[int, int]:

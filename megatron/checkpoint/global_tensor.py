@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor of the whole model. Checkpoints know nothing else of layouts."""
+"""What a rank holds of a tensor of the whole model (checkpoints know nothing else of layouts), and its dtype and bytes."""
 
 from __future__ import annotations
 
@@ -53,6 +53,11 @@ def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...
 def relative(inner: Box, outer: Box) -> Box:
     """A box counted from the first corner of another one in which it lies."""
     return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
+
+
+def within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """The index that selects a box from a tensor that holds another one, in which it lies."""
+    return slices(relative(inner, outer).offsets, inner.sizes)
 
 
 _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}

@@ -1,4 +1,4 @@
-"""Names of Megatron-LM's tensors, and how they are cut over tensor ranks."""
+"""Weights out of a checkpoint of Megatron-LM, whatever tensor, pipeline and virtual sizes it was trained at: names and cuts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.global_tensor import within
 from megatron.checkpoint.legacy_files import FILE, LATEST, FilePart, LegacyChunk, chunk_keys, find_chunks, legacy_folder, open_ranks
 from megatron.checkpoint.legacy_settings import model_of, notes_on, tokenizer_of, vocabulary_of
 from megatron.checkpoint.source import TensorInfo
@@ -138,10 +139,11 @@ class LegacyCheckpoint:
             offsets = [0] * len(shape)
             for split in record.splits:
                 offsets[split.dim] = rank * shape[split.dim]
-            common = box.intersect(Box(tuple(offsets), shape))
+            part_box = Box(tuple(offsets), shape)
+            common = box.intersect(part_box)
             if common is not None:
                 values = file.check(part, record.name).reshape(shape)
-                out[_inside(common, box.offsets)] = values[_inside(common, tuple(offsets))]
+                out[within(common, box)] = values[within(common, part_box)]
         return out
 
     @staticmethod
@@ -240,7 +242,3 @@ class LegacyCheckpoint:
         names = [name for chunk in self._chunks for _, state in chunk.states for name in state]
         if extra := sum(name.endswith(LEFT_OUT) for name in names):
             yield f"Left out, since they are no parameters: {extra} entries {' or '.join(LEFT_OUT)}."
-
-
-def _inside(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(o - start, o - start + n) for o, start, n in zip(box.offsets, origin, box.sizes, strict=True))

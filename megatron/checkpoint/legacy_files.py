@@ -1,4 +1,5 @@
-"""One model_optim_rng.pt, opened without running anything that it says, its tensors mapped, not read.
+"""The files of Megatron-LM's checkpoints in its format `torch`: a pickled model_optim_rng.pt from each model-parallel rank. They are
+opened without running anything that they say, their tensors mapped, not read; and it is found which layers lie where in them.
 
 A pickle is a program: its opcodes call whatever they name. torch.load with weights_only runs them with an interpreter that knows
 tensors and plain containers; any other name in these files must be on the list below, and gets a class that does nothing with what

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.checkpoint.agreement import decide, group_of
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, listed, ranks_named
-from megatron.checkpoint.global_tensor import GlobalTensor, relative, slices, torch_dtype
+from megatron.checkpoint.global_tensor import GlobalTensor, relative, torch_dtype, within
 from megatron.checkpoint.loaded_content import Compared, compare_content
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor, tiles
 from megatron.checkpoint.save_folder import Place, manifest_in
@@ -118,9 +118,9 @@ class PlannedRead(NamedTuple):
     common: Box
     """In the whole tensor."""
 
-    def within(self, stored: StoredBox) -> BoxRead:
+    def of(self, stored: StoredBox) -> BoxRead:
         """Where they are in the stored box, and where they go."""
-        target = self.tensor.part(self.placed)[slices(relative(self.common, self.placed.box).offsets, self.common.sizes)]
+        target = self.tensor.part(self.placed)[within(self.common, self.placed.box)]
         return BoxRead(relative(self.common, stored.box), target)
 
 
@@ -165,7 +165,7 @@ def read_boxes(storage: Storage, manifest: Manifest, reads: Reads, threads: int 
         for stored, planned in reads.items():
             name = planned[0].tensor.name
             dtype = manifest.tensors[name].dtype
-            parts = [read.within(stored) for read in planned]
+            parts = [read.of(stored) for read in planned]
             if len(parts) == 1 and parts[0].goes_straight(stored, dtype) and planned[0].common == stored.box:
                 straight[name].add(stored.box)
             jobs.append((stored.file, files.start(stored, dtype), stored, dtype, parts))

@@ -1,4 +1,13 @@
-"""Local folders: made, renamed and exchanged so that a loss of power at any moment leaves one state or the other."""
+"""Checkpoints in a local folder, or one of a file system that all nodes share.
+
+A checkpoint is written under a temporary name and renamed when its data is on the disk, so that a loss of power at any moment leaves
+one state or the other::
+
+    <save>/iter_0000100/                        a complete checkpoint
+    <save>/.iter_0000200.<token>.saving/        being written, or left by a save that was killed
+    <save>/.iter_0000050.removing/              being removed, or left by a removal that was killed
+    <save>/.iter_0000100.replaced/              for a moment, while another takes its name, where names cannot be exchanged
+"""
 
 from __future__ import annotations
 
@@ -15,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from megatron.checkpoint.errors import TruncatedError
+from megatron.checkpoint.storage import Draft, Reading, Storage, Writing
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -66,7 +76,7 @@ FLUSH_BYTES = 4 << 20
 then waits for little. (256 MiB with checksums took 0.12 s so, 0.18 s without, and 0.15 s without checksums.)"""
 
 
-class LocalFile:
+class LocalFile(Reading):
     """A `Reading` of a local file."""
 
     def __init__(self, path: Path) -> None:
@@ -76,21 +86,9 @@ class LocalFile:
         if stat.S_ISDIR(found.st_mode):
             self.close()
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        self._size = found.st_size
-
-    @property
-    def size(self) -> int:
-        """Bytes in the file."""
-        return self._size
-
-    def read(self, start: int, length: int) -> bytes:
-        """Bytes from `start` on."""
-        data = bytearray(length)
-        self.read_into(start, memoryview(data))
-        return bytes(data)
+        self.size = found.st_size
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer with what lies from `start` on."""
         done = 0
         while done < len(buffer):  # the system reads at most 2 GiB at a time
             read = os.preadv(self._handle, [buffer[done:]], start + done)
@@ -111,7 +109,7 @@ class LocalFile:
         self.close()
 
 
-class LocalWriting:
+class LocalWriting(Writing):
     """A `Writing` to a local file, without a buffer of its own."""
 
     def __init__(self, path: Path, handle: int) -> None:
@@ -120,7 +118,6 @@ class LocalWriting:
         self.num_bytes = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Add all of it."""
         rest = memoryview(data)
         rest = rest.cast("B") if rest.nbytes else rest
         while rest.nbytes:
@@ -133,7 +130,6 @@ class LocalWriting:
                 self._begun = self.num_bytes
 
     def fileno(self) -> int:
-        """The file's descriptor."""
         return self._handle
 
     def sync(self) -> None:
@@ -165,67 +161,48 @@ def _writeback() -> Callable[[int, int, int, int], object]:
 
 
 _LEFT = re.compile(r"\.(?P<name>iter_\d+)\.(?:(?P<token>[0-9a-f]+)\.)?(?P<what>saving|removing|replaced)")
-_TRIAL = ".writable"
 _PART_OF_ONE = re.compile(r"rank_.*|(?:config|state)\.json")
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """A `Storage` in a local folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    @property
-    def location(self) -> str:
-        """The folder's path."""
-        return str(self._folder)
-
-    @property
-    def local(self) -> Path:
-        """The folder."""
-        return self._folder
+        self.local, self.location = folder, str(folder)
 
     def at(self, name: str) -> str:
-        """The path of a file in it."""
-        return str(self._folder / name)
+        return str(self.local / name)
 
     def child(self, name: str) -> LocalStorage:
-        """A folder in it."""
-        return LocalStorage(self._folder / name)
+        return LocalStorage(self.local / name)
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file, None if there is no such file."""
-        path = self._folder / name
+        path = self.local / name
         try:
             return path.stat().st_size if path.is_file() else None
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def names(self, folder: str = "") -> list[str]:
-        """What is directly in a folder."""
         try:
-            return sorted(os.listdir(self._folder / folder))
+            return sorted(os.listdir(self.local / folder))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def read(self, name: str) -> bytes:
-        """A whole file."""
         with _missing_is_missing():
-            return (self._folder / name).read_bytes()
+            return (self.local / name).read_bytes()
 
     def open(self, name: str) -> LocalFile:
-        """A file, opened for reading."""
         with _missing_is_missing():
-            return LocalFile(self._folder / name)
+            return LocalFile(self.local / name)
 
     def make(self) -> None:
-        """Make the folder and those above it, and bring their names to the disk."""
-        make_folder(self._folder)
+        make_folder(self.local)
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[LocalWriting]:
-        """A new file as a stream."""
-        path = self._folder / name
+        path = self.local / name
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             file = LocalWriting(path, handle)
@@ -239,69 +216,51 @@ class LocalStorage:
             os.close(handle)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write or replace a small file in one step."""
-        path = self._folder / name
+        path = self.local / name
         new = Path(name).with_name(f".{path.name}.new")
         with self.create(str(new)) as file:
             file.write(data)
-        (self._folder / new).replace(path)
+        (self.local / new).replace(path)
         sync_folder(path.parent)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all in it, if it exists."""
-        path = self._folder / name
+        path = self.local / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 path.unlink()
 
-    def check_writable(self) -> None:
-        """Make the folder, then write and remove a file in it."""
-        self.make()
-        with self.create(_TRIAL) as file:
-            file.write(b"x")
-        self.remove(_TRIAL)
-
     def draft(self, name: str, token: str) -> LocalDraft:
-        """The place where the checkpoint `name` is written."""
-        return LocalDraft(self._folder / name, self._folder / f".{name}.{token}.saving")
+        return LocalDraft(self.local / name, self.local / f".{name}.{token}.saving")
 
     def retire(self, name: str) -> None:
-        """Take its name from a checkpoint, then remove it."""
         with _missing_is_missing():
-            shutil.rmtree(set_aside(self._folder / name, "removing"))
+            shutil.rmtree(set_aside(self.local / name, "removing"))
 
     def sweep(self, names: Iterable[str], keep: str | None = None) -> list[str]:
-        """Remove folders with temporary names; a checkpoint that was being replaced gets its name back."""
         removed = []
         for name in self.names():
             left = _LEFT.fullmatch(name)
             if left is None or (keep is not None and left["token"] == keep):
                 continue
             with contextlib.suppress(OSError):  # a late writer on another node may still be adding files
-                if left["what"] == "replaced" and not (self._folder / left["name"]).exists():
-                    (self._folder / name).rename(self._folder / left["name"])
+                if left["what"] == "replaced" and not (self.local / left["name"]).exists():
+                    (self.local / name).rename(self.local / left["name"])
                     continue
                 self.remove(name)
                 removed.append(name)
         return removed
 
 
-class LocalDraft:
+class LocalDraft(Draft):
     """A `Draft` in a folder beside the final one."""
 
     def __init__(self, final: Path, folder: Path) -> None:
         self._final, self._folder = final, folder
-        self._storage = LocalStorage(folder)
-
-    @property
-    def storage(self) -> LocalStorage:
-        """The folder with the temporary name."""
-        return self._storage
+        self.storage = LocalStorage(folder)
 
     def file_name(self, name: str) -> str:
-        """The name itself."""
         return name
 
     def make(self) -> None:
@@ -314,7 +273,7 @@ class LocalDraft:
     def publish(self, files: Mapping[str, bytes]) -> None:
         """Write the last files, bring all names to the disk, rename."""
         for name, data in files.items():
-            with self._storage.create(name) as file:
+            with self.storage.create(name) as file:
                 file.write(data)
         sync_folder(self._folder)
         old = self._put_in_place()

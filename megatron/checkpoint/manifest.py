@@ -3,21 +3,7 @@
 Which rank wrote a file, and where a box lies in it, is of no importance to a reader. Fields that a reader does not know are to be
 passed over; a change that old readers must not pass over raises the version.
 
-`manifest.json`::
-
-    {"format": "megatron-boxes", "version": 1,
-     "digest": "<sha-256>",                                  # see `Manifest.digest`
-     "content_digest": "<sha-256>",                          # see `Manifest.content_digest`
-     "files": {"rank_00000.safetensors": {"bytes": 1024},
-               "config.json": {"bytes": 2, "checksum": "xxh3:..."}, "state.json": {...}},
-     "tensors": {"model.embedding.weight": {
-         "shape": [512, 64], "dtype": "float32",             # of the whole model, without padding
-         "content": "0f3a59c2d41b7e88",                      # sums of the whole tensor, see `content.py`
-         "boxes": [{"offsets": [0, 0], "sizes": [256, 64],   # boxes tile the tensor exactly
-                    "file": "rank_00000.safetensors", "key": "model.embedding.weight[0:256,0:64]",
-                    "checksum": "xxh3:cbbf039e47008cb8"}, ...]}}}   # of the box's bytes: row-major, little-endian
-
-Manifests of the first programs have no `content` and no `content_digest`.
+docs/checkpoints.md shows `manifest.json`. Manifests of the first programs have no `content` and no `content_digest`.
 """
 
 from __future__ import annotations
@@ -120,28 +106,6 @@ class Manifest:
         if self.content_digest is not None:
             head["content_digest"] = self.content_digest
         return json.dumps({**head, "files": files, "tensors": tensors}, separators=(",", ":")).encode()
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint in folder `path`.
-
-    Raises:
-        CheckpointError: it is of another format, or written by a newer version.
-        DamagedCheckpointError: it is missing, unreadable or altered.
-    """
-    try:
-        data = (path / MANIFEST).read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise DamagedCheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}") from error
-    return manifest_from_json(data, str(path))
-
-
-def manifest_from_json(data: bytes, path: str) -> Manifest:
-    """The manifest of the checkpoint in folder `path` from the content of its file; raises as `read_manifest`."""
-    manifest = part_from_json(data, path, MANIFEST)
-    if missing := [name for name in (CONFIG, STATE) if name not in manifest.files]:
-        raise DamagedCheckpointError(f"{path}/{MANIFEST} is not readable (it does not list {missing[0]})")
-    return manifest
 
 
 def part_from_json(data: bytes, path: str, name: str) -> Manifest:

@@ -1,4 +1,11 @@
-"""Files of an object store, read in ranges and written as a stream."""
+"""Checkpoints in an object store, or any other file system, through fsspec: s3://, gs://, memory:// and so on.
+
+Such a store renames nothing, and what is written there is on the disk when the write returns. So files are written under the name
+of the checkpoint, and the manifest comes last: without a manifest there is no checkpoint::
+
+    <save>/iter_0000100/rank_00000-<token>.safetensors      the token is that of the run that wrote it
+    <save>/iter_0000100/{config,state,manifest}.json
+"""
 
 from __future__ import annotations
 
@@ -9,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron.checkpoint.errors import TruncatedError
+from megatron.checkpoint.storage import Draft, Reading, Storage, Writing
 
 BLOCK_BYTES = 64 << 20
 """Size of the parts of an upload; stores allow some ten thousand parts to a file."""
@@ -31,7 +39,7 @@ def told(place: str) -> Iterator[None]:
         raise OSError(f"{place}: {type(error).__name__}: {error}") from error  # every store has errors of its own
 
 
-class ObjectFile:
+class ObjectFile(Reading):
     """A `Reading` of a file in an object store.
 
     Args:
@@ -42,21 +50,9 @@ class ObjectFile:
     """
 
     def __init__(self, files: Any, path: str, url: str, size: int) -> None:
-        self._files, self._path, self._url, self._size = files, path, url, size
-
-    @property
-    def size(self) -> int:
-        """Bytes in the file."""
-        return self._size
-
-    def read(self, start: int, length: int) -> bytes:
-        """Bytes from `start` on."""
-        data = bytearray(length)
-        self.read_into(start, memoryview(data))
-        return bytes(data)
+        self._files, self._path, self._url, self.size = files, path, url, size
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer with what lies from `start` on, some ranges at a time."""
         ends = [*range(RANGE_BYTES, len(buffer), RANGE_BYTES), len(buffer)] if len(buffer) else []
         ranges = list(zip([0, *ends[:-1]], ends, strict=False))
         for first in range(0, len(ranges), RANGES_AT_ONCE):
@@ -77,7 +73,7 @@ class ObjectFile:
         """Nothing is held open."""
 
 
-class ObjectWriting:
+class ObjectWriting(Writing):
     """A `Writing` of a file in an object store.
 
     Args:
@@ -90,7 +86,6 @@ class ObjectWriting:
         self.num_bytes = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Add all of it, at most a block at a time."""
         rest = memoryview(data)
         rest = rest.cast("B") if rest.nbytes else rest
         with told(self._url):
@@ -100,7 +95,7 @@ class ObjectWriting:
                 rest = rest[written:]
 
     def fileno(self) -> None:
-        """It has none."""
+        pass
 
     def finish(self) -> None:
         """Have the store take the file."""
@@ -124,7 +119,7 @@ _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss
 _LEFT_FILE = re.compile(r"rank_.*-[0-9a-f]+\..+|(?:config|state)\.json")
 
 
-class ObjectStorage:
+class ObjectStorage(Storage):
     """A `Storage` behind a URL.
 
     Args:
@@ -134,28 +129,16 @@ class ObjectStorage:
     """
 
     def __init__(self, url: str, files: Any, root: str) -> None:
-        self._url, self._files, self._root = url, files, root
-
-    @property
-    def location(self) -> str:
-        """The URL."""
-        return self._url
-
-    @property
-    def local(self) -> None:
-        """It is no local folder, or not to be treated as one."""
-        return None
+        self.location, self._files, self._root = url, files, root
+        self.local = None
 
     def at(self, name: str) -> str:
-        """The URL of a file in it."""
-        return posixpath.join(self._url, name) if name else self._url
+        return posixpath.join(self.location, name) if name else self.location
 
     def child(self, name: str) -> ObjectStorage:
-        """A folder in it."""
         return ObjectStorage(self.at(name), self._files, self._path(name))
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file, None if there is no such file."""
         with told(self.at(name)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             info = self._fresh(name).info(self._path(name))
             if info["type"] == "file":
@@ -163,7 +146,6 @@ class ObjectStorage:
         return None
 
     def names(self, folder: str = "") -> list[str]:
-        """What is directly in a folder."""
         path = self._path(folder)
         with told(self.at(folder)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found = self._fresh(folder).ls(path, detail=False)
@@ -172,12 +154,10 @@ class ObjectStorage:
         return []
 
     def read(self, name: str) -> bytes:
-        """A whole file."""
         with told(self.at(name)):
             return self._files.cat_file(self._path(name))
 
     def open(self, name: str) -> ObjectFile:
-        """A file, opened for reading."""
         size = self.size(name)
         if size is None:
             raise FileNotFoundError(f"{self.at(name)} is not there")
@@ -192,7 +172,6 @@ class ObjectStorage:
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[ObjectWriting]:
-        """A new file as a stream."""
         with told(self.at(name)):
             file = ObjectWriting(self._files.open(self._path(name), "wb", block_size=BLOCK_BYTES), self.at(name))
         try:
@@ -205,23 +184,14 @@ class ObjectStorage:
             raise
 
     def write(self, name: str, data: bytes) -> None:
-        """Write or replace a small file in one request."""
         with told(self.at(name)):
             self._files.pipe_file(self._path(name), data)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all in it, if it exists."""
         with told(self.at(name)), contextlib.suppress(FileNotFoundError):
             self._fresh(name).rm(self._path(name), recursive=True)
 
-    def check_writable(self) -> None:
-        """Write and remove a file in it."""
-        self.make()
-        self.write(".writable", b"x")
-        self.remove(".writable")
-
     def draft(self, name: str, token: str) -> ObjectDraft:
-        """The place where the checkpoint `name` is written: its own."""
         return ObjectDraft(self.child(name), token)
 
     def retire(self, name: str) -> None:
@@ -253,16 +223,11 @@ class ObjectStorage:
         return self._files
 
 
-class ObjectDraft:
+class ObjectDraft(Draft):
     """A `Draft` at the final place."""
 
     def __init__(self, final: ObjectStorage, token: str) -> None:
-        self._final, self._token = final, token
-
-    @property
-    def storage(self) -> ObjectStorage:
-        """The final place."""
-        return self._final
+        self.storage, self._token = final, token
 
     def file_name(self, name: str) -> str:
         """The name with the token before its extensions."""
@@ -271,15 +236,15 @@ class ObjectDraft:
 
     def make(self) -> None:
         """Make the folder, without files of this token."""
-        self._final.make()
+        self.storage.make()
         self._remove_files(lambda name: _written_by(name, self._token))
 
     def publish(self, files: Mapping[str, bytes]) -> None:
         """Write the last files, the manifest at the end."""
         # They take the places of those of an older checkpoint, which is complete no more from here on.
-        self._final.remove(COMPLETE)
+        self.storage.remove(COMPLETE)
         for name, data in files.items():
-            self._final.write(name, data)
+            self.storage.write(name, data)
         with contextlib.suppress(OSError):
             self._remove_files(lambda name: name not in files and _is_left(name) and not _written_by(name, self._token))
 
@@ -287,13 +252,13 @@ class ObjectDraft:
         """Remove the files of this token, and the folder if they were all."""
         with contextlib.suppress(OSError):
             self._remove_files(lambda name: _written_by(name, self._token))
-            if not self._final.names():
-                self._final.remove("")
+            if not self.storage.names():
+                self.storage.remove("")
 
     def _remove_files(self, chosen: Callable[[str], bool]) -> None:
-        for name in self._final.names():
+        for name in self.storage.names():
             if chosen(name):
-                self._final.remove(name)
+                self.storage.remove(name)
 
 
 def _is_left(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What kind of folder one has been given, by the names of the files in it."""
+"""What kind of folder one has been given, by the names of the files in it, and the weights of a whole model from any kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Who writes what: every box once in the world, spread evenly over the ranks that hold it. Needs neither torch nor processes."""
+"""A rank's part of a checkpoint: who writes what, and the writing.
+
+Every box is written once in the world, spread evenly over the ranks that hold it. A part is written in one pass. Needs no torch: a
+process of its own may do it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host memory that training fills and the writing process reads."""
+"""One rank's share in a save in the background: shared memory, the process that writes it, and what that has replied."""
 
 from __future__ import annotations
 

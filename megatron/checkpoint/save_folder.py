@@ -1,4 +1,4 @@
-"""Names in a save folder.
+"""A save folder: names in it, which checkpoint to take, and its small files. Reads no tensors, needs no torch.
 
 ::
 
@@ -6,7 +6,7 @@
     <save>/latest_checkpointed_iteration.txt    the number of the checkpoint that was finished last
     <save>/run.json                             settings and token of the run that began to save here last
 
-What is being written or removed has other names; see `storage/local.py` and `storage/objects.py`.
+What is being written or removed has other names; see `local_storage.py` and `object_storage.py`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.content_sums import matches
+from megatron.checkpoint.content_sums import checksum, matches
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
-from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, Manifest, manifest_from_json
+from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, Manifest, part_from_json
 from megatron.checkpoint.storage import Storage, open_storage
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -125,16 +125,19 @@ def iteration_of(path: Place) -> int | None:
 def fault_of(inside: Storage) -> str | None:
     """Why a checkpoint is not complete, or None if it is. Looks at the manifest and the sizes of the files."""
     try:
-        manifest = manifest_in(inside)
+        return next(faults_of_files(inside, manifest_in(inside)), None)
     except DamagedCheckpointError as error:
         return str(error)
+
+
+def faults_of_files(inside: Storage, manifest: Manifest) -> Iterator[str]:
+    """Files that are missing or of another size."""
     for name, file in manifest.files.items():
         found = inside.size(name)
         if found is None:
-            return f"{inside.at(name)} is missing"
-        if found != file.num_bytes:
-            return f"{inside.at(name)} has {found} bytes, it was written with {file.num_bytes}"
-    return None
+            yield f"{inside.at(name)} is missing"
+        elif found != file.num_bytes:
+            yield f"{inside.at(name)} has {found} bytes, it was written with {file.num_bytes}"
 
 
 def manifest_in(inside: Storage) -> Manifest:
@@ -148,7 +151,15 @@ def manifest_in(inside: Storage) -> Manifest:
         data = inside.read(MANIFEST)
     except FileNotFoundError as error:
         raise DamagedCheckpointError(f"{inside.location} is not a complete checkpoint: it has no {MANIFEST}") from error
-    return manifest_from_json(data, inside.location)
+    manifest = part_from_json(data, inside.location, MANIFEST)
+    if missing := [name for name in (CONFIG, STATE) if name not in manifest.files]:
+        raise DamagedCheckpointError(f"{inside.at(MANIFEST)} is not readable (it does not list {missing[0]})")
+    return manifest
+
+
+def read_manifest(path: Place) -> Manifest:
+    """The same of a folder by its path or URL."""
+    return manifest_in(open_storage(path))
 
 
 def read_state(path: Place) -> dict[str, Any]:
@@ -177,7 +188,7 @@ def read_json(inside: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
         data = inside.read(name)
     except FileNotFoundError as error:
         raise DamagedCheckpointError(f"{inside.at(name)} is missing") from error
-    if not matches(data, manifest.files[name].checksum or ""):
+    if not matches(checksum(data), manifest.files[name].checksum or ""):
         raise DamagedCheckpointError(f"{inside.at(name)} was altered (checksum)")
     content: dict[str, Any] = json.loads(data)
     return content

@@ -1,4 +1,5 @@
-"""What saving and loading ask of a storage."""
+"""What saving and loading ask of a storage: a local folder (`local_storage.py`), or an object store through fsspec
+(`object_storage.py`). Knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -8,16 +9,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from megatron.checkpoint.local_storage import LocalStorage
-from megatron.checkpoint.object_storage import ObjectStorage
-
 
 class Reading(Protocol):
     """A file that is open for reading."""
 
-    @property
-    def size(self) -> int:
-        """Bytes in the file."""
+    size: int
+    """Bytes in the file."""
 
     def read(self, start: int, length: int) -> bytes:
         """Bytes from `start` on.
@@ -25,6 +22,9 @@ class Reading(Protocol):
         Raises:
             TruncatedError: the file ends before.
         """
+        data = bytearray(length)
+        self.read_into(start, memoryview(data))
+        return bytes(data)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill a buffer of bytes with what lies from `start` on.
@@ -37,9 +37,8 @@ class Reading(Protocol):
 class Writing(Protocol):
     """A file that is being written."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes written so far."""
+    num_bytes: int
+    """Written so far."""
 
     def write(self, data: bytes | memoryview) -> None:
         """Add all of it."""
@@ -55,13 +54,10 @@ class Storage(Protocol):
     not there.
     """
 
-    @property
-    def location(self) -> str:
-        """The folder as a user calls it: a path or a URL. Another process opens the same storage with it."""
-
-    @property
-    def local(self) -> Path | None:
-        """The folder, if it is a local one."""
+    location: str
+    """The folder as a user calls it: a path or a URL. Another process opens the same storage with it."""
+    local: Path | None
+    """The folder, if it is a local one."""
 
     def at(self, name: str) -> str:
         """What a user calls a file in it."""
@@ -95,6 +91,9 @@ class Storage(Protocol):
 
     def check_writable(self) -> None:
         """Make the folder, then write and remove a file in it."""
+        self.make()
+        self.write(".writable", b"x")
+        self.remove(".writable")
 
     def draft(self, name: str, token: str) -> Draft:
         """The place where the checkpoint `name` is written.
@@ -122,9 +121,8 @@ class Storage(Protocol):
 class Draft(Protocol):
     """A checkpoint that is being written. Nobody takes it for a checkpoint before `publish`."""
 
-    @property
-    def storage(self) -> Storage:
-        """The folder in which its files are."""
+    storage: Storage
+    """The folder in which its files are."""
 
     def file_name(self, name: str) -> str:
         """The name of a data file, or of what writers tell each other, both here and in the manifest.
@@ -161,6 +159,9 @@ def open_storage(location: str | os.PathLike[str]) -> Storage:
     Raises:
         ValueError: fsspec, or the package that it needs for this kind of URL, is not installed, or it knows no such kind.
     """
+    from megatron.checkpoint.local_storage import LocalStorage
+    from megatron.checkpoint.object_storage import ObjectStorage
+
     text = os.fspath(location)
     if not is_url(text):
         return LocalStorage(Path(text.removeprefix("file://")))

@@ -1,4 +1,4 @@
-"""A checkpoint of this framework as a source of whole tensors: no process group, no model, one tensor in memory at a time."""
+"""A checkpoint of this framework as whole tensors, one in memory at a time, without a process group or a model; and whether it is sound."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from megatron.checkpoint.content_sums import NO_SUMS, content_sums
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.global_tensor import WEIGHT, bytes_of, relative, slices, torch_dtype
+from megatron.checkpoint.global_tensor import WEIGHT, bytes_of, relative, torch_dtype, within
 from megatron.checkpoint.manifest import CONFIG, STATE, Manifest, StoredTensor, tiles
-from megatron.checkpoint.save_folder import manifest_in, read_json
+from megatron.checkpoint.save_folder import faults_of_files, manifest_in, read_json
 from megatron.checkpoint.source import TensorInfo
 from megatron.checkpoint.storage import Storage, open_storage
 from megatron.config.config import Config
@@ -114,7 +114,7 @@ class StoredCheckpoint:
         for stored in tensor.boxes:
             common = stored.box.intersect(wanted)
             if common is not None:
-                target = found[slices(relative(common, wanted).offsets, common.sizes)]
+                target = found[within(common, wanted)]
                 self._files.read(stored, tensor.dtype, [BoxRead(relative(common, stored.box), target)])
         if tensor.content is None or wanted.sizes != tensor.shape:
             return found
@@ -150,7 +150,12 @@ def verify(inside: Storage, progress: Callable[[str], None] = lambda name: None)
         manifest = manifest_in(inside)
     except DamagedCheckpointError as error:
         return Verified(0, 0, None, (str(error),))
-    faults = _faults_of_files(inside, manifest)
+    faults = [*faults_of_files(inside, manifest)]
+    for name in (CONFIG, STATE):
+        try:
+            read_json(inside, name, manifest)
+        except DamagedCheckpointError as error:
+            faults.append(str(error))
     num_bytes = 0
     with DataFiles(inside, manifest) as files:
         for name, stored in manifest.tensors.items():
@@ -158,22 +163,6 @@ def verify(inside: Storage, progress: Callable[[str], None] = lambda name: None)
             num_bytes += sum(box.box.numel for box in stored.boxes) * torch_dtype(stored.dtype).itemsize
             faults += _faults_of_tensor(name, stored, files)
     return Verified(len(manifest.tensors), num_bytes, manifest.content_digest, tuple(dict.fromkeys(faults)))
-
-
-def _faults_of_files(inside: Storage, manifest: Manifest) -> list[str]:
-    faults = []
-    for name, file in manifest.files.items():
-        found = inside.size(name)
-        if found is None:
-            faults.append(f"{inside.at(name)} is missing")
-        elif found != file.num_bytes:
-            faults.append(f"{inside.at(name)} has {found} bytes, it was written with {file.num_bytes}")
-    for name in (CONFIG, STATE):
-        try:
-            read_json(inside, name, manifest)
-        except DamagedCheckpointError as error:
-            faults.append(str(error))
-    return faults
 
 
 def _faults_of_tensor(name: str, stored: StoredTensor, files: DataFiles) -> list[str]:

@@ -1,22 +1,19 @@
-"""The plan of a run's saves, kept: it is made again only when a rank holds other boxes than before."""
+"""Saves that are complete when the call returns, and the plan of a run's saves, which is made again only when boxes have changed."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
-from megatron.checkpoint.agreement import decide, group_of
+from megatron.checkpoint.agreement import decide
 from megatron.checkpoint.commit import commit, encoded, sweep, take_over
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of, dtype_name
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.rank_parts import BoxToWrite, HeldTensor, RankPart, RankPlan, part_of, share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name
-from megatron.checkpoint.storage import Draft, Storage, open_storage
+from megatron.checkpoint.storage import Draft, Storage
 from megatron.parallel.context import Group
 
 
@@ -99,48 +96,13 @@ class Written(NamedTuple):
     content_digest: str
 
 
-def save_checkpoint(
-    folder: Path,
-    iteration: int,
-    tensors: list[GlobalTensor],
-    config: dict[str, Any],
-    state: dict[str, Any],
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    max_file_bytes: int | None = None,
-) -> Path:
-    """Write `<folder>/iter_<iteration>/`, in the format that `manifest.py` describes, and point the latest file to it.
-
-    Call it on every rank of the group. All ranks return when the checkpoint is complete, or all raise, and then nothing half
-    written stands under its name. A checkpoint of the same iteration is replaced.
-
-    Args:
-        folder: the save folder (`--save`), on a file system that all ranks share; made if it does not exist.
-        iteration: number of the checkpoint.
-        tensors: what this rank holds. Together the ranks' boxes must make up whole tensors; equal boxes are written once.
-            At most one box at a time is copied (and none that is in host memory already).
-        config: goes into `config.json`; the first rank's is written.
-        state: goes into `state.json`; the first rank's is written.
-        process_group: the ranks that save; by default all, or this process alone where torch.distributed is not initialised.
-        max_file_bytes: begin another data file where one would become larger (a box is never cut).
-
-    Returns:
-        the folder of the checkpoint.
-
-    Raises:
-        CheckpointError: a rank could not write, config or state do not fit into JSON, or the boxes are not whole tensors.
-    """
-    saver = TensorSaver(open_storage(folder), group_of(process_group), max_file_bytes)
-    return Path(saver.save(iteration, tensors, config, state).location)
-
-
 class TensorSaver:
     """Saves checkpoints of one run into one folder, each complete when `save` returns.
 
     Args:
-        storage: the save folder.
+        storage: the save folder, on a file system that all ranks share; made if it does not exist.
         group: the ranks that save.
-        max_file_bytes: see `save_checkpoint`.
+        max_file_bytes: begin another data file where one would become larger (a box is never cut).
     """
 
     def __init__(self, storage: Storage, group: Group, max_file_bytes: int | None = None) -> None:
@@ -160,7 +122,21 @@ class TensorSaver:
             self._swept = True
 
     def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any]) -> Written:
-        """Write a checkpoint; see `save_checkpoint`."""
+        """Write `<folder>/iter_<iteration>/`, in the format that docs/checkpoints.md describes, and point the latest file to it.
+
+        Call it on every rank of the group. All ranks return when the checkpoint is complete, or all raise, and then nothing half
+        written stands under its name. A checkpoint of the same iteration is replaced.
+
+        Args:
+            iteration: number of the checkpoint.
+            tensors: what this rank holds. Together the ranks' boxes must make up whole tensors; equal boxes are written once.
+                At most one box at a time is copied (and none that is in host memory already).
+            config: goes into `config.json`; the first rank's is written.
+            state: goes into `state.json`; the first rank's is written.
+
+        Raises:
+            CheckpointError: a rank could not write, config or state do not fit into JSON, or the boxes are not whole tensors.
+        """
         name = checkpoint_name(iteration)
         doing = f"cannot save {self._storage.at(name)}"
         held = described(tensors)

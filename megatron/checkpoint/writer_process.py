@@ -1,4 +1,4 @@
-"""What training and the process that writes tell each other. Needs no torch."""
+"""A rank's writing process (`writer_main.py`), seen from training, and what the two tell each other. Needs no torch."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.data_files import DataFiles
 from megatron.checkpoint.local_storage import LocalStorage
-from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.save_folder import read_manifest
 from megatron.checkpoint.stored import StoredCheckpoint
 from megatron.checkpoint.stream import write_checkpoint
 from megatron.parallel.boxes import Box

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.global_tensor import bytes_of
-from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.save_folder import read_manifest
 from megatron.checkpoint.storage import open_storage
 from megatron.checkpoint.stored import StoredCheckpoint, verify
 from tests.support.equality import number_differences

@@ -20,9 +20,8 @@ from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.save_folder import LATEST, find_checkpoint, read_state
 from megatron.checkpoint.storage import Draft, open_storage
-from megatron.checkpoint.tensor_saver import save_checkpoint
 from megatron.verification.local_ranks import run_ranks
-from tests.support.checkpoint_worlds import whole
+from tests.support.checkpoint_worlds import save_checkpoint, whole
 
 
 def save(folder: Path, iteration: int, value: float = 1.0) -> Path:

@@ -18,12 +18,11 @@ from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.local_storage import LocalStorage
-from megatron.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor, read_manifest
-from megatron.checkpoint.save_folder import find_checkpoint, read_config, read_state
-from megatron.checkpoint.tensor_saver import save_checkpoint
+from megatron.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor
+from megatron.checkpoint.save_folder import find_checkpoint, read_config, read_manifest, read_state
 from megatron.parallel.boxes import Box
 from megatron.verification.local_ranks import run_ranks
-from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, save_world, whole
+from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, save_checkpoint, save_world, whole
 
 DATA = "rank_00000.safetensors"
 

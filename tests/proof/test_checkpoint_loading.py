@@ -19,12 +19,21 @@ from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor, slices
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.local_storage import LocalStorage
-from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor, read_manifest
-from megatron.checkpoint.save_folder import find_checkpoint, read_state
-from megatron.checkpoint.tensor_saver import save_checkpoint
+from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor
+from megatron.checkpoint.save_folder import find_checkpoint, read_manifest, read_state
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.verification.local_ranks import run_ranks
-from tests.support.checkpoint_worlds import Layout, Shapes, assert_holds, hold, load_world, random_values, save_world, whole
+from tests.support.checkpoint_worlds import (
+    Layout,
+    Shapes,
+    assert_holds,
+    hold,
+    load_world,
+    random_values,
+    save_checkpoint,
+    save_world,
+    whole,
+)
 
 SHAPES: Shapes = {"embedding": ((13, 6), 0), "up": ((2, 8, 6), 1), "norm": ((6,), None)}
 
@@ -145,19 +154,19 @@ def test_a_read_to_another_place_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     value = torch.randn(4, 3)
     halves = [GlobalTensor("a", (4, 3), value[at : at + 2].clone(), [PlacedBox(Box((at, 0), (2, 3)), 0)]) for at in (0, 2)]
     path = save_world(tmp_path, 1, [[half] for half in halves])
-    original, within = load.planned_reads, load.PlannedRead.within
+    original, of = load.planned_reads, load.PlannedRead.of
 
     def exchanged(tensor: GlobalTensor, stored: StoredTensor) -> list[tuple[StoredBox, load.PlannedRead]]:
         (first, one), (second, other) = original(tensor, stored)
         return [(first, other), (second, one)]
 
     def into_the_other(self: load.PlannedRead, stored: StoredBox) -> data_files.BoxRead:
-        return within(self, stored)._replace(inner=Box((0, 0), (2, 3)))
+        return of(self, stored)._replace(inner=Box((0, 0), (2, 3)))
 
     target = whole("a", torch.zeros(4, 3))
     load_tensors(path, [target])
     assert torch.equal(target.local, value)
-    for change in ("planned_reads", exchanged), ("PlannedRead.within", into_the_other):  # the second hides what the first has done
+    for change in ("planned_reads", exchanged), ("PlannedRead.of", into_the_other):  # the second hides what the first has done
         monkeypatch.setattr(f"megatron.checkpoint.load.{change[0]}", change[1])
         target.local.zero_()
         with pytest.raises(DamagedCheckpointError, match=r"content sums \(1\): a"):

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.save_folder import read_manifest
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.shape import random_weights

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megatron.checkpoint.agreement import group_of
 from megatron.checkpoint.commit import commit, encoded
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import check_requests, plan_load, read_boxes
 from megatron.checkpoint.rank_parts import part_of, share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
 from megatron.checkpoint.storage import open_storage
-from megatron.checkpoint.tensor_saver import described, reader_of
+from megatron.checkpoint.tensor_saver import TensorSaver, described, reader_of
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.params import ParamRecord, Split
 
@@ -136,3 +138,18 @@ def assert_holds(tensors: Sequence[GlobalTensor], expected: Sequence[GlobalTenso
             covered[placed.start : placed.start + placed.box.numel] = True
         assert torch.equal(tensor.local[covered], other.local[covered]), tensor.name
         assert (tensor.local[~covered] == padding).all(), tensor.name
+
+
+def save_checkpoint(
+    folder: Path,
+    iteration: int,
+    tensors: list[GlobalTensor],
+    config: dict[str, Any],
+    state: dict[str, Any],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    max_file_bytes: int | None = None,
+) -> Path:
+    """Write one checkpoint, called on every rank of the group; returns its folder. See `TensorSaver.save`."""
+    saver = TensorSaver(open_storage(folder), group_of(process_group), max_file_bytes)
+    return Path(saver.save(iteration, tensors, config, state).location)

@@ -33,8 +33,7 @@ import megatron.training.startup  # noqa: F401
 import pretrain_gpt
 from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
 from megatron.checkpoint.load import load_tensors
-from megatron.checkpoint.manifest import read_manifest
-from megatron.checkpoint.save_folder import read_state
+from megatron.checkpoint.save_folder import read_manifest, read_state
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.training.step import TrainStep

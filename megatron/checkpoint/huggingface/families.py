@@ -1,4 +1,5 @@
-"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases everywhere; projections stored [in, out]."""
+"""The architectures of transformers that are known here. GPT-2 (Radford et al. 2019) is defined here: learned positions, LayerNorm,
+biases everywhere; projections stored [in, out]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows of which of their tensors are the rows of one of ours. One table serves both directions.
+"""Which rows of which of their tensors are the rows of one of ours, for both directions; and what makes an architecture, as data.
 
 A parameter is seen as a matrix: its last dimension is the columns, all before are the rows; of a vector (a bias, a norm) every
 element is a row. Their tensors have the same columns. So fused, split and reordered projections are all lists of blocks of rows.

@@ -1,4 +1,4 @@
-"""What Llama, Mistral, Qwen2 and Qwen3 have in common: rotary positions, RMSNorm, gated MLP, grouped queries."""
+"""Llama, Mistral, Qwen2 and Qwen3: rotary positions, RMSNorm, gated MLP, grouped queries; and how they differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files that hold the weights of a Hugging Face folder, read through memory maps.
+"""The files that hold the weights of a Hugging Face folder: read through memory maps, written in a stream.
 
 One `model.safetensors`, or several with `model.safetensors.index.json` that says in which each tensor is; in older folders
 `pytorch_model.bin` in the same two ways, pickles that are opened as weights only.

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.content_sums import NO_SUMS, BoxSummer, Sums, content_sums, digest_of
 from megatron.checkpoint.global_tensor import bytes_of, slices, torch_dtype
-from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.safetensors_file import DTYPES
+from megatron.checkpoint.save_folder import read_manifest
 from megatron.parallel.boxes import Box
 from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, save_world
 from tests.unit.checkpoint.test_checkpoint_tiling import cut_tensors

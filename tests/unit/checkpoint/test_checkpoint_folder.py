@@ -13,8 +13,7 @@ from megatron.checkpoint.commit import check_for_strangers, kept, retain
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.save_folder import LATEST, checkpoint_name, checkpoints, find_checkpoint, latest_in
 from megatron.checkpoint.storage import open_storage
-from megatron.checkpoint.tensor_saver import save_checkpoint
-from tests.support.checkpoint_worlds import whole
+from tests.support.checkpoint_worlds import save_checkpoint, whole
 
 
 def save(folder: Path, *iterations: int) -> None:

@@ -11,9 +11,8 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.open_source import FolderKind, kind_of, open_source
 from megatron.checkpoint.storage import open_storage
 from megatron.checkpoint.stored import StoredCheckpoint
-from megatron.checkpoint.tensor_saver import save_checkpoint
 from megatron.parallel.boxes import Box
-from tests.support.checkpoint_worlds import whole
+from tests.support.checkpoint_worlds import save_checkpoint, whole
 
 LEGACY_FILE = "mp_rank_00/model_optim_rng.pt"
 
