@@ -1,5 +1,5 @@
-"""What one process does in the save folder: it makes a checkpoint of the parts of all ranks, removes what killed runs left and what need
-not stay, and finds out at the start that checkpoints can be written. Needs no torch.
+"""What one process does in a save folder: checks at the start that checkpoints can be written, makes a checkpoint of the parts of
+all ranks, removes what killed runs left and what need not stay. Needs no torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The files of Megatron-LM's checkpoints in its format `torch`: a pickled model_optim_rng.pt from each model-parallel rank. They are
-opened without running anything that they say, their tensors mapped, not read; and it is found which layers lie where in them.
+"""The files of Megatron-LM's checkpoints in its format `torch`: a pickled model_optim_rng.pt from each model-parallel rank.
+
+They are opened without running anything that they say, their tensors mapped, not read. `find_chunks` says which layers lie where.
 
 A pickle is a program: its opcodes call whatever they name. torch.load with weights_only runs them with an interpreter that knows
 tensors and plain containers; any other name in these files must be on the list below, and gets a class that does nothing with what

@@ -1,4 +1,4 @@
-"""A checkpoint of this framework as whole tensors, one in memory at a time, without a process group or a model; and whether it is sound."""
+"""A checkpoint of this framework as whole tensors, one in memory at a time, without a process group; and whether it is sound."""
 
 from __future__ import annotations
 

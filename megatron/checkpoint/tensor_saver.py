@@ -1,4 +1,4 @@
-"""Saves that are complete when the call returns, and the plan of a run's saves, which is made again only when boxes have changed."""
+"""Saves that are complete when the call returns; and the plan of a run's saves, made again only when boxes have changed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Rotary positions and sliding windows in a config.json.
 
 Rotary positions are spelt in two ways. Before transformers 5: `rope_theta` at the top level, and `rope_scaling` (null, or a mapping
-whose kind is called `type` or `rope_type`). Since: one mapping `rope_parameters` with `rope_type`, `rope_theta` and the parameters of
-the type. Files of either kind are read. What is written says everything twice, so that every version reads it.
+whose kind is called `type` or `rope_type`). Since: one mapping `rope_parameters` with `rope_type`, `rope_theta` and the parameters
+of the type. Files of either kind are read. What is written says everything twice, so that every version reads it.
 """
 
 from __future__ import annotations
