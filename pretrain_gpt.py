@@ -76,9 +76,9 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     from megatron.parallel.context import connect, disconnect
     from megatron.pipeline_parallel.partition import table_of
     from megatron.training import startup
-    from megatron.training.batch_size import BatchSizePlan
     from megatron.training.inputs import open_data
     from megatron.training.loop import Loop
+    from megatron.training.progress import BatchSizePlan
     from megatron.training.resume import resume
     from megatron.training.saver import Saver
     from megatron.training.step import TrainStep
@@ -117,7 +117,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     )
     num_parameters = startup.check_parameter_count(config.model, data.vocab_size, step.counted_shards, context)
 
-    schedule = startup.make_schedule(config, plan)
+    schedule = startup.make_schedule(config.optimizer, config.training, plan)
     resumed = resume(config, context, step.optimizer, step.scaler, schedule, data.vocab_size)
     plan = plan.resumed_at(resumed.progress.iteration, resumed.progress.consumed_samples)
     data = data.at(resumed.progress, plan, context)

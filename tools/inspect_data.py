@@ -215,7 +215,7 @@ def draw_histogram(bins: list[LengthBin], title: str, path: Path) -> None:
 
 
 def _show_run(given: argparse.Namespace) -> int:
-    from megatron.training.lineage import RunLineage
+    from tools.run_lineage import RunLineage
 
     lineage = RunLineage.of(Path(given.run), given.ckpt_step)
     numbers = lineage.step_samples(given.step) if given.step is not None else range(given.sample, given.sample + 1)

@@ -1,20 +1,146 @@
-"""How a rank ends that cannot go on: one clear message, an exit code that is not 0, and no rank left hanging."""
+"""How a run ends before its time: ranks that agree on a failure, numbers that are not finite, SIGTERM, a rank that cannot go on.
+
+In each case there is one clear message, an exit code that says how it went, and no rank left waiting for another.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import NoReturn, Self, TypeVar
 
 import torch.distributed as dist
 
 from megatron.audit.replicas import AuditError
 from megatron.checkpoint.errors import CheckpointError
 from megatron.optimizer.grad_scaler import LossScaleError
-from megatron.training.nonfinite import NonFiniteError
-from megatron.training.together import SetupError
+from megatron.parallel.collectives import gather_objects
+from megatron.parallel.context import ParallelContext
+
+T = TypeVar("T")
+
+
+class SetupError(ValueError):
+    """Something that the user can mend was wrong on at least one rank."""
+
+
+def together(context: ParallelContext, action: Callable[[], T]) -> T:
+    """Run an action without collectives on every rank, and agree on how it went.
+
+    Raises:
+        SetupError: on every rank, if the action raised ValueError or OSError on any; names the ranks and gives each message once.
+    """
+    failure, result = None, None
+    try:
+        result = action()
+    except (ValueError, OSError) as error:
+        failure = str(error) or type(error).__name__
+    failures: dict[str, list[int]] = {}
+    for rank, message in enumerate(gather_objects(failure, context.world)):
+        if message is not None:
+            failures.setdefault(message, []).append(rank)
+    if failures:
+        everywhere = len(failures) == 1 and len(next(iter(failures.values()))) == context.world.size
+        raise SetupError(
+            "\n".join(message if everywhere else f"rank {_ranks(ranks)}: {message}" for message, ranks in failures.items())
+        )
+    return result  # type: ignore[return-value]
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient is NaN or infinite in a precision without a loss scale."""
+
+
+def raise_nonfinite(
+    iteration: int, loss_sum: float, bad: Sequence[str], again: Sequence[str], context: ParallelContext
+) -> NoReturn:
+    """Gather what every rank sees and raise the same error everywhere. All ranks call it together.
+
+    Args:
+        bad: parameters whose gradient is not finite on this rank after the sums over ranks.
+        again: the same when the step is run again, before any sum over ranks: so where it began.
+
+    Raises:
+        NonFiniteError: always.
+    """
+    seen = gather_objects((math.isfinite(loss_sum), list(bad), list(again)), context.world)
+    lines = [f"iteration {iteration}: the loss or the gradient is not finite, so training stops before the update."]
+    lossy = [rank for rank, (finite, _, _) in enumerate(seen) if not finite]
+    if lossy:
+        lines.append(f"  loss not finite on rank {', '.join(map(str, lossy))}")
+    repeats = any(names for _, _, names in seen)
+    named: dict[str, list[int]] = {}
+    for rank, (_, summed, own) in enumerate(seen):
+        for name in own if repeats else summed:
+            named.setdefault(name, []).append(rank)
+    for name, ranks in list(named.items())[:8]:
+        lines.append(f"  gradient of {name} not finite on rank {', '.join(map(str, ranks))}")
+    if len(named) > 8:
+        lines.append(f"  and {len(named) - 8} parameters more")
+    if named and not repeats:
+        lines.append("  (after the sums over ranks; the step run again is finite: a passing fault, as of hardware)")
+    if not named and not lossy:
+        lines.append("  every gradient is finite by itself, but their squares overflow: the norm exceeds the range of the dtype")
+    lines.append("  Resume from the last checkpoint with a lower --lr or a smaller --clip-grad, or leave the batch out with")
+    lines.append(f"  --iterations-to-skip {iteration}.")
+    raise NonFiniteError("\n".join(lines))
+
+
+def raise_uncounted(iteration: int) -> NoReturn:
+    """The loss mask of the whole global batch is zero, so there is no mean. Every rank knows and calls this.
+
+    Raises:
+        NonFiniteError: always.
+    """
+    raise NonFiniteError(
+        f"iteration {iteration}: the loss mask is zero at every token of the global batch, so there is no loss to train on.\n"
+        "  Look for documents without text in the dataset (--eod-mask-loss leaves the ends of documents out of the loss),\n"
+        f"  or leave the batch out with --iterations-to-skip {iteration}."
+    )
+
+
+class ExitSignal:
+    """Notes a signal instead of dying of it, inside a `with` block of the main thread. The loop looks at it between two steps.
+
+    Schedulers send SIGTERM some time before they kill a job. Only some ranks may have received it when the loop looks, so the
+    ranks agree on the answer with a reduction; that is the loop's part.
+
+    Args:
+        number: The signal.
+    """
+
+    def __init__(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self._number = number
+        self._requested = False
+
+    @property
+    def requested(self) -> bool:
+        """Whether the signal came since the block was entered."""
+        return self._requested
+
+    def __enter__(self) -> Self:
+        self._requested = False
+        # None stands for a handler that was not installed from Python; it cannot be put back.
+        self._previous = signal.signal(self._number, self._note) or signal.SIG_DFL
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        signal.signal(self._number, self._previous)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._requested = True  # nothing more: a handler that prints or saves can interrupt another print or save
+
 
 # Raised on every rank with the same words, so one rank's voice is enough.
 _SHARED = (SetupError, NonFiniteError, LossScaleError, CheckpointError, AuditError)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron.audit.replicas import AuditError
@@ -14,19 +15,12 @@ from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.optimizer.lr_schedule import learning_rate, weight_decay
 from megatron.parallel.context import ParallelContext
-from megatron.training.batch_size import BatchSizePlan
-from megatron.training.checkpointing import Schedule
-from megatron.training.evaluate import evaluate
-from megatron.training.layer_norms import layer_norms, params_norm, places
-from megatron.training.nonfinite import NonFiniteError
-from megatron.training.pipeline_profile import PipelineProfiler
-from megatron.training.profiler import StepProfiler
-from megatron.training.progress import Progress
-from megatron.training.reporter import Reporter
-from megatron.training.saver import Saver
-from megatron.training.signals import ExitSignal
+from megatron.training.failure import ExitSignal, NonFiniteError, together
+from megatron.training.profiler import PipelineProfiler, StepProfiler
+from megatron.training.progress import BatchSizePlan, Progress
+from megatron.training.reporter import Reporter, layer_norms, params_norm, places
+from megatron.training.saver import LearningSchedule, Saver
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.together import together
 from megatron.training.watch import Watch
 
 _SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError)
@@ -43,7 +37,7 @@ class Loop:
     context: ParallelContext
     step: TrainStep
     plan: BatchSizePlan
-    schedule: Schedule
+    schedule: LearningSchedule
     saver: Saver
     reporter: Reporter
     timers: Timers
@@ -186,3 +180,12 @@ class Loop:
     def _time_is_up(self) -> bool:
         limit = self.config.training.exit_duration_in_mins
         return limit is not None and time.monotonic() - self.started_at > 60 * limit
+
+
+def evaluate(step: TrainStep, batches: Iterable[list[ModelInputs]]) -> float:
+    """Sum of mask x loss over all tokens of all batches, divided by the sum of the mask; the same on every rank."""
+    loss, count = 0.0, 0.0
+    for batch in batches:
+        batch_loss, batch_count = step.evaluate(batch)
+        loss, count = loss + batch_loss, count + batch_count
+    return loss / count if count else math.nan

@@ -1,8 +1,9 @@
-"""What a run says while it trains: the log line, validation lines, timers, and the sinks of curves. Only rank 0 speaks."""
+"""What a run says while it trains: the log line, validation lines, timers, norms, and the sinks of curves. Only rank 0 speaks."""
 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -14,6 +15,10 @@ from megatron.config.outputs import LoggingConfig
 from megatron.metrics.log_line import training_log_line, validation_lines
 from megatron.metrics.loggers import MetricsFile, Sink, curve_sinks
 from megatron.metrics.timers import Timers, format_times, times_of_ranks
+from megatron.optimizer.norms import square_sums
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import Shard
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
 
@@ -212,3 +217,49 @@ class Reporter:
 def _attended(result: StepResult | None, batch: int) -> float:
     """Whole sequences that take as much attention as the step."""
     return batch if result is None or result.attended_sequences is None else result.attended_sequences
+
+
+# ---- norms of gradient and weights for each layer (--log-layer-norms), and of all parameters (--log-params-norm)
+
+
+def place_of(name: str) -> str:
+    """The part of the model that a parameter belongs to: "layers.17", "embedding", "final_norm" or "output"."""
+    layer = re.match(r"layers\.\d+", name)
+    return layer.group() if layer else name.split(".", 1)[0]
+
+
+def places(num_layers: int, tied: bool) -> list[str]:
+    """Every part, in the order of the depth."""
+    return ["embedding", *(f"layers.{i}" for i in range(num_layers)), "final_norm", *([] if tied else ["output"])]
+
+
+def layer_norms(
+    shards: Sequence[Shard], gradient_squares: torch.Tensor, loss_scale: float, parts: Sequence[str], context: ParallelContext
+) -> dict[str, float]:
+    """Gradient and weight norm of each part over all ranks: {"grad-norm/layers.0": ..., "weight-norm/layers.0": ...}.
+
+    Args:
+        shards: those that this rank counts.
+        gradient_squares: sums of squares of their gradients, float64 [len(shards)].
+        loss_scale: by which the gradients are multiplied.
+        parts: see `places`; the same on every rank.
+    """
+    index = torch.tensor([parts.index(place_of(s.record.name)) for s in shards], dtype=torch.long, device=context.device)
+    sums = torch.zeros(2, len(parts), dtype=torch.float64, device=context.device)
+    sums[0].index_add_(0, index, gradient_squares)
+    sums[1].index_add_(0, index, square_sums([s.counted_main for s in shards], context.device))
+    norms = all_reduce(sums, context.world).sqrt().tolist()
+    return {
+        **{f"grad-norm/{part}": norm / loss_scale for part, norm in zip(parts, norms[0], strict=True)},
+        **{f"weight-norm/{part}": norm for part, norm in zip(parts, norms[1], strict=True)},
+    }
+
+
+def params_norm(shards: Sequence[Shard], context: ParallelContext) -> float:
+    """Norm of all parameters, each element once.
+
+    Args:
+        shards: those that this rank counts.
+    """
+    total = square_sums([s.counted_main for s in shards], context.device).sum()
+    return float(all_reduce(total, context.world).sqrt())

@@ -1,23 +1,80 @@
-"""Saves of a run: what goes into a checkpoint, when it is written already, which ones stay."""
+"""Saves of a run: what goes into a checkpoint, and when it is written.
+
+Weights are stored once, in their most exact form: the float32 mains where the model computes in 16 bits, else the parameters
+themselves. So a checkpoint does not depend on the model's dtype, and the 16-bit parameters are the mains rounded, as they were in
+the run.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
 
 from megatron.checkpoint.background_saver import BackgroundSaver
 from megatron.checkpoint.commit import check_for_strangers, check_writable, retain
+from megatron.checkpoint.global_tensor import WEIGHT, GlobalTensor
 from megatron.checkpoint.rank_writer import PATIENCE_S
 from megatron.checkpoint.storage import Storage, open_storage
 from megatron.checkpoint.tensor_saver import TensorSaver
 from megatron.config.outputs import CheckpointConfig
+from megatron.config.training import OptimizerConfig
 from megatron.optimizer.grad_scaler import GradScaler
+from megatron.optimizer.lr_schedule import ScheduleLengths
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.context import ParallelContext
-from megatron.training.checkpointing import Schedule, global_tensors
+from megatron.parallel.shards import Shard
+from megatron.training.failure import together
 from megatron.training.progress import Progress
-from megatron.training.together import together
+
+_SCHEDULE_FIELDS = (
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_warmup_init",
+    "lr_wsd_decay_style",
+    "weight_decay",
+    "start_weight_decay",
+    "end_weight_decay",
+    "weight_decay_incr_style",
+)
+
+
+def global_tensors(
+    optimizer: ShardedOptimizer, context: ParallelContext, *, weights: bool = True, state: bool = True
+) -> list[GlobalTensor]:
+    """This rank's shards as parts of global tensors: `model.<name>`, and the moments such as `exp_avg.<name>`."""
+    found = []
+    for shard in optimizer.shards:
+        parts = {WEIGHT: shard.main} if weights else {}
+        if state:
+            parts |= optimizer.moments(shard)
+        found += [_global(kind, shard, tensor, context) for kind, tensor in parts.items()]
+    return found
+
+
+def _global(kind: str, shard: Shard, tensor: Any, context: ParallelContext) -> GlobalTensor:
+    return GlobalTensor(f"{kind}.{shard.record.name}", shard.record.shape, tensor, shard.boxes(context))
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningSchedule:
+    """The schedules of learning rate and weight decay: settings, and lengths in samples."""
+
+    optimizer: OptimizerConfig
+    lengths: ScheduleLengths
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        fields = {name: getattr(self.optimizer, name) for name in _SCHEDULE_FIELDS}
+        return {**fields, "lengths": dataclasses.asdict(self.lengths)}
+
+    def with_saved(self, saved: dict[str, Any]) -> LearningSchedule:
+        """The schedule that a checkpoint was trained with."""
+        fields = {name: saved[name] for name in _SCHEDULE_FIELDS}
+        return LearningSchedule(dataclasses.replace(self.optimizer, **fields), ScheduleLengths(**saved["lengths"]))
+
 
 Say = Callable[[str], None]
 """Writes a line into the log (of the first rank)."""
@@ -27,7 +84,7 @@ def _to_nobody(line: str) -> None: ...
 
 
 class Saver:
-    """Saves a run's state; checks first that it can.
+    """Saves a run's state, unless that is written already; checks first that it can.
 
     Args:
         run_record: the resolved settings, versions and command line, kept in each checkpoint, and in the save folder as run.json
@@ -66,7 +123,7 @@ class Saver:
         (self._background or self._direct).begin(self._record)
 
     def save(
-        self, progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: Schedule, say: Say = _to_nobody
+        self, progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, say: Say = _to_nobody
     ) -> str | None:
         """Write a checkpoint of this iteration, unless there is no --save or it is written already. All ranks call it together.
 

@@ -13,6 +13,7 @@ from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import LoggingConfig
 from megatron.config.save import to_dict
+from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.metrics.device_peaks import peak_flops
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
@@ -29,11 +30,11 @@ from megatron.planner.state_report import describe_state, state_report
 from megatron.spec.counts import count_parameters, flops_per_step, kept_per_token
 from megatron.spec.operations import Schedule
 from megatron.spec.schedule_spec import Costs
-from megatron.training.batch_size import BatchSizePlan
-from megatron.training.checkpointing import Schedule as LearningSchedule
+from megatron.training.failure import together
+from megatron.training.progress import BatchSizePlan
 from megatron.training.reporter import Reporter
+from megatron.training.saver import LearningSchedule
 from megatron.training.step import TrainStep
-from megatron.training.together import together
 
 
 def set_logging(rank: int) -> None:
@@ -106,7 +107,7 @@ def describe(
         # Now, and after any ramp-up of the batch.
         for count in dict.fromkeys(plan.num_microbatches(samples) for samples in (consumed_samples, plan.total_samples)):
             schedule = step.schedule(count)
-            lines += describe_pipeline(schedule) + describe_deferred(schedule, model, config, topology.tp)
+            lines += describe_pipeline(schedule) + describe_deferred(schedule, model, config.training.micro_batch_size, topology.tp)
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
     return lines + [f"advice: {line}" for line in advice(config, topology.world_size, ranks_per_node, model.vocab_size)]
@@ -134,9 +135,9 @@ def describe_pipeline(schedule: Schedule) -> list[str]:
     ]
 
 
-def describe_deferred(schedule: Schedule, model: Model, config: Config, tensor_size: int) -> list[str]:
+def describe_deferred(schedule: Schedule, model: Model, micro_batch_size: int, tensor_size: int) -> list[str]:
     """What weight gradients that are put off keep, if any are."""
-    token_bytes = config.training.micro_batch_size * model.config.seq_length * model.dtype.itemsize
+    token_bytes = micro_batch_size * model.config.seq_length * model.dtype.itemsize
     kept = [
         kept_per_token(
             model.config,
@@ -163,10 +164,9 @@ def make_timers(config: LoggingConfig, context: ParallelContext) -> Timers:
     return Timers(config.timing_log_level, torch.cuda.synchronize if context.device.type == "cuda" else None)
 
 
-def make_schedule(config: Config, plan: BatchSizePlan) -> LearningSchedule:
+def make_schedule(optimizer: OptimizerConfig, training: TrainingConfig, plan: BatchSizePlan) -> LearningSchedule:
     """The schedules of learning rate and weight decay that the settings describe."""
-    lengths = schedule_lengths(config.optimizer, config.training, plan.samples_after, plan.total_samples)
-    return LearningSchedule(config.optimizer, lengths)
+    return LearningSchedule(optimizer, schedule_lengths(optimizer, training, plan.samples_after, plan.total_samples))
 
 
 def make_reporter(

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.data_parallel.provider import Inspect
+from megatron.data_parallel.buckets import Buckets
+from megatron.data_parallel.fsdp_plan import is_fully_sharded
+from megatron.data_parallel.provider import Inspect, Provider
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
+from megatron.model.init import fill
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.norms import count_zeros, square_sums
@@ -21,12 +25,12 @@ from megatron.optimizer.rules import granularity_of
 from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
+from megatron.parallel.shards import Granularity
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors
 from megatron.spec.operations import Schedule, forward_only
 from megatron.spec.schedules import make_schedule
-from megatron.training.model_state import make_providers
-from megatron.training.nonfinite import raise_nonfinite, raise_uncounted
+from megatron.training.failure import raise_nonfinite, raise_uncounted
 
 
 @dataclass(frozen=True)
@@ -283,3 +287,32 @@ class TrainStep:
             if inputs.loss_mask is not None and self.model.computes_loss and self._counts_loss:
                 total += inputs.loss_mask.sum()
         return total
+
+
+def make_providers(model: Model, context: ParallelContext, config: ParallelConfig, *, granularity: Granularity) -> list[Provider]:
+    """What holds the model's state under the sharding strategy.
+
+    Each provider gives its parameters memory, of which this rank keeps its part, and initial values where they have none.
+
+    Args:
+        granularity: which parameters the optimizer must see whole.
+    """
+    values = partial(fill, seed=model.seed)
+    units = [unit for chunk in model.chunks.values() for unit in chunk.units()]
+
+    def buckets(entries: Sequence[ParamEntry], sharding: str) -> Buckets:
+        return Buckets(entries, units, context, config, values, sharding=sharding, granularity=granularity)
+
+    if config.sharding != "optim_grads_params":
+        return [buckets(list(model.params), config.sharding)]
+    inside = [entry for entry in model.params if is_fully_sharded(entry, context)]
+    outside = [entry for entry in model.params if not is_fully_sharded(entry, context)]
+    providers: list[Provider] = [buckets(outside, "optim_grads")] if outside else []
+    if inside:
+        from megatron.data_parallel.fsdp import FullyShardedParams  # a second of imports, for those who need it
+
+        made = FullyShardedParams(
+            inside, model.chunks, context, dtype=model.dtype, fill=values, reshard=config.fsdp_reshard_after_forward
+        )
+        providers.append(made)
+    return providers

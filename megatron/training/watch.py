@@ -4,12 +4,187 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
+from megatron.audit.reductions import OwnGradients, audit
+from megatron.audit.replicas import Replicas, copies_held, raise_audit
+from megatron.audit.signature import TraceRecorder
+from megatron.audit.trace_file import TraceHeader, TraceStep, TraceWriter
 from megatron.config.config import Config
+from megatron.config.save import to_dict
 from megatron.model.inputs import ModelInputs
+from megatron.parallel.params import global_records
+from megatron.training.failure import together
 from megatron.training.progress import Progress
-from megatron.training.run_checks import RunChecks
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.tracing import Tracing
+
+_ADVICE = "Training stops before the update. tools/verify_layout.py with the same settings tells where the fault is."
+
+
+class RunChecks:
+    """--check-replicas-every: compares copies of the weights at the start, every so many steps and before every save; audits the
+    first step that makes an update.
+
+    Every rank calls every method, together. Whatever is wrong is raised as an AuditError on all of them.
+
+    Args:
+        every: steps between comparisons.
+        iteration: steps done at the start.
+        say: writes a line into the log, on the first rank.
+    """
+
+    def __init__(self, step: TrainStep, every: int, iteration: int, say: Callable[[str], None]) -> None:
+        self._step, self._every, self._say = step, every, say
+        self._replicas = Replicas(copies_held(step.model.params, step.optimizer.shards, step.context), step.context)
+        self._records = global_records(step.model.config, step.model.vocab_size)
+        self._compared: int | None = None
+        self._own: OwnGradients | None = None
+        self._audited = False
+        self._compare(iteration)
+        often = "every step" if every == 1 else f"every {every} steps"
+        say(f"  copies of weights that must be equal, compared {often}: {self._replicas.describe()}")
+
+    def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
+        """Run the step that is audited without sums over ranks first.
+
+        Raises:
+            AuditError: a parameter gets no gradient, or not all.
+        """
+        if self._audited:
+            return
+        step = self._step
+        self._own = OwnGradients(step.model.params, step.optimizer.shards, self._records, step.context)
+        recorder, step.executor.recorder = step.executor.recorder, None  # what is profiled is the step itself
+        step.gradients(batch, inspect=self._own.look)
+        step.executor.recorder = recorder
+        raise_audit(f"iteration {iteration}: gradients are incomplete.", self._own.missing(len(batch)), _ADVICE)
+        self._iteration = iteration
+        step.before_update.append(self._audit)
+
+    def after_step(self, iteration: int) -> None:
+        """Compare, if it is time. (A step that made no update leaves the audit to the next one.)
+
+        Raises:
+            AuditError: copies differ.
+        """
+        if self._audit in self._step.before_update:
+            self._step.before_update.remove(self._audit)
+        if iteration % self._every == 0:
+            self._compare(iteration)
+
+    def before_save(self, iteration: int) -> None:
+        """What is saved was compared.
+
+        Raises:
+            AuditError: copies differ.
+        """
+        self._compare(iteration)
+
+    def close(self) -> None:
+        """The run ends. Say so if nothing was audited, because every step was skipped or left out."""
+        if not self._audited:
+            self._say("  no step made an update: gradients were not audited")
+
+    def _compare(self, iteration: int) -> None:
+        if self._compared != iteration:
+            self._step.finish_publishing()
+            self._replicas.compare(iteration, self._compared)
+            self._compared = iteration
+
+    def _audit(self, result: StepResult) -> None:
+        assert self._own is not None
+        step = self._step
+        found = audit(
+            self._own,
+            step.counted_shards,
+            self._records,
+            step.context,
+            norm=result.grad_norm * result.loss_scale,
+            squares=step.counted_squares,
+            dtype=step.model.dtype,
+        )
+        raise_audit(f"iteration {self._iteration}: the audit of the first step failed.", found.problems, _ADVICE)
+        zeros = f"; all zero: {', '.join(found.all_zero)}" if found.all_zero else ""
+        self._say(
+            f"  audit of the first step: gradients of {len(self._records)} parameters were all written, summed over their ranks"
+            f" and counted once in the norm{zeros}"
+        )
+        self._own, self._audited = None, True
+
+
+class Tracing:
+    """--save-trace: writes what came of the first steps of a run, the same at every layout. The first rank writes; every rank calls
+    every method, together.
+
+    Args:
+        progress: at the start; a run that resumes appends to the file.
+    """
+
+    def __init__(self, config: Config, step: TrainStep, progress: Progress) -> None:
+        path, context, model = config.debug.save_trace, step.context, step.model
+        assert path is not None
+        self._step = step
+        self._last = progress.iteration + config.debug.trace_steps
+        resumes = progress.iteration > 0
+        self._writer = together(context, lambda: TraceWriter(path, append=resumes) if context.rank == 0 else None)
+        records = global_records(model.config, model.vocab_size)
+        self._recorder = TraceRecorder(step.optimizer.shards, records, context)
+        self._look = lambda result: self._recorder.gradients(result.loss_scale)
+        step.before_update.append(self._look)
+        weights = self._recorder.collect()[1]
+        if self._writer is not None:
+            self._writer.header(
+                TraceHeader(
+                    settings=to_dict(config),
+                    layout={axis: context.topology.size(axis) for axis in ("tp", "cp", "dp", "pp")},
+                    layers=[(chunk.stage, list(chunk.layers)) for chunk in model.layer_table],
+                    dtype=str(model.dtype).removeprefix("torch."),
+                    torch=torch.__version__,
+                    vocab_size=model.vocab_size,
+                    parameters={name: list(record.shape) for name, record in records.items()},
+                )
+            )
+            self._writer.start(progress.iteration, weights)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all steps that were asked for are written."""
+        return self._look not in self._step.before_update
+
+    def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
+        """Write a step.
+
+        Args:
+            progress: after it.
+            samples: of its global batch.
+        """
+        gradients, weights = self._recorder.collect()
+        if self._writer is not None:
+            self._writer.step(
+                TraceStep(
+                    iteration=progress.iteration,
+                    samples=samples,
+                    consumed_samples=progress.consumed_samples,
+                    loss=result.loss,
+                    tokens=result.num_tokens,
+                    grad_norm=result.grad_norm,
+                    learning_rate=learning_rate,
+                    weight_decay=weight_decay,
+                    loss_scale=result.loss_scale,
+                    skipped=result.skipped,
+                    gradients=gradients,
+                    weights=weights,
+                )
+            )
+        if progress.iteration >= self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Leave the step alone from now on, and close the file."""
+        if not self.ended:
+            self._step.before_update.remove(self._look)
+        if self._writer is not None:
+            self._writer.close()
 
 
 class Watch:

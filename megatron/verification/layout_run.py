@@ -21,11 +21,9 @@ from megatron.parallel.context import ParallelContext, connect
 from megatron.pipeline_parallel.partition import table_of
 from megatron.spec.counts import flops_per_step
 from megatron.training import startup
-from megatron.training.batch_size import BatchSizePlan
-from megatron.training.batches import BatchMaker, reads_samples
-from megatron.training.evaluate import evaluate
-from megatron.training.loop import Loop
-from megatron.training.progress import Progress
+from megatron.training.inputs import BatchMaker, reads_samples
+from megatron.training.loop import Loop, evaluate
+from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter
 from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
@@ -172,7 +170,7 @@ def _loop(job: ProofTask, config: Config, context: ParallelContext, plan: BatchS
         context,
         step,
         plan,
-        startup.make_schedule(config, plan),
+        startup.make_schedule(config.optimizer, config.training, plan),
         Saver(config.checkpoint, context, {}, job.vocab_size),
         reporter,
         timers,

@@ -14,7 +14,7 @@ import torch
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.model.inputs import ModelInputs
-from megatron.training import batches
+from megatron.training.inputs import BatchMaker
 from tests.support.runs import arguments, run
 from tools import inspect_data
 
@@ -163,15 +163,15 @@ def test_a_step_is_traced_to_its_documents_across_changes_of_the_run(
     def before(rank: int) -> None:
         if rank:
             return
-        plain = batches.BatchMaker.training
+        plain = BatchMaker.training
 
-        def training(self: batches.BatchMaker, source, **settings):  # type: ignore[no-untyped-def]
+        def training(self: BatchMaker, source, **settings):  # type: ignore[no-untyped-def]
             for step in plain(self, source, **settings):
                 with seen.open("a") as file:
                     file.write(json.dumps([window for inputs in step for window in windows(inputs)]) + "\n")
                 yield step
 
-        batches.BatchMaker.training = training  # type: ignore[method-assign]
+        BatchMaker.training = training  # type: ignore[method-assign]
 
     common = {"mock_data": None, "vocab_size": 4000, "save": save, "num_workers": 0, "lr_decay_style": "constant"}
     starts = [

@@ -14,7 +14,7 @@ from megatron.data.mock import MockDataset
 from megatron.data.samples import DocumentRules
 from megatron.parallel.topology import Topology
 from megatron.spec.schedules import placement
-from megatron.training.batches import reads_samples
+from megatron.training.inputs import reads_samples
 from megatron.training.step import StepResult, TrainStep
 from tests.support.lone_rank import lone_rank
 from tests.support.runs import arguments, losses, run

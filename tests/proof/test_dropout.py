@@ -23,7 +23,7 @@ from megatron.optimizer.grad_scaler import ConstantGradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.topology import Topology
-from megatron.training.batches import BatchMaker
+from megatron.training.inputs import BatchMaker
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU, lone_rank

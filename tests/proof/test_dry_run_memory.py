@@ -16,7 +16,7 @@ from megatron.optimizer.rules import granularity_of
 from megatron.parallel.context import ParallelContext
 from megatron.planner.plan import Plan
 from megatron.spec.counts import count_parameters
-from megatron.training.model_state import make_providers
+from megatron.training.step import make_providers
 from megatron.verification.local_ranks import run_ranks
 from tests.support.covering import Case, covering
 from tests.support.planned import kind_of, plans_of, real_context, real_model, real_step, settings, topology_of

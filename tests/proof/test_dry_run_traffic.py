@@ -15,7 +15,7 @@ from megatron.data.samples import DocumentRules
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
-from megatron.training.batches import BatchMaker, reads_samples
+from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
 from tests.support.planned import kind_of, plans_of, real_context, real_step, settings, topology_of

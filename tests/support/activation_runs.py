@@ -28,8 +28,8 @@ from megatron.planner.activations.peak import Activations, peak_activations, rec
 from megatron.planner.state_report import state_report
 from megatron.spec.operations import Schedule
 from megatron.spec.schedules import make_schedule
-from megatron.training.batch_size import BatchSizePlan
-from megatron.training.batches import BatchMaker, reads_samples
+from megatron.training.inputs import BatchMaker, reads_samples
+from megatron.training.progress import BatchSizePlan
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
 from tests.support.runs import arguments

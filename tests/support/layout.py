@@ -19,7 +19,7 @@ from megatron.optimizer.grad_scaler import ConstantGradScaler, GradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
-from megatron.training.batches import BatchMaker, reads_samples
+from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
 from megatron.verification.joined import where
 from megatron.verification.local_ranks import run_ranks

@@ -11,7 +11,7 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flag_of
-from megatron.training.batch_size import BatchSizePlan
+from megatron.training.progress import BatchSizePlan
 from megatron.verification.diagnosis import diagnose
 from megatron.verification.prove import prove
 from tests.support.random_configs import CommandLine

@@ -13,8 +13,8 @@ MODULES = (
     "megatron.metrics.loggers",
     "megatron.metrics.timers",
     "megatron.optimizer.lr_schedule",
-    "megatron.training.batch_size",
-    "megatron.training.signals",
+    "megatron.training.progress",
+    "megatron.training.failure",
 )
 
 

@@ -57,7 +57,7 @@ WITHOUT_TORCH = [
     "megatron/parallel/boxes.py",
     *(str(file) for file in FILES if file.parts[1] == "pipeline_parallel" and file.name not in ("executor.py", "p2p.py")),
     "megatron/optimizer/lr_schedule.py",
-    "megatron/training/batch_size.py",
+    "megatron/training/progress.py",
     *(f"megatron/checkpoint/{name}.py" for name in CHECKPOINT_WITHOUT_TORCH),
     "megatron/data/order.py",
 ]

@@ -22,7 +22,7 @@ from megatron.data.samples import DocumentRules, SampleSource
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
-from megatron.training.batches import BatchMaker
+from megatron.training.inputs import BatchMaker
 
 BOUND = 0.1
 """Share of the time that may be spent waiting where threads read ahead."""

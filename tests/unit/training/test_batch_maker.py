@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron.data.samples import DocumentRules, Microbatch, read_microbatch
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.topology import Topology
-from megatron.training.batches import BatchMaker, HostInputs
+from megatron.training.inputs import BatchMaker, HostInputs
 from tests.support.lone_rank import lone_rank
 from tests.support.windows import Windows
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.training import TrainingConfig
-from megatron.training.batch_size import BatchSizePlan
+from megatron.training.progress import BatchSizePlan
 
 
 def test_without_ramp_up_the_batch_is_constant() -> None:

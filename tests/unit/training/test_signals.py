@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from megatron.training.signals import ExitSignal
+from megatron.training.failure import ExitSignal
 
 
 def test_signal_is_noted_and_the_old_handler_comes_back() -> None:
