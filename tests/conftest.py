@@ -1,7 +1,8 @@
-"""Settings of every test run: one thread, no accelerator, repeatable examples, and the option --full."""
+"""Settings of every test run: one thread, no accelerator, repeatable examples, a share for each worker, and two options."""
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch is imported: thread pools that exist would be broken in the forked ranks, and a process
@@ -9,24 +10,45 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-import hypothesis
-import pytest
-import torch
+# Until all tests are collected: imports make objects that stay, and looking through them again and again finds nothing to free.
+gc.disable()
 
-torch.set_num_threads(1)
+import hypothesis  # noqa: E402 - after the environment
+import pytest  # noqa: E402
 
 hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.register_profile("full", deadline=None, derandomize=True, max_examples=500)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --full: every case of the large products instead of a subset in which every pair of settings occurs."""
-    parser.addoption("--full", action="store_true", help="run every case, not only the covering subset")
+    """Add --full and --piece."""
+    parser.addoption("--full", action="store_true", help="run every case, not only a subset in which every pair of settings occurs")
+    parser.addoption("--piece", metavar="K/N", help="run every N-th test, beginning with the K-th: N such runs are a whole one")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose how many examples property tests try."""
     hypothesis.settings.load_profile("full" if config.getoption("--full") else "quick")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the piece that is asked for; put every second file last, so that two workers begin with equal shares of each folder."""
+    if piece := config.getoption("--piece"):
+        number, _, count = piece.partition("/")
+        if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+            raise pytest.UsageError(f"--piece {piece}: give K/N, with K from 1 to N")
+        taken = items[int(number) - 1 :: int(count)]
+        config.hook.pytest_deselected(items=[*{*items} - {*taken}])
+        items[:] = taken
+    places = {path: i for i, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: places[item.path] % 2)
+
+
+def pytest_collection_finish() -> None:
+    """From here on memory is looked through again, but for what is there now: neither tests nor forked ranks visit it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,17 @@
 
 `run_ranks` forks the ranks from this process, which has imported torch already: eight ranks are ready in a fraction of a second,
 and the function may be a closure. Nothing outlives a call: ranks die with their parent, at the timeout and after a failure.
+`RankPool` keeps its ranks for the next call, which then costs no fork.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -22,7 +25,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -77,33 +80,80 @@ def run_ranks(
             first, and where the other ranks were.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        setup = _Setup(world_size, Path(folder), backend if init else None, timeout, _free_port())
+        setup = _Setup(world_size, Path(folder) / "store", backend if init else None, timeout, _free_port())
         ranks: list[_Rank] = []
         try:
             for number in range(world_size):
-                ranks.append(_fork(number, setup, function, args))
-            _collect(ranks, timeout)
-            failed = sorted((rank for rank in ranks if rank.failure), key=lambda rank: rank.finished_at)
-            missing = [rank for rank in ranks if not rank.done]
-            if failed or missing:
-                raise RanksError(_explain(failed, missing, timeout, Path(folder)), timed_out=not failed)
-            return [pickle.loads(rank.payload) for rank in ranks]
+                ranks.append(_fork(number, Path(folder), lambda _: [(setup, lambda rank: function(rank, *args))]))
+            return _results(ranks, timeout, Path(folder))
         finally:
+            _end(ranks)
+
+
+class RankPool:
+    """Ranks that stay from call to call: a call costs neither forks nor a first step in a cold process.
+
+    Each call forms a process group of its own. What else a rank keeps (caches, patched modules) stays with it: this is for
+    functions that change nothing but their own objects. After a failure the next call forks anew.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: list[_Rank] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._calls = 0
+        atexit.register(self.close)  # before multiprocessing waits for its processes
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """`run_ranks` of a function that can be pickled, as its arguments can.
+
+        Its module is one that was imported before the ranks were forked, or that they find on their path.
+
+        Raises:
+            RanksError: as `run_ranks`.
+        """
+        self._calls += 1
+        folder = Path(self._folder.name)
+        setup = _Setup(world_size, folder / f"store-{self._calls}", "gloo", timeout, _free_port())
+        job = pickle.dumps((function, args))
+        try:
+            for number in range(len(self._ranks), world_size):
+                self._ranks.append(_fork(number, folder, lambda connection: iter(connection.recv, None)))
+            ranks = self._ranks[:world_size]
             for rank in ranks:
-                kill_group(rank.process.pid)
-            for rank in ranks:
-                rank.process.join()
-                rank.process.close()
-                rank.connection.close()
+                rank.payload, rank.failure, rank.finished_at = b"", "", 0.0
+                rank.connection.send((setup, _PickledCall(job)))
+            return _results(ranks, timeout, folder)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the ranks; a later call forks new ones."""
+        _end(self._ranks)
+        self._ranks = []
+
+
+@dataclass(frozen=True)
+class _PickledCall:
+    """A function and its arguments, unpickled where they are called, so that a failure of that is reported as any other."""
+
+    job: bytes
+
+    def __call__(self, rank: int) -> Any:
+        function, args = pickle.loads(self.job)
+        return function(rank, *args)
 
 
 @dataclass(frozen=True)
 class _Setup:
     world_size: int
-    folder: Path
+    store: Path
     backend: str | None
     timeout: float
     port: int
+
+
+_Job = tuple[_Setup, Callable[[int], Any]]
 
 
 @dataclass
@@ -120,40 +170,61 @@ class _Rank:
         return self.finished_at > 0
 
 
-def _fork(rank: int, setup: _Setup, function: Callable[..., Any], args: tuple[Any, ...]) -> _Rank:
-    reader, writer = multiprocessing.Pipe(duplex=False)
+def _fork(rank: int, folder: Path, jobs: Callable[[Connection], Iterable[_Job]]) -> _Rank:
+    ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
-        target=_child, args=(rank, os.getpid(), setup, writer, function, args), name=f"rank {rank}"
+        target=_child, args=(rank, os.getpid(), folder, theirs, jobs), name=f"rank {rank}"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork beside a thread, pytest-timeout's too
         process.start()
-    writer.close()  # so that a later rank does not inherit it, and the end of this one is seen
-    return _Rank(rank, process, reader)
+    theirs.close()  # so that a later rank does not inherit it, and the end of this one is seen
+    return _Rank(rank, process, ours)
 
 
-def _child(
-    rank: int, parent: int, setup: _Setup, report: Connection, function: Callable[..., Any], args: tuple[Any, ...]
-) -> NoReturn:
+def _results(ranks: Sequence[_Rank], timeout: float, folder: Path) -> list[Any]:
+    """What the ranks report, in order of rank."""
+    _collect(ranks, timeout)
+    failed = sorted((rank for rank in ranks if rank.failure), key=lambda rank: rank.finished_at)
+    missing = [rank for rank in ranks if not rank.done]
+    if failed or missing:
+        raise RanksError(_explain(failed, missing, timeout, folder), timed_out=not failed)
+    return [pickle.loads(rank.payload) for rank in ranks]
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    for rank in ranks:
+        kill_group(rank.process.pid)
+    for rank in ranks:
+        rank.process.join()
+        rank.process.close()
+        rank.connection.close()
+
+
+def _child(rank: int, parent: int, folder: Path, connection: Connection, jobs: Callable[[Connection], Iterable[_Job]]) -> NoReturn:
     """Life of one rank. It stays until the parent kills it, so that no peer sees a closed connection before it is done."""
     try:
         os.setpgid(0, 0)  # what the rank starts is killed with it
         die_with(parent, signal.SIGKILL)
-        with open(_stack_file(setup.folder, rank), "w") as stacks:
+        gc.freeze()  # what the parent made stays: to look through it would only copy its memory
+        with open(_stack_file(folder, rank), "w") as stacks:
             faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=True)
-            message = _outcome(rank, setup, function, args)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            report.send_bytes(message)
+            for setup, call in jobs(connection):
+                message = _outcome(rank, setup, call)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                connection.send_bytes(message)
             while True:
                 signal.pause()
     finally:
         os._exit(1)
 
 
-def _outcome(rank: int, setup: _Setup, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _outcome(rank: int, setup: _Setup, call: Callable[[int], Any]) -> bytes:
     """Pickled (True, pickled result) or (False, traceback)."""
     try:
+        if dist.is_initialized():
+            dist.destroy_process_group()  # of the call before, which all ranks have ended
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -169,12 +240,12 @@ def _outcome(rank: int, setup: _Setup, function: Callable[..., Any], args: tuple
         if setup.backend is not None:
             dist.init_process_group(
                 setup.backend,
-                init_method=f"file://{setup.folder / 'store'}",
+                init_method=f"file://{setup.store}",
                 rank=rank,
                 world_size=setup.world_size,
                 timeout=datetime.timedelta(seconds=setup.timeout),
             )
-        return pickle.dumps((True, pickle.dumps(function(rank, *args))))
+        return pickle.dumps((True, pickle.dumps(call(rank))))
     except BaseException:  # noqa: BLE001 - the parent judges it; also SystemExit and outcomes of pytest
         return pickle.dumps((False, traceback.format_exc()))
 

@@ -22,13 +22,13 @@ from megatron.pipeline_parallel.partition import table_of
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
 from megatron.verification.joined import where
-from megatron.verification.local_ranks import run_ranks
 from megatron.verification.observation import TensorPart
 from megatron.verification.prove import import_before_fork
 from megatron.verification.recording import parts_of_parameters, parts_of_shards, set_weights
 from megatron.verification.reference.model import Batch
 from megatron.verification.reference.shape import ReferenceShape, Weights
 from tests.support.reference_runs import ReferenceRun
+from tests.support.warm import run_warm_ranks
 from tests.support.windows import Windows
 
 import_before_fork()
@@ -250,42 +250,42 @@ class _RankRun:
     num_shards: int
 
 
+def _rank_run(rank: int, recipe: Recipe, layout: Layout, evaluate: Batch | None) -> _RankRun:
+    context = context_of(layout, rank)
+    step = build_step(context, recipe, layout)
+    found = _RankRun([], [], [], [], [], [], len(step.optimizer.shards))
+
+    def inputs_of(batch: Batch) -> list[ModelInputs]:
+        if recipe.rules is None:
+            return microbatches(batch, context, layout.micro_batch_size)
+        return read_microbatches(batch, step, layout.micro_batch_size, recipe.rules)
+
+    def look() -> None:
+        if evaluate is not None:
+            total, count = step.evaluate(inputs_of(evaluate))
+            found.evaluations.append(total / count)
+
+    look()
+    keep_gradients(step, found.gradients)
+    for i, batch in enumerate(recipe.batches):
+        result = step.run(inputs_of(batch), iteration=i + 1, learning_rate=recipe.lr, weight_decay=recipe.weight_decay)
+        found.losses.append(result.loss)
+        found.norms.append(result.grad_norm)
+        look()
+    found.parameters.extend(parts_of_parameters(step))
+    found.mains.extend(parts_of_shards(step, lambda shard: shard.main))
+    if dist.is_initialized():
+        dist.barrier()
+    return found
+
+
 def run_layout(recipe: Recipe, layout: Layout, *, evaluate: Batch | None = None) -> LayoutRun:
     """Train at a layout.
 
     Args:
         evaluate: a batch to evaluate on before the first and after every step.
     """
-
-    def rank_run(rank: int) -> _RankRun:
-        context = context_of(layout, rank)
-        step = build_step(context, recipe, layout)
-        found = _RankRun([], [], [], [], [], [], len(step.optimizer.shards))
-
-        def inputs_of(batch: Batch) -> list[ModelInputs]:
-            if recipe.rules is None:
-                return microbatches(batch, context, layout.micro_batch_size)
-            return read_microbatches(batch, step, layout.micro_batch_size, recipe.rules)
-
-        def look() -> None:
-            if evaluate is not None:
-                total, count = step.evaluate(inputs_of(evaluate))
-                found.evaluations.append(total / count)
-
-        look()
-        keep_gradients(step, found.gradients)
-        for i, batch in enumerate(recipe.batches):
-            result = step.run(inputs_of(batch), iteration=i + 1, learning_rate=recipe.lr, weight_decay=recipe.weight_decay)
-            found.losses.append(result.loss)
-            found.norms.append(result.grad_norm)
-            look()
-        found.parameters.extend(parts_of_parameters(step))
-        found.mains.extend(parts_of_shards(step, lambda shard: shard.main))
-        if dist.is_initialized():
-            dist.barrier()
-        return found
-
-    ranks: list[_RankRun] = run_ranks(layout.world_size, rank_run, timeout=240.0)
+    ranks: list[_RankRun] = run_warm_ranks(layout.world_size, _rank_run, recipe, layout, evaluate, timeout=240.0)
     first = ranks[0]
     for what in ("losses", "norms", "evaluations"):
         assert all(getattr(r, what) == getattr(first, what) for r in ranks), f"ranks report different {what}"
