@@ -1,8 +1,8 @@
 """What the operations on one microbatch of a chunk do: what stays between forward and backward, what passes through, what is sent
 over the tensor group. Found by running them (`chunk_run`) on tensors without memory.
 
-Of layers that are alike and lie between alike ones, at most three are run: the first two and the last. What happened in the second
-stands for all between: that is exact, since they begin and end as it does.
+Of layers that are alike and lie between alike ones, few are run: of equal layers the first two and the last. What happened in the
+second stands for those between: that is exact, since they begin and end as it does.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from megatron.planner.activations.storages import Span, StorageLedger, joined
 from megatron.spec.layers import LayerSpec, alike, layers
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule
-
-_MOST_ALIKE = 3
-"""Layers that are run of those that are alike."""
 
 _VARIED_LENGTHS = "torch_attn::_varlen_attn"
 _ATTENTION = {
@@ -120,21 +117,21 @@ def _trace(model: Model, config: Config, context: ParallelContext, chunk: Chunk,
 
 
 def layers_that_stand(specs: Sequence[LayerSpec]) -> list[int]:
-    """For each layer of a chunk the place of the one that is run for it, perhaps itself."""
-    around = _surroundings(specs)
-    stand_ins = list(range(len(specs)))
-    for places in alike(around).values():
-        for place in places[_MOST_ALIKE - 1 : -1]:
-            stand_ins[place] = places[1]
-    run = sorted(set(stand_ins))
-    if _surroundings([specs[place] for place in run]) != [around[place] for place in run]:
-        return list(range(len(specs)))  # among those that are run, one would lie beside another kind of layer than it does
-    return stand_ins
+    """For each layer of a chunk the place of the one that is run for it, perhaps itself.
 
-
-def _surroundings(specs: Sequence[LayerSpec]) -> list[tuple[LayerSpec, ...]]:
-    """Each layer with those beside it; at an end, with itself."""
-    return list(zip((*specs[:1], *specs), specs, (*specs[1:], *specs[-1:]), strict=False))
+    A stretch of layers is left out where what lies before it and behind it fit together as they do in the whole: each layer that is
+    run has the neighbours that it has in the whole, and for each that is left out one with the same neighbours is run, the second
+    of them. The first and the last layer of each kind are run: they may be the first and the last to use what several share.
+    """
+    kinds = [list(alike(specs)).index(spec) for spec in specs]
+    around = list(zip((*kinds[:1], *kinds), kinds, (*kinds[1:], *kinds[-1:]), strict=False))
+    latest = min((places[-1] for places in alike(kinds).values()), default=0)
+    for begin in range(1, latest):
+        second = {key: places[1] for key, places in alike(around[:begin]).items() if len(places) > 1}
+        for end in range(latest, begin, -1):
+            if kinds[begin - 1 : begin + 1] == kinds[end - 1 : end + 1] and second.keys() >= set(around[begin:end]):
+                return [*range(begin), *(second[key] for key in around[begin:end]), *range(end, len(kinds))]
+    return list(range(len(kinds)))
 
 
 def _of_all(spans: list[Span], stand_ins: Sequence[int], kind: OpKind) -> list[Span]:
