@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.model.build import Model
-from megatron.model.inputs import ModelInputs
+from megatron.model.gpt import ModelInputs
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.parallel.context import ParallelContext
 

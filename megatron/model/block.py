@@ -1,20 +1,32 @@
-"""One transformer layer: norm, attention, residual; norm, MLP, residual."""
+"""One transformer layer: norm, attention, residual; norm, MLP, residual. And its dropout."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.model.attention import Attention, RotaryTable
 from megatron.model.document_attention import Documents
-from megatron.model.dropout import dropout
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.mlp import MLP
 from megatron.model.norms import Norm
-from megatron.parallel.random import DropoutKey
+from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.scope import Scope
 from megatron.spec.layers import LayerSpec
+
+
+def dropout(x: torch.Tensor, probability: float, key: DropoutKey | None, layer: int, site: str, coordinate: int) -> torch.Tensor:
+    """Zero elements with a probability and scale up the rest; nothing without a key.
+
+    Args:
+        coordinate: the tensor rank where x is split over the tensor group, else 0, so that replicas draw the same mask.
+    """
+    if key is None or probability == 0.0:
+        return x
+    seed_device(x.device, key.site(layer, site, coordinate))
+    return F.dropout(x, probability)
 
 
 class Block(nn.Module):

@@ -7,24 +7,42 @@ parallelism [s/n, b, h].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.model.block import Block
-from megatron.model.dropout import dropout
-from megatron.model.inputs import ModelInputs
+from megatron.model.block import Block, dropout
+from megatron.model.document_attention import Documents
+from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.norms import Norm
 from megatron.model.rope import rotary_table
 from megatron.parallel.collectives import all_gather, own_part
+from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.spec.layers import layers, norm_of
 from megatron.spec.weights import WORD_EMBEDDING
 from megatron.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
-from megatron.tensor_parallel.linear_function import parallel_linear
+from megatron.tensor_parallel.linear import parallel_linear
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Tensors of one microbatch on one rank, all [s, b]. Tokens are there on the first stage, labels and mask on the last."""
+
+    positions: torch.Tensor
+    tokens: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    loss_mask: torch.Tensor | None = None
+    dropout_key: DropoutKey | None = None
+    """None switches dropout off (evaluation)."""
+    documents: Documents | None = None
+    """Bounds that attention does not cross; None where a token attends to its whole sample."""
+    cache: KeyValueCache | None = None
+    """Keys and values of the tokens before these, when text is generated; None for whole samples."""
 
 
 class Embedding(nn.Module):

@@ -2,16 +2,137 @@
 
 Shapes: `s` sequence, `b` microbatch, `n` tensor ranks. Under sequence parallelism a column layer takes [s/n, b, in] and a row layer
 gives [s/n, b, out].
+
+The operation owns its product, the communication on both sides, its weight gradient and where that goes. What it does forward and
+backward:
+
+========== ============================== ====================================================
+input      forward                        backward
+========== ============================== ====================================================
+plain      x                              dx
+copy       x                              all-reduce(dx), while the weight gradient is computed
+gather     all-gather(x) [s/n] to [s]     reduce-scatter(dx), while the weight gradient is computed
+========== ============================== ====================================================
+
+========== ============================== ====================================================
+output     forward                        backward
+========== ============================== ====================================================
+plain      y                              dy
+sum        all-reduce(y)                  dy
+scatter    reduce-scatter(y) [s] to [s/n] all-gather(dy)
+========== ============================== ====================================================
+
+A column-parallel layer has input copy (or gather under sequence parallelism), a row-parallel layer output sum (or scatter). Only
+the local part of a gathered input is kept for backward; it is gathered again there, while the input gradient is computed
+(Korthikanti et al. 2022, section 4.2.2). Where the weight gradient is put off, the communication of dx has nothing to hide behind,
+and what was gathered is gathered again when the weight gradient runs, hidden behind the one before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Literal
+
 import torch
 from torch import nn
 
-from megatron.parallel.accumulate import through
+from megatron.parallel.accumulate import accumulate, accumulate_product, grad_dtype, is_deferring, through
+from megatron.parallel.collectives import (
+    Pending,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from megatron.parallel.context import Group
+from megatron.parallel.products import input_product, linear
 from megatron.parallel.scope import Scope
-from megatron.tensor_parallel.linear_function import InputMode, parallel_linear
+
+InputMode = Literal["plain", "copy", "gather"]
+OutputMode = Literal["plain", "sum", "scatter"]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: torch.Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: Group,
+        input_mode: InputMode,
+        output_mode: OutputMode,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        # Parameters are leaves and outlive the graph, so they need no saving; their identity is what finds their sink.
+        ctx.weight, ctx.bias, ctx.group, ctx.modes = weight, bias, group, (input_mode, output_mode)
+        whole = all_gather(x, group) if input_mode == "gather" else x
+        y = linear(whole, weight.flatten(0, -2), None if bias is None else bias.flatten())
+        if output_mode == "sum":
+            return all_reduce(y, group)
+        if output_mode == "scatter":
+            return reduce_scatter(y, group)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        weight, bias, group = ctx.weight, ctx.bias, ctx.group
+        input_mode, output_mode = ctx.modes
+        gathers_dy, gathers_x = output_mode == "scatter", input_mode == "gather"
+        # What is put off keeps only this rank's part of what is gathered, and gathers it again when it runs.
+        local = grad_output
+        if gathers_dy:
+            grad_output = all_gather(grad_output, group)
+        whole_x = start_all_gather(x, group) if gathers_x and not is_deferring() else None
+        pending = None
+        if ctx.needs_input_grad[0]:
+            grad_input = input_product(grad_output, weight.flatten(0, -2))
+            if input_mode == "copy":
+                pending = start_all_reduce(grad_input, group)
+            elif input_mode == "gather":
+                pending = start_reduce_scatter(grad_input, group)
+            else:
+                pending = Pending(grad_input)
+        if bias is not None:
+            # In the precision of its destination: a 16-bit sum over all tokens would lose digits, or overflow.
+            accumulate(bias, grad_output.flatten(0, -2).sum(0, dtype=grad_dtype(bias)).view_as(bias))
+        if is_deferring() and (gathers_dy or gathers_x):
+
+            def start() -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+                dy = start_all_gather(local, group) if gathers_dy else Pending(local)
+                inputs = start_all_gather(x, group) if gathers_x else Pending(x)
+                return lambda: (dy.wait(), inputs.wait())
+
+            accumulate_product(weight, local, x, start)
+        else:
+            accumulate_product(weight, grad_output, x if whole_x is None else whole_x.wait())
+        return (None if pending is None else pending.wait()), None, None, None, None, None
+
+
+def parallel_linear(
+    x: torch.Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    group: Group,
+    *,
+    input_mode: InputMode = "plain",
+    output_mode: OutputMode = "plain",
+) -> torch.Tensor:
+    """x weight^T + bias with the communication of the two modes.
+
+    Args:
+        x: [s, b, in], or [s/n, b, in] with input mode gather.
+        weight: this rank's part, [out, in]; leading dimensions are flattened ([2, f, h] gives 2f outputs).
+        bias: as the weight without its last dimension; added before the output's communication, so only for plain output.
+
+    Returns:
+        [s, b, out], or [s/n, b, out] with output mode scatter.
+    """
+    assert bias is None or output_mode == "plain", "a bias added before a sum would count once a rank"
+    return _Linear.apply(x, weight, bias, group, input_mode, output_mode)
 
 
 class ColumnParallelLinear(nn.Module):

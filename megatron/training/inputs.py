@@ -23,7 +23,7 @@ from megatron.data.samples import DocumentRules, Microbatch, SampleSource, missi
 from megatron.data.split import parse_split
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron.model.document_attention import Documents
-from megatron.model.inputs import ModelInputs
+from megatron.model.gpt import ModelInputs
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import DropoutKey
 from megatron.spec.schedules import placement

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron.audit.replicas import AuditError
 from megatron.config.config import Config
 from megatron.metrics.timers import Timers
-from megatron.model.inputs import ModelInputs
+from megatron.model.gpt import ModelInputs
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.optimizer.lr_schedule import learning_rate, weight_decay
 from megatron.parallel.context import ParallelContext

@@ -16,8 +16,8 @@ from megatron.data_parallel.fsdp_plan import is_fully_sharded
 from megatron.data_parallel.provider import Inspect, Provider
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
+from megatron.model.gpt import ModelInputs
 from megatron.model.init import fill
-from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import make_optimizer

@@ -12,7 +12,7 @@ from megatron.audit.signature import TraceRecorder
 from megatron.audit.trace_file import TraceHeader, TraceStep, TraceWriter
 from megatron.config.config import Config
 from megatron.config.save import to_dict
-from megatron.model.inputs import ModelInputs
+from megatron.model.gpt import ModelInputs
 from megatron.parallel.params import global_records
 from megatron.training.failure import together
 from megatron.training.progress import Progress

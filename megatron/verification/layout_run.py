@@ -14,7 +14,7 @@ from megatron.config.config import Config
 from megatron.data.samples import DocumentRules
 from megatron.metrics.timers import Timers
 from megatron.model.build import build_model
-from megatron.model.inputs import ModelInputs
+from megatron.model.gpt import ModelInputs
 from megatron.optimizer.grad_scaler import make_grad_scaler
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext, connect

@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.model.block import Block
-from megatron.model.gpt import GPTChunk
-from megatron.model.inputs import ModelInputs
+from megatron.model.gpt import GPTChunk, ModelInputs
 from megatron.parallel.boxes import Box
 from megatron.parallel.shards import Shard
 from megatron.spec.operations import Op

@@ -13,7 +13,7 @@ import torch
 
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.model.inputs import ModelInputs
+from megatron.model.gpt import ModelInputs
 from megatron.training.inputs import BatchMaker
 from tests.support.runs import arguments, run
 from tools import inspect_data

@@ -16,9 +16,9 @@ from megatron.config.training import OptimizerConfig
 from megatron.data.mock import MockDataset
 from megatron.data.samples import DocumentRules
 from megatron.model import attention as attention_module
-from megatron.model import dropout as dropout_module
+from megatron.model import block as dropout_module
+from megatron.model.block import dropout
 from megatron.model.build import build_model
-from megatron.model.dropout import dropout
 from megatron.optimizer.grad_scaler import ConstantGradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.random import DropoutKey, seed_device

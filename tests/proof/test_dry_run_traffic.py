@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.cli import LoadedConfig
 from megatron.data.samples import DocumentRules
-from megatron.model.inputs import ModelInputs
+from megatron.model.gpt import ModelInputs
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
 from megatron.training.inputs import BatchMaker, reads_samples

@@ -23,7 +23,7 @@ from megatron.pipeline_parallel.p2p import Boundary, Messenger, Tensors, TensorS
 from megatron.spec.operations import Message, Op, OpKind, Schedule, forward_only
 from megatron.spec.schedules import make_schedule
 from megatron.spec.whole_backward import gpipe, one_f_one_b
-from megatron.tensor_parallel.linear_function import parallel_linear
+from megatron.tensor_parallel.linear import parallel_linear
 from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.schedule_examples import B, F, greedy, split_backwards

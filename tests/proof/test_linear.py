@@ -18,9 +18,8 @@ from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
 from megatron.spec.weights import column, row
-from megatron.tensor_parallel import linear_function
-from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.tensor_parallel.linear_function import parallel_linear
+from megatron.tensor_parallel import linear
+from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, parallel_linear
 from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over
@@ -223,13 +222,13 @@ def test_without_sinks_gradients_are_in_grad() -> None:
 @pytest.mark.parametrize("wanted", [False, True])
 def test_the_input_gradient_is_computed_only_for_those_who_want_it(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[bool] = []
-    product = linear_function.input_product
+    product = linear.input_product
 
     def counted(*args: torch.Tensor) -> torch.Tensor:
         computed.append(True)
         return product(*args)
 
-    monkeypatch.setattr(linear_function, "input_product", counted)
+    monkeypatch.setattr(linear, "input_product", counted)
     weight = nn.Parameter(values(OUT, IN, key=1))
     x = values(SEQ, BATCH, IN, key=3).requires_grad_(wanted)
     parallel_linear(x, weight, None, SELF_GROUP).sum().backward()

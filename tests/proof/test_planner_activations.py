@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.model.inputs import ModelInputs
+from megatron.model.gpt import ModelInputs
 from megatron.pipeline_parallel.exchange import plan_receives
 from megatron.planner.activations import chunk_trace
 from megatron.planner.activations.cuda_kernels import attention_kernel

@@ -16,7 +16,7 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.data.samples import DocumentRules
 from megatron.model.build import Model, build_model, model_dtype
-from megatron.model.inputs import ModelInputs
+from megatron.model.gpt import ModelInputs
 from megatron.optimizer.grad_scaler import make_grad_scaler
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect, make_context

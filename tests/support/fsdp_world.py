@@ -18,8 +18,8 @@ from megatron.data_parallel.fsdp import FullyShardedParams
 from megatron.data_parallel.fsdp_plan import is_fully_sharded
 from megatron.data_parallel.provider import Inspect
 from megatron.model.build import Model, build_model
+from megatron.model.gpt import ModelInputs
 from megatron.model.init import fill
-from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.verification.local_ranks import run_ranks

@@ -14,7 +14,7 @@ from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrate
 from megatron.config.training import OptimizerConfig
 from megatron.data.samples import DocumentRules
 from megatron.model.build import Model, build_model
-from megatron.model.inputs import ModelInputs
+from megatron.model.gpt import ModelInputs
 from megatron.optimizer.grad_scaler import ConstantGradScaler, GradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology

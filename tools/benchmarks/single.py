@@ -20,7 +20,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.metrics.device_peaks import peak_flops
 from megatron.model.build import build_model
-from megatron.model.inputs import ModelInputs
+from megatron.model.gpt import ModelInputs
 from megatron.optimizer.grad_scaler import ConstantGradScaler
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology

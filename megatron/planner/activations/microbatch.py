@@ -8,7 +8,7 @@ import torch
 from megatron.config.config import Config
 from megatron.model.build import Model
 from megatron.model.document_attention import ByLength, Documents
-from megatron.model.inputs import ModelInputs
+from megatron.model.gpt import ModelInputs
 from megatron.parallel.random import DropoutKey
 
 _TOKEN, _MASK = torch.int64.itemsize, torch.float32.itemsize

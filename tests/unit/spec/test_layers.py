@@ -35,11 +35,11 @@ def test_a_plan_runs_three_of_those_that_are_alike() -> None:
         assert sorted(set(layers_that_stand(kinds(text)))) == [int(place) for place in run], text
     for text in ("aaab" * 6, "aaaaab" * 21, "ab" * 9, "aaaaabbbbb"):
         stand_ins = layers_that_stand(kinds(text))
-        run = sorted(set(stand_ins))
-        assert len(run) < len(text) and {run[0], run[-1]} == {0, len(text) - 1}, text
-        short = "".join(text[place] for place in run)
+        places = sorted(set(stand_ins))
+        assert len(places) < len(text) and {places[0], places[-1]} == {0, len(text) - 1}, text
+        short = "".join(text[place] for place in places)
         for place, other in enumerate(stand_ins):
-            where = run.index(other)
+            where = places.index(other)
             assert short[max(where - 1, 0) : where + 2] == text[max(place - 1, 0) : place + 2] or 0 in (place, other), (text, place)
 
 
