@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.agreement import decide
-from megatron.checkpoint.commit import encoded, sweep, take_over
+from megatron.checkpoint.commit import Retention, encoded, sweep, take_over
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.rank_parts import HeldTensor
@@ -52,8 +52,7 @@ class BackgroundSaver:
     Args:
         storage: the save folder.
         group: the ranks that save.
-        keep_last: see `retain`.
-        save_retain_interval: see `retain`.
+        retention: which checkpoints stay.
         patience_s: see `RankWriter`; less than the ranks wait for each other in a collective.
     """
 
@@ -61,13 +60,12 @@ class BackgroundSaver:
         self,
         storage: Storage,
         group: Group,
-        keep_last: int | None = None,
-        save_retain_interval: int | None = None,
+        retention: Retention,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._storage, self._group = storage, group
         self._planner = PartPlanner(group)
-        self._writer = RankWriter(storage, group.index, group.size, keep_last, save_retain_interval, patience_s)
+        self._writer = RankWriter(storage, group.index, group.size, retention, patience_s)
         self._told: Committed | None = None
         """On the first rank: the last end of a save that is in the log."""
         self._at_end = False

@@ -5,12 +5,12 @@ all ranks, removes what killed runs left and what need not stay. Needs no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from megatron.checkpoint.content_sums import Sums, checksum
+from megatron.checkpoint.content_sums import checksum
 from megatron.checkpoint.errors import CheckpointError, listed
-from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, Manifest, StoredBox, StoredFile, StoredTensor
+from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, Manifest, StoredFile, joined
 from megatron.checkpoint.save_folder import LATEST, RUN, checkpoint_name, iterations_in, latest_in
 from megatron.checkpoint.storage import Draft, Storage
 
@@ -64,7 +64,7 @@ def _check_not_taken_over(save: Storage, token: str) -> None:
 
 
 def commit(
-    save: Storage, draft: Draft, iteration: int, parts: Iterable[Manifest], files: Mapping[str, bytes], run: str | None = None
+    save: Storage, draft: Draft, iteration: int, parts: Sequence[Manifest], files: Mapping[str, bytes], run: str | None = None
 ) -> Manifest:
     """Make a checkpoint of what all ranks have written: manifest, final name, latest file, in this order.
 
@@ -99,58 +99,49 @@ def commit(
     return manifest
 
 
-def merged(parts: Iterable[Manifest]) -> Manifest:
-    """One manifest of the parts of all ranks: boxes together, content sums added up."""
-    boxes: dict[str, list[StoredBox]] = {}
-    heads: dict[str, StoredTensor] = {}
-    files: dict[str, StoredFile] = {}
-    for part in parts:
-        files |= part.files
-        for name, tensor in part.tensors.items():
-            boxes.setdefault(name, []).extend(tensor.boxes)
-            before = heads.get(name)
-            assert tensor.content is not None, "a part that was just written has sums"
-            if before is not None and before.content is not None:
-                total = Sums.from_hex(before.content).plus(Sums.from_hex(tensor.content))
-                tensor = StoredTensor(tensor.shape, tensor.dtype, (), total.hex)
-            heads[name] = tensor
-    tensors = {name: StoredTensor(head.shape, head.dtype, tuple(boxes[name]), head.content) for name, head in heads.items()}
-    return Manifest(tensors, files)
+def merged(parts: Sequence[Manifest]) -> Manifest:
+    """One manifest of the parts of all ranks."""
+    files = {name: file for part in parts for name, file in part.files.items()}
+    return Manifest(joined(item for part in parts for item in part.tensors.items()), files)
 
 
-def kept(iterations: list[int], latest: int | None, keep_last: int | None, save_retain_interval: int | None) -> set[int]:
+class Retention(NamedTuple):
+    """Which checkpoints of a run stay."""
+
+    keep_last: int | None = None
+    """How many of the newest (`--keep-last`); None means one with a retain interval, and all without."""
+    save_retain_interval: int | None = None
+    """Those whose iteration is a multiple of it stay too (`--save-retain-interval`)."""
+
+
+def kept(iterations: list[int], latest: int | None, retention: Retention) -> set[int]:
     """Iterations whose checkpoints stay.
 
     Args:
         iterations: those that exist.
         latest: the one that was saved last; None if that is not known. Those beyond it, of a run that went back to an earlier step,
             do not count as its newest, and stay until it has come so far again.
-        keep_last: how many of the newest stay; None means one with a retain interval, and all without.
-        save_retain_interval: multiples of it stay.
+        retention: how many.
     """
-    if keep_last is None and save_retain_interval is None:
+    keep_last, interval = retention
+    if keep_last is None and interval is None:
         return set(iterations)
     reached = sorted(it for it in iterations if latest is None or it <= latest)
     beyond = [it for it in iterations if latest is not None and it > latest]
-    multiples = [it for it in iterations if save_retain_interval is not None and it % save_retain_interval == 0]
+    multiples = [it for it in iterations if interval is not None and it % interval == 0]
     return {*reached[-max(keep_last or 1, 1) :], *multiples, *beyond}
 
 
-def retain(save: Storage, keep_last: int | None, save_retain_interval: int | None) -> list[str]:
+def retain(save: Storage, retention: Retention) -> list[str]:
     """Remove the checkpoints in a save folder that need not stay. Call it in one process, when no save is going on.
 
     Only what has a manifest counts and is removed: a folder of another program's checkpoint may have the same name.
-
-    Args:
-        save: the save folder.
-        keep_last: how many of the newest stay (`--keep-last`).
-        save_retain_interval: checkpoints whose iteration is a multiple of it stay too (`--save-retain-interval`).
 
     Returns:
         the names of those that were removed.
     """
     found = [number for number in iterations_in(save) if save.size(f"{checkpoint_name(number)}/{MANIFEST}") is not None]
-    stay = kept(found, latest_in(save), keep_last, save_retain_interval)
+    stay = kept(found, latest_in(save), retention)
     removed = [checkpoint_name(iteration) for iteration in found if iteration not in stay]
     for name in removed:
         save.retire(name)

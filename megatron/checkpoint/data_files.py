@@ -11,7 +11,6 @@ import errno
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -114,17 +113,13 @@ class DataFiles:
             raise DamagedCheckpointError(f"{self._storage.at(stored.file)}: the data of {stored.key} was altered (checksum)")
         self._checked.add(stored)
 
-    def close(self) -> None:
-        """Give the files back."""
-        with self._lock:
-            self._stack.close()
-            self._open.clear()
-
     def __enter__(self) -> DataFiles:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._stack.close()
+            self._open.clear()
 
     def _file(self, name: str) -> _OpenFile:
         with self._lock:

@@ -18,7 +18,6 @@ import functools
 import os
 import re
 import shutil
-import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -79,14 +78,8 @@ then waits for little. (256 MiB with checksums took 0.12 s so, 0.18 s without, a
 class LocalFile(Reading):
     """A `Reading` of a local file."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        found = os.fstat(self._handle)
-        if stat.S_ISDIR(found.st_mode):
-            self.close()
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        self.size = found.st_size
+    def __init__(self, path: Path, handle: int) -> None:
+        self._path, self._handle, self.size = path, handle, os.fstat(handle).st_size
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         done = 0
@@ -95,18 +88,6 @@ class LocalFile(Reading):
             if not read:
                 raise TruncatedError(f"{self._path} has no byte {start + done}: it was truncated")
             done += read
-
-    def close(self) -> None:
-        """Give the file back; maps stay."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
-
-    def __enter__(self) -> LocalFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class LocalWriting(Writing):
@@ -193,9 +174,13 @@ class LocalStorage(Storage):
         with _missing_is_missing():
             return (self.local / name).read_bytes()
 
-    def open(self, name: str) -> LocalFile:
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[LocalFile]:
+        path = self.local / name
         with _missing_is_missing():
-            return LocalFile(self.local / name)
+            file = path.open("rb", buffering=0)
+        with file:
+            yield LocalFile(path, file.fileno())
 
     def make(self) -> None:
         make_folder(self.local)

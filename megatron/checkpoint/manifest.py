@@ -11,12 +11,12 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.content_sums import content_digest, digest_of
+from megatron.checkpoint.content_sums import NO_SUMS, Sums, content_digest, digest_of
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.parallel.boxes import Box
@@ -106,6 +106,19 @@ class Manifest:
         if self.content_digest is not None:
             head["content_digest"] = self.content_digest
         return json.dumps({**head, "files": files, "tensors": tensors}, separators=(",", ":")).encode()
+
+
+def joined(parts: Iterable[tuple[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """Parts of tensors by name, just written, put together: boxes behind each other, content sums added up."""
+    heads: dict[str, StoredTensor] = {}
+    boxes: dict[str, list[StoredBox]] = defaultdict(list)
+    sums: dict[str, Sums] = defaultdict(lambda: NO_SUMS)
+    for name, part in parts:
+        assert part.content is not None, "a part that was just written has sums"
+        heads.setdefault(name, part)
+        boxes[name] += part.boxes
+        sums[name] = sums[name].plus(Sums.from_hex(part.content))
+    return {name: StoredTensor(head.shape, head.dtype, tuple(boxes[name]), sums[name].hex) for name, head in heads.items()}
 
 
 def part_from_json(data: bytes, path: str, name: str) -> Manifest:

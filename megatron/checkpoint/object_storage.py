@@ -66,12 +66,6 @@ class ObjectFile(Reading):
                     raise TruncatedError(f"{self._url} has no byte {missing}: it was truncated")
                 buffer[begin:end] = data
 
-    def __enter__(self) -> ObjectFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing is held open."""
-
 
 class ObjectWriting(Writing):
     """A `Writing` of a file in an object store.
@@ -157,11 +151,11 @@ class ObjectStorage(Storage):
         with told(self.at(name)):
             return self._files.cat_file(self._path(name))
 
-    def open(self, name: str) -> ObjectFile:
+    def open(self, name: str) -> contextlib.AbstractContextManager[ObjectFile]:
         size = self.size(name)
         if size is None:
             raise FileNotFoundError(f"{self.at(name)} is not there")
-        return ObjectFile(self._files, self._path(name), self.at(name), size)
+        return contextlib.nullcontext(ObjectFile(self._files, self._path(name), self.at(name), size))
 
     def make(self) -> None:
         """Make the folder, where the store has such a thing."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron.checkpoint.content_sums import NO_SUMS, BoxSummer, Checksum, Sums
 from megatron.checkpoint.errors import CheckpointError, listed
-from megatron.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor, box_key, tiles
+from megatron.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor, box_key, joined, tiles
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, header_bytes, in_file_order
 from megatron.checkpoint.storage import Draft, Writing
 from megatron.parallel.boxes import Box
@@ -53,73 +53,6 @@ class BoxToWrite(NamedTuple):
         return Entry(self.key, self.dtype, self.box.sizes)
 
 
-class RankPlan(NamedTuple):
-    """What a rank writes."""
-
-    boxes: list[BoxToWrite]
-    empty: list[HeldTensor]
-    """Tensors without elements, which no file holds and the manifest lists."""
-
-
-def share_out(world: Sequence[Sequence[HeldTensor]]) -> list[RankPlan]:
-    """Give every box to one of the ranks that hold it: to the one with the fewest bytes so far, large boxes first.
-
-    Args:
-        world: what each rank holds.
-
-    Returns:
-        what each rank writes, in the order in which it holds it.
-
-    Raises:
-        CheckpointError: ranks disagree on a tensor's shape or dtype, a dtype is not supported, or a tensor is not whole.
-    """
-    tensors = _agreed(world)
-    holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
-    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
-    for rank, held in enumerate(world):
-        for tensor in held:
-            for box in dict.fromkeys(tensor.boxes):
-                if (tensor.name, box) not in holders:
-                    boxes[tensor.name].append(box)
-                holders[tensor.name, box].append(rank)
-    if broken := [name for name, tensor in tensors.items() if not tiles(tensor.shape, boxes[name])]:
-        raise CheckpointError(f"the boxes that the ranks hold do not make up whole tensors: {listed(broken)}")
-    sizes = {key: key[1].numel * DTYPES[tensors[key[0]].dtype].itemsize for key in holders}
-    load, writers = [0] * len(world), {}
-    for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -sizes[key])):
-        rank = min(holders[key], key=lambda rank: load[rank])
-        writers[key] = rank
-        load[rank] += sizes[key]
-    plans = []
-    for rank, held in enumerate(world):
-        mine = dict.fromkeys((tensor[:3], box) for tensor in held for box in tensor.boxes if writers[tensor.name, box] == rank)
-        plans.append(RankPlan([BoxToWrite(*tensor, box) for tensor, box in mine], []))
-    if plans:
-        plans[0].empty.extend(tensor._replace(boxes=()) for name, tensor in tensors.items() if not boxes[name])
-    return plans
-
-
-def _agreed(world: Sequence[Sequence[HeldTensor]]) -> dict[str, HeldTensor]:
-    """Every tensor in the world, as the first rank that holds it describes it."""
-    found: dict[str, HeldTensor] = {}
-    problems: list[str] = []
-    for rank, held in enumerate(world):
-        for tensor in held:
-            name, shape, dtype, _ = tensor
-            first = found.setdefault(name, tensor)
-            if (first.shape, first.dtype) != (shape, dtype):
-                problems.append(f"{name} is {shape} {dtype} on rank {rank}, {first.shape} {first.dtype} before")
-            if dtype not in DTYPES:
-                problems.append(f"{name} is {dtype}, a checkpoint holds {', '.join(DTYPES)}")
-    if problems:
-        raise CheckpointError(f"tensors cannot be saved: {listed(problems, '; ')}")
-    return found
-
-
-_SYNC_BYTES = 128 << 20
-"""Bytes that are brought to the disk at once."""
-
-
 @dataclass(frozen=True)
 class PartFile:
     """A data file: its boxes in the order of their data."""
@@ -141,13 +74,70 @@ class RankPart:
     rank: int
     files: tuple[PartFile, ...]
     empty: tuple[HeldTensor, ...] = ()
+    """Tensors without elements, which no file holds and the manifest lists."""
 
 
-def part_of(rank: int, plan: RankPlan, max_file_bytes: int | None = None) -> RankPart:
-    """A rank's files: one (or none), or as many as the size limit asks for; a box is never cut."""
+def share_out(world: Sequence[Sequence[HeldTensor]], max_file_bytes: int | None = None) -> list[RankPart]:
+    """Give every box to one of the ranks that hold it: to the one with the fewest bytes so far, large boxes first.
+
+    Args:
+        world: what each rank holds.
+        max_file_bytes: begin another data file where one would become larger; a box is never cut.
+
+    Returns:
+        what each rank writes.
+
+    Raises:
+        CheckpointError: ranks disagree on a tensor's shape or dtype, a dtype is not supported, or a tensor is not whole.
+    """
+    tensors = _agreed(world)
+    holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
+    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
+    for rank, held in enumerate(world):
+        for tensor in held:
+            for box in dict.fromkeys(tensor.boxes):
+                if (tensor.name, box) not in holders:
+                    boxes[tensor.name].append(box)
+                holders[tensor.name, box].append(rank)
+    if broken := [name for name, tensor in tensors.items() if not tiles(tensor.shape, boxes[name])]:
+        raise CheckpointError(f"the boxes that the ranks hold do not make up whole tensors: {listed(broken)}")
+    sizes = {key: key[1].numel * DTYPES[tensors[key[0]].dtype].itemsize for key in holders}
+    load, writers = [0] * len(world), {}
+    for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -sizes[key])):
+        rank = min(holders[key], key=lambda rank: load[rank])
+        writers[key] = rank
+        load[rank] += sizes[key]
+    empty = tuple(tensor._replace(boxes=()) for name, tensor in tensors.items() if not boxes[name])
+    parts = []
+    for rank, held in enumerate(world):
+        mine = dict.fromkeys((tensor[:3], box) for tensor in held for box in tensor.boxes if writers[tensor.name, box] == rank)
+        files = _files(rank, [BoxToWrite(*tensor, box) for tensor, box in mine], max_file_bytes)
+        parts.append(RankPart(rank, files, () if rank else empty))
+    return parts
+
+
+def _agreed(world: Sequence[Sequence[HeldTensor]]) -> dict[str, HeldTensor]:
+    """Every tensor in the world, as the first rank that holds it describes it."""
+    found: dict[str, HeldTensor] = {}
+    problems: list[str] = []
+    for rank, held in enumerate(world):
+        for tensor in held:
+            name, shape, dtype, _ = tensor
+            first = found.setdefault(name, tensor)
+            if (first.shape, first.dtype) != (shape, dtype):
+                problems.append(f"{name} is {shape} {dtype} on rank {rank}, {first.shape} {first.dtype} before")
+            if dtype not in DTYPES:
+                problems.append(f"{name} is {dtype}, a checkpoint holds {', '.join(DTYPES)}")
+    if problems:
+        raise CheckpointError(f"tensors cannot be saved: {listed(problems, '; ')}")
+    return found
+
+
+def _files(rank: int, boxes: Sequence[BoxToWrite], max_file_bytes: int | None) -> tuple[PartFile, ...]:
+    """One file (or none), or as many as the size limit asks for."""
     groups: list[list[BoxToWrite]] = []
     size = 0
-    for box in plan.boxes:
+    for box in boxes:
         num_bytes = box.entry.num_bytes
         if not groups or (max_file_bytes is not None and size + num_bytes > max_file_bytes):
             groups.append([])
@@ -155,11 +145,15 @@ def part_of(rank: int, plan: RankPlan, max_file_bytes: int | None = None) -> Ran
         groups[-1].append(box)
         size += num_bytes
     files = []
-    for number, boxes in enumerate(groups):
+    for number, group in enumerate(groups):
         suffix = f"_{number:05d}" if len(groups) > 1 else ""
-        order = in_file_order([box.entry for box in boxes])
-        files.append(PartFile(f"rank_{rank:05d}{suffix}.safetensors", tuple(boxes[index] for index in order)))
-    return RankPart(rank, tuple(files), tuple(plan.empty))
+        order = in_file_order([box.entry for box in group])
+        files.append(PartFile(f"rank_{rank:05d}{suffix}.safetensors", tuple(group[index] for index in order)))
+    return tuple(files)
+
+
+_SYNC_BYTES = 128 << 20
+"""Bytes that are brought to the disk at once."""
 
 
 def write_part(
@@ -186,7 +180,7 @@ def write_part(
             f"rank {part.rank} does not see {folder}, which the first rank made: "
             f"--save must be a folder on a file system that all nodes share"
         )
-    tensors = {held.name: StoredTensor(held.shape, held.dtype, (), NO_SUMS.hex) for held in part.empty}
+    tensors = [(held.name, StoredTensor(held.shape, held.dtype, (), NO_SUMS.hex)) for held in part.empty]
     files = {}
     for file in part.files:
         name = draft.file_name(file.name)
@@ -195,9 +189,10 @@ def write_part(
             ahead = _Ahead(out, progress)
             for box in file.boxes:
                 checksum, sums = _write_box(ahead, box, data_of(box))
-                _add_box(tensors, box, StoredBox(box.box, name, box.key, checksum), sums)
+                stored = StoredBox(box.box, name, box.key, checksum)
+                tensors.append((box.name, StoredTensor(box.shape, box.dtype, (stored,), sums.hex)))
             files[name] = StoredFile(out.num_bytes)
-    return Manifest(tensors, files)
+    return Manifest(joined(tensors), files)
 
 
 @contextlib.contextmanager
@@ -240,10 +235,3 @@ def _write_box(out: _Ahead, box: BoxToWrite, data: memoryview) -> tuple[str, Sum
         summer.add(piece)
         out.write(piece)
     return checksum.text, summer.sums()
-
-
-def _add_box(tensors: dict[str, StoredTensor], box: BoxToWrite, stored: StoredBox, sums: Sums) -> None:
-    before = tensors.get(box.name)
-    boxes = (*before.boxes, stored) if before else (stored,)
-    total = Sums.from_hex(before.content).plus(sums) if before and before.content else sums
-    tensors[box.name] = StoredTensor(box.shape, box.dtype, boxes, total.hex)

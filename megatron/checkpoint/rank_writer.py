@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from megatron.checkpoint.commit import Retention
 from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
 from megatron.checkpoint.rank_parts import RankPart
 from megatron.checkpoint.save_folder import checkpoint_name
@@ -90,8 +91,7 @@ class RankWriter:
         storage: the save folder.
         rank: this rank; the first one's process makes a checkpoint of the parts of all.
         num_ranks: how many parts there are.
-        keep_last: see `retain`.
-        save_retain_interval: see `retain`.
+        retention: which checkpoints stay.
         patience_s: a process that has made no progress for so long, while training waits for it, is ended.
     """
 
@@ -100,12 +100,11 @@ class RankWriter:
         storage: Storage,
         rank: int,
         num_ranks: int,
-        keep_last: int | None = None,
-        save_retain_interval: int | None = None,
+        retention: Retention,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._storage, self._rank, self._num_ranks, self._patience_s = storage, rank, num_ranks, patience_s
-        self._keep_last, self._save_retain_interval = keep_last, save_retain_interval
+        self._retention = retention
         self._part: RankPart | None = None
         self._buffer: SharedBuffer | None = None
         self._targets: dict[tuple[str, Box], torch.Tensor] = {}
@@ -232,7 +231,7 @@ class RankWriter:
                 end = at + box.entry.num_bytes
                 self._targets[box.name, box.box] = self._buffer.bytes[at:end].view(torch_dtype(box.dtype)).view(box.box.sizes)
                 at = end
-        begin = Begin(self._storage.location, part, self._num_ranks, self._keep_last, self._save_retain_interval)
+        begin = Begin(self._storage.location, part, self._num_ranks, self._retention)
         self._process = WriterProcess(self._buffer.fd, max(num_bytes, 1), begin)
         return self._process
 

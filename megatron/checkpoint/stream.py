@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.commit import commit, encoded, merged
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import bytes_of, dtype_name
-from megatron.checkpoint.rank_parts import BoxToWrite, HeldTensor, part_of, share_out, write_part
+from megatron.checkpoint.rank_parts import BoxToWrite, HeldTensor, share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name
 from megatron.checkpoint.source import TensorInfo
 from megatron.checkpoint.storage import open_storage
@@ -56,8 +56,7 @@ def write_checkpoint(
     """
     save, name = open_storage(folder), checkpoint_name(iteration)
     small = encoded(config, state)
-    plans = share_out(_held(tensors, files))
-    parts = [part_of(rank, plan, max_file_bytes) for rank, plan in enumerate(plans)]
+    parts = share_out(_held(tensors, files), max_file_bytes)
 
     def data_of(box: BoxToWrite) -> memoryview:
         tensor = read(box.name, box.box)

@@ -11,7 +11,7 @@ from megatron.checkpoint.commit import commit, encoded, sweep, take_over
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of, dtype_name
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.rank_parts import BoxToWrite, HeldTensor, RankPart, RankPlan, part_of, share_out, write_part
+from megatron.checkpoint.rank_parts import BoxToWrite, HeldTensor, RankPart, share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name
 from megatron.checkpoint.storage import Draft, Storage
 from megatron.parallel.context import Group
@@ -22,7 +22,7 @@ class Assignment(NamedTuple):
 
     token: str
     """Of the run, in the names of what it has not finished."""
-    plan: RankPlan | None
+    part: RankPart | None
     """What this rank writes; None: as before."""
 
 
@@ -35,7 +35,7 @@ class PartPlanner:
     """
 
     def __init__(self, group: Group, max_file_bytes: int | None = None) -> None:
-        self._group, self._max_file_bytes = group, max_file_bytes
+        self._max_file_bytes = max_file_bytes
         self.token = secrets.token_hex(4)  # the first rank's is the run's
         self._held: list[HeldTensor] | None = None
         self._part = RankPart(group.index, ())
@@ -58,13 +58,13 @@ class PartPlanner:
             return [Assignment(self.token, None)] * len(shares)
         before = self._world or [[]] * len(shares)
         self._world = [old if new is None else new for old, new in zip(before, shares, strict=True)]
-        return [Assignment(self.token, plan) for plan in share_out(self._world)]
+        return [Assignment(self.token, part) for part in share_out(self._world, self._max_file_bytes)]
 
     def take(self, held: list[HeldTensor], assignment: Assignment) -> RankPart:
         """On every rank: what it writes."""
         self.token = assignment.token
-        if assignment.plan is not None:
-            self._part = part_of(self._group.index, assignment.plan, self._max_file_bytes)
+        if assignment.part is not None:
+            self._part = assignment.part
         self._held = held
         return self._part
 

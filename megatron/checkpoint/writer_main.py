@@ -163,7 +163,7 @@ class Background:
 
     def _retain(self) -> None:
         try:
-            retain(self._storage, self._begin.keep_last, self._begin.save_retain_interval)
+            retain(self._storage, self._begin.retention)
         except Exception as error:  # noqa: BLE001 - the checkpoint is complete all the same
             self._reply(Note(f"old checkpoints in {self._storage.location} could not be removed: {error}"))
 

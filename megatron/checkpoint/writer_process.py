@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.checkpoint.commit import Retention
 from megatron.checkpoint.rank_parts import RankPart
 
 
@@ -21,8 +22,7 @@ class Begin(NamedTuple):
     """The save folder."""
     part: RankPart
     num_ranks: int
-    keep_last: int | None
-    save_retain_interval: int | None
+    retention: Retention
 
 
 class Save(NamedTuple):

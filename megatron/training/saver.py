@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.checkpoint.background_saver import BackgroundSaver
-from megatron.checkpoint.commit import check_for_strangers, check_writable, retain
+from megatron.checkpoint.commit import Retention, check_for_strangers, check_writable, retain
 from megatron.checkpoint.global_tensor import WEIGHT, GlobalTensor
 from megatron.checkpoint.rank_writer import PATIENCE_S
 from megatron.checkpoint.storage import Storage, open_storage
@@ -103,6 +103,7 @@ class Saver:
     ) -> None:
         self._config, self._context = config, context
         self._record = {**run_record, "vocab_size": vocab_size}
+        self._retention = Retention(config.keep_last, config.save_retain_interval)
         self._last: int | None = None
         self._background: BackgroundSaver | None = None
         if config.save is None:
@@ -112,9 +113,7 @@ class Saver:
         if config.async_save:
             if self._storage.location.startswith("memory://"):
                 raise ValueError(f"--save {config.save}: --async-save writes in another process, which does not see this memory")
-            self._background = BackgroundSaver(
-                self._storage, context.world, config.keep_last, config.save_retain_interval, patience_s
-            )
+            self._background = BackgroundSaver(self._storage, context.world, self._retention, patience_s)
         together(context, lambda: self._prepare() if context.rank == 0 else None)
 
     def _prepare(self) -> None:
@@ -155,7 +154,7 @@ class Saver:
         written = self._direct.save(progress.iteration, tensors, self._record, state)
         if self._context.rank == 0:
             say(f"saved {written.location} in {time.monotonic() - began:.1f} s, digest {written.content_digest[:16]}")
-            retain(self._storage, self._config.keep_last, self._config.save_retain_interval)
+            retain(self._storage, self._retention)
         return written.location
 
     def poll(self, say: Say) -> None:

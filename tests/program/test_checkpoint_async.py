@@ -20,6 +20,7 @@ import torch
 from megatron.checkpoint import background_saver, rank_parts, rank_writer, writer_main
 from megatron.checkpoint.agreement import group_of
 from megatron.checkpoint.background_saver import BackgroundSaver
+from megatron.checkpoint.commit import Retention
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import load_tensors
@@ -54,7 +55,7 @@ class Run:
     """A rank that saves now and then, and what its log says."""
 
     def __init__(self, folder: Path | str, keep_last: int | None = None, patience_s: float = WAIT_S) -> None:
-        self.saver = BackgroundSaver(open_storage(folder), group_of(None), keep_last, patience_s=patience_s)
+        self.saver = BackgroundSaver(open_storage(folder), group_of(None), Retention(keep_last), patience_s=patience_s)
         self.log: list[str] = []
 
     def save(self, iteration: int, tensors: list[GlobalTensor]) -> None:
@@ -408,8 +409,7 @@ def test_progress_is_told_while_a_part_is_written(tmp_path: Path, monkeypatch: p
     draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
     draft.make()
     calls: list[int] = []
-    plan = rank_parts.part_of(0, share_out([described(tensors)])[0])
-    rank_parts.write_part(draft, plan, reader_of(tensors), lambda: calls.append(1))
+    rank_parts.write_part(draft, share_out([described(tensors)])[0], reader_of(tensors), lambda: calls.append(1))
     assert len(calls) == 8
 
 
@@ -526,7 +526,7 @@ def test_a_part_that_is_written_but_never_seen(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(writer_main, "VISIBLE_WITHIN_S", 0.1)
     replies: list[Reply] = []
     inbox: queue.Queue[Message] = queue.Queue()
-    writer = writer_main.Background(memoryview(b""), inbox, Begin(str(tmp_path), RankPart(0, ()), 3, None, None), replies.append)
+    writer = writer_main.Background(memoryview(b""), inbox, Begin(str(tmp_path), RankPart(0, ()), 3, Retention()), replies.append)
     draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
     draft.make()
     draft.storage.write(part_file(2), b"{}")
@@ -543,7 +543,7 @@ def test_a_part_that_is_written_but_never_seen(tmp_path: Path, monkeypatch: pyte
 def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new one is complete all the same."""
     replies: list[Reply] = []
-    begin = Begin(str(tmp_path), RankPart(0, ()), 1, 1, None)
+    begin = Begin(str(tmp_path), RankPart(0, ()), 1, Retention(1))
     writer = writer_main.Background(memoryview(b""), queue.Queue(), begin, replies.append)
     for iteration in (1, 2):
         draft = LocalStorage(tmp_path).draft(f"iter_{iteration:07d}", "ab")

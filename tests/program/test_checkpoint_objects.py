@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.agreement import group_of
-from megatron.checkpoint.commit import retain
+from megatron.checkpoint.commit import Retention, retain
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.save_folder import find_checkpoint, latest_in, read_state
@@ -58,7 +58,7 @@ def test_saved_found_and_loaded() -> None:
     assert (loaded(f"{URL}/iter_0000003"), loaded(found())) == (3.0, 6.0)
     save(6, 7.0)
     assert loaded(found()) == 7.0 and len(open_storage(URL).names("iter_0000006")) == 4
-    assert retain(open_storage(URL), 1, None) == ["iter_0000003"]
+    assert retain(open_storage(URL), Retention(1)) == ["iter_0000003"]
     assert open_storage(URL).names() == ["iter_0000006", "latest_checkpointed_iteration.txt"]
 
 

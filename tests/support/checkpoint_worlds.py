@@ -15,7 +15,7 @@ from megatron.checkpoint.agreement import group_of
 from megatron.checkpoint.commit import commit, encoded
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import check_requests, plan_load, read_boxes
-from megatron.checkpoint.rank_parts import part_of, share_out, write_part
+from megatron.checkpoint.rank_parts import share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
 from megatron.checkpoint.storage import open_storage
 from megatron.checkpoint.tensor_saver import TensorSaver, described, reader_of
@@ -109,12 +109,9 @@ def save_world(
     """Save what all ranks hold, in this process: the steps of `save_checkpoint`, rank by rank."""
     save = open_storage(folder)
     draft = save.draft(checkpoint_name(iteration), "0")
-    plans = share_out([described(tensors) for tensors in world])
+    planned = share_out([described(tensors) for tensors in world], max_file_bytes)
     draft.make()
-    parts = [
-        write_part(draft, part_of(rank, plan, max_file_bytes), reader_of(tensors))
-        for rank, (plan, tensors) in enumerate(zip(plans, world, strict=True))
-    ]
+    parts = [write_part(draft, part, reader_of(tensors)) for part, tensors in zip(planned, world, strict=True)]
     commit(save, draft, iteration, parts, encoded({}, state or {}))
     return folder / checkpoint_name(iteration)
 

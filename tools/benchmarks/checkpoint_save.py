@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.agreement import group_of
 from megatron.checkpoint.background_saver import BackgroundSaver
+from megatron.checkpoint.commit import Retention
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
 from megatron.checkpoint.storage import open_storage
 from megatron.checkpoint.tensor_saver import TensorSaver
@@ -100,7 +101,7 @@ def _blocking(rank: int, ranks: int, megabytes: int, pairs: int, folder: Path) -
     """Seconds of a copy in memory, and of what training waits for at a save; all ranks at once."""
     tensors = held_tensors(rank, ranks, megabytes)
     copies = [torch.zeros_like(tensor.local) for tensor in tensors]
-    saver = BackgroundSaver(open_storage(folder / "save"), group_of(None), keep_last=1)
+    saver = BackgroundSaver(open_storage(folder / "save"), group_of(None), Retention(1))
     iteration = 0
 
     def copy() -> float:
@@ -146,7 +147,7 @@ def _steps(megabytes: int, pairs: int, folder: Path) -> tuple[Seconds, Seconds, 
     for _ in range(3):
         step()
     before = _resident()
-    saver = BackgroundSaver(open_storage(folder / "save"), group_of(None), keep_last=1)
+    saver = BackgroundSaver(open_storage(folder / "save"), group_of(None), Retention(1))
     iteration, peak, during = 0, 0, 20
 
     def alone() -> float:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.commit import check_for_strangers, kept, retain
+from megatron.checkpoint.commit import Retention, check_for_strangers, kept, retain
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.save_folder import LATEST, checkpoint_name, checkpoints, find_checkpoint, latest_in
 from megatron.checkpoint.storage import open_storage
@@ -106,7 +106,7 @@ def test_what_stays(tmp_path: Path, keep_last: int | None, interval: int | None,
     for iteration in (2, 4, 6, 8, 10):
         (tmp_path / checkpoint_name(iteration)).mkdir()
         (tmp_path / checkpoint_name(iteration) / "manifest.json").write_text("x")
-    removed = retain(open_storage(tmp_path), keep_last, interval)
+    removed = retain(open_storage(tmp_path), Retention(keep_last, interval))
     assert there(tmp_path) == stay
     assert sorted(removed) == [checkpoint_name(i) for i in (2, 4, 6, 8, 10) if i not in stay]
     assert len(list(tmp_path.iterdir())) == len(stay)
@@ -122,7 +122,7 @@ def test_the_newest_and_the_latest_always_stay(
     iterations: list[int], keep_last: int | None, interval: int | None, data: st.DataObject
 ) -> None:
     latest = data.draw(st.sampled_from([None, *iterations]))
-    stay = kept(iterations, latest, keep_last, interval)
+    stay = kept(iterations, latest, Retention(keep_last, interval))
     assert max(iterations) in stay and (latest is None or latest in stay)
     assert stay <= set(iterations)
     reached = sorted(iterations if latest is None else [it for it in iterations if it <= latest])
@@ -131,10 +131,10 @@ def test_the_newest_and_the_latest_always_stay(
 
 def test_the_latest_stays_after_going_back(tmp_path: Path) -> None:
     save(tmp_path, 10, 20, 30, 15)
-    retain(open_storage(tmp_path), 1, None)
+    retain(open_storage(tmp_path), Retention(1))
     assert there(tmp_path) == [15, 20, 30] and latest_in(open_storage(tmp_path)) == 15
     save(tmp_path, 25)
-    retain(open_storage(tmp_path), 2, None)
+    retain(open_storage(tmp_path), Retention(2))
     assert there(tmp_path) == [20, 25, 30]
 
 
@@ -159,11 +159,11 @@ def test_a_folder_of_another_program_is_refused(tmp_path: Path) -> None:
 def test_a_folder_of_another_program_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
     save(tmp_path, 2, 3, 4)
-    assert retain(open_storage(tmp_path), 2, None) == ["iter_0000002"]
+    assert retain(open_storage(tmp_path), Retention(2)) == ["iter_0000002"]
     assert there(tmp_path) == [1, 3, 4]
 
 
 def test_nothing_to_remove(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    assert retain(open_storage(tmp_path), None, None) == [] == retain(open_storage(tmp_path / "none"), 1, None)
+    assert retain(open_storage(tmp_path), Retention()) == [] == retain(open_storage(tmp_path / "none"), Retention(1))
     assert there(tmp_path) == [1]
