@@ -12,8 +12,7 @@ from megatron.config.checks import (
     optimizer,
     parallel,
     pipeline,
-    pipeline_layout,
-    pipeline_split,
+    pipeline_layers,
     sharding,
     training,
 )
@@ -21,7 +20,7 @@ from megatron.config.checks.finding import Change, Finding, data_size, rules_in
 from megatron.config.config import Config
 from megatron.config.errors import Violation
 
-RULES = rules_in(each, model, parallel, pipeline, pipeline_split, pipeline_layout, sharding, training, optimizer, data)
+RULES = rules_in(each, model, parallel, pipeline, pipeline_layers, sharding, training, optimizer, data)
 """All rules. None depends on another: each is evaluated whatever the others say."""
 
 _SHOWN = 2  # suggestions for one setting

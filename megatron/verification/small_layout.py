@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.checks.chunks import COUNT, LAYERS_EACH, LAYOUT, chunks_of, layout_text
-from megatron.config.checks.pipeline_split import FIRST, LAST, SPLITS
+from megatron.config.checks.pipeline import COUNT, LAYERS_EACH, LAYOUT, chunks_of, layout_text
+from megatron.config.checks.pipeline_layers import FIRST, LAST, SPLITS
 from megatron.config.flags import flags
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig

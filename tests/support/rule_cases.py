@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 
-from megatron.config.checks import pipeline, pipeline_layout, pipeline_split, sharding
+from megatron.config.checks import pipeline, pipeline_layers, sharding
 from megatron.config.checks.finding import rules_in
 from megatron.config.cli import parse
 from megatron.config.config import Config
@@ -25,7 +25,7 @@ BASE = {
     "--vocab-size": "100",
 }
 
-PIPELINE_RULES = rules_in(pipeline, pipeline_split, pipeline_layout)
+PIPELINE_RULES = rules_in(pipeline, pipeline_layers)
 SHARDING_RULES = rules_in(sharding)
 
 Case = tuple[str, int, set[str], list[str], list[str]]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from megatron.config.checks.finding import Change, Finding, change, data_size, is_changed, rule, shown, value_of
-from megatron.config.checks.fsdp_parts import left_to_buckets
+from megatron.config.checks.sharding import left_to_buckets
 from megatron.config.config import Config
 from megatron.config.flags import Flag, flags
 from megatron.config.setting import Interval

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.checks.each import notes
-from megatron.config.checks.fsdp_parts import left_to_buckets, split_dimensions
+from megatron.config.checks.sharding import left_to_buckets, split_dimensions
 from megatron.config.cli import parse
 from megatron.config.config import Config
 from megatron.data_parallel.fsdp_plan import is_fully_sharded

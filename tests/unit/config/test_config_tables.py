@@ -8,8 +8,8 @@ import hypothesis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.checks.chunks import chunks_of, layout_text, stage_of_chunk
 from megatron.config.checks.finding import Finding, is_changed, shown
+from megatron.config.checks.pipeline import chunks_of, layout_text, stage_of_chunk
 from megatron.config.config import Config
 from megatron.config.flags import flags
 from megatron.config.parallel import ParallelConfig
