@@ -28,42 +28,41 @@ class _Delivery(NamedTuple):
 
     source: int
     place: int
-    """Of the operation that gives it, among those of its stage."""
+    """Which of the operations of that stage gives it."""
     message: Message
 
 
-class _Facts(NamedTuple):
+class _Traffic(NamedTuple):
     """What both plans of a schedule follow from."""
 
     spans: tuple[tuple[OpSpan, ...], ...]
     """When each operation runs if all take the same time, in whole numbers: no rounding."""
     deliveries: list[list[_Delivery]]
 
+    @classmethod
+    def of(cls, schedule: Schedule) -> _Traffic:
+        return cls(simulate(schedule).spans, _deliveries(schedule))
 
-def _facts_of(schedule: Schedule) -> _Facts:
-    """For who makes both plans."""
-    return _Facts(simulate(schedule).spans, _deliveries(schedule))
 
-
-def plan_receives(schedule: Schedule, facts: _Facts | None = None, *, ahead: int = 2) -> list[ReceivePlan]:
+def plan_receives(schedule: Schedule, traffic: _Traffic | None = None, *, ahead: int = 2) -> list[ReceivePlan]:
     """Overlap: each stage posts what an operation needs `ahead` operations earlier, so that messages travel while others compute.
 
     A message moves once both its ends have come to it. Two operations ahead, because the one before may be a short weight gradient;
     more gained nothing. Within a channel the order is the sender's, so what is needed later but sent earlier is posted on the way.
     """
-    spans, deliveries = facts or _facts_of(schedule)
+    spans, deliveries = traffic or _Traffic.of(schedule)
     settled = _arrivals(schedule, spans, deliveries)
     return [ReceivePlan(_posts(schedule, stage, deliveries[stage], ahead), settled[stage]) for stage in range(schedule.num_stages)]
 
 
-def plan_exchanges(schedule: Schedule, facts: _Facts | None = None) -> list[ReceivePlan]:
+def plan_exchanges(schedule: Schedule, traffic: _Traffic | None = None) -> list[ReceivePlan]:
     """Without overlap: between two operations a stage sends what the former gave, receives what is on its way, and waits for all.
 
     Even if a send ends only when its receive was posted, nothing can lock up. Let every operation take the same time: that gives
     each a begin and an end. A stage posts a receive before the first of its operations that begins when the sending one has ended.
     So what an exchange waits for depends only on operations with an earlier begin, and by induction every one of them is reached.
     """
-    spans, deliveries = facts or _facts_of(schedule)
+    spans, deliveries = traffic or _Traffic.of(schedule)
     plans = []
     for stage, found in enumerate(deliveries):
         arriving = sorted((spans[source][place].end, source, message) for source, place, message in found)
@@ -95,10 +94,10 @@ def proved_plans(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePla
     Raises:
         ValueError: stages wait for each other, or the ends of a channel do not agree on the order.
     """
-    facts = _facts_of(schedule)
-    receives, exchanges = plan_receives(schedule, facts), plan_exchanges(schedule, facts)
+    traffic = _Traffic.of(schedule)
+    receives, exchanges = plan_receives(schedule, traffic), plan_exchanges(schedule, traffic)
     for plans in (receives, exchanges):
-        _check_order(schedule, plans, facts.deliveries)
+        _check_order(schedule, plans, traffic.deliveries)
     _check_exchanges(schedule, exchanges)
     return receives, exchanges
 
@@ -162,12 +161,12 @@ def _posts(schedule: Schedule, stage: int, deliveries: list[_Delivery], ahead: i
 def _arrivals(
     schedule: Schedule, spans: tuple[tuple[OpSpan, ...], ...], deliveries: list[list[_Delivery]]
 ) -> list[list[list[Message]]]:
-    """For each operation of each stage, the messages of that stage that may be settled behind it, each at most once.
+    """For each operation of each stage, the messages of that stage that may be settled after it, each at most once.
 
     A stage sends a message after it took all that its operations so far needed: hearing from it proves that this arrived. Where no
     answer comes soon (forwards alone, GPipe) a message is waited for some time after it was used, so that not all of them pile up
     on a stage that is quicker than the next. That locks nothing up: let every operation take the same time; then what used the
-    message ended before the operation began behind which it is settled, and cannot wait for it.
+    message ended before the operation began after which it is settled, and cannot wait for it.
     """
     begins = [[span.start for span in row] for row in spans]
     patience = 2.0 * schedule.num_stages

@@ -151,7 +151,7 @@ def _sizes_of_layout(layout: Sequence[LayoutChunk], num_layers: int, places: tup
 
 
 def _least_layers(num_layers: int, places: tuple[int, ...], embedding_counts: bool, loss_counts: bool) -> list[int]:
-    """Of each chunk."""
+    """The fewest layers that each chunk must hold."""
     least = [1] * len(places)
     if embedding_counts:
         least[0] = 0

@@ -19,9 +19,9 @@ class ScheduleReport:
     peak_live_activations: tuple[int, ...]
     """For each stage, the most microbatch activations (of one chunk each) alive at once; one lives until its weight gradient."""
     receives: list[ReceivePlan]
-    """Of each stage, with overlap."""
+    """Each stage's plan with overlap."""
     exchanges: list[ReceivePlan]
-    """Of each stage, without."""
+    """Each stage's plan without overlap."""
 
 
 def validate(schedule: Schedule) -> ScheduleReport:

@@ -40,7 +40,7 @@ class Message(NamedTuple):
 
 
 class LinkedOp(NamedTuple):
-    """An operation, and the messages before and behind it."""
+    """An operation, and the messages before and after it."""
 
     op: Op
     needs: Message | None

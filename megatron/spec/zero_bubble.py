@@ -9,7 +9,7 @@ from megatron.spec.schedule_spec import Case, Formula, ScheduleSpec
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
     """1F1B with late weight gradients (Qi et al. 2023, section 2.1, "handcrafted schedule ZB-H1").
 
-    A stage puts off as many weight gradients as it has stages in front of it. That fills the memory of 1F1B's first stage (p live
+    A stage defers as many weight gradients as there are stages before it. That fills the memory of 1F1B's first stage (p live
     activations) on every stage, and lets the drain of the pipeline pass input gradients on without waiting for weight gradients.
     """
 
@@ -92,7 +92,7 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
                 add(down, forward)
             add(down, input_grad, weight_grad)
             add(up, forward, input_grad, weight_grad)
-        # Drain: input gradients first, which the others wait for; then with them the weight gradients put off.
+        # Drain: input gradients first, which the others wait for; then with them the deferred weight gradients.
         for _ in range(stage):
             add(down, input_grad)
             add(up, input_grad)

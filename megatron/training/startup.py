@@ -136,7 +136,7 @@ def describe_pipeline(schedule: Schedule) -> list[str]:
 
 
 def describe_deferred(schedule: Schedule, model: Model, micro_batch_size: int, tensor_size: int) -> list[str]:
-    """What weight gradients that are put off keep, if any are."""
+    """What deferred weight gradients keep in memory, if there are any."""
     token_bytes = micro_batch_size * model.config.seq_length * model.dtype.itemsize
     kept = [
         kept_per_token(

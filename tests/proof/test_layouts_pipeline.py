@@ -38,7 +38,7 @@ def fits(case: dict[str, Any]) -> bool:
     return (
         case["virtual_stages"] == (chunks or max(2, case["virtual_stages"]))
         and not (case["sizes"][2] == 1 and (case["overlap"] or case["sharding"] != "no_shard"))
-        and not (case["sharding"] == "optim_grads_params" and case["schedule"] in ("zb-h1", "zb-v"))
+        and not (case["sharding"] == "optim_grads_params" and SCHEDULES[case["schedule"]].splits_backward)
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from megatron.spec.schedules import SCHEDULES
 from tests.support.random_draws import Draw, chance, number, one_of
 from tests.support.random_layout import draw_layout
 from tests.support.random_model import draw_model
@@ -95,7 +96,7 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "context_parallel_size": (2,),
     "expert_model_parallel_size": (2,),
     "sequence_parallel": (True,),
-    "pipeline_schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
+    "pipeline_schedule": tuple(SCHEDULES),
     "num_layers_per_virtual_pipeline_stage": (1, 2, 3),
     "num_virtual_stages_per_pipeline_rank": (1, 2, 3),
     "pipeline_split": ("balanced",),

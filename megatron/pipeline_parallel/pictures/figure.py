@@ -42,14 +42,14 @@ _POINTS = 72
 _DIGIT = 0.64
 """Width of a digit in DejaVu Sans, in font sizes."""
 _SIZES = (8.0, 7.0, 6.0, 5.0, 4.0)
-"""Of numbers in boxes, in points: the largest that fits is taken; a box that is too narrow for the last has none."""
+"""Sizes of the numbers in boxes, in points: the largest that fits is taken; a box that is too narrow for the last has none."""
 _AIM = 6.0
 """The size that a figure is made wide enough for."""
 _AROUND_NUMBER = 1.0
 _BOX = 0.86
 """Height, of a row."""
 _EDGE = 0.6
-"""Of a box, in points; thinner where the box is narrow."""
+"""The width of a box's edge, in points; thinner where the box is narrow."""
 _DOTS_AN_INCH = 150
 
 

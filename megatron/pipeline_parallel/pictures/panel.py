@@ -36,7 +36,7 @@ class Drawing(NamedTuple):
     """What all panels of a picture have in common."""
 
     step_time: float
-    """Of the longest, in milliseconds: the length of the time axis."""
+    """The longest panel's, in milliseconds: the length of the time axis."""
     kinds: tuple[OpKind, ...]
     """Those that occur."""
     num_depths: int
@@ -97,7 +97,7 @@ _COLOURS = {
     OpKind.WEIGHT_GRAD: (0x99, 0x99, 0x99),
 }
 _SHADES = (0.0, 0.5, -0.4, 0.75)
-"""Of the first, second, ... chunk of a stage: the share of white, or if negative of black. Neighbours differ most."""
+"""The share of white, or if negative of black, for the first, second, ... chunk of a stage. Neighbours differ most."""
 NUM_SHADES = len(_SHADES)
 """The fifth chunk of a stage looks as the first again."""
 
@@ -131,7 +131,7 @@ class Colour(NamedTuple):
 
 
 def colour_of(kind: OpKind, depth: int) -> Colour:
-    """Of an operation on the first (depth 0), second, ... chunk of a stage."""
+    """The colour of an operation on the first (depth 0), second, ... chunk of a stage."""
     share = _SHADES[depth % NUM_SHADES]
     return Colour(*(round(level + ((255 if share > 0 else 0) - level) * abs(share)) for level in _COLOURS[kind]))
 

@@ -51,7 +51,7 @@ class _Layout:
     """How time becomes columns."""
 
     columns: int
-    """Of time, on a line."""
+    """Columns of time on a line."""
     per_ms: float
     """Columns of a millisecond."""
     parts: int = 1
@@ -180,7 +180,7 @@ def _block(panel: Panel, part: int, painter: _Painter, name_width: int) -> Itera
 
 
 def _axis(layout: _Layout, part: int) -> str:
-    """Bars at round times, each with its time behind it."""
+    """Bars at round times, each with its time after it."""
     step = tick_step(_COLUMNS_A_TICK / layout.per_ms)
     line = ""
     for tick in range(math.ceil((part + 1) * layout.columns / layout.per_ms / step)):

@@ -19,8 +19,9 @@ durations = st.integers(0, 9).map(lambda n: 12.0 * n)
 costs_of_a_stage = st.one_of(st.builds(Costs, durations, durations, durations), durations.map(lambda n: Costs(n, n, n)))
 
 
-def test_every_schedule_has_its_formulas() -> None:
-    assert all(spec.bubble is not None and spec.peak_live is not None for spec in SCHEDULES.values())
+def test_every_published_schedule_has_its_formulas() -> None:
+    published = [SCHEDULES[name] for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")]
+    assert all(spec.bubble is not None and spec.peak_live is not None for spec in published)
     unpublished = replace(SCHEDULES["1f1b"], bubble=None, peak_live=None)
     assert unpublished.expected(4, 8, 1, Costs()) == Expected(None, None, ())
 
