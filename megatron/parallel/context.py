@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from megatron.config.launcher import launched
 from megatron.config.parallel import ParallelConfig
-from megatron.parallel.topology import DATA_AXES, DENSE_AXES, GRADIENT_AXES, Topology
+from megatron.parallel.topology import AXES, DATA_AXES, GRADIENT_AXES, Topology
 
 # Groups that the framework asks for. Made eagerly and in this order, because every rank must take part in making every group.
-_GROUP_AXES = (("tp",), ("cp",), DATA_AXES, ("pp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES), DENSE_AXES)
+_GROUP_AXES = (("tp",), ("cp",), DATA_AXES, ("pp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES), AXES)
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class ParallelContext:
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Size of every dense axis."""
-        return {axis: self.topology.size(axis) for axis in DENSE_AXES}
+        """Size of every axis."""
+        return {axis: self.topology.size(axis) for axis in AXES}
 
     def group(self, *axes: str) -> Group:
         """The group over these axes that this rank belongs to.
@@ -73,7 +73,7 @@ class ParallelContext:
     @property
     def world(self) -> Group:
         """All ranks."""
-        return self.group(*DENSE_AXES)
+        return self.group(*AXES)
 
     @property
     def data_group(self) -> Group:
@@ -136,7 +136,7 @@ class ParallelContext:
 
 
 def _normal(axes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(axis for axis in DENSE_AXES if axis in axes)
+    return tuple(axis for axis in AXES if axis in axes)
 
 
 def make_context(

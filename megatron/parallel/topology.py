@@ -15,9 +15,6 @@ Worked example, 8 ranks at TP=2, PP=2, DP=2, default order tp-cp-dp-pp (the tens
     model replicas   ("tp","pp")   [0,1,4,5] [2,3,6,7]
 
 With ``tp-cp-pp-dp`` (``--use-tp-pp-dp-mapping``) rank = tp + 2 * (pp + 2 * dp): the data groups become [0,4] [1,5] [2,6] [3,7].
-
-A second grid (etp, ep, edp, pp) lies on the same ranks for experts: it divides each pipeline stage's tp x cp x dp ranks anew, so
-the expert sizes do not multiply the world size.
 """
 
 from __future__ import annotations
@@ -26,12 +23,11 @@ import itertools
 import math
 from dataclasses import dataclass
 
-DENSE_AXES = ("tp", "cp", "dp", "pp")
+AXES = ("tp", "cp", "dp", "pp")
 DATA_AXES = ("dp",)
 """The data group: its ranks read different samples. The ranks along cp read the same ones, and share each sequence."""
 GRADIENT_AXES = ("cp", "dp")
 """The gradient group: its ranks hold the same parameters, and the sum of their gradients is that of the whole batch."""
-EXPERT_AXES = ("etp", "ep", "edp", "pp")
 
 
 @dataclass(frozen=True)
@@ -39,27 +35,20 @@ class Topology:
     """Sizes of the axes and the order in which ranks are numbered.
 
     Raises:
-        ValueError: a size is not positive, or the expert grid does not fit on the dense one.
+        ValueError: a size is not positive.
     """
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
-    etp: int = 1
-    ep: int = 1
     pp_before_dp: bool = False
     """Number the pipeline axis before the data axis (``--use-tp-pp-dp-mapping``)."""
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "cp", "dp", "pp", "etp", "ep"):
+        for axis in AXES:
             if getattr(self, axis) < 1:
                 raise ValueError(f"the size of axis {axis} must be at least 1, not {getattr(self, axis)}")
-        if (self.tp * self.cp * self.dp) % (self.etp * self.ep):
-            raise ValueError(
-                f"expert tensor x expert size ({self.etp} x {self.ep}) must divide the ranks of a stage, "
-                f"tp x cp x dp = {self.tp * self.cp * self.dp}"
-            )
 
     @classmethod
     def from_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, pp_before_dp: bool = False) -> Topology:
@@ -78,17 +67,12 @@ class Topology:
         """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
-    @property
-    def edp(self) -> int:
-        """Data size of the expert grid."""
-        return self.tp * self.cp * self.dp // (self.etp * self.ep)
-
     def size(self, *axes: str) -> int:
         """Number of ranks in a group over these axes."""
         return math.prod(getattr(self, axis) for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Place of a rank on every axis of both grids.
+        """Place of a rank on every axis.
 
         Raises:
             ValueError: the rank is outside the world.
@@ -101,29 +85,25 @@ class Topology:
             dp, pp = divmod(rest, self.pp)
         else:
             pp, dp = divmod(rest, self.dp)
-        rest, etp = divmod(self._place(tp, cp, dp), self.etp)
-        edp, ep = divmod(rest, self.ep)
-        return {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "etp": etp, "ep": ep, "edp": edp}
+        return {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
 
-    def rank(self, **coordinates: int) -> int:
-        """Rank at dense coordinates; those left out are 0."""
-        at = {axis: coordinates.pop(axis, 0) for axis in DENSE_AXES}
-        assert not coordinates, f"not dense axes: {coordinates}"
-        return self._rank(self._place(at["tp"], at["cp"], at["dp"]), at["pp"])
+    def rank(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """Rank at these coordinates."""
+        outer = pp + self.pp * dp if self.pp_before_dp else dp + self.dp * pp
+        return tp + self.tp * (cp + self.cp * outer)
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Ranks, ascending, that differ from `rank` at most along these axes of one grid.
+        """Ranks, ascending, that differ from `rank` at most along these axes.
 
         Raises:
-            ValueError: the axes lie on different grids.
+            ValueError: there is no such axis, or no such rank.
         """
-        mine = self.coordinates(rank)
-        return self._members(axes, {axis: mine[axis] for axis in self._grid(axes) if axis not in axes})
+        return self._members(axes, self.coordinates(rank))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Every group over these axes, each once, ordered by its first rank."""
-        others = [axis for axis in self._grid(axes) if axis not in axes]
-        places = itertools.product(*(range(getattr(self, axis)) for axis in others))
+        others = [axis for axis in AXES if axis not in axes]
+        places = itertools.product(*(range(self.size(axis)) for axis in others))
         return sorted(self._members(axes, dict(zip(others, place, strict=True))) for place in places)
 
     def hybrid_groups(self, shard_size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
@@ -156,33 +136,11 @@ class Topology:
         if shard_size < 1 or data % shard_size:
             raise ValueError(f"{data} data ranks do not divide into parts of {shard_size}")
 
-    def _members(self, axes: tuple[str, ...], fixed: dict[str, int]) -> tuple[int, ...]:
-        """Ranks that have these coordinates on the other axes of the grid."""
-        if not fixed:
+    def _members(self, axes: tuple[str, ...], at: dict[str, int]) -> tuple[int, ...]:
+        """Ranks that have these coordinates on the other axes."""
+        if not set(axes) <= set(AXES):
+            raise ValueError(f"the axes are {AXES}, and not {axes}")
+        if set(axes) == set(AXES):
             return tuple(range(self.world_size))
-        stride, base, free = 1, 0, []
-        for axis in self._grid(axes)[:3]:  # pp, the last, is apart
-            size = getattr(self, axis)
-            if axis in axes:
-                free.append(range(0, stride * size, stride))
-            else:
-                base += stride * fixed[axis]
-            stride *= size
-        stages = range(self.pp) if "pp" in axes else (fixed["pp"],)
-        return tuple(sorted(self._rank(base + sum(place), pp) for place in itertools.product(*free) for pp in stages))
-
-    def _place(self, tp: int, cp: int, dp: int) -> int:
-        """Place in the stage: number among the stage's ranks in ascending order. Both grids count it, each along its own axes."""
-        return tp + self.tp * (cp + self.cp * dp)
-
-    def _rank(self, place: int, pp: int) -> int:
-        if not self.pp_before_dp:
-            return place + self.tp * self.cp * self.dp * pp
-        dp, inner = divmod(place, self.tp * self.cp)
-        return inner + self.tp * self.cp * (pp + self.pp * dp)
-
-    def _grid(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        for grid in (DENSE_AXES, EXPERT_AXES):
-            if all(axis in grid for axis in axes):
-                return grid
-        raise ValueError(f"axes {axes} do not lie on one grid: {DENSE_AXES} or {EXPERT_AXES}")
+        places = itertools.product(*(range(self.size(axis)) if axis in axes else (at[axis],) for axis in AXES))
+        return tuple(sorted(itertools.starmap(self.rank, places)))

@@ -25,7 +25,7 @@ from megatron.parallel.context import (
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.counts import count_parameters
 from megatron.verification.local_ranks import run_ranks
-from tests.support.lone_rank import AXES, CPU
+from tests.support.lone_rank import CPU, GROUPS
 
 EIGHT = [
     Topology(tp=2, pp=2, dp=2),
@@ -49,7 +49,7 @@ def in_world(rank: int) -> list[dict[str, Any]]:
     found = []
     for topology in EIGHT:
         context = make_context(topology, rank, CPU)
-        groups = {"-".join(axes): context.group(*axes) for axes in AXES}
+        groups = {"-".join(axes): context.group(*axes) for axes in GROUPS}
         stage, stages = context.group("pp").index, topology.pp
         channels = (
             {"up": context.pipeline_channel(0, stages - 1), "down": context.pipeline_channel(stages - 1, 0)} if stages > 1 else {}
@@ -73,7 +73,7 @@ def test_groups_of_eight_ranks_are_those_of_the_topology() -> None:
     for number, topology in enumerate(EIGHT):
         for rank in range(8):
             found = ranks[rank][number]
-            for axes in AXES:
+            for axes in GROUPS:
                 expected = topology.group(rank, *axes)
                 assert found["groups"]["-".join(axes)] == (expected, expected.index(rank), len(expected), list(expected))
             assert found["groups"]["world"][0] == tuple(range(8))
@@ -130,7 +130,7 @@ def test_data_ranks_that_do_not_divide_are_refused() -> None:
 def test_a_world_of_one_needs_no_process_group() -> None:
     context = make_context(Topology(), 0, CPU)
     assert context.backend is None and not dist.is_initialized()
-    for axes in AXES:
+    for axes in GROUPS:
         assert context.group(*axes) == Group("-".join(axes), (0,), 0, None)
     assert context.world.size == SELF_GROUP.size == 1 and context.pipeline_ends.size == 1
     with pytest.raises(KeyError):
@@ -203,7 +203,7 @@ def large_rank(_: int, rank: int) -> dict[str, Any]:
     found = {
         "world": dist.get_world_size(),
         "place": context.coordinates,
-        "groups": {axes: context.group(*axes).ranks for axes in AXES},
+        "groups": {axes: context.group(*axes).ranks for axes in GROUPS},
         "shapes": {entry.record.name: tuple(entry.param.shape) for entry in model.params},
         "devices": {context.device.type},
     }
@@ -217,7 +217,7 @@ def test_rank_1234_of_3072_is_built_on_a_laptop() -> None:
     # 1234 = 2 + 8 x (10 + 24 x 6)
     place = {axis: found["place"][axis] for axis in ("tp", "cp", "dp", "pp")}
     assert (found["world"], place) == (3072, {"tp": 2, "cp": 0, "dp": 10, "pp": 6})
-    assert found["groups"] == {axes: topology.group(1234, *axes) for axes in AXES}
+    assert found["groups"] == {axes: topology.group(1234, *axes) for axes in GROUPS}
     h = LARGE.hidden_size
     layer = {
         "attention_norm.weight": (h,),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from megatron.parallel.context import Group, ParallelContext
-from megatron.parallel.topology import DATA_AXES, DENSE_AXES, GRADIENT_AXES, Topology
+from megatron.parallel.topology import AXES, DATA_AXES, GRADIENT_AXES, Topology
 
-AXES = (("tp",), ("cp",), DATA_AXES, ("pp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES), DENSE_AXES)
+GROUPS = (("tp",), ("cp",), DATA_AXES, ("pp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES), AXES)
 CPU = torch.device("cpu")
 
 
@@ -19,7 +19,7 @@ def lone_rank(topology: Topology | None = None, rank: int = 0, device: torch.dev
     def enter(key: tuple[str, ...], ranks: tuple[int, ...]) -> None:
         context._groups[key] = Group("-".join(key), ranks, ranks.index(rank))
 
-    for axes in AXES:
+    for axes in GROUPS:
         enter(axes, topology.group(rank, *axes))
     pipeline = topology.group(rank, "pp")
     enter(("pp_up",), pipeline)
