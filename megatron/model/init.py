@@ -1,7 +1,8 @@
-"""Initial values as a function of (seed, global name, block of rows), so they do not depend on the layout.
+"""Initial values as a function of (seed, global name, tile), so they do not depend on the layout.
 
-A parameter is seen as rows of its last dimension. Blocks of rows are drawn one by one on CPU in float32, each from its own
-generator; a rank draws the blocks that it needs and keeps its slice. So one rank and a thousand start from the same weights.
+A parameter is seen as rows of its last dimension, and cut into tiles of rows x columns. Tiles are drawn one by one on CPU in
+float32, each from its own generator; a rank draws the tiles that it needs and keeps its slice, of rows or of columns. So one rank
+and a thousand start from the same weights.
 """
 
 from __future__ import annotations
@@ -17,15 +18,24 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord, ParamTable
 from megatron.parallel.random import stable_seed
 
-_BLOCK_ELEMENTS = 1 << 16
+_TILE_ELEMENTS = 1 << 16
+_TILE_COLUMNS = 1 << 10
 
 
-def block_values(record: ParamRecord, seed: int, block: int, rows: int) -> np.ndarray:
-    """Rows [block * rows, ...) of the whole parameter, float32 [rows or fewer, last dimension]."""
-    columns = record.shape[-1]
-    count = min(rows, math.prod(record.shape[:-1]) - block * rows)
-    generator = np.random.Generator(np.random.Philox(stable_seed(seed, record.name, block)))
-    values = generator.standard_normal((count, columns), dtype=np.float32)
+def tile_size(record: ParamRecord) -> tuple[int, int]:
+    """Rows and columns of the tiles of a parameter; those at its lower and right edge may be smaller."""
+    columns = min(record.shape[-1], _TILE_COLUMNS)
+    return max(1, _TILE_ELEMENTS // columns), columns
+
+
+def tile_values(record: ParamRecord, seed: int, down: int, across: int) -> np.ndarray:
+    """The values of one tile of the whole parameter, float32 [rows, columns]. Tiles are counted row by row."""
+    rows, columns = tile_size(record)
+    height = min(rows, math.prod(record.shape[:-1]) - down * rows)
+    width = min(columns, record.shape[-1] - across * columns)
+    number = down * -(-record.shape[-1] // columns) + across
+    generator = np.random.Generator(np.random.Philox(stable_seed(seed, record.name, number)))
+    values = generator.standard_normal((height, width), dtype=np.float32)
     values *= np.float32(record.init.std)
     return values
 
@@ -48,18 +58,22 @@ def fill(flat: torch.Tensor, record: ParamRecord, boxes: Sequence[PlacedBox], se
 
 
 def _fill_box(flat: torch.Tensor, record: ParamRecord, box: Box, seed: int) -> None:
-    columns = slice(box.offsets[-1], box.offsets[-1] + box.sizes[-1])
-    rows = max(1, _BLOCK_ELEMENTS // record.shape[-1])
+    rows, columns = tile_size(record)
     # The box as ranges of rows: all leading dimensions but the last of them are walked one index at a time.
     wanted = np.arange(math.prod(record.shape[:-1])).reshape(record.shape[:-1])
     wanted = wanted[tuple(slice(o, o + n) for o, n in zip(box.offsets[:-1], box.sizes[:-1], strict=True))].ravel()
     target = flat.view(-1, box.sizes[-1])
-    blocks = wanted // rows
-    ends = [*np.flatnonzero(np.diff(blocks)) + 1, len(wanted)]
-    for start, end in zip([0, *ends], ends, strict=False):  # rows of one block are neighbours in the slice too
-        block = int(blocks[start])
-        values = block_values(record, seed, block, rows)[:, columns]
-        target[start:end].copy_(torch.from_numpy(np.ascontiguousarray(values[wanted[start:end] - block * rows])))
+    left, right = box.offsets[-1], box.offsets[-1] + box.sizes[-1]
+    tiles = wanted // rows
+    ends = [*np.flatnonzero(np.diff(tiles)) + 1, len(wanted)]
+    for start, end in zip([0, *ends], ends, strict=False):  # rows of one tile are neighbours in the box too
+        down = int(tiles[start])
+        inside = wanted[start:end] - down * rows
+        for across in range(left // columns, -(-right // columns)):
+            origin = across * columns
+            low, high = max(left, origin), min(right, origin + columns)
+            values = tile_values(record, seed, down, across)[inside, low - origin : high - origin]
+            target[start:end, low - left : high - left].copy_(torch.from_numpy(np.ascontiguousarray(values)))
 
 
 def initialize(param: torch.Tensor, record: ParamRecord, context: ParallelContext, seed: int) -> None:

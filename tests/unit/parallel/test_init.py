@@ -1,8 +1,9 @@
-"""Initial values: the same at every layout, in any blocks, and what the settings ask for."""
+"""Initial values: the same at every layout, in any tiles, and what the settings ask for."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from megatron.config.model import ModelConfig
 from megatron.model import init
 from megatron.model.build import Model, build_model
-from megatron.model.init import block_values, initialize
+from megatron.model.init import initialize, tile_size, tile_values
 from megatron.parallel.params import ParamRecord, Split
 from megatron.parallel.random import DropoutKey, stable_seed
 from megatron.parallel.topology import Topology
@@ -94,8 +95,8 @@ def test_a_rank_with_only_padding_holds_zeros() -> None:
 
 
 @st.composite
-def records(draw: st.DrawFn) -> tuple[ParamRecord, int, int]:
-    """A record with one split dimension (or none), its tensor size, and elements in a block."""
+def records(draw: st.DrawFn) -> tuple[ParamRecord, int, int, int]:
+    """A record with one split dimension (or none), its tensor size, and elements and columns of a tile."""
     ranks = draw(st.sampled_from([1, 2, 3]))
     kind = draw(st.sampled_from(["rows", "columns", "halves", "none", "vector"]))
     rows, columns = draw(st.integers(1, 6)) * ranks, draw(st.integers(1, 4)) * ranks
@@ -106,41 +107,100 @@ def records(draw: st.DrawFn) -> tuple[ParamRecord, int, int]:
         "none": ((rows, columns), ()),
         "vector": ((columns,), (Split(0, "tp"),)),
     }[kind]
-    return ParamRecord(draw(st.sampled_from("ab")), shape, splits, init=Init(1.0)), ranks, draw(st.integers(1, 40))
+    record = ParamRecord(draw(st.sampled_from("ab")), shape, splits, init=Init(1.0))
+    return record, ranks, draw(st.integers(1, 40)), draw(st.integers(1, 14))
+
+
+def whole_parameter(record: ParamRecord) -> torch.Tensor:
+    """What one process has, put together from tiles."""
+    rows, columns = tile_size(record)
+    lines = []
+    for down in range(-(-math.prod(record.shape[:-1]) // rows)):
+        lines.append(np.concatenate([tile_values(record, SEED, down, n) for n in range(-(-record.shape[-1] // columns))], axis=1))
+    return torch.from_numpy(np.concatenate(lines)).reshape(record.shape)
+
+
+def rank_part(record: ParamRecord, ranks: int, rank: int) -> tuple[torch.Tensor, tuple[slice, ...]]:
+    """What a rank fills its part with, and where that lies in the whole."""
+    context = lone_rank(Topology(tp=ranks), rank)
+    box = record.held_box(context.axis_sizes, context.coordinates)
+    part = torch.full(box.sizes, torch.nan)
+    initialize(part, record, context, SEED)
+    return part, tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
 
 
 @given(records())
-def test_slices_fit_together_whatever_the_blocks(case: tuple[ParamRecord, int, int]) -> None:
-    """Blocks smaller than a row, of several rows, across the halves of a gated weight, larger than the parameter."""
-    record, ranks, block_elements = case
+def test_slices_fit_together_whatever_the_tiles(case: tuple[ParamRecord, int, int, int]) -> None:
+    """Tiles smaller than a row, of several rows, across the halves of a gated weight, larger than the parameter."""
+    record, ranks, elements, columns = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(init, "_BLOCK_ELEMENTS", block_elements)
-        full = torch.full(record.shape, torch.nan)
-        initialize(full, record, lone_rank(), SEED)
-        rows = max(1, block_elements // record.shape[-1])
-        flat = full.reshape(-1, record.shape[-1]).numpy()
-        for block in range(-(-len(flat) // rows)):
-            assert np.array_equal(flat[block * rows : (block + 1) * rows], block_values(record, SEED, block, rows))
+        patch.setattr(init, "_TILE_ELEMENTS", elements)
+        patch.setattr(init, "_TILE_COLUMNS", columns)
+        full = whole_parameter(record)
         for rank in range(ranks):
-            context = lone_rank(Topology(tp=ranks), rank)
-            box = record.held_box(context.axis_sizes, context.coordinates)
-            part = torch.full(box.sizes, torch.nan)
-            initialize(part, record, context, SEED)
-            assert torch.equal(part, full[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
+            part, place = rank_part(record, ranks, rank)
+            assert torch.equal(part, full[place])
 
 
-def test_a_rank_draws_only_the_blocks_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
+CUT = {
+    "columns": ParamRecord("down", (10, 48), (Split(1, "tp"),), init=Init(1.0)),
+    "rows": ParamRecord("qkv", (48, 20), (Split(0, "tp"),), init=Init(1.0)),
+    "halves": ParamRecord("up", (2, 24, 20), (Split(1, "tp"),), init=Init(1.0)),
+}
 
-    def noted(record: ParamRecord, seed: int, block: int, rows: int) -> np.ndarray:
-        drawn.append(block)
-        return block_values(record, seed, block, rows)
 
-    monkeypatch.setattr(init, "_BLOCK_ELEMENTS", 16)
-    monkeypatch.setattr(init, "block_values", noted)
-    record = ParamRecord("w", (2, 16, 8), (Split(1, "tp"),), init=Init(1.0))  # blocks of 2 rows, 8 a half
+def differing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Cuts, tensor sizes and ranks at which a part is not that of the whole."""
+    monkeypatch.setattr(init, "_TILE_ELEMENTS", 21)
+    monkeypatch.setattr(init, "_TILE_COLUMNS", 7)  # divides no part
+    return [
+        (name, ranks, rank)
+        for name, record in CUT.items()
+        for ranks in (1, 2, 3, 8)
+        for rank in range(ranks)
+        for part, place in [rank_part(record, ranks, rank)]
+        if not torch.equal(part, whole_parameter(record)[place])
+    ]
+
+
+def test_tensor_sizes_1_2_3_and_8_have_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not differing(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "found"),
+    [
+        ("low - origin : high - origin", "0 : high - low", "columns"),
+        ("tile_values(record, seed, down, across)", "tile_values(record, seed, down, across - left // columns)", "columns"),
+        ("wanted[start:end] - down * rows", "wanted[start:end] - wanted[start]", "rows"),
+    ],
+)
+def test_a_planted_wrong_tile_offset_is_found(right: str, wrong: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = inspect.getsource(init._fill_box)
+    assert source.count(right) == 1
+    faulty: dict[str, Any] = dict(vars(init))
+    exec(source.replace(right, wrong), faulty)
+    monkeypatch.setattr(init, "_fill_box", faulty["_fill_box"])
+    assert found in {name for name, _, _ in differing(monkeypatch)}
+
+
+def test_a_rank_draws_only_the_tiles_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[int, int]] = []
+
+    def noted(record: ParamRecord, seed: int, down: int, across: int) -> np.ndarray:
+        drawn.append((down, across))
+        return tile_values(record, seed, down, across)
+
+    monkeypatch.setattr(init, "_TILE_ELEMENTS", 16)
+    monkeypatch.setattr(init, "_TILE_COLUMNS", 8)
+    monkeypatch.setattr(init, "tile_values", noted)
+    record = ParamRecord("w", (2, 16, 8), (Split(1, "tp"),), init=Init(1.0))  # tiles of 2 rows, 8 a half
     initialize(torch.empty(2, 4, 8), record, lone_rank(Topology(tp=4), 1), SEED)
-    assert drawn == [2, 3, 10, 11]
+    assert drawn == [(2, 0), (3, 0), (10, 0), (11, 0)]
+    drawn.clear()
+    record = ParamRecord("w", (4, 64), (Split(1, "tp"),), init=Init(1.0))  # 2 x 8 tiles, of which each of 4 ranks has 2 x 2
+    initialize(torch.empty(4, 16), record, lone_rank(Topology(tp=4), 1), SEED)
+    assert drawn == [(0, 2), (0, 3), (1, 2), (1, 3)]
 
 
 # ---- the values
@@ -171,13 +231,13 @@ def test_values_are_normal() -> None:
         assert (param.abs() < 0.5 * deviations).double().mean().item() == pytest.approx(share, abs=0.003)
 
 
-def test_no_two_parameters_and_no_two_blocks_are_alike() -> None:
+def test_no_two_parameters_and_no_two_tiles_are_alike() -> None:
     matrices = {name: tensor.flatten() for name, tensor in whole(GPT2).items() if tensor.unique().numel() > 1}
     starts = {tuple((tensor[:8] / tensor[:64].std()).tolist()) for tensor in matrices.values()}
     assert len(starts) == len(matrices) > 12
-    record = ParamRecord("w", (64, 8), init=Init(1.0))
-    firsts = {tuple(block_values(record, seed, block, 4)[0]) for seed in (1, 2) for block in range(16)}
-    assert len(firsts) == 32
+    record = ParamRecord("w", (256, 2048), init=Init(1.0))  # 4 x 2 tiles
+    firsts = {tuple(tile_values(record, seed, down, across)[0]) for seed in (1, 2) for down in range(4) for across in range(2)}
+    assert len(firsts) == 16
 
 
 def test_another_seed_gives_other_values() -> None:
@@ -229,7 +289,7 @@ def test_initial_values_are_what_they_always_were() -> None:
         [0.018017765134572983, -0.007275556679815054, 0.013379544951021671, -0.027123460546135902],
         [-0.01199684850871563, -0.013434262946248055, -0.03459707275032997, -0.017625682055950165],
     ]
-    assert block_values(record, 1234, 0, 8)[:2].tolist() == expected
+    assert tile_values(record, 1234, 0, 0)[:2].tolist() == expected
 
 
 @given(st.lists(st.integers() | st.text(max_size=3), max_size=3), st.lists(st.integers() | st.text(max_size=3), max_size=3))
