@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.checkpoint.source import WeightSource
-    from megatron.data.tokenizers.tokenizer import Tokenizer
+    from megatron.data.tokenizers.simple_tokenizers import Tokenizer
     from megatron.inference.continuation import Continuation
     from megatron.inference.generate import Sampling
     from megatron.model.build import Model

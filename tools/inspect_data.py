@@ -27,10 +27,10 @@ from megatron.data.tokenizers.tokenizer_flags import add_tokenizer_flags, tokeni
 
 if TYPE_CHECKING:
     from megatron.config.data import DataConfig
-    from megatron.data.dataset_check import DatasetProblem, LengthBin
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.data.samples import SamplePiece
-    from megatron.data.tokenizers.tokenizer import Tokenizer
+    from megatron.data.tokenizers.simple_tokenizers import Tokenizer
+    from tools.data.dataset_check import DatasetProblem, LengthBin
 
 _SHOWN_PROBLEMS = 20
 _BAR = 40  # characters
@@ -100,9 +100,9 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 
 def _show_dataset(given: argparse.Namespace, config: DataConfig) -> int:
-    from megatron.data.dataset_check import length_histogram, verify
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.data.tokenizers.tokenizer import build_tokenizer
+    from tools.data.dataset_check import length_histogram, verify
 
     tokenizer = build_tokenizer(config) if config.tokenizer_type else None
     dataset = IndexedDataset(given.prefix)

@@ -15,9 +15,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
+
 if TYPE_CHECKING:
     from megatron.config.data import DataConfig
-    from megatron.data.tokenizer_training import TextSample
+    from tools.data.tokenizer_training import TextSample
 
 _KINDS = ("sentencepiece-bpe", "sentencepiece-unigram", "byte-bpe")
 
@@ -61,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
-    from megatron.data.tokenizer_training import output_files, take_sample, train  # numpy and tokenizers only after --help
+    from tools.data.tokenizer_training import output_files, take_sample, train  # numpy and tokenizers only after --help
 
     files = output_files(given.kind, given.output)
     there = [str(file) for file in files if file.exists()]

@@ -20,7 +20,7 @@ from megatron.data.megatron_blend import GreedyBlend, requested_samples
 from megatron.data.mock import MockDataset
 from megatron.data.samples import SamplePiece, SampleSource
 from megatron.data.split import SPLIT_NAMES, Selection, split_documents
-from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 
 _log = logging.getLogger(__name__)
 

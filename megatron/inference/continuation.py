@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 from megatron.inference.generate import GenerationRequest, generate
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext

@@ -199,7 +199,7 @@ def run(settings: Settings) -> bool:
     Raises:
         ValueError: tokenizers is not installed, which trains the vocabulary.
     """
-    from megatron.data.tokenizer_training import train
+    from tools.data.tokenizer_training import train
 
     documents = texts(settings.megabytes)
     with tempfile.TemporaryDirectory(prefix="bench-preprocessing-") as name:

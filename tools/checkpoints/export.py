@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron.checkpoint.huggingface.export import SpecialTokens, export
     from megatron.checkpoint.huggingface.families import fitting
     from megatron.checkpoint.open_source import open_source
-    from megatron.data.tokenizers.huggingface_files import splits_as_qwen2, write_huggingface_tokenizer
     from megatron.data.tokenizers.tokenizer import build_tokenizer
+    from tools.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
 
     source = open_source(args.source, args.step)
     tokenizer = chosen_tokenizer(args, source)

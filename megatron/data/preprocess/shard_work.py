@@ -20,7 +20,8 @@ from megatron.data.preprocess.input_shards import InputPiece, InputShard
 from megatron.data.preprocess.part_files import PartFolder, ShardReport
 from megatron.data.preprocess.storage import BadRecordError, BadShardError, DamagedFileError, digest, told_where_no_room
 from megatron.data.preprocess.text_records import PARSERS, records
-from megatron.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizers.simple_tokenizers import Tokenizer
+from megatron.data.tokenizers.tokenizer import build_tokenizer
 
 FORMAT = 1
 """Of part files and reports; those of another format are not taken up again."""

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 # Splits a text into pieces (Radford et al. 2019): contractions, words with the blank before them, numbers, other signs, and blanks
 # but for the last one before a word.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 Pair = tuple[bytes, bytes]
+_Text = TypeVar("_Text", str, bytes)
 
 
 class NotExactError(ValueError):
@@ -119,6 +120,32 @@ def token_bytes(token: str, to_byte: Mapping[str, int]) -> bytes | None:
     """Bytes of a token that is written with one character a byte; None if a character stands for no byte."""
     values = [to_byte.get(character, -1) for character in token]
     return None if -1 in values else bytes(values)
+
+
+def bytes_without(source: str, ids: Mapping[bytes, int]) -> str | None:
+    """Which of the 256 bytes have no id, as a message; None if all have one."""
+    missing = [byte for byte in range(256) if bytes([byte]) not in ids]
+    if not missing:
+        return None
+    named = ", ".join(f"{byte:#04x}" for byte in missing[:8])
+    return f"{source} has no token for {len(missing)} of the 256 bytes ({named}), so not every text could be encoded."
+
+
+def merges_by_rank(tokens: Sequence[_Text], ids: Mapping[_Text, int]) -> list[tuple[_Text, _Text]]:
+    """The pairs to be joined, the first to be joined first, where any two neighbours are joined that make a token.
+
+    All pairs that make the same token follow each other.
+
+    Args:
+        tokens: those that are made, the first to be made first.
+        ids: of all tokens; they order the pairs that make the same.
+    """
+    found = []
+    for token in tokens:
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        pairs = [pair for pair in cuts if pair[0] in ids and pair[1] in ids]
+        found += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    return found
 
 
 def pieces(pattern: str, text: str) -> Iterator[str]:

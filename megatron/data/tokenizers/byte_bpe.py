@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.tokenizers.bpe_rules import ByteVocabulary, NotExactError, pieces
+from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from tiktoken import Encoding
 
 
-class ByteBPETokenizer:
+class ByteBPETokenizer(Tokenizer):
     """Byte-level BPE run by tiktoken. Special tokens written out in a text are ordinary text.
 
     ``decode`` gives back any text exactly (brought to NFC first, where the vocabulary asks for it).
@@ -34,9 +35,7 @@ class ByteBPETokenizer:
         self.vocabulary = vocabulary
         self._made_encoder = encoder
         self.vocab_size = vocabulary.num_ids
-        self.eod = vocabulary.eod
-        self.bos = vocabulary.bos
-        self.pad = vocabulary.pad
+        self.eod, self.bos, self.pad = vocabulary.eod, vocabulary.bos, vocabulary.pad
 
     @cached_property
     def _encoder(self) -> TiktokenEncoder:
@@ -56,21 +55,7 @@ class ByteBPETokenizer:
         """Any added token, the longest first."""
         return re.compile(f"({'|'.join(re.escape(token) for token in sorted(self.vocabulary.added, key=len, reverse=True))})")
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text.
-
-        Raises:
-            ValueError: half a surrogate pair in the text.
-        """
-        ids: list[int] = self.encode_array(text).tolist()
-        return ids
-
     def encode_array(self, text: str) -> NDArray[np.integer]:
-        """Ids of a text, as an array that tiktoken filled.
-
-        Raises:
-            ValueError: half a surrogate pair in the text.
-        """
         if any(token in text for token in self.vocabulary.added):
             return np.concatenate(list(self._encode_around_added(text)))
         return self._encode_ordinary(text)
@@ -86,7 +71,6 @@ class ByteBPETokenizer:
         return self._encoder.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; bytes that are not UTF-8 (a cut character) show as U+FFFD, ids without a text are left out."""
         return b"".join(self._bytes.get(int(id), b"") for id in ids).decode("utf-8", errors="replace")
 
 

@@ -14,17 +14,17 @@ from megatron.data.tokenizers.bpe_rules import (
     MergeRules,
     Pair,
     byte_characters,
+    bytes_without,
     check_ids,
     read_json,
     token_bytes,
 )
-from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 
 
-def read_bpe_files(vocab_file: Path, merge_file: Path) -> ByteVocabulary:
-    """Read and check vocab.json and merges.txt.
+def read_gpt2_bpe(vocab_file: Path, merge_file: Path) -> ByteVocabulary:
+    """Read and check vocab.json (or encoder.json) and merges.txt (or vocab.bpe); a document ends with ``<|endoftext|>``.
 
     Raises:
         ValueError: a file is not what it should be, or the two do not belong together.
@@ -33,8 +33,10 @@ def read_bpe_files(vocab_file: Path, merge_file: Path) -> ByteVocabulary:
     vocabulary = check_ids(source, read_json(vocab_file, source, "a vocabulary like GPT-2's vocab.json"))
     if END_OF_TEXT not in vocabulary:
         raise ValueError(f"{source} has no token {END_OF_TEXT}, which ends a document.\n  Add it with an id of its own.")
-    ids = byte_ids(source, vocabulary)
     to_byte = byte_characters()
+    ids = {bytes([byte]): vocabulary[character] for character, byte in to_byte.items() if character in vocabulary}
+    if (told := bytes_without(source, ids)) is not None:
+        raise ValueError(f"{told}\n  Take a byte-level vocabulary like GPT-2's.")
     ranks: dict[Pair, int] = {}
     for number, line in enumerate(_lines(merge_file), start=1):
         if not line or (number == 1 and line.startswith("#version")):
@@ -60,40 +62,8 @@ def read_bpe_files(vocab_file: Path, merge_file: Path) -> ByteVocabulary:
     )
 
 
-def byte_ids(source: str, vocabulary: dict[str, int]) -> dict[bytes, int]:
-    """Ids of the 256 bytes.
-
-    Raises:
-        ValueError: some have none.
-    """
-    to_byte = byte_characters()
-    missing = [byte for character, byte in to_byte.items() if character not in vocabulary]
-    if missing:
-        raise ValueError(
-            f"{source} has no token for {len(missing)} of the 256 bytes "
-            f"({', '.join(f'{b:#04x}' for b in missing[:8])}), so not every text could be encoded.\n"
-            "  Take a byte-level vocabulary like GPT-2's."
-        )
-    return {bytes([byte]): vocabulary[character] for character, byte in to_byte.items()}
-
-
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"--merge-file {path} is not a text in UTF-8: {error}\n  It should be like GPT-2's merges.txt.") from error
-
-
-class GPT2BPETokenizer(ByteBPETokenizer):
-    """Byte-level BPE with GPT-2's splitting into pieces; the end of a document is ``<|endoftext|>``.
-
-    Args:
-        vocab_file: vocab.json (or encoder.json).
-        merge_file: merges.txt (or vocab.bpe).
-
-    Raises:
-        ValueError: a file is not what it should be, or the two do not belong together.
-    """
-
-    def __init__(self, vocab_file: Path, merge_file: Path) -> None:
-        super().__init__(read_bpe_files(vocab_file, merge_file))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from megatron.data.tokenizers.bpe_rules import NotExactError
 from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer, TiktokenEncoder
+from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 from megatron.data.tokenizers.tokenizer_json import (
     SpecialIds,
     TokenizerJson,
@@ -29,7 +30,7 @@ from megatron.data.tokenizers.tokenizer_json import (
 _log = logging.getLogger(__name__)
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json: byte-level BPE by tiktoken, everything else by the `tokenizers` library, which is slower.
 
     The end of a document is eos (`find_special_ids`). Post-processors are not applied: a document gets no bos before it, only the
@@ -71,24 +72,14 @@ class HuggingFaceTokenizer:
             _log.warning("--tokenizer-model %s is run by the tokenizers library, slower than tiktoken: %s", self._path, error)
             return tokenizer
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text.
-
-        Raises:
-            ValueError: half a surrogate pair in the text.
-        """
-        return self.backend.encode(text)
-
     def encode_array(self, text: str) -> NDArray[np.integer]:
-        """As `encode`, as an array."""
         return self.backend.encode_array(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; special ones have none."""
         return self.backend.decode(ids)
 
 
-class LibraryTokenizer:
+class LibraryTokenizer(Tokenizer):
     """A tokenizer.json run by the `tokenizers` library.
 
     Special tokens written out in a text are ordinary text, as everywhere here: the library is told so, and the end of a document
@@ -124,24 +115,14 @@ class LibraryTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, without bos.
-
-        Raises:
-            ValueError: half a surrogate pair in the text.
-        """
-        text.encode()  # of half a pair the library says only that the type is wrong
+    def encode_array(self, text: str) -> NDArray[np.integer]:
+        text.encode()  # of half a surrogate pair the library says only that the type is wrong
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self.eod in ids:
             raise ValueError(f"{self._source}: ordinary text gives the id {self.eod}, which ends a document.")
-        return ids
-
-    def encode_array(self, text: str) -> NDArray[np.integer]:
-        """As `encode`."""
-        return np.array(self.encode(text), np.uint32)
+        return np.array(ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; special ones have none."""
         text: str = self._tokenizer.decode([int(id) for id in ids if id not in self._special_ids])
         return text
 

@@ -1,7 +1,8 @@
-"""Tokenizers without files: raw bytes, and ids written as numbers."""
+"""What a tokenizer is, and the plain ones: raw bytes, ids written as numbers, sentencepiece's models."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,32 +10,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class ByteTokenizer:
+class Tokenizer(ABC):
+    """Turns text into token ids and back."""
+
+    vocab_size: int
+    """Every id, special ones included, is below it."""
+    eod: int
+    """Id that ends a document."""
+    bos: int | None = None
+    """Id that begins a text, where there is one. Only Llama2Tokenizer puts it there."""
+    pad: int | None = None
+    """Id that fills, where there is one."""
+
+    @abstractmethod
+    def encode_array(self, text: str) -> NDArray[np.integer]:
+        """Ids of a text, as an array of some integer type, perhaps read-only. Ordinary text never gives `eod`.
+
+        Raises:
+            ValueError: the text cannot be encoded; it holds half a surrogate pair, for example.
+        """
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `encode_array` as a list."""
+        ids: list[int] = self.encode_array(text).tolist()
+        return ids
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; `eod` has none. Bytes that are not UTF-8 (a cut character) show as U+FFFD."""
+
+
+class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8, and the end of a document."""
 
     vocab_size = 257
     eod = 256
-    bos: int | None = None
-    pad: int | None = None
-
-    def encode(self, text: str) -> list[int]:
-        """The bytes of the text.
-
-        Raises:
-            ValueError: half a surrogate pair in the text.
-        """
-        return list(text.encode("utf-8"))
 
     def encode_array(self, text: str) -> NDArray[np.integer]:
-        """The bytes of the text, as an array."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the bytes; bytes that are not UTF-8 (a cut character) show as U+FFFD."""
         return bytes(id for id in ids if id != self.eod).decode("utf-8", errors="replace")
 
 
-class NullTokenizer:
+class NullTokenizer(Tokenizer):
     """Text that is already ids: numbers from 0 to size - 1 separated by blanks. The end of a document is `size`.
 
     Raises:
@@ -44,33 +63,20 @@ class NullTokenizer:
     def __init__(self, size: int) -> None:
         if size < 1:
             raise ValueError(f"--vocab-size must be at least 1, not {size}.")
-        self.vocab_size = size + 1
-        self.eod = size
-        self.bos: int | None = None
-        self.pad: int | None = None
+        self.vocab_size, self.eod = size + 1, size
 
-    def encode(self, text: str) -> list[int]:
-        """The numbers.
-
-        Raises:
-            ValueError: something else than a number, or a number out of range.
-        """
+    def encode_array(self, text: str) -> NDArray[np.integer]:
         words = text.split()
         for word in words:
             if not (word.isascii() and word.isdigit() and int(word) < self.eod):
                 raise ValueError(f"{word!r} is not an id from 0 to {self.eod - 1} (--vocab-size {self.eod} of NullTokenizer)")
-        return [int(word) for word in words]
-
-    def encode_array(self, text: str) -> NDArray[np.integer]:
-        """As `encode`, as an array."""
-        return np.array(self.encode(text), np.int64)
+        return np.array([int(word) for word in words], np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The numbers, separated by blanks."""
         return " ".join(str(id) for id in ids if id != self.eod)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model. The end of a document is the model's end-of-sentence id.
 
     A model trained with byte_fallback and without any normalisation (as tools/train_tokenizer.py does) gives back every text
@@ -96,36 +102,26 @@ class SentencePieceTokenizer:
                 "  It is not whole, or of another kind: tokenizer.json is read with --tokenizer-type HuggingFaceTokenizer, "
                 "tiktoken's files (Llama 3) with TikTokenizer."
             ) from error
-        self.vocab_size: int = self._model.vocab_size()
-        self.eod: int = self._model.eos_id()
-        bos, pad = self._model.bos_id(), self._model.pad_id()
-        self.bos: int | None = bos if bos >= 0 else None
-        self.pad: int | None = pad if pad >= 0 else None
-        for name, id in (("eos", self.eod), ("bos", bos if add_bos else 0)):
-            if id < 0:
+        self.vocab_size = self._model.vocab_size()
+        self.eod = self._model.eos_id()
+        self.bos, self.pad = (id if id >= 0 else None for id in (self._model.bos_id(), self._model.pad_id()))
+        for name, missing in (("eos", self.eod < 0), ("bos", add_bos and self.bos is None)):
+            if missing:
                 raise ValueError(
                     f"--tokenizer-model {path} has no {name} id, which this tokenizer type needs.\n"
                     f"  Train the model with {name}_id set (sentencepiece's default)."
                 )
-        self._first = [bos] if add_bos else []
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, with bos before them if asked for.
-
-        Raises:
-            ValueError: half a surrogate pair in the text.
-        """
-        ids: list[int] = self._model.encode(text.encode())  # of half a pair the library itself says only that the type is wrong
-        return self._first + ids if ids else ids
+        self._first = np.array([self.bos] if add_bos else [], np.int32)
 
     def encode_array(self, text: str) -> NDArray[np.integer]:
-        """As `encode`, as an array."""
-        if not hasattr(self._model, "encode_as_numpy"):  # before sentencepiece 0.2.2
-            return np.array(self.encode(text), np.int32)
-        ids: NDArray[np.int32] = self._model.encode_as_numpy(text.encode())
-        return np.concatenate((np.array(self._first, np.int32), ids)) if ids.size and self._first else ids
+        raw = text.encode()  # of half a surrogate pair the library itself says only that the type is wrong
+        ids: NDArray[np.int32]
+        if hasattr(self._model, "encode_as_numpy"):
+            ids = self._model.encode_as_numpy(raw)
+        else:  # before sentencepiece 0.2.2
+            ids = np.array(self._model.encode(raw), np.int32)
+        return np.concatenate((self._first, ids)) if ids.size and self._first.size else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids. The model's own normalisation (of blanks, for example) is not undone."""
         text: str = self._model.decode([int(id) for id in ids if id != self.eod])
         return text

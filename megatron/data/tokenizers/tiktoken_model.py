@@ -8,36 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.data.tokenizers.bpe_rules import ByteVocabulary, RankRules, read_json
-from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
+from megatron.config.data import DataConfig
+from megatron.data.tokenizers.bpe_rules import ByteVocabulary, RankRules, bytes_without, read_json
 
 
-@dataclass(frozen=True)
-class TiktokenFile:
-    """Ranks of tokens, which are also the order of joining."""
-
-    ranks: dict[bytes, int]
-    is_list: bool
-    """A JSON list as Megatron-LM reads it, not lines of a token in base64 and its rank."""
-
-
-def read_tiktoken_file(path: Path) -> TiktokenFile:
-    """Read and check either kind.
+def _read_ranks(path: Path, source: str) -> tuple[dict[bytes, int], bool]:
+    """Ranks of tokens, which are also the order of joining, and whether the file is a JSON list as Megatron-LM reads it.
 
     Raises:
         ValueError: it is neither, or broken.
     """
-    source = f"--tokenizer-model {path}"
     with path.open("rb") as file:
-        first = file.read(64).lstrip()[:1]
-    ranks = _from_list(path, source) if first in (b"[", b"{") else _from_lines(path, source)
-    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if missing:
-        raise ValueError(
-            f"{source} has no token for {len(missing)} of the 256 bytes ({', '.join(f'{b:#04x}' for b in missing[:8])}), so not "
-            "every text could be encoded.\n  The file is not whole or of another kind: copy it again."
-        )
-    return TiktokenFile(ranks, first in (b"[", b"{"))
+        is_list = file.read(64).lstrip()[:1] in (b"[", b"{")
+    ranks = _from_list(path, source) if is_list else _from_lines(path, source)
+    if (told := bytes_without(source, ranks)) is not None:
+        raise ValueError(f"{told}\n  The file is not whole or of another kind: copy it again.")
+    return ranks, is_list
 
 
 def _from_list(path: Path, source: str) -> dict[bytes, int]:
@@ -99,6 +85,7 @@ PATTERNS = {
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_OWN_SETTINGS = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
 _MEGATRON_SIZE = 2**17  # what Megatron-LM takes without --vocab-size
 
 
@@ -120,11 +107,11 @@ KNOWN_FILES = {
 """Llama 3: llama3/tokenizer.py of Meta; cl100k_base: tiktoken_ext/openai_public.py, whose pattern splits as Llama 3's does."""
 
 
-class TikTokenizer(ByteBPETokenizer):
-    """A vocabulary for tiktoken, in one of two kinds of files.
+def read_tiktoken(path: Path, config: DataConfig) -> ByteVocabulary:
+    """Read a vocabulary for tiktoken, in one of two kinds of files.
 
-    A JSON list of ranks has ids as in Megatron-LM: first come `num_special_tokens` special ones, of which the first are named
-    (the others are fillers), then the tokens by rank, as many as `vocab_size` leaves room for (of 131,072 without it).
+    A JSON list of ranks has ids as in Megatron-LM: first come --tiktoken-num-special-tokens special ones, of which the first are
+    named (the others are fillers), then the tokens by rank, as many as --vocab-size leaves room for (of 131,072 without it).
 
     A file of lines, each a token in base64 and its rank, has its ranks as ids. If it is of one of the sizes in `KNOWN_FILES`,
     pattern and special tokens are those of that file, as long as no setting says otherwise; if not, the special tokens come after
@@ -132,90 +119,50 @@ class TikTokenizer(ByteBPETokenizer):
 
     The end of a document is ``</s>`` (or what the known file has), bos is ``<s>`` and pad is ``<pad>`` if they are among the names.
 
-    Args:
-        path: The file.
-        vocab_size: Number of all ids, if it is given.
-        pattern: How texts are split: v1 or v2.
-        num_special_tokens: Number of special tokens, named or not.
-        special_tokens: Their names, in the order of the ids.
-        as_default: Whether pattern, number and names are the defaults, so that a known file may decide.
-
     Raises:
         ValueError: the file is not what it should be, or the settings do not fit it.
     """
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        vocab_size: int | None,
-        pattern: str,
-        num_special_tokens: int,
-        special_tokens: Sequence[str],
-        as_default: bool,
-    ) -> None:
-        file = read_tiktoken_file(path)
-        source = f"--tokenizer-model {path}"
-        known = KNOWN_FILES.get(len(file.ranks)) if as_default and not file.is_list else None
-        if known:
-            super().__init__(_of_known_file(file, known, vocab_size, source))
-            return
-        _check_names(num_special_tokens, special_tokens)
-        ranks, first_special, size = _layout(file, vocab_size, num_special_tokens, source)
-        shift = num_special_tokens if file.is_list else 0
-        ids = {name: first_special + number for number, name in enumerate(special_tokens)}
-        super().__init__(
-            ByteVocabulary(
-                source=source,
-                pattern=PATTERNS[pattern],
-                rules=RankRules(ranks),
-                ids={token: rank + shift for token, rank in ranks.items()},
-                num_ids=size,
-                eod=ids["</s>"],
-                bos=ids.get("<s>"),
-                pad=ids.get("<pad>"),
+    source, vocab_size, num_special = f"--tokenizer-model {path}", config.vocab_size, config.tiktoken_num_special_tokens
+    ranks, is_list = _read_ranks(path, source)
+    as_default = all(getattr(config, name) == getattr(DataConfig, name) for name in _OWN_SETTINGS)
+    known = KNOWN_FILES.get(len(ranks)) if as_default and not is_list else None
+    if known:
+        if vocab_size not in (None, known.vocab_size):
+            raise ValueError(
+                f"--vocab-size {vocab_size:,} does not fit {source}: with {len(ranks):,} tokens it is {known.name}'s file, whose "
+                f"special tokens make it {known.vocab_size:,}.\n  Leave --vocab-size out."
             )
-        )
-
-
-def _layout(file: TiktokenFile, vocab_size: int | None, num_special_tokens: int, source: str) -> tuple[dict[bytes, int], int, int]:
-    """The ranks that are taken, the first id of a special token, and the number of ids."""
-    whole = max(file.ranks.values()) + 1 + num_special_tokens
-    if file.is_list:
+        return ByteVocabulary(source, known.pattern, RankRules(ranks), ranks, known.vocab_size, known.eod, known.bos)
+    _check_names(num_special, config.tiktoken_special_tokens)
+    whole = max(ranks.values()) + 1 + num_special
+    if is_list:
         size = min(_MEGATRON_SIZE, whole) if vocab_size is None else vocab_size
-        if not num_special_tokens + 256 <= size <= whole:
+        if not num_special + 256 <= size <= whole:
             raise ValueError(
-                f"--vocab-size {size:,} does not fit {source}: with --tiktoken-num-special-tokens {num_special_tokens:,} it may be "
-                f"from {num_special_tokens + 256:,} to {whole:,}."
+                f"--vocab-size {size:,} does not fit {source}: with --tiktoken-num-special-tokens {num_special:,} it may be "
+                f"from {num_special + 256:,} to {whole:,}."
             )
-        ranks = {token: rank for token, rank in file.ranks.items() if rank < size - num_special_tokens}
-        if any(bytes([byte]) not in ranks for byte in range(256)):
+        ranks = {token: rank for token, rank in ranks.items() if rank < size - num_special}
+        if bytes_without(source, ranks) is not None:
             raise ValueError(
-                f"{source}: the first {size - num_special_tokens:,} tokens lack some of the 256 bytes.\n  Raise --vocab-size."
+                f"{source}: the first {size - num_special:,} tokens lack some of the 256 bytes.\n  Raise --vocab-size."
             )
-        return ranks, 0, size
-    if vocab_size not in (None, whole):
+    elif vocab_size not in (None, whole):
         raise ValueError(
-            f"--vocab-size {vocab_size:,} does not fit {source}: its {whole - num_special_tokens:,} ranks and "
-            f"--tiktoken-num-special-tokens {num_special_tokens:,} make {whole:,}.\n  Leave --vocab-size out."
+            f"--vocab-size {vocab_size:,} does not fit {source}: its {whole - num_special:,} ranks and "
+            f"--tiktoken-num-special-tokens {num_special:,} make {whole:,}.\n  Leave --vocab-size out."
         )
-    return file.ranks, whole - num_special_tokens, whole
-
-
-def _of_known_file(file: TiktokenFile, known: KnownFile, vocab_size: int | None, source: str) -> ByteVocabulary:
-    if vocab_size not in (None, known.vocab_size):
-        raise ValueError(
-            f"--vocab-size {vocab_size:,} does not fit {source}: with {len(file.ranks):,} tokens it is {known.name}'s file, whose "
-            f"special tokens make it {known.vocab_size:,}.\n  Leave --vocab-size out."
-        )
+    first_special, shift, size = (0, num_special, size) if is_list else (whole - num_special, 0, whole)
+    special = {name: first_special + number for number, name in enumerate(config.tiktoken_special_tokens)}
     return ByteVocabulary(
         source=source,
-        pattern=known.pattern,
-        rules=RankRules(file.ranks),
-        ids=file.ranks,
-        num_ids=known.vocab_size,
-        eod=known.eod,
-        bos=known.bos,
+        pattern=PATTERNS[config.tiktoken_pattern],
+        rules=RankRules(ranks),
+        ids={token: rank + shift for token, rank in ranks.items()},
+        num_ids=size,
+        eod=special["</s>"],
+        bos=special.get("<s>"),
+        pad=special.get("<pad>"),
     )
 
 

@@ -1,45 +1,16 @@
-"""What the rest of the project needs of a tokenizer."""
+"""The tokenizer that the flags ask for, and the rows of the word embedding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, get_args
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import get_args
 
 from megatron.config.data import DataConfig, TokenizerType
-from megatron.data.tokenizers.gpt2_bpe import GPT2BPETokenizer
+from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
+from megatron.data.tokenizers.gpt2_bpe import read_gpt2_bpe
 from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer, NullTokenizer, SentencePieceTokenizer
-from megatron.data.tokenizers.tiktoken_model import TikTokenizer
-
-
-class Tokenizer(Protocol):
-    """Text to token ids and back."""
-
-    vocab_size: int
-    """Every id, special ones included, is below it."""
-    eod: int
-    """Id that ends a document."""
-    bos: int | None
-    """Id that begins a text, where there is one. Only Llama2Tokenizer puts it there."""
-    pad: int | None
-    """Id that fills, where there is one."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text. Ordinary text never gives `eod`.
-
-        Raises:
-            ValueError: the text cannot be encoded.
-        """
-
-    def encode_array(self, text: str) -> NDArray[np.integer]:
-        """The same ids as an array of some integer type, perhaps read-only: the fast way, without a list where the library can."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; `eod` has none."""
+from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, Tokenizer
+from megatron.data.tokenizers.tiktoken_model import read_tiktoken
 
 
 def required_tokenizer_json(path: str | None, tokenizer_type: str) -> Path:
@@ -117,19 +88,11 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
         return NullTokenizer(config.vocab_size)
     if kind == "GPT2BPETokenizer":
         vocab_file = required_file("--vocab-file", config.vocab_file, kind)
-        return GPT2BPETokenizer(vocab_file, required_file("--merge-file", config.merge_file, kind))
+        return ByteBPETokenizer(read_gpt2_bpe(vocab_file, required_file("--merge-file", config.merge_file, kind)))
     if kind == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer(required_tokenizer_json(config.tokenizer_model, kind))
     if kind == "TikTokenizer":
-        settings = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
-        return TikTokenizer(
-            required_file("--tokenizer-model", config.tokenizer_model, kind),
-            vocab_size=config.vocab_size,
-            pattern=config.tiktoken_pattern,
-            num_special_tokens=config.tiktoken_num_special_tokens,
-            special_tokens=config.tiktoken_special_tokens,
-            as_default=all(getattr(config, name) == getattr(DataConfig, name) for name in settings),
-        )
+        return ByteBPETokenizer(read_tiktoken(required_file("--tokenizer-model", config.tokenizer_model, kind), config))
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         path = required_file("--tokenizer-model", config.tokenizer_model, kind)
         return SentencePieceTokenizer(path, add_bos=kind == "Llama2Tokenizer")

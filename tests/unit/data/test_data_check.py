@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data import dataset_check
-from megatron.data.dataset_check import LengthBin, length_histogram, verify
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from tests.unit.data.test_data_indexed import index_bytes
+from tools.data import dataset_check
+from tools.data.dataset_check import LengthBin, length_histogram, verify
 
 
 @given(

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.gpt2_bpe import GPT2BPETokenizer
-from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer, NullTokenizer, SentencePieceTokenizer
-from megatron.data.tokenizers.tokenizer import Tokenizer, build_tokenizer, embedding_rows
+from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
+from megatron.data.tokenizers.gpt2_bpe import read_gpt2_bpe
+from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, Tokenizer
+from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from tests.support.bpe_trainer import Bpe, encode_plainly, train_bpe, write_bpe
 from tests.support.vocabularies import SOURCES, TEXT, any_text
 from tools.train_tokenizer import main as train_tokenizer
@@ -25,13 +26,13 @@ def bpe() -> Bpe:
     return train_bpe(TEXT, 90)
 
 
-def gpt2(bpe: Bpe, folder: Path) -> GPT2BPETokenizer:
+def gpt2(bpe: Bpe, folder: Path) -> ByteBPETokenizer:
     """The tokenizer of these files."""
-    return GPT2BPETokenizer(*write_bpe(bpe, folder))
+    return ByteBPETokenizer(read_gpt2_bpe(*write_bpe(bpe, folder)))
 
 
 @pytest.fixture(scope="module")
-def trained(bpe: Bpe, tmp_path_factory: pytest.TempPathFactory) -> GPT2BPETokenizer:
+def trained(bpe: Bpe, tmp_path_factory: pytest.TempPathFactory) -> ByteBPETokenizer:
     """The tokenizer of the vocabulary above."""
     return gpt2(bpe, tmp_path_factory.mktemp("bpe"))
 
@@ -51,7 +52,7 @@ def sentencepiece_model(folder: Path, **settings: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exact(trained: GPT2BPETokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+def exact(trained: ByteBPETokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     """Tokenizers that give back any text."""
     folder = tmp_path_factory.mktemp("exact")
     (folder / "corpus.txt").write_text("".join(SOURCES))
@@ -115,13 +116,13 @@ def test_null_tokenizer_reads_numbers_below_its_size() -> None:
 
 
 @given(text=st.text() | st.text(alphabet="abtehcs' \n1ö東"))
-def test_bpe_gives_the_ids_of_its_merges_and_round_trips(trained: GPT2BPETokenizer, bpe: Bpe, text: str) -> None:
+def test_bpe_gives_the_ids_of_its_merges_and_round_trips(trained: ByteBPETokenizer, bpe: Bpe, text: str) -> None:
     ids = trained.encode(text)
     assert ids == encode_plainly(text, bpe)
     assert trained.decode([*ids, trained.eod]) == text
 
 
-def test_bpe_of_its_own_text_is_short_and_ordinary(trained: GPT2BPETokenizer, bpe: Bpe) -> None:
+def test_bpe_of_its_own_text_is_short_and_ordinary(trained: ByteBPETokenizer, bpe: Bpe) -> None:
     ids = trained.encode(TEXT)
     assert ids == encode_plainly(TEXT, bpe)
     assert len(ids) < 0.6 * len(TEXT.encode())
@@ -153,7 +154,7 @@ def test_bpe_follows_the_merges_where_bytes_alone_would_mislead(tmp_path_factory
     assert tokenizer.encode(text) == encode_plainly(text, hand_made)
 
 
-def test_long_blanks_are_merged_as_one_piece(trained: GPT2BPETokenizer, bpe: Bpe) -> None:
+def test_long_blanks_are_merged_as_one_piece(trained: ByteBPETokenizer, bpe: Bpe) -> None:
     """Both in one call of tiktoken, and where that would fail."""
     for length in (400_001, 1_000_001):
         ids = trained.encode_array("x" + " " * length + "that").tolist()
@@ -192,7 +193,7 @@ def test_wrong_bpe_files_are_named(tmp_path: Path, bpe: Bpe, vocab: str | None, 
     if merges is not None:
         merge_file.write_text(merges)
     with pytest.raises(ValueError, match=message) as error:
-        GPT2BPETokenizer(vocab_file, merge_file)
+        ByteBPETokenizer(read_gpt2_bpe(vocab_file, merge_file))
     assert (str(vocab_file) if merges is None else str(merge_file)) in str(error.value)
 
 

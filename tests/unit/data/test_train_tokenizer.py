@@ -11,13 +11,14 @@ from typing import get_args
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizer_training import VocabularyKind, output_files, take_sample
-from megatron.data.tokenizers.gpt2_bpe import GPT2BPETokenizer
+from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
+from megatron.data.tokenizers.gpt2_bpe import read_gpt2_bpe
 from megatron.data.tokenizers.simple_tokenizers import SentencePieceTokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer
 from megatron.data.tokenizers.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 from tests.support.vocabularies import SOURCES, TEXT
 from tools import train_tokenizer
+from tools.data.tokenizer_training import VocabularyKind, output_files, take_sample
 from tools.train_tokenizer import main, parser
 
 KINDS = get_args(VocabularyKind)
@@ -73,7 +74,7 @@ def test_the_files_of_bytes_are_one_tokenizer(corpus: Path, tmp_path: Path) -> N
     tokenizers = pytest.importorskip("tokenizers")
     output = tmp_path / "bytes"
     assert run(corpus, output, "byte-bpe", "--special-tokens", "<pad>") == 0
-    ours = GPT2BPETokenizer(output / "vocab.json", output / "merges.txt")
+    ours = ByteBPETokenizer(read_gpt2_bpe(output / "vocab.json", output / "merges.txt"))
     same = build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(output)))
     theirs = tokenizers.Tokenizer.from_file(str(output / "tokenizer.json"))
     assert ours.encode(TEXT) == same.encode(TEXT) == theirs.encode(TEXT).ids

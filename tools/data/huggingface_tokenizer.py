@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.bpe_rules import GPT2_PATTERN, ByteVocabulary, MergeRules, RankRules, byte_characters, read_json
+from megatron.data.tokenizers.bpe_rules import (
+    GPT2_PATTERN,
+    ByteVocabulary,
+    MergeRules,
+    RankRules,
+    byte_characters,
+    merges_by_rank,
+    read_json,
+)
 from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
-from megatron.data.tokenizers.sentencepiece_json import SentencePieceFile, sentencepiece_json
-from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer
+from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer, Tokenizer
 from megatron.data.tokenizers.tiktoken_model import KNOWN_FILES
-from megatron.data.tokenizers.tokenizer import Tokenizer, build_tokenizer, required_tokenizer_json
+from megatron.data.tokenizers.tokenizer import build_tokenizer, required_tokenizer_json
+from tools.data.sentencepiece_json import SentencePieceFile, added_token, bpe_model, sentencepiece_json, whole_json
 
 _SETTINGS = "tokenizer_config.json"
 _BESIDE = (
@@ -53,7 +61,7 @@ def write_huggingface_tokenizer(config: DataConfig, folder: Path, *, max_length:
     if isinstance(tokenizer, ByteBPETokenizer | ByteTokenizer):
         vocabulary = tokenizer.vocabulary if isinstance(tokenizer, ByteBPETokenizer) else _raw_bytes()
         special = _special_names(config, vocabulary)
-        _write(folder / "tokenizer.json", byte_level_json(vocabulary, special))
+        _write(folder / "tokenizer.json", _byte_level_json(vocabulary, special))
         settings |= {"tokenizer_class": _FROM_FILE} | _roles(tokenizer, special)
     else:
         assert config.tokenizer_model is not None
@@ -128,7 +136,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def byte_level_json(vocabulary: ByteVocabulary, special: Mapping[int, str]) -> dict[str, Any]:
+def _byte_level_json(vocabulary: ByteVocabulary, special: Mapping[int, str]) -> dict[str, Any]:
     """The content of a tokenizer.json that gives the same ids.
 
     Args:
@@ -145,53 +153,14 @@ def byte_level_json(vocabulary: ByteVocabulary, special: Mapping[int, str]) -> d
         split = {"type": "Split", "pattern": {"Regex": vocabulary.pattern}, "behavior": "Isolated", "invert": False}
         pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, {**byte_level, "use_regex": False}]}
     rules = vocabulary.rules
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": id,
-                "content": name,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for id, name in sorted(special.items())
-        ],
-        "normalizer": None,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": isinstance(rules, RankRules) or bool(rules.whole),
-            "vocab": {written(token): id for token, id in vocabulary.ids.items()} | {name: id for id, name in special.items()},
-            "merges": [f"{written(left)} {written(right)}" for left, right in _merges(rules)],
-        },
-    }
-
-
-def _merges(rules: MergeRules | RankRules) -> list[tuple[bytes, bytes]]:
-    """The pairs to be joined, the first to be joined first.
-
-    By ranks, any two neighbours are joined that make a token, those that make the lowest first: so all pairs that make the same
-    token follow each other.
-    """
     if isinstance(rules, MergeRules):
-        return sorted(rules.ranks, key=rules.ranks.__getitem__)
-    ranks = rules.ranks
-    found = []
-    for token in sorted(ranks, key=ranks.__getitem__):
-        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        pairs = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
-        found += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-    return found
+        merges = sorted(rules.ranks, key=rules.ranks.__getitem__)
+    else:
+        merges = merges_by_rank(sorted(rules.ranks, key=rules.ranks.__getitem__), rules.ranks)
+    model = bpe_model(
+        {written(token): id for token, id in vocabulary.ids.items()} | {name: id for id, name in special.items()},
+        ((written(left), written(right)) for left, right in merges),
+        ignore_merges=isinstance(rules, RankRules) or bool(rules.whole),
+    )
+    added = [added_token(id, name, special=True) for id, name in sorted(special.items())]
+    return whole_json(added, model, pre_tokenizer=pre_tokenizer, decoder=byte_level)

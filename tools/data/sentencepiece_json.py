@@ -9,9 +9,11 @@ from __future__ import annotations
 import base64
 import struct
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from megatron.data.tokenizers.bpe_rules import merges_by_rank
 
 _BLANK = "▁"
 _UNIGRAM, _BPE = 1, 2
@@ -79,22 +81,39 @@ def sentencepiece_json(file: SentencePieceFile, *, bos: int | None) -> dict[str,
     ]
     if file.blank_before:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    added = [
+        added_token(id, piece.text, special=piece.kind != _USER_DEFINED)
+        for id, piece in enumerate(file.pieces)
+        if piece.kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+    return whole_json(
+        added,
+        _unigram(file) if file.kind == _UNIGRAM else _bpe(file),
+        normalizer={"type": "Sequence", "normalizers": normalizers},
+        post_processor=None if bos is None else _with_first(file.pieces[bos].text, bos),
+        decoder={"type": "Sequence", "decoders": decoders},
+    )
+
+
+def whole_json(added: list[dict[str, Any]], model: dict[str, Any], **steps: dict[str, Any] | None) -> dict[str, Any]:
+    """A tokenizer.json of added tokens, a model, and the steps around it; a step that is not given is none."""
+    kinds = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+    head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    return {**head, **{kind: steps.get(kind) for kind in kinds}, "model": model}
+
+
+def added_token(id: int, content: str, *, special: bool) -> dict[str, Any]:
+    """An entry of added_tokens, found as it is written."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": id, "content": piece.text, **plain, "special": piece.kind != _USER_DEFINED}
-            for id, piece in enumerate(file.pieces)
-            if piece.kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-        ],
-        "normalizer": {"type": "Sequence", "normalizers": normalizers},
-        "pre_tokenizer": None,
-        "post_processor": None if bos is None else _with_first(file.pieces[bos].text, bos),
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _unigram(file) if file.kind == _UNIGRAM else _bpe(file),
-    }
+    return {"id": id, "content": content, **plain, "special": special}
+
+
+def bpe_model(vocabulary: dict[str, int], merges: Iterable[tuple[str, str]], **settings: Any) -> dict[str, Any]:
+    """The model's part of a tokenizer.json of kind BPE."""
+    usual = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False}
+    usual |= {"byte_fallback": False, "ignore_merges": False}
+    pairs = [f"{left} {right}" for left, right in merges]
+    return {"type": "BPE", **usual, **settings, "vocab": vocabulary, "merges": pairs}
 
 
 def _unigram(file: SentencePieceFile) -> dict[str, Any]:
@@ -107,25 +126,12 @@ def _unigram(file: SentencePieceFile) -> dict[str, Any]:
 
 
 def _bpe(file: SentencePieceFile) -> dict[str, Any]:
-    """Joined first are the two that make the piece of the highest score: all pairs that make the same piece follow each other."""
+    """Joined first are the two that make the piece of the highest score."""
     ids = {piece.text: id for id, piece in enumerate(file.pieces)}
-    merges = []
-    for piece in sorted((piece for piece in file.pieces if piece.kind == _NORMAL), key=lambda piece: -piece.score):
-        cuts = ((piece.text[:at], piece.text[at:]) for at in range(1, len(piece.text)))
-        pairs = [pair for pair in cuts if pair[0] in ids and pair[1] in ids]
-        merges += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": file.pieces[_unknown(file)].text,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": True,
-        "byte_fallback": file.byte_fallback,
-        "ignore_merges": False,
-        "vocab": ids,
-        "merges": [f"{left} {right}" for left, right in merges],
-    }
+    made = sorted((piece for piece in file.pieces if piece.kind == _NORMAL), key=lambda piece: -piece.score)
+    merges = merges_by_rank([piece.text for piece in made], ids)
+    unknown = file.pieces[_unknown(file)].text
+    return bpe_model(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=file.byte_fallback)
 
 
 def _unknown(file: SentencePieceFile) -> int:

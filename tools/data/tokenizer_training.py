@@ -15,6 +15,7 @@ from megatron.data.indexed_writer import unfinished
 from megatron.data.preprocess.input_shards import Kind, cut, find_sources
 from megatron.data.preprocess.text_records import PARSERS, place, records
 from megatron.data.tokenizers.gpt2_bpe import END_OF_TEXT
+from tools.data.sentencepiece_json import added_token
 
 VocabularyKind = Literal["sentencepiece-bpe", "sentencepiece-unigram", "byte-bpe"]
 
@@ -114,8 +115,7 @@ def _train_bytes(texts: Sequence[str], vocab_size: int, special_tokens: Sequence
         if token in vocabulary:
             raise ValueError(f"--special-tokens {token}: the texts gave a token of this name. Choose another.")
         vocabulary[token] = len(vocabulary)
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    document["added_tokens"] = [{"id": vocabulary[token], "content": token, **flags, "special": True} for token in special]
+    document["added_tokens"] = [added_token(vocabulary[token], token, special=True) for token in special]
     return {
         "vocab.json": _json(vocabulary),
         "merges.txt": "".join(["#version: 0.2\n", *(f"{left} {right}\n" for left, right in merges)]).encode(),
