@@ -18,20 +18,24 @@ _LOW = (1 << _HALF_BITS) - 1
 _ONE = 1 << 2 * _HALF_BITS
 
 
-class Placement(Protocol):
+class SampleDraw(Protocol):
     """A sequence of samples that are drawn from several datasets, each of them in its own order."""
 
     weights: list[float]
     """Share of each dataset; together 1."""
 
     def place(self, numbers: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """Dataset of each of these samples, and which of its samples it is."""
+        """Dataset of each of these samples, and which of its samples it is.
+
+        Raises:
+            ValueError: the blend ends before one of them.
+        """
 
     def counts(self, num_samples: int) -> list[int]:
         """Samples of each dataset among the first `num_samples`."""
 
 
-class Blend:
+class Blend(SampleDraw):
     """A binary tree that splits the samples in two, again and again, until each part is one dataset.
 
     A node with the left share a = A / 2**62 sends its sample i to the left if floor((i + 1) a + 1/2) > floor(i a + 1/2). So
@@ -60,7 +64,7 @@ class Blend:
         _spread(self._root, 1.0, self.weights)
 
     def place(self, numbers: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """Dataset of each of these samples (below 2**62), and which of its samples it is."""
+        # Exact for numbers below 2**62.
         datasets = np.empty(len(numbers), dtype=np.int32)
         indices = np.empty(len(numbers), dtype=np.int64)
         below = [(self._root, np.arange(len(numbers)), np.asarray(numbers, dtype=np.int64))]
@@ -76,7 +80,6 @@ class Blend:
         return datasets, indices
 
     def counts(self, num_samples: int) -> list[int]:
-        """Samples of each dataset among the first `num_samples`."""
         found = [0] * self._num_datasets
         below = [(self._root, num_samples)]
         while below:
@@ -143,13 +146,14 @@ def _spread(node: _Node | int, weight: float, weights: list[float]) -> None:
     _spread(node.right, weight * (_ONE - node.share) / _ONE, weights)
 
 
-class BlendedDataset:
-    """Samples of several sources, by number.
+class BlendedDataset(SampleSource):
+    """Samples that are drawn from several sources.
 
     Args:
         sources: All with the same sequence length.
         weights: Share of the samples that each gives (only their ratios count); one of weight 0 gives none.
         blend: Which source each sample comes from (by default `Blend(weights)`).
+        first_sample: Number of the first sample: a phase of a run begins where the phase before it ended.
 
     Raises:
         ValueError: weights that make no blend.
@@ -160,16 +164,17 @@ class BlendedDataset:
         sources: Sequence[SampleSource],
         weights: Sequence[float],
         *,
-        blend: Placement | None = None,
+        blend: SampleDraw | None = None,
+        first_sample: int = 0,
     ) -> None:
-        self._sources = list(sources)
+        self._sources, self._first_sample = list(sources), first_sample
         self._blend = blend or Blend(weights)
         if len(self._sources) != len(weights):
             raise ValueError(f"{len(self._sources)} datasets have {len(weights)} weights")
         self.seq_length = self._sources[0].seq_length
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """Tokens of `count` samples from number `first` on, [count, seq_length + 1]."""
+        first -= self._first_sample
         datasets, indices = self._blend.place(np.arange(first, first + count))
         found = np.empty((count, self.seq_length + 1), dtype=np.int64)
         for dataset in np.unique(datasets).tolist():
@@ -178,12 +183,11 @@ class BlendedDataset:
         return found
 
     def lineage(self, number: int) -> list[SamplePiece]:
-        """Where the tokens of a sample come from, in their order."""
-        datasets, indices = self._blend.place(np.array([number]))
+        datasets, indices = self._blend.place(np.array([number - self._first_sample]))
         return self._sources[int(datasets[0])].lineage(int(indices[0]))
 
     def describe(self, num_samples: int) -> list[str]:
-        """Share and samples of each source, and what it says of itself."""
+        num_samples -= self._first_sample
         lines = []
         for source, weight, count in zip(self._sources, self._blend.weights, self._blend.counts(num_samples), strict=True):
             first, *more = source.describe(count)

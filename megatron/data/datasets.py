@@ -6,9 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron.config.data import DataConfig, DataOrder, WeightedPrefix, split_words
 from megatron.data.blend import BlendedDataset
 from megatron.data.epoch_order import Stretch
@@ -18,7 +15,7 @@ from megatron.data.index_cache import IndexCache, cache_for
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint
 from megatron.data.megatron_blend import GreedyBlend, requested_samples
 from megatron.data.mock import MockDataset
-from megatron.data.samples import SamplePiece, SampleSource
+from megatron.data.samples import SampleSource
 from megatron.data.split import SPLIT_NAMES, Selection, split_documents
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 
@@ -165,8 +162,7 @@ class SplitData:
         first_sample = readings(phases)[-1].first_sample if phases else 0
         if len(sources) == 1 and not first_sample:
             return sources[0]
-        blend = BlendedDataset(sources, [each.weight for each in self.components])
-        return LaterSamples(blend, first_sample) if first_sample else blend
+        return BlendedDataset(sources, [each.weight for each in self.components], first_sample=first_sample)
 
     def _in_megatron_order(self, num_samples: int, num_read: int) -> SampleSource:
         if self.blending == "none":
@@ -199,26 +195,6 @@ class SplitData:
             earlier=earlier,
             cache=cache_for(component.dataset.prefix, self.config.data_cache_path, note=_log.info),
         )
-
-
-class LaterSamples:
-    """Samples whose numbers begin later: those of a phase of a run begin where the phase before it ended."""
-
-    def __init__(self, source: SampleSource, first_sample: int) -> None:
-        self.seq_length = source.seq_length
-        self._source, self._first_sample = source, first_sample
-
-    def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """Tokens of `count` samples from number `first` on, [count, s + 1]."""
-        return self._source.samples(first - self._first_sample, count)
-
-    def lineage(self, number: int) -> list[SamplePiece]:
-        """Where the tokens of a sample come from, in their order."""
-        return self._source.lineage(number - self._first_sample)
-
-    def describe(self, num_samples: int) -> list[str]:
-        """Lines of the start-up log for a run that ends after so many samples."""
-        return self._source.describe(num_samples - self._first_sample)
 
 
 def build_index(

@@ -10,12 +10,23 @@ from numpy.typing import NDArray
 from megatron.data.index_cache import IndexCache
 from megatron.data.order import DOCUMENTS, LEFT_WINDOWS, WINDOWS, Key, permutation
 from megatron.data.split import Selection
-from megatron.data.windows import DocumentLayout, Intervals, PassIndex, SamplePlace, Windows, cut, cut_points, lay_out, whole
+from megatron.data.windows import (
+    DocumentLayout,
+    Intervals,
+    PassIndex,
+    SampleOrder,
+    SamplePlace,
+    Windows,
+    cut,
+    cut_points,
+    lay_out,
+    whole,
+)
 
 _MUCH = 0.05
 
 
-class EpochOrder:
+class EpochOrder(SampleOrder):
     """An order in which each epoch stands alone, and epochs go on for ever.
 
     In each epoch the documents are permuted by a key of (seed, split, epoch), cut into windows that overlap by one token (so that
@@ -28,13 +39,7 @@ class EpochOrder:
         cache: Where large indexes are kept.
     """
 
-    def __init__(
-        self,
-        selection: Selection,
-        *,
-        earlier: Sequence[Stretch],
-        cache: IndexCache,
-    ) -> None:
+    def __init__(self, selection: Selection, *, earlier: Sequence[Stretch], cache: IndexCache) -> None:
         self._of = selection
         self._cache = cache
         self._cutter = EpochCutter(selection.num_tokens, selection.seed, selection.split)
@@ -46,7 +51,6 @@ class EpochOrder:
         self.samples_per_epoch = self._cutter.samples_per_epoch(selection.seq_length)
 
     def place(self, number: int) -> SamplePlace:
-        """Place of a sample; a pass is an epoch."""
         number, first_whole = number + self._offset, self._start.epoch
         if self._start.levels:
             if number < self._num_resumed:
@@ -56,7 +60,6 @@ class EpochOrder:
         return SamplePlace(first_whole + epochs, position, self.samples_per_epoch - position)
 
     def index(self, pass_number: int) -> PassIndex:
-        """The order of an epoch."""
         at = self._start if pass_number == self._start.epoch else Resumption(pass_number, (), 0)
         levels = [(level.stretch, level.seq_length, level.num_read) for level in at.levels]
         cut_by = (self._of.seq_length, at.stretch if levels else 0, *levels)
@@ -74,7 +77,6 @@ class EpochOrder:
         return PassIndex(DocumentLayout(*laid), Windows(self._of.seq_length, *windows))
 
     def describe(self, num_samples: int) -> list[str]:
-        """Which epochs so many samples take, and what is left out; a second line where an epoch was read at other lengths."""
         tail = self._of.num_tokens - 1 - self.samples_per_epoch * self._of.seq_length
         lines = [
             f"epochs {self._epochs_at(0):.2f} to {self._epochs_at(num_samples):.2f} of {self.samples_per_epoch:,} samples "

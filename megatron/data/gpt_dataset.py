@@ -14,13 +14,13 @@ from megatron.data.epoch_order import EpochOrder, Stretch
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.megatron_order import MegatronOrder
-from megatron.data.samples import SamplePiece
+from megatron.data.samples import SamplePiece, SampleSource
 from megatron.data.split import SPLIT_NAMES, Selection
 from megatron.data.windows import PassIndex, SampleOrder, WindowReader
 
 
-class GPTDataset:
-    """Samples of one split, by number. Safe to use from several threads.
+class GPTDataset(SampleSource):
+    """Samples of one split of an indexed dataset.
 
     Args:
         dataset: Tokens.
@@ -66,11 +66,6 @@ class GPTDataset:
         return self._order.samples_per_epoch
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """Tokens of `count` samples from number `first` on, [count, seq_length + 1].
-
-        Raises:
-            DatasetError: a token id is not below the vocabulary size, or the order ends before these samples.
-        """
         found = np.empty((count, self.seq_length + 1), dtype=np.int64)
         done = 0
         while done < count:
@@ -83,14 +78,12 @@ class GPTDataset:
         return found
 
     def lineage(self, number: int) -> list[SamplePiece]:
-        """Where the tokens of a sample come from, in their order."""
         place = self._order.place(number)
         index = self._passes.get(place.pass_number)
         start = index.windows.starts(index.windows.order[place.position : place.position + 1])
         return self._reader.lineage(index.layout, int(start[0]), self.seq_length + 1)
 
     def describe(self, num_samples: int) -> list[str]:
-        """What a user wants to know of the split, for a run that takes so many samples of it."""
         chosen, dataset = self.selection, self.selection.dataset
         name = f"{SPLIT_NAMES[chosen.split]}: {dataset.prefix}"
         size = f"{len(chosen.documents):,} of {dataset.num_documents:,} documents, {chosen.num_tokens:,} tokens"

@@ -9,7 +9,7 @@ import shutil
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,18 @@ from megatron.data.indexed_dataset import COUNTS_OFFSET, HEADER, MAGIC, TOKEN_TY
 def unfinished(suffix: str) -> str:
     """End of the name of a file that is being written; no other process writes one of this name, on other machines neither."""
     return f"{suffix}.partial-{socket.gethostname()}-{os.getpid()}"
+
+
+def _header(dtype: np.dtype[Any], num_sequences: int, num_entries: int) -> bytes:
+    code = next(code for code, known in TOKEN_TYPES.items() if np.dtype(known) == dtype.newbyteorder("="))
+    return HEADER.pack(MAGIC, VERSION, code, num_sequences, num_entries)
+
+
+def _publish(partial: Mapping[str, Path], prefix: str) -> None:
+    """Give both files their final names. An index never lies beside a .bin of another dataset, whenever we are interrupted."""
+    Path(f"{prefix}.idx").unlink(missing_ok=True)
+    for suffix in (".bin", ".idx"):
+        partial[suffix].replace(f"{prefix}{suffix}")
 
 
 class IndexedDatasetWriter:
@@ -44,7 +56,6 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.num_documents = 0
         self.num_tokens = 0
-        self._code = next(code for code, known in TOKEN_TYPES.items() if np.dtype(known) == np.dtype(dtype))
         self._partial = {suffix: Path(prefix + unfinished(suffix)) for suffix in (".bin", ".idx")}
         self._tokens = self._partial[".bin"].open("wb")
         try:
@@ -53,7 +64,7 @@ class IndexedDatasetWriter:
             self._tokens.close()
             self._partial[".bin"].unlink()
             raise
-        self._index.write(HEADER.pack(MAGIC, VERSION, self._code, 0, 0))  # the counts are filled in at the end
+        self._index.write(_header(self.dtype, 0, 0))  # the counts are filled in at the end
 
     def add_document(self, tokens: ArrayLike) -> None:
         """Append one document.
@@ -90,14 +101,10 @@ class IndexedDatasetWriter:
         try:
             self._write_offsets_and_documents()
             for file in (self._tokens, self._index):
-                file.flush()
                 if self._sync:
-                    os.fsync(file.fileno())
+                    _to_disk(file)
                 file.close()
-            # An index never lies beside a .bin of another dataset, whenever we are interrupted.
-            Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-            for suffix in (".bin", ".idx"):
-                self._partial[suffix].replace(f"{self.prefix}{suffix}")
+            _publish(self._partial, self.prefix)
         except BaseException:
             self.discard()
             raise
@@ -185,10 +192,7 @@ def join(prefixes: Sequence[str], output: str, folder: str | None = None, remedy
                     copy(source, file)
             _to_disk(file)
         _write_index(prefixes, partial[".idx"], dtype, joined)
-        # An index never lies beside a .bin of another dataset, whenever we are interrupted.
-        Path(f"{output}.idx").unlink(missing_ok=True)
-        for suffix in (".bin", ".idx"):
-            partial[suffix].replace(f"{output}{suffix}")
+        _publish(partial, output)
     finally:
         for path in partial.values():
             path.unlink(missing_ok=True)
@@ -222,10 +226,9 @@ def _measure(prefixes: Sequence[str]) -> tuple[np.dtype[Any], JoinedSize]:
 
 def _write_index(prefixes: Sequence[str], path: Path, dtype: np.dtype[Any], joined: JoinedSize) -> None:
     """The three lists of the index side by side, each with a file handle of its own."""
-    code = next(code for code, known in TOKEN_TYPES.items() if np.dtype(known) == dtype.newbyteorder("="))
     first, second = HEADER.size + 4 * joined.num_sequences, HEADER.size + 12 * joined.num_sequences
     with path.open("wb") as lengths:
-        lengths.write(HEADER.pack(MAGIC, VERSION, code, joined.num_sequences, joined.num_documents + 1))
+        lengths.write(_header(dtype, joined.num_sequences, joined.num_documents + 1))
         lengths.flush()
         with path.open("r+b") as offsets, path.open("r+b") as documents:
             offsets.seek(first)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.blend import check_weights
+from megatron.data.blend import SampleDraw, check_weights
 from megatron.data.index_cache import IndexCache
 
 _SURPLUS = 0.005
@@ -25,7 +25,7 @@ def requested_samples(weights: Sequence[float], num_samples: int) -> list[int]:
     return [math.ceil(math.ceil(num_samples * weight) * (1 + _SURPLUS)) for weight in _normalised(weights)]
 
 
-class GreedyBlend:
+class GreedyBlend(SampleDraw):
     """Sample i comes from the dataset with the largest weight * max(i, 1) - (its samples so far), of equal ones from the first.
 
     Exact in floating point, so the same choices as there. They are computed for the whole run and cached.
@@ -60,11 +60,6 @@ class GreedyBlend:
         self._before = self._counts_before_blocks()
 
     def place(self, numbers: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """Dataset of each of these samples, and which of its samples it is.
-
-        Raises:
-            ValueError: the blend ends before one of them.
-        """
         if len(numbers) and int(np.max(numbers)) >= self._num_samples:
             raise ValueError(
                 f"the blend has no sample {int(np.max(numbers)):,}: --data-order megatron was asked for {self._num_samples:,} "
@@ -80,7 +75,6 @@ class GreedyBlend:
         return datasets, indices
 
     def counts(self, num_samples: int) -> list[int]:
-        """Samples of each dataset among the first `num_samples`."""
         block = num_samples // _BLOCK
         rest = np.bincount(self._choices[block * _BLOCK : num_samples], minlength=len(self.weights))
         return [int(count) for count in self._before[block] + rest]

@@ -16,7 +16,7 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.order import index_dtype
 from megatron.data.split import SPLIT_NAMES, Selection
-from megatron.data.windows import DocumentLayout, PassIndex, SamplePlace, Windows, lay_out
+from megatron.data.windows import DocumentLayout, PassIndex, SampleOrder, SamplePlace, Windows, lay_out
 
 _LEAST_SHARE = 0.80
 """An epoch of whose samples a smaller share is asked for is shuffled apart."""
@@ -60,7 +60,7 @@ class MegatronPlan:
         return self.num_epochs - self.last_is_apart
 
 
-class MegatronOrder:
+class MegatronOrder(SampleOrder):
     """One shuffle of the documents of all epochs, cut into windows that overlap by one token, and one shuffle of the windows.
 
     Both go on with the same random stream. The last epoch has shuffles of its own if less than 80 % of its samples are asked for.
@@ -76,13 +76,7 @@ class MegatronOrder:
         DatasetError: a document is not one sequence.
     """
 
-    def __init__(
-        self,
-        selection: Selection,
-        *,
-        num_samples: int | None,
-        cache: IndexCache,
-    ) -> None:
+    def __init__(self, selection: Selection, *, num_samples: int | None, cache: IndexCache) -> None:
         dataset = selection.dataset
         if not dataset.one_sequence_each:
             raise DatasetError(
@@ -97,11 +91,6 @@ class MegatronOrder:
         self._num_samples = self._plan.samples_of(self._plan.num_epochs)
 
     def place(self, number: int) -> SamplePlace:
-        """Place of a sample, in the one pass that there is.
-
-        Raises:
-            DatasetError: the order ends before it.
-        """
         if not 0 <= number < self._num_samples:
             asked = self._plan.num_samples or self.samples_per_epoch
             raise DatasetError(
@@ -112,7 +101,6 @@ class MegatronOrder:
         return SamplePlace(0, number, self._num_samples - number)
 
     def index(self, pass_number: int) -> PassIndex:
-        """The order of all samples."""
         plan = self._plan
 
         def key() -> tuple[object, ...]:
@@ -131,7 +119,6 @@ class MegatronOrder:
         return PassIndex(DocumentLayout(sequences, starts), Windows(plan.seq_length, np.zeros(1, np.int64), firsts, shuffle))
 
     def describe(self, num_samples: int) -> list[str]:
-        """Which epochs so many samples take, and what is left out."""
         plan = self._plan
         tail = plan.num_epochs * plan.num_tokens - 1 - self._num_samples * plan.seq_length
         apart = ", the last of them apart" if plan.last_is_apart else ""

@@ -6,14 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.order import MOCK_RULE, MOCK_SAMPLE, permutation, random_numbers
-from megatron.data.samples import SamplePiece
+from megatron.data.samples import SamplePiece, SampleSource
 from megatron.data.split import SPLIT_NAMES
 
 _MOST_TOKENS = 64
 _DOCUMENT_END = 0.1
 
 
-class MockDataset:
+class MockDataset(SampleSource):
     """Samples in which each token follows from the one before, except after the end of a document.
 
     The tokens run around a fixed circle of up to 64 ids, spread over the whole vocabulary so that every part of a split embedding
@@ -45,16 +45,13 @@ class MockDataset:
         self._circle = ids[permutation(count, (MOCK_RULE, seed, 0, 0))]
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """Tokens of `count` samples from number `first` on, [count, seq_length + 1]."""
         made = [self._sample(number) for number in range(first, first + count)]
         return np.stack(made) if made else np.empty((0, self.seq_length + 1), np.int64)
 
     def lineage(self, number: int) -> list[SamplePiece]:
-        """Every sample is a document of its own."""
         return [SamplePiece("made-up tokens", number, 0, self.seq_length + 1)]
 
     def describe(self, num_samples: int) -> list[str]:
-        """What a user wants to know of the data."""
         return [f"{SPLIT_NAMES[self.split]}: made-up tokens (--mock-data), {len(self._circle) + 1} different ids, never repeated"]
 
     def _sample(self, number: int) -> NDArray[np.int64]:

@@ -27,12 +27,19 @@ class SamplePiece:
 
 
 class SampleSource(Protocol):
-    """Numbered samples: the same number always gives the same tokens. Numbers go on for ever, epoch after epoch."""
+    """Numbered samples: the same number always gives the same tokens. Numbers go on for ever, epoch after epoch.
+
+    Safe to use from several threads.
+    """
 
     seq_length: int
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """Tokens of `count` samples from number `first` on, [count, s + 1]."""
+        """Tokens of `count` samples from number `first` on, [count, s + 1].
+
+        Raises:
+            ValueError: a token id is not below the vocabulary size, or the order ends before these samples.
+        """
 
     def lineage(self, number: int) -> list[SamplePiece]:
         """Where the tokens of a sample come from, in their order."""
