@@ -21,7 +21,7 @@ from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter, layer_norms, params_norm, places
 from megatron.training.saver import LearningSchedule, Saver
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.watch import Watch
+from megatron.training.watch import Watcher, watchers
 
 _SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError)
 """Raised by a step on every rank at once."""
@@ -53,20 +53,21 @@ class Loop:
         if self.config.training.manual_gc:
             gc.disable()
         began_at = progress.iteration
-        watch = Watch(self.config, self.step, progress, self.reporter.say)
+        watching = watchers(self.config, self.step, progress, self.reporter.say)
         with ExitSignal() as signal:
             try:
-                stopped = self._train(progress, signal, watch)
+                stopped = self._train(progress, signal, watching)
                 if progress.iteration > began_at:  # a finished run that is started again leaves its checkpoint as it is
-                    self._save(progress, watch)  # inside, for a further signal must not cut off the save
+                    self._save(progress, watching)  # inside, for a further signal must not cut off the save
             except _SHARED_FAILURES:  # on every rank alike, so the save that is under way can be finished
                 self.saver.finish(self.reporter.say)
                 raise
-            watch.close()
+            for watcher in watching:
+                watcher.close()
             self.saver.finish(self.reporter.say)
             self._finish(progress, stopped)
 
-    def _train(self, progress: Progress, signal: ExitSignal, watch: Watch) -> str | None:
+    def _train(self, progress: Progress, signal: ExitSignal, watching: list[Watcher]) -> str | None:
         """All steps. Returns why they stopped before the end of the run, or None."""
         stopped = None
         with self._profiler() as profiler, self._pipeline_profiler() as pipeline_profiler:
@@ -76,9 +77,9 @@ class Loop:
                 pipeline_profiler.step(progress.iteration + 1)
                 with self.timers("batch-generator", level=1):
                     batch = next(batches)
-                result = self._advance(progress, batch, (signal.requested, self._time_is_up()), watch)
+                result = self._advance(progress, batch, (signal.requested, self._time_is_up()), watching)
                 self.saver.poll(self.reporter.say)
-                self._between_steps(progress, watch)
+                self._between_steps(progress, watching)
                 stopped = self._exit_reason(progress, result)
             batches.close()  # type: ignore[attr-defined]
         return stopped
@@ -90,7 +91,7 @@ class Loop:
         return together(self.context, lambda: PipelineProfiler(self.config.logging, self.step, self.context))
 
     def _advance(
-        self, progress: Progress, batch: list[ModelInputs], exit_votes: tuple[bool, bool], watch: Watch
+        self, progress: Progress, batch: list[ModelInputs], exit_votes: tuple[bool, bool], watching: list[Watcher]
     ) -> StepResult | None:
         """One step, or none where the user leaves the iteration out."""
         rate = learning_rate(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
@@ -98,7 +99,8 @@ class Loop:
         samples = self.plan.global_batch_size(progress.consumed_samples)
         iteration, result = progress.iteration + 1, None
         if iteration not in self.config.training.iterations_to_skip:
-            watch.before_step(batch, iteration)
+            for watcher in watching:
+                watcher.before_step(batch, iteration)
             result = self.step.run(batch, iteration=iteration, learning_rate=rate, weight_decay=decay, exit_votes=exit_votes)
         progress.iteration = iteration
         progress.consumed_samples += samples
@@ -108,7 +110,8 @@ class Loop:
             progress.updated_samples += samples
         self.reporter.step(progress, result, rate, samples, lambda: self._extras(result))
         if result is not None:
-            watch.after_step(progress, result, samples, rate, decay)
+            for watcher in watching:
+                watcher.after_step(progress, result, samples, rate, decay)
         return result
 
     def _extras(self, result: StepResult | None) -> dict[str, float]:
@@ -122,12 +125,12 @@ class Loop:
             found |= layer_norms(shards, self.step.counted_squares, result.loss_scale, parts, self.context)
         return found
 
-    def _between_steps(self, progress: Progress, watch: Watch) -> None:
+    def _between_steps(self, progress: Progress, watching: list[Watcher]) -> None:
         training, checkpoint = self.config.training, self.config.checkpoint
         if training.eval_interval and progress.iteration % training.eval_interval == 0 and self.valid_batches is not None:
             self._evaluate(progress, "validation")
         if checkpoint.save_interval and progress.iteration % checkpoint.save_interval == 0:
-            self._save(progress, watch)
+            self._save(progress, watching)
         if training.manual_gc and training.manual_gc_interval and progress.iteration % training.manual_gc_interval == 0:
             gc.collect()
 
@@ -166,11 +169,12 @@ class Loop:
             gc.collect()
         self.reporter.resume(paused)
 
-    def _save(self, progress: Progress, watch: Watch) -> None:
+    def _save(self, progress: Progress, watching: list[Watcher]) -> None:
         paused = self.reporter.pause()
         self.step.finish_publishing()  # nothing may write where is read
         if self.config.checkpoint.save is not None:
-            watch.before_save(progress)
+            for watcher in watching:
+                watcher.before_save(progress)
         with self.timers("save-checkpoint", level=0):
             self.saver.save(progress, self.step.optimizer, self.step.scaler, self.schedule, self.reporter.say)
         if self.config.training.manual_gc:

@@ -21,11 +21,25 @@ from megatron.training.step import StepResult, TrainStep
 _ADVICE = "Training stops before the update. tools/verify_layout.py with the same settings tells where the fault is."
 
 
-class RunChecks:
+class Watcher:
+    """Looks on at a run. Every rank calls every method, together. What it finds wrong is raised as an AuditError on all of them."""
+
+    def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
+        """The next step is of this batch."""
+
+    def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
+        """A step was made, of so many samples; `progress` is what it has led to."""
+
+    def before_save(self, progress: Progress) -> None:
+        """A checkpoint is about to be written."""
+
+    def close(self) -> None:
+        """The run ends."""
+
+
+class RunChecks(Watcher):
     """--check-replicas-every: compares copies of the weights at the start, every so many steps and before every save; audits the
     first step that makes an update.
-
-    Every rank calls every method, together. Whatever is wrong is raised as an AuditError on all of them.
 
     Args:
         every: steps between comparisons.
@@ -45,11 +59,7 @@ class RunChecks:
         say(f"  copies of weights that must be equal, compared {often}: {self._replicas.describe()}")
 
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
-        """Run the step that is audited without sums over ranks first.
-
-        Raises:
-            AuditError: a parameter gets no gradient, or not all.
-        """
+        """Run the step that is audited without sums over ranks first: every parameter must get its whole gradient."""
         if self._audited:
             return
         step = self._step
@@ -61,24 +71,16 @@ class RunChecks:
         self._iteration = iteration
         step.before_update.append(self._audit)
 
-    def after_step(self, iteration: int) -> None:
-        """Compare, if it is time. (A step that made no update leaves the audit to the next one.)
-
-        Raises:
-            AuditError: copies differ.
-        """
+    def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
+        """Compare, if it is time. (A step that made no update leaves the audit to the next one.)"""
         if self._audit in self._step.before_update:
             self._step.before_update.remove(self._audit)
-        if iteration % self._every == 0:
-            self._compare(iteration)
+        if progress.iteration % self._every == 0:
+            self._compare(progress.iteration)
 
-    def before_save(self, iteration: int) -> None:
-        """What is saved was compared.
-
-        Raises:
-            AuditError: copies differ.
-        """
-        self._compare(iteration)
+    def before_save(self, progress: Progress) -> None:
+        """What is saved was compared."""
+        self._compare(progress.iteration)
 
     def close(self) -> None:
         """The run ends. Say so if nothing was audited, because every step was skipped or left out."""
@@ -112,9 +114,8 @@ class RunChecks:
         self._own, self._audited = None, True
 
 
-class Tracing:
-    """--save-trace: writes what came of the first steps of a run, the same at every layout. The first rank writes; every rank calls
-    every method, together.
+class Tracing(Watcher):
+    """--save-trace: writes what came of the first steps of a run, the same at every layout. The first rank writes.
 
     Args:
         progress: at the start; a run that resumes appends to the file.
@@ -152,12 +153,9 @@ class Tracing:
         return self._look not in self._step.before_update
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """Write a step.
-
-        Args:
-            progress: after it.
-            samples: of its global batch.
-        """
+        """Write a step."""
+        if self.ended:
+            return
         gradients, weights = self._recorder.collect()
         if self._writer is not None:
             self._writer.step(
@@ -181,14 +179,15 @@ class Tracing:
 
     def close(self) -> None:
         """Leave the step alone from now on, and close the file."""
-        if not self.ended:
-            self._step.before_update.remove(self._look)
+        if self.ended:
+            return
+        self._step.before_update.remove(self._look)
         if self._writer is not None:
             self._writer.close()
 
 
-class Watch:
-    """The checks and the trace of a run, if there are any. Every rank calls every method, together.
+def watchers(config: Config, step: TrainStep, progress: Progress, say: Callable[[str], None]) -> list[Watcher]:
+    """The trace and the checks of a run, if it has any. All ranks call it together.
 
     Args:
         progress: at the start.
@@ -198,48 +197,6 @@ class Watch:
         SetupError: the trace cannot be written.
         AuditError: ranks do not begin with the same weights.
     """
-
-    def __init__(self, config: Config, step: TrainStep, progress: Progress, say: Callable[[str], None]) -> None:
-        every = config.debug.check_replicas_every
-        self._checks = None if every is None else RunChecks(step, every, progress.iteration, say)
-        self._tracing = None if config.debug.save_trace is None else Tracing(config, step, progress)
-
-    def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
-        """The next step is of this batch.
-
-        Raises:
-            AuditError: the step would not give every parameter its gradient.
-        """
-        if self._checks is not None:
-            self._checks.before_step(batch, iteration)
-
-    def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """A step was made.
-
-        Args:
-            progress: after it.
-            samples: of its global batch.
-
-        Raises:
-            AuditError: copies of weights differ.
-        """
-        if self._tracing is not None and not self._tracing.ended:
-            self._tracing.after_step(progress, result, samples, learning_rate, weight_decay)
-        if self._checks is not None:
-            self._checks.after_step(progress.iteration)
-
-    def before_save(self, progress: Progress) -> None:
-        """A checkpoint is about to be written.
-
-        Raises:
-            AuditError: copies of weights differ.
-        """
-        if self._checks is not None:
-            self._checks.before_save(progress.iteration)
-
-    def close(self) -> None:
-        """The run ends."""
-        if self._checks is not None:
-            self._checks.close()
-        if self._tracing is not None and not self._tracing.ended:
-            self._tracing.close()
+    every = config.debug.check_replicas_every
+    checks: list[Watcher] = [] if every is None else [RunChecks(step, every, progress.iteration, say)]
+    return [*([] if config.debug.save_trace is None else [Tracing(config, step, progress)]), *checks]
