@@ -23,7 +23,7 @@ from megatron.planner.work import step_work
 from megatron.spec.counts import count_parameters
 from megatron.spec.layers import layers
 from megatron.spec.operations import Op, OpKind
-from megatron.spec.schedules import make_schedule
+from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.spec.weights import padded_vocab_size
 
 MOST_OPERATIONS = 300_000
@@ -71,7 +71,7 @@ class _Planner:
         _check_operations(num_microbatches, len(self._table))
         stages = self._topology.pp
         self._schedule = make_schedule(parallel.schedule, stages, num_microbatches, len(self._table) // stages)
-        self._receives = receive_plans(self._schedule, config)
+        self._receives = receive_plans(self._schedule, overlap=parallel.overlap_p2p_communication)
         self._device_type = "cpu" if parallel.device == "cpu" else "cuda"
         self._traces: dict[object, ChunkTrace] = {}
         self._attention: set[str] = set()
@@ -142,7 +142,15 @@ class _Planner:
         optim_grads."""
         config, found = self._config, {}
         state = optimizer_state(config.optimizer, self._device_type)
-        traces = trace_chunks(model, config, context, device_type=self._device_type, cache=self._traces)
+        traces = trace_chunks(
+            model,
+            config.data,
+            config.training.micro_batch_size,
+            context,
+            splits_backward=SCHEDULES[config.parallel.schedule].splits_backward,
+            device_type=self._device_type,
+            cache=self._traces,
+        )
         self._attention.update(trace.attention for trace in traces.values() if trace.attention)
         contents: dict[object, tuple[dict[Held, list[Places]], tuple[Sending, ...]]] = {}
         for stage in stages:
@@ -156,7 +164,7 @@ class _Planner:
             here = context.elsewhere(stage=stage)
             its = dict(zip((chunk.index for chunk in self._chunks(stage)), traces.values(), strict=True))
             activations = peak_activations(its, model, config, here, self._schedule, self._receives)
-            transfers = step_transfers(its, model, config, here, self._schedule)
+            transfers = step_transfers(its, model, config.training.micro_batch_size, here, self._schedule)
             found[stage] = StagePlan(stage, places, activations, (*sent, *_sendings(transfers), *self._scalars()))
         return found
 

@@ -27,7 +27,7 @@ from megatron.planner.activations.collective_calls import Transfer
 from megatron.planner.activations.peak import Activations, peak_activations, receive_plans, step_transfers
 from megatron.planner.state_report import state_report
 from megatron.spec.operations import Schedule
-from megatron.spec.schedules import make_schedule
+from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.progress import BatchSizePlan
 from megatron.training.step import TrainStep
@@ -75,10 +75,12 @@ def plan_rank(config: Config, world_size: int, rank: int = 0, *, device_type: st
     try:
         model = build(config, context)
         schedule = _schedule(config, context, model)
-        traces = trace_chunks(model, config, context, device_type=device_type)
+        size, splits = config.training.micro_batch_size, SCHEDULES[config.parallel.schedule].splits_backward
+        traces = trace_chunks(model, config.data, size, context, splits_backward=splits, device_type=device_type)
+        receives = receive_plans(schedule, overlap=config.parallel.overlap_p2p_communication)
         return Planned(
-            peak_activations(traces, model, config, context, schedule, receive_plans(schedule, config)),
-            step_transfers(traces, model, config, context, schedule),
+            peak_activations(traces, model, config, context, schedule, receives),
+            step_transfers(traces, model, size, context, schedule),
             traces,
             state_report(model, context, config.parallel, config.optimizer, schedule).memory.buffers.device,
         )

@@ -112,7 +112,7 @@ class _Check:
 
     def links_work(self) -> list[str]:
         """Every rank reaches every other, sums are right, no node is slow."""
-        job, device, found = self.job, device_kind(self.config), Verdict()
+        job, device, found = self.job, device_kind(self.config.parallel.device), Verdict()
         ends = run_ranks(
             self.meeting.index, job.ranks_per_node, job.nodes, job.head, job.port, device, job.limit_s, program=self.program
         )
@@ -156,9 +156,9 @@ class _Check:
         return f"{len(nodes)} node{'s' * (len(nodes) > 1)} of {self.job.ranks_per_node} ranks: {what}{room}"
 
 
-def device_kind(config: Config) -> str:
-    """The kind of device that the ranks will choose."""
-    return "cuda" if config.parallel.device != "cpu" and torch.cuda.is_available() else "cpu"
+def device_kind(device: str) -> str:
+    """The kind of device that the ranks will choose by --device."""
+    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def _appears(marker: Path) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from megatron.checkpoint.storage import is_url
 from megatron.config.config import Config
-from megatron.config.data import split_words
+from megatron.config.data import DataConfig, split_words
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron.spec.counts import count_parameters
@@ -55,7 +55,7 @@ def node_facts(config: Config, ranks: int) -> NodeFacts:
     """
     facts = NodeFacts(socket.gethostname(), versions(config.parallel.device))
     rows = _tried(facts.faults, lambda: embedding_rows(build_tokenizer(config.data), config.data))
-    for prefix in _prefixes(config, facts.faults):
+    for prefix in _prefixes(config.data, facts.faults):
         _tried(facts.faults, functools.partial(IndexedDataset, prefix))
     facts.faults.extend(too_many(ranks, config.parallel.device))
     if config.checkpoint.save and not is_url(config.checkpoint.save):
@@ -114,9 +114,9 @@ def look_at_folder(folder: Path, facts: NodeFacts) -> None:
         )
 
 
-def _prefixes(config: Config, faults: list[str]) -> Iterator[str]:
+def _prefixes(data: DataConfig, faults: list[str]) -> Iterator[str]:
     """The datasets, each once."""
-    words = _tried(faults, lambda: split_words(config.data))
+    words = _tried(faults, lambda: split_words(data))
     if words:
         yield from dict.fromkeys(each.prefix for split in words[1] for each in split)
 

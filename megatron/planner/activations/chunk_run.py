@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from megatron.config.config import Config
+from megatron.config.data import DataConfig
 from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.model.build import Model
 from megatron.model.gpt import GPTChunk
@@ -38,7 +38,8 @@ class ChunkRun:
     def __init__(
         self,
         model: Model,
-        config: Config,
+        data: DataConfig,
+        micro_batch_size: int,
         context: ParallelContext,
         chunk: Chunk,
         layers: Sequence[int],
@@ -57,8 +58,8 @@ class ChunkRun:
             gradient = torch.empty(entry.param.shape, dtype=dtype, device=device)
             sink = GradSink(dtype, partial(self._wrote, entry.record.name), main_grad=gradient)
             entry.param.grad_sink = sink  # type: ignore[attr-defined]
-        self._inputs = make_inputs(model, config, device)
-        hidden = model.boundary(config.training.micro_batch_size, context.topology.tp)["hidden"]
+        self._inputs = make_inputs(model, data, micro_batch_size, device)
+        hidden = model.boundary(micro_batch_size, context.topology.tp)["hidden"]
         self._received = self._gradient = None
         if not chunk.first:
             self._received = torch.empty(hidden.shape, dtype=hidden.dtype, device=device, requires_grad=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.config.config import Config
+from megatron.config.data import DataConfig
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.partition import Chunk
@@ -23,7 +23,6 @@ from megatron.planner.activations.cuda_kernels import CudaKernels
 from megatron.planner.activations.storages import Span, StorageLedger, joined
 from megatron.spec.layers import LayerSpec, alike, layers
 from megatron.spec.operations import OpKind
-from megatron.spec.schedules import make_schedule
 
 _VARIED_LENGTHS = "torch_attn::_varlen_attn"
 _ATTENTION = {
@@ -73,9 +72,11 @@ class _CpuKernels(FakeTensorMode):
 
 def trace_chunks(
     model: Model,
-    config: Config,
+    data: DataConfig,
+    micro_batch_size: int,
     context: ParallelContext,
     *,
+    splits_backward: bool,
     device_type: str = "cuda",
     cache: dict[object, ChunkTrace] | None = None,
 ) -> dict[int, ChunkTrace]:
@@ -84,24 +85,24 @@ def trace_chunks(
     Args:
         model: of this rank; its parameters may be on the meta device.
         context: with groups whose collectives return at once.
+        splits_backward: the schedule puts weight gradients off.
         device_type: of the job's devices, cpu or cuda, whatever this machine has.
         cache: kinds of chunks that were traced before for these settings.
     """
     cache = {} if cache is None else cache
-    stages = context.topology.pp
-    schedule = make_schedule(config.parallel.schedule, stages, 1, len(model.layer_table) // stages)
-    splits = any(op.kind is OpKind.INPUT_GRAD for op in schedule.ops[0])
     found, specs = {}, layers(model.config)
     for index in model.chunks:
         chunk = model.layer_table[index]
         key = (chunk.first, chunk.last, tuple(specs[layer] for layer in chunk.layers))
         if key not in cache:
-            cache[key] = _trace(model, config, context, chunk, device_type, splits)
+            cache[key] = _trace(model, data, micro_batch_size, context, chunk, device_type, splits_backward)
         found[index] = cache[key]
     return found
 
 
-def _trace(model: Model, config: Config, context: ParallelContext, chunk: Chunk, device_type: str, splits: bool) -> ChunkTrace:
+def _trace(
+    model: Model, data: DataConfig, micro_batch_size: int, context: ParallelContext, chunk: Chunk, device_type: str, splits: bool
+) -> ChunkTrace:
     on_cuda = device_type == "cuda"
     specs = layers(model.config)
     stand_ins = layers_that_stand([specs[layer] for layer in chunk.layers])
@@ -109,10 +110,10 @@ def _trace(model: Model, config: Config, context: ParallelContext, chunk: Chunk,
     ledger = StorageLedger()
     with CudaKernels() if on_cuda else _CpuKernels(), ledger:
         device = torch.device("meta" if on_cuda else device_type)
-        spans = ChunkRun(model, config, context, chunk, run, ledger, device).run(splits=splits)
+        spans = ChunkRun(model, data, micro_batch_size, context, chunk, run, ledger, device).run(splits=splits)
     ops = {kind: _op(joined(_of_all(some, stand_ins, kind)), context) for kind, some in spans.items()}
     attention = ", ".join(words for name, words in _ATTENTION.items() if name in ledger.kernels)
-    sorts = config.data.reset_attention_mask and _VARIED_LENGTHS not in ledger.kernels
+    sorts = data.reset_attention_mask and _VARIED_LENGTHS not in ledger.kernels
     return ChunkTrace(ops, device_type, attention, sorts)
 
 

@@ -43,9 +43,9 @@ class Activations:
         return self.kept + self.deferred + self.passing + self.messages + self.inputs
 
 
-def receive_plans(schedule: Schedule, config: Config) -> list[ReceivePlan]:
+def receive_plans(schedule: Schedule, *, overlap: bool) -> list[ReceivePlan]:
     """When each stage posts its receives: for `peak_activations` of all stages."""
-    return plan_receives(schedule) if config.parallel.overlap_p2p_communication else plan_exchanges(schedule)
+    return plan_receives(schedule) if overlap else plan_exchanges(schedule)
 
 
 def peak_activations(
@@ -68,7 +68,8 @@ def peak_activations(
     notices = any(trace.device_type == "cuda" for trace in traces.values())
     mail = Mail(schedule, stage, plans[stage], size, overlap=overlap, notices=notices)
     sorts = any(trace.sorts_documents for trace in traces.values())
-    inputs = input_bytes(model, config, schedule.num_microbatches, sorts_documents=sorts)
+    num_sequences = schedule.num_microbatches * config.training.micro_batch_size
+    inputs = input_bytes(model, config.data, num_sequences, sorts_documents=sorts)
     live = kept = deferred = 0
     found = Activations(schedule.ops[stage][0], 0, 0, 0, 0, 0, inputs)
     for place, op in enumerate(schedule.ops[stage]):
@@ -90,11 +91,11 @@ def peak_activations(
 
 
 def step_transfers(
-    traces: Mapping[int, ChunkTrace], model: Model, config: Config, context: ParallelContext, schedule: Schedule
+    traces: Mapping[int, ChunkTrace], model: Model, micro_batch_size: int, context: ParallelContext, schedule: Schedule
 ) -> list[Transfer]:
     """What this rank sends in a step over its tensor group, and to other stages."""
     stage = context.group("pp").index
-    size = _bytes(model.boundary(config.training.micro_batch_size, context.topology.tp)["hidden"])
+    size = _bytes(model.boundary(micro_batch_size, context.topology.tp)["hidden"])
     sent: list[Transfer] = []
     for op, _, gives in schedule.linked_ops[stage]:
         sent += traces[op.chunk].ops[op.kind].transfers
