@@ -46,6 +46,11 @@ class Weight:
     """The output layer multiplies with it too."""
 
     @property
+    def part(self) -> str:
+        """The name, of a layer's parameter without the layer."""
+        return self.name.split(".", 2)[2] if self.name.startswith("layers.") else self.name
+
+    @property
     def numel(self) -> int:
         """Elements, without padding."""
         return math.prod(self.shape)
@@ -87,20 +92,23 @@ def model_weights(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
     Args:
         vocab_size: rows of the word embedding, without padding.
     """
-    yield from embedding_weights(model, vocab_size)
+    outside = list(outside_layers(model, vocab_size))
+    yield from (weight for weight in outside if weight.part.startswith("embedding."))
     for number, layer in enumerate(layers(model)):
         yield from layer_weights(model, layer, number)
-    yield from norm("final_norm", norm_of(model), model.hidden_size)
-    if not model.tied:
-        yield output_matrix(model, vocab_size)
+    yield from (weight for weight in outside if not weight.part.startswith("embedding."))
 
 
-def embedding_weights(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
-    """The word embedding [v, h], perhaps tied, and learned positions [positions, h] if any."""
+def outside_layers(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
+    """The word embedding [v, h], perhaps tied; learned positions [positions, h] if any; the final norm; the output layer [v, h]
+    where it has a weight of its own."""
     yield vocabulary(WORD_EMBEDDING, model, vocab_size, "table")
     if model.position_embedding_type == "learned_absolute":
         shape = (model.num_positions, model.hidden_size)
         yield Weight("embedding.position.weight", shape, "table", init=Init(model.init_method_std))
+    yield from norm("final_norm", norm_of(model), model.hidden_size)
+    if not model.tied:
+        yield output_matrix(model, vocab_size)
 
 
 def output_matrix(model: ModelConfig, vocab_size: int) -> Weight:

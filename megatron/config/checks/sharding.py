@@ -20,14 +20,32 @@ from megatron.config.checks.finding import (
 )
 from megatron.config.checks.pipeline import COUNT, LAYERS_EACH, LAYOUT, PP
 from megatron.config.config import Config
+from megatron.config.model import ModelConfig
 from megatron.spec.activations import FLAGS, GATED_FLAGS
+from megatron.spec.layers import alike, layers
 from megatron.spec.schedules import SCHEDULES, default_schedule
+from megatron.spec.weights import layer_weights, outside_layers
 
 _TP, VOCABULARY = "tensor_model_parallel_size", "make_vocab_size_divisible_by"
 _MODEL = ("hidden_size", "ffn_hidden_size", *FLAGS, "num_attention_heads", "group_query_attention", "num_query_groups")
-_POSITIONS = ("seq_length", "max_position_embeddings", "position_embedding_type", "sequence_parallel")
-DIMENSIONS = (*_MODEL, "kv_channels", *_POSITIONS, "untie_embeddings_and_output_weights", VOCABULARY)
+_SHAPE = (
+    *_MODEL,
+    *("num_layers", "kv_channels", "seq_length", "max_position_embeddings", "position_embedding_type"),
+    *("untie_embeddings_and_output_weights", VOCABULARY),
+)
+DIMENSIONS = (*_SHAPE, "sequence_parallel")
 """The settings from which they follow."""
+_WIDTH = "hidden size", ("hidden_size",)
+_VOCABULARY = "vocabulary, a multiple of", (VOCABULARY,)
+_PARTS = {
+    "embedding.position.": ("learned positions", ("max_position_embeddings", "seq_length")),
+    "embedding.word.": _VOCABULARY,
+    "output.": _VOCABULARY,
+    "mlp.up.": ("width of the MLP", ("ffn_hidden_size", "hidden_size", *GATED_FLAGS)),
+    "attention.qkv.": ("queries, keys and values", ("num_attention_heads", "num_query_groups", "kv_channels", "hidden_size")),
+}
+"""What is divided of parameters whose names, after the layer, begin so, and the settings that say how large it is. Of all others it
+is the width of the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -42,29 +60,27 @@ class Dimension:
 
 
 def split_dimensions(config: Config) -> list[Dimension]:
-    """Every dimension of a tensor rank's parameters that is divided, of any stage; those that are not known are left out."""
-    model, parallel = config.model, config.parallel
-    tp = parallel.tensor_model_parallel_size
-    if not positive(tp, model.hidden_size):
+    """Every dimension of a tensor rank's parameters that is divided, of any stage; none where the shape is not valid."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    sizes = (model.hidden_size, model.num_layers, model.num_attention_heads, model.num_key_value_heads, model.kv_channels or 1)
+    if not positive(tp, *sizes) or not positive(model.head_size, model.ffn_size, model.num_positions):
         return []
-    whole = [Dimension("hidden size", ("hidden_size",), model.hidden_size)]
-    if model.position_embedding_type == "learned_absolute" and not _splits_sequence(config):
-        whole.append(Dimension("learned positions", ("max_position_embeddings", "seq_length"), model.num_positions))
-    if not model.tied:
-        whole.append(Dimension("vocabulary, a multiple of", (VOCABULARY,), model.make_vocab_size_divisible_by))
-    over_tensor = [Dimension("width of the MLP", ("ffn_hidden_size", "hidden_size", *GATED_FLAGS), model.ffn_size)]
-    if positive(model.num_attention_heads, model.num_key_value_heads) and model.head_size > 0:
-        rows = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_size
-        fields = ("num_attention_heads", "num_query_groups", "kv_channels", "hidden_size")
-        over_tensor.append(Dimension("queries, keys and values", fields, rows))
-    return [
-        *(part for part in whole if positive(part.size)),
-        *(
-            Dimension(f"{part.what} / TP" if tp > 1 else part.what, (*part.fields, _TP), part.size // tp)
-            for part in over_tensor
-            if positive(part.size) and part.size % tp == 0
-        ),
-    ]
+    shape = ModelConfig(**{field: getattr(model, field) for field in _SHAPE})
+    found = set()
+    for kind in alike(layers(shape)):
+        for weight in (*outside_layers(shape, 1), *layer_weights(shape, kind, 0)):
+            if weight.tied or weight.partial_over_tp(_splits_sequence(config)):
+                continue  # these are left to buckets
+            what, fields = next((_PARTS[start] for start in _PARTS if weight.part.startswith(start)), _WIDTH)
+            size = weight.padded_to or weight.shape[weight.fsdp_dim]
+            if weight.padded_to is None and (weight.fsdp_dim, "tp") in weight.splits:
+                if size % tp:
+                    continue  # refused by another rule
+                size, fields = size // tp, (*fields, _TP)
+                what = f"{what} / TP" if tp > 1 else what
+            found.add(Dimension(what, fields, size))
+    order = [what for what, _ in (_WIDTH, *_PARTS.values())]
+    return sorted(found, key=lambda one: (order.index(one.what.removesuffix(" / TP")), one.size))
 
 
 def left_to_buckets(config: Config) -> list[str]:
