@@ -190,10 +190,6 @@ class Bucket(ABC):
             all_reduce(self.own_grads, self.context.pipeline_ends)
             self._announce(Pending(self.own_grads))
 
-    def nonfinite(self) -> set[str]:
-        """Parameters whose gradient, this rank's part of the sum, is not finite."""
-        return {shard.record.name for shard in self.shard_group.shards if not torch.isfinite(shard.grad).all()}
-
     def finish_publishing(self) -> None:
         """Wait for the other ranks' weights."""
         if self._gathering is not None:

@@ -16,14 +16,14 @@ from torch import nn
 from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.bucket import Bucket, BufferPool, Fill, SlicedBucket, WholeBucket, main_grad_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
-from megatron.data_parallel.provider import HeldTensors, Inspect
+from megatron.data_parallel.provider import HeldTensors, Inspect, Provider
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import Granularity, ShardGroup, by_elements
 
 
-class Buckets:
-    """Buckets of parameters and gradients (a `Provider`).
+class Buckets(Provider):
+    """Buckets of parameters and gradients.
 
     Args:
         entries: the parameters, on the meta device or with values.
@@ -61,9 +61,6 @@ class Buckets:
         for bucket in self.buckets:
             bucket.start_step(num_microbatches, early=self._overlap_reduce, inspect=inspect)
 
-    def before_backward(self, chunk: int) -> None:
-        """Nothing: the gradients that arrive say it all."""
-
     def finish_gradients(self) -> None:
         """See `Provider`. With overlap most reductions are under way or through."""
         for bucket in self.buckets:
@@ -75,17 +72,10 @@ class Buckets:
         for bucket in self.buckets:
             bucket.join_ends()
 
-    def nonfinite(self) -> set[str]:
-        """See `Provider`."""
-        return set().union(*(bucket.nonfinite() for bucket in self.buckets))
-
     def finish_publishing(self) -> None:
         """See `Provider`."""
         for bucket in self.buckets:
             bucket.finish_publishing()
-
-    def finish_evaluation(self) -> None:
-        """Nothing is kept."""
 
     def held(self) -> HeldTensors:
         """See `Provider`."""

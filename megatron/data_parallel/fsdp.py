@@ -36,7 +36,7 @@ from torch.distributed.tensor import Shard as ShardedDim
 from megatron.config.parallel import FsdpReshard
 from megatron.data_parallel.bucket import Fill, main_grad_dtype
 from megatron.data_parallel.fsdp_plan import UnitPlan, own_piece, plan_units
-from megatron.data_parallel.provider import HeldTensors, Inspect, complain
+from megatron.data_parallel.provider import HeldTensors, Inspect, Provider, complain
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
@@ -110,10 +110,6 @@ class FsdpUnit:
     def counts(self) -> list[tuple[str, int, int]]:
         """Of each parameter, how many gradients reached it in this step, and how many should."""
         return [(entry.record.name, found, self._microbatches) for entry, found in zip(self._entries, self._writes, strict=True)]
-
-    def nonfinite(self) -> set[str]:
-        """Parameters whose gradient, this rank's part of the sum, is not finite."""
-        return {shard.record.name for shard in self.group.shards if not torch.isfinite(shard.grad).all()}
 
     def gathered(self) -> list[torch.Tensor]:
         """The unsharded parameters that have memory now."""
@@ -226,8 +222,8 @@ class _Root:
     """Whether FSDP takes the next backward for the last of a step."""
 
 
-class FullyShardedParams:
-    """Parameters under `fully_shard` (a `Provider`).
+class FullyShardedParams(Provider):
+    """Parameters under `fully_shard`.
 
     Args:
         entries: the parameters, on the meta device or with values; those that `is_fully_sharded` names.
@@ -298,13 +294,6 @@ class FullyShardedParams:
         counts = [count for unit in self._units for count in unit.counts()]
         if any(found != wanted for _, found, wanted in counts):
             complain(self._rank, counts)
-
-    def nonfinite(self) -> set[str]:
-        """See `Provider`."""
-        return set().union(*(unit.nonfinite() for unit in self._units))
-
-    def finish_publishing(self) -> None:
-        """Nothing: parameters are gathered in front of their use."""
 
     def finish_evaluation(self) -> None:
         """See `Provider`."""

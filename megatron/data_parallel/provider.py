@@ -6,9 +6,10 @@ leaves none out.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 
@@ -29,7 +30,7 @@ class HeldTensors:
     """What only passes through: gradients of a bucket before they are reduced."""
 
 
-class Provider(Protocol):
+class Provider(ABC):
     """Divides the state of some of the model's parameters over the data ranks, and moves gradients and weights between them.
 
     In each step, in this order: `start_step`; forwards, and `before_backward` in front of each backward; `finish_gradients`; the
@@ -39,6 +40,7 @@ class Provider(Protocol):
     groups: list[ShardGroup]
     """This rank's shards, in about the order in which the forward needs them: the optimizer updates and publishes them so."""
 
+    @abstractmethod
     def start_step(self, num_microbatches: int, *, inspect: Inspect | None = None) -> None:
         """Forget the last step's gradients and expect this many microbatches.
 
@@ -47,9 +49,10 @@ class Provider(Protocol):
                 that they have.
         """
 
-    def before_backward(self, chunk: int) -> None:
-        """The next backward is of this chunk."""
+    def before_backward(self, chunk: int) -> None:  # noqa: B027
+        """The next backward is of this chunk. Nothing where the gradients that arrive say it all."""
 
+    @abstractmethod
     def finish_gradients(self) -> None:
         """Complete the gradients of all shards. (Not after a step that inspects.)
 
@@ -59,13 +62,16 @@ class Provider(Protocol):
 
     def nonfinite(self) -> set[str]:
         """Parameters whose gradient, this rank's part of the sum, is not finite."""
+        shards = [shard for group in self.groups for shard in group.shards]
+        return {shard.record.name for shard in shards if not torch.isfinite(shard.grad).all()}
 
-    def finish_publishing(self) -> None:
-        """Wait until every parameter holds its new values; nothing if it does."""
+    def finish_publishing(self) -> None:  # noqa: B027
+        """Wait until every parameter holds its new values. Nothing where parameters are gathered in front of their use."""
 
-    def finish_evaluation(self) -> None:
-        """Forwards without backwards are through: let go of what is kept for a backward."""
+    def finish_evaluation(self) -> None:  # noqa: B027
+        """Forwards without backwards are through: let go of what is kept for a backward, if anything is."""
 
+    @abstractmethod
     def held(self) -> HeldTensors:
         """What is kept now."""
 

@@ -1,8 +1,8 @@
-"""One optimizer over shards, in two forms: FP32Optimizer updates the parameters themselves, Float16Optimizer float32 main copies.
+"""One optimizer over shards. Parameters in float32 or wider are their own main parameters; those in 16 bits have float32 copies.
 
-It makes the mains and moments of each group of shards, on the device or in host memory, and updates one group after the other: so
-gathering the parameters of one group overlaps the update of the next. Unscaling and clipping are one factor on the gradient, which
-torch's fused kernels apply while they update, so it costs no pass over memory.
+It makes the mains and moments of each group of shards, on the device or in host memory, each by the rule of its parameter, and
+updates one group after the other: so gathering the parameters of one group overlaps the update of the next. Unscaling and clipping
+are one factor on the gradient, which torch's fused kernels apply while they update, so it costs no pass over memory.
 """
 
 from __future__ import annotations
@@ -119,19 +119,3 @@ class ShardedOptimizer:
 
     def _each_placement(self) -> Iterator[StatePlacement]:
         return (placement for placements in self._placements for placement in placements)
-
-
-class FP32Optimizer(ShardedOptimizer):
-    """The parameters are their own mains (float32, or float64 in proofs), but for what is offloaded."""
-
-
-class Float16Optimizer(ShardedOptimizer):
-    """float32 main parameters beside 16-bit model parameters."""
-
-
-def make_optimizer(
-    groups: Sequence[ShardGroup], config: OptimizerConfig, context: ParallelContext, *, staged: bool | None = None
-) -> ShardedOptimizer:
-    """Float16Optimizer where there are parameters in fewer bits than their gradients, else FP32Optimizer. See ShardedOptimizer."""
-    rounds = any(shard.weights.dtype != shard.grad.dtype for group in groups for shard in group.shards)
-    return (Float16Optimizer if rounds else FP32Optimizer)(groups, config, context, staged=staged)

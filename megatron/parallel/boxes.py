@@ -1,5 +1,8 @@
 """Boxes: which part of a global tensor a rank holds. Pure arithmetic, so any rank can compute any other's.
 
+A box is a rectangular slice of a global tensor, given by an offset and a size in each dimension: the word of docs/checkpoints.md,
+where such slices are stored.
+
 A contiguous range of a flattened tensor is a few boxes: of a matrix at most three (the tail of a row, whole rows, the head of a
 row), of an N-dimensional tensor at most 2N - 1. So flat optimizer shards need no gather to be described in global terms.
 """

@@ -20,7 +20,7 @@ from megatron.model.gpt import ModelInputs
 from megatron.model.init import fill
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.norms import count_zeros, square_sums
-from megatron.optimizer.optimizer import make_optimizer
+from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.optimizer.rules import granularity_of
 from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
@@ -89,7 +89,7 @@ class TrainStep:
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self.providers = make_providers(model, context, parallel, granularity=granularity_of(optimizer))
         groups = [group for provider in self.providers for group in provider.groups]
-        self.optimizer = make_optimizer(groups, optimizer, context)
+        self.optimizer = ShardedOptimizer(groups, optimizer, context)
         self.executor = Executor(
             context,
             model.boundary(micro_batch_size, context.topology.tp),

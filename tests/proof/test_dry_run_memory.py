@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.config.cli import LoadedConfig
 from megatron.model.build import Model
-from megatron.optimizer.optimizer import make_optimizer
+from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.optimizer.rules import granularity_of
 from megatron.parallel.context import ParallelContext
 from megatron.planner.plan import Plan
@@ -91,7 +91,7 @@ def kept(context: ParallelContext, one: LoadedConfig, *, staged: bool) -> dict[s
     if staged:
         model, optimizer = real_model(one.config, context), one.config.optimizer
         providers = make_providers(model, context, one.config.parallel, granularity=granularity_of(optimizer))
-        made = make_optimizer([group for p in providers for group in p.groups], optimizer, context, staged=True)
+        made = ShardedOptimizer([group for p in providers for group in p.groups], optimizer, context, staged=True)
     else:
         step = real_step(one.config, context)
         providers, made = step.providers, step.optimizer

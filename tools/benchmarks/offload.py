@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.optimizer import make_optimizer
+from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
@@ -24,7 +24,7 @@ def _measure(dtype: torch.dtype, device: torch.device, elements: int, turns: int
     context = make_context(Topology(), 0, device)
     streams = torch.get_device_module(device)
     groups = slice_groups(elements, dtype, device)
-    optimizer = make_optimizer(groups, _OFFLOADING, context)
+    optimizer = ShardedOptimizer(groups, _OFFLOADING, context)
     update = torch_on_the_same(optimizer, _ADAM)
 
     def reduce() -> None:

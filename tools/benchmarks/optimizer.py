@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.optimizer import ShardedOptimizer, make_optimizer
+from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.params import ParamRecord
@@ -96,7 +96,7 @@ def _rank(dtype: torch.dtype, elements: int, turns: int) -> Times:
     """One process's times."""
     context: ParallelContext = make_context(Topology(), 0, torch.device("cpu"))
     config = OptimizerConfig(optimizer="adam")
-    optimizer = make_optimizer(slice_groups(elements, dtype, context.device), config, context)
+    optimizer = ShardedOptimizer(slice_groups(elements, dtype, context.device), config, context)
     theirs = torch_on_the_same(optimizer, config)
     weights, mains = [shard.weights for shard in optimizer.shards], [shard.main for shard in optimizer.shards]
     actions: dict[str, Callable[[], object]] = {

@@ -13,7 +13,7 @@ from torch import nn
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.optimizer import placement
-from megatron.optimizer.optimizer import make_optimizer
+from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.optimizer.rules import (
     RULES,
     SGD,
@@ -123,7 +123,7 @@ def train(
                 weights = values(record.name, placed.entry.param.shape, 0).view(-1)[piece.start : piece.stop].clone()
                 shards.append(Shard(record, piece, weights, torch.zeros_like(weights), range(0)))
             groups.append(ShardGroup(shards))
-        optimizer = make_optimizer(groups, config, context, staged=True)
+        optimizer = ShardedOptimizer(groups, config, context, staged=True)
         for step in range(1, STEPS + 1):
             for shard in optimizer.shards:
                 grad = values(shard.record.name, shard.record.local_shape(context.axis_sizes), step)
