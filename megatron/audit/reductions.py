@@ -61,9 +61,9 @@ class OwnGradients:
         self._row_of = {name: row for row, name in enumerate(records)}
         self._writes = dict.fromkeys((entry.record.name for entry in params), 0)
         self.signatures = torch.zeros(len(records), SIGNATURE_SIZE, dtype=torch.float64, device=context.device)
-        """Of the parameters. In place of the sum of squares: its sum over the writes, which says how large rounding may be."""
+        """Those of the parameters. In place of the sum of squares its sum over the writes: it says how large rounding may be."""
         self._of_shards = torch.zeros_like(self.signatures)
-        """Of the part of them that this rank updates."""
+        """Those of the part that this rank updates."""
 
     def look(self, entry: ParamEntry, grad: torch.Tensor) -> None:
         """One gradient of a parameter, of one use in one microbatch."""

@@ -87,7 +87,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _weights(device: torch.device) -> torch.Tensor:
-    """Of the words of a row: int64 [16384]."""
+    """Weights of the words of a row: int64 [16384]."""
     return _odd_numbers(_ROW).to(device)
 
 

@@ -91,7 +91,7 @@ def shard_signatures(
 
 
 def named(signature: torch.Tensor) -> tuple[float, ...]:
-    """As a trace has it: the norm, then the signed sums."""
+    """The signature as a trace has it: the norm, then the signed sums."""
     *signed, squares = signature.tolist()
     return (squares**0.5, *signed)
 

@@ -28,13 +28,13 @@ class TraceHeader:
     """How a run was set up."""
 
     settings: dict[str, Any]
-    """By topic, as `config.save.to_dict` makes them."""
+    """All settings by topic, as `config.save.to_dict` makes them."""
     layout: dict[str, int]
     """Sizes of the axes tp, cp, dp and pp."""
     layers: list[tuple[int, list[int]]]
-    """Of each chunk, in order: its pipeline stage and its layers."""
+    """Each chunk's pipeline stage and layers, in order."""
     dtype: str
-    """Of the model's parameters, e.g. bfloat16."""
+    """The model's, e.g. bfloat16."""
     torch: str
     vocab_size: int
     parameters: dict[str, list[int]]
@@ -60,7 +60,7 @@ class TraceStep:
     skipped: bool
     """No update was made, because the gradient overflowed; the line then has no gradients."""
     gradients: dict[str, Signature]
-    """Of the mean loss, before clipping."""
+    """Gradients of the mean loss, before clipping."""
     weights: dict[str, Signature]
     """After the update, as exact as the run keeps them."""
 

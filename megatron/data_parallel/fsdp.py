@@ -1,16 +1,8 @@
 """The provider of shards whose parameters are sharded too (ZeRO-3, Rajbhandari et al. 2019, section 5.3), on torch's `fully_shard`.
 
 A unit (a block; the embedding; the final norm with the output layer) is gathered in front of its use, while the unit before it
-computes, and freed behind it. With N ranks to shard among and M microbatches, a step sends and receives, in elements of the model:
-
-====== ===================== =================== ============================================================
-policy gathered              reduce-scattered    memory for gathered parameters
-====== ===================== =================== ============================================================
-always 2 M (N - 1) / N       M (N - 1) / N       two units: the one that computes and the one fetched ahead
-never  (N - 1) / N           M (N - 1) / N       all units of the rank, from their first use in a step to their last
-====== ===================== =================== ============================================================
-
-With replicas (hybrid sharding, Zhao et al. 2023, section 3.2.2) each rank's part of the gradient is summed over them once a step.
+computes, and freed behind it: so two units are there at a time. With --fsdp-reshard-after-forward never, all units of the rank are,
+from their first use in a step to their last. `traffic.py` says what either sends. With replicas (hybrid sharding, Zhao et al. 2023, section 3.2.2) each rank's part of the gradient is summed over them once a step.
 
 The sharded parameter is its own main parameter, in float32 or wider. FSDP gathers it in the model's dtype into an unsharded
 parameter, which is the same object in every step. Layers hand its gradients to that object's sink, not to autograd: each gets new
@@ -108,7 +100,7 @@ class FsdpUnit:
         self._rounds += 1
 
     def counts(self) -> list[tuple[str, int, int]]:
-        """Of each parameter, how many gradients reached it in this step, and how many should."""
+        """Each parameter's name, how many gradients reached it in this step, and how many should."""
         return [(entry.record.name, found, self._microbatches) for entry, found in zip(self._entries, self._writes, strict=True)]
 
     def gathered(self) -> list[torch.Tensor]:

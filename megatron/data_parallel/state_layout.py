@@ -37,12 +37,12 @@ from megatron.parallel.shards import Granularity
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of one kind of state."""
+    """What one kind of state takes on a rank."""
 
     device: int = 0
     host: int = 0
     padding: int = 0
-    """Of both together, what belongs to no parameter."""
+    """What of both together belongs to no parameter."""
 
     @property
     def total(self) -> int:
@@ -85,9 +85,9 @@ class ShardSizes:
     """Shards that the optimizer gets."""
 
     shards: tuple[tuple[ParamRecord, int], ...]
-    """Of each, the parameter and how many of its elements."""
+    """Each one's parameter, and how many of its elements it has."""
     dtype: torch.dtype
-    """Of the weights."""
+    """The weights' dtype."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class OptimizerState:
     align: int
     """Each shard's place in a buffer is a multiple of so many elements long."""
     offloaded: Callable[[Sequence[int]], Collection[int]]
-    """Of shards of so many elements, the indices of those whose mains and moments lie in host memory."""
+    """Which of shards of so many elements, by index, have their mains and moments in host memory."""
     apart: bool
     """What is offloaded of some shards does not depend on what others there are."""
     staged: bool
@@ -133,7 +133,7 @@ class BucketPart:
     plan: BucketPlan
     sharding: ShardingStrategy
     dtype: torch.dtype
-    """Of the parameters."""
+    """The parameters' dtype."""
 
     def group(self, context: ParallelContext) -> Group:
         """The ranks that divide it."""
@@ -165,7 +165,7 @@ class UnitsPart:
     """The units of each, in the order of the forward."""
     shard: Group
     replicas: int
-    """Of what the group holds."""
+    """How often there is what the group holds."""
     reshard: FsdpReshard
     dtype: torch.dtype
     """In which parameters are gathered."""
@@ -224,7 +224,7 @@ def _padded(size: int, held: Iterable[tuple[ParamRecord, int]], dtype: torch.dty
 
 @dataclass(frozen=True)
 class StateReport:
-    """Of one rank."""
+    """What one rank keeps and sends."""
 
     memory: StateMemory
     sent: tuple[Sent, ...]
@@ -239,14 +239,14 @@ class StateLayout:
     buffers: Bytes
     """Gradients of buckets that pass through, on every rank."""
     sent: tuple[Sent, ...]
-    """By every rank, in a step."""
+    """What every rank sends in a step."""
 
     def memory(self, context: ParallelContext, state: OptimizerState) -> StateMemory:
-        """Of a rank, by its places in its data groups."""
+        """What a rank keeps, by its places in its data groups."""
         return self.memory_of([part.memory(part.group(context).index) for part in self.parts], state)
 
     def memory_of(self, kept: Iterable[tuple[StateMemory, ShardSizes]], state: OptimizerState) -> StateMemory:
-        """With what is kept of each part."""
+        """What is kept in all, where this is kept of each part."""
         kept = list(kept)
         state_of_optimizer = state.memory([shards for _, shards in kept])
         return sum((memory for memory, _ in kept), StateMemory(buffers=self.buffers)) + state_of_optimizer

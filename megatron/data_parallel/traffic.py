@@ -38,7 +38,7 @@ Kind = Literal["gradients", "parameters"]
 
 @dataclass(frozen=True)
 class Sent:
-    """By one rank in one step."""
+    """What one rank sends in one step."""
 
     over: str
     """The group, by its axes."""
@@ -51,7 +51,7 @@ class Sent:
 def bucket_traffic(
     plans: Sequence[BucketPlan], context: ParallelContext, sharding: str, dtype: torch.dtype, reductions: Sequence[int]
 ) -> list[Sent]:
-    """Of buckets of parameters.
+    """What is sent for buckets of parameters.
 
     Args:
         sharding: no_shard, optim or optim_grads.
@@ -75,7 +75,7 @@ def bucket_traffic(
 def fsdp_traffic(
     units: Iterable[UnitPlan], context: ParallelContext, reshard: FsdpReshard, dtype: torch.dtype, num_microbatches: int
 ) -> list[Sent]:
-    """Of sharded parameters.
+    """What is sent for parameters under `fully_shard`.
 
     Args:
         dtype: in which they are gathered.

@@ -142,5 +142,5 @@ def _share_above_floor(samples: int, config: OptimizerConfig, lengths: ScheduleL
 
 
 def _half_cosine(ratio: float) -> float:
-    """From 1 at ratio 0 to 0 at ratio 1."""
+    """Half a cosine, which falls from 1 at ratio 0 to 0 at ratio 1."""
     return 0.5 * (1.0 + math.cos(math.pi * ratio))

@@ -49,7 +49,7 @@ class Update:
 
     learning_rate: float
     weight_decay: float
-    """Of what decays."""
+    """For what decays."""
     factor: float
     """Multiplies every gradient: clip coefficient / loss scale."""
     number: int

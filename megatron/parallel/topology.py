@@ -120,7 +120,7 @@ class Topology:
         return parts, [ranks[place::shard_size] for ranks in data for place in range(shard_size)]
 
     def hybrid_group(self, rank: int, shard_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of `hybrid_groups`, the part and the group across that a rank belongs to.
+        """The part and the group across that a rank belongs to, as in `hybrid_groups`.
 
         Raises:
             ValueError: the parts would not be equal.
