@@ -2,7 +2,8 @@
 
 A unit (a block; the embedding; the final norm with the output layer) is gathered in front of its use, while the unit before it
 computes, and freed behind it: so two units are there at a time. With --fsdp-reshard-after-forward never, all units of the rank are,
-from their first use in a step to their last. `traffic.py` says what either sends. With replicas (hybrid sharding, Zhao et al. 2023, section 3.2.2) each rank's part of the gradient is summed over them once a step.
+from their first use in a step to their last. `traffic.py` says what either sends. With replicas (hybrid sharding, Zhao et al. 2023,
+section 3.2.2) each rank's part of the gradient is summed over them once a step.
 
 The sharded parameter is its own main parameter, in float32 or wider. FSDP gathers it in the model's dtype into an unsharded
 parameter, which is the same object in every step. Layers hand its gradients to that object's sink, not to autograd: each gets new
