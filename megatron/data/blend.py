@@ -1,4 +1,7 @@
-"""Which dataset of a blend each sample comes from: a closed formula, exact for any sample number, without state or tables."""
+"""Samples that are drawn from several datasets.
+
+Which dataset a sample comes from is a closed formula, exact for any sample number, without state or tables.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ class _Node:
     """A dataset is a number."""
     right: _Node | int
     share: int
-    """Of the left part, in 2**-62; at most a half."""
+    """Share of the left part, in units of 2**-62; at most a half."""
 
     def lefts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Samples that go left among the first ones: floor(count * share / 2**62 + 1/2), by halves that do not overflow."""

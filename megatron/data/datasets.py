@@ -1,4 +1,4 @@
-"""The training, validation and test data that the flags ask for."""
+"""The training, validation and test data that the flags ask for: what each split is read from, and the samples that this makes."""
 
 from __future__ import annotations
 

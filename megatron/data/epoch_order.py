@@ -1,4 +1,8 @@
-"""`--data-order epoch`: each epoch is shuffled apart, so a longer run only appends to what a shorter one reads."""
+"""`--data-order epoch`: each epoch is shuffled apart, so a longer run only appends to what a shorter one reads.
+
+Where the sequence length of a run changes, the epoch in which it changed is finished first: what was left unread is cut into
+windows of the new length. So what was read stays read, and no token is predicted twice in an epoch.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +180,7 @@ class EpochCutter:
         return left
 
     def _key(self, epoch: int, stretch: int) -> Key:
-        """Of a whole epoch where the stretch is 0: the same as in a run that always had this sequence length."""
+        """Key of a permutation. Stretch 0 stands for a whole epoch: the same as in a run that always had this sequence length."""
         if not stretch:
             return (WINDOWS, self._seed, self._split, epoch)
         return (LEFT_WINDOWS, self._seed, self._split, epoch, stretch)

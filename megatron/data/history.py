@@ -26,7 +26,7 @@ class BlendPart:
 
     prefix: str
     fingerprint: str
-    """Of its content: the dataset is the same wherever its files lie."""
+    """Hash of its content: the dataset is the same wherever its files lie."""
     first_document: int
     num_documents: int
     weight: float

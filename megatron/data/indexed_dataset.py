@@ -59,7 +59,7 @@ class IndexedDataset:
     """
 
     dtype: np.dtype[np.integer]
-    """Of the tokens."""
+    """Type of the tokens."""
     lengths: NDArray[np.int32]
     """Tokens of each sequence."""
     offsets: NDArray[np.int64]

@@ -1,4 +1,5 @@
-"""Writes the token files PREFIX.bin and PREFIX.idx: complete under their final names, or not at all."""
+"""Writes the token files PREFIX.bin and PREFIX.idx, of documents or of whole datasets: complete under their final names, or not
+at all. Where datasets are joined, the system copies the .bin files, and the index is put together in blocks."""
 
 from __future__ import annotations
 
@@ -157,7 +158,7 @@ class JoinedSize:
     num_documents: int
     num_tokens: int
     num_bytes: int
-    """Of .bin and .idx."""
+    """Size of .bin and .idx together."""
 
 
 def join(prefixes: Sequence[str], output: str, folder: str | None = None, remedy: str = "Write to another disk.") -> JoinedSize:

@@ -19,7 +19,7 @@ class SamplePiece:
     """Neighbouring tokens of one document within a sample."""
 
     prefix: str
-    """Of the indexed dataset."""
+    """Path of the indexed dataset without .bin and .idx."""
     document: int
     first_token: int
     """Within the document."""
@@ -114,7 +114,7 @@ def _positions(bounds: NDArray[np.int32]) -> NDArray[np.int64]:
 
 _LOOKED_AT = 64
 _TOKENS_LOOKED_AT = 2**22
-"""Of documents that do not end with the token: it may stand within (several texts in one document)."""
+"""Tokens that are read of documents that do not end with the token: it may stand within (several texts in one document)."""
 
 
 def missing_ends(dataset: IndexedDataset, documents: range, rules: DocumentRules) -> str | None:

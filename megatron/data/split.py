@@ -1,4 +1,4 @@
-"""Which documents are for training, validation and test."""
+"""Which documents are for training, validation and test, and in what length and order a split is read."""
 
 from __future__ import annotations
 

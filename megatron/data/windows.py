@@ -1,4 +1,4 @@
-"""The index of one pass over the documents as arrays: documents laid end to end, cut into windows, the windows in an order."""
+"""One pass over documents: laid end to end, cut into windows, the windows in an order; and the reader of such windows."""
 
 from __future__ import annotations
 

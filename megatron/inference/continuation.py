@@ -1,4 +1,4 @@
-"""Text out of tokens as they come, whole characters only."""
+"""Texts that go on from prompts, told piece by piece as they are made, in whole characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""One forward through all chunks, stage after stage, at any tensor and pipeline layout."""
+"""A forward through all chunks, stage after stage, at any tensor and pipeline layout: of whole sequences for their logits, or of
+prompts at once and then of one token a row. All ranks of the model call it together.
+
+Shapes: `s` the longest prompt, `b` rows, `v` vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The next token from its scores: the likeliest, or drawn from a distribution that is sharpened and cut.
+"""Token after token, for several prompts and several samples of each, at any tensor x pipeline layout.
+
+The next token follows from its scores: the likeliest, or drawn from a distribution that is sharpened and cut.
 
 Shapes: `b` rows, `v` vocabulary.
 """

@@ -36,7 +36,7 @@ version 5 replaces parts of the file by its own."""
 _QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """How Qwen's tokenizers split a text."""
 _NAMES = {"eod": "<|endoftext|>", "bos": "<|startoftext|>", "pad": "<|padding|>"}
-"""Of special tokens whose files give them none."""
+"""Names of special tokens whose files give them none."""
 _LLAMA3_NAMES = {128_000: "<|begin_of_text|>", 128_001: "<|end_of_text|>"}
 
 

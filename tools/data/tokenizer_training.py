@@ -1,4 +1,7 @@
-"""Train a vocabulary on texts, and write its files: all of them under their names, or none."""
+"""A sample of texts, bounded in memory and always the same for the same input, and a vocabulary trained on it.
+
+All of its files are written under their names, or none.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +160,7 @@ class TextSample:
 
     @property
     def num_bytes(self) -> int:
-        """Of the training texts."""
+        """Size of the training texts."""
         return sum(len(text.encode()) for text in self.training)
 
 

@@ -1,4 +1,4 @@
-"""Shards made by this process, or by several that are forked from it and share the memory of its tokenizer."""
+"""Who makes the shards: this process, several that are forked from it and share the memory of its tokenizer, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def die_with(parent: int) -> None:
 
 
 RETRIES = 3
-"""Of a shard whose node or worker is lost, or that meets an error of the network or the file system."""
+"""How often a shard is tried again whose node or worker is lost, or that meets an error of the network or the file system."""
 
 _AT_ONCE = 1000
 """Tasks that are given to the cluster at most before one is done."""

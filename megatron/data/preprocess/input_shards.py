@@ -1,4 +1,7 @@
-"""Which files --input names: files, folders, patterns and URLs, in an order that is always the same."""
+"""The files that --input names, in an order that is always the same, cut into shards.
+
+The list of shards depends on the files and the shard size, and never on who works on it.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +129,7 @@ class InputPiece:
     end: int
     """Range of bytes, or of row groups."""
     num_bytes: int
-    """Of the file that are read for it."""
+    """Bytes of the file that are read for it."""
     records_before: int | None
     """Records of the file before this piece; None where it takes reading."""
 
@@ -143,7 +146,7 @@ class InputShard:
 
     @property
     def num_bytes(self) -> int:
-        """Of the input."""
+        """Size of its input."""
         return sum(piece.num_bytes for piece in self.pieces)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Rows of parquet files, one row group at a time."""
+"""Readers of packed files: rows of parquet, one row group at a time, and the bytes that zstd packed."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class ShardReport:
     num_tokens: int
     num_empty: int
     num_bytes: int
-    """Of the input."""
+    """Size of the input."""
     num_records: list[int]
     """For each piece."""
     num_bad: int

@@ -1,4 +1,4 @@
-"""What a job has done so far, and the line that says so every few seconds."""
+"""What a job tells: a line on its progress every few seconds, whether the disk will hold it, bad records, a summary."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Summary:
     """What was done; documents and tokens are counted over all keys."""
 
     prefixes: tuple[str, ...]
-    """Of the datasets."""
+    """Paths of the datasets without .bin and .idx."""
     num_bytes: int = 0
-    """Of the input files."""
+    """Size of the input files."""
     num_documents: int = 0
     num_tokens: int = 0
     num_empty: int = 0

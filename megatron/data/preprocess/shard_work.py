@@ -1,4 +1,4 @@
-"""What a job does with every record, and the settings by which a later run knows its shards again."""
+"""One shard, from text to part files: what every engine runs, and the settings by which a later run knows the result again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer
 
 FORMAT = 1
-"""Of part files and reports; those of another format are not taken up again."""
+"""Format of part files and reports; those of another one are not taken up again."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Files by local path, or by URL through fsspec (s3://, gs://, hf://, memory:// and so on; file:// is a local path)."""
+"""Files by local path, or by URL through fsspec (s3://, gs://, hf://, memory:// and so on; file:// is a local path); and what can
+be wrong with an input or with where the output goes."""
 
 from __future__ import annotations
 

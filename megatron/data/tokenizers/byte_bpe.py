@@ -1,4 +1,4 @@
-"""The tokenizer of any byte-level BPE vocabulary."""
+"""The tokenizer of any byte-level BPE vocabulary: tiktoken, fed with what local files say and tried against their rules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ByteBPETokenizer(Tokenizer):
 
     @cached_property
     def _bytes(self) -> dict[int, bytes]:
-        """Of each id that has a text."""
+        """The bytes of each id that has a text."""
         added = {id: text.encode() for text, id in self.vocabulary.added.items()}
         return {id: token for token, id in self.vocabulary.ids.items()} | added
 

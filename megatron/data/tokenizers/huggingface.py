@@ -1,4 +1,4 @@
-"""Hugging Face's tokenizer.json."""
+"""The tokenizer of Hugging Face's tokenizer.json: run by tiktoken where that is exact, else by the `tokenizers` library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's tokenizer.json, as far as tiktoken can follow it."""
+"""Hugging Face's tokenizer.json as far as tiktoken can follow it, and the files beside it that name special tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenizerJson:
     path: Path
     document: dict[str, Any]
     ids: dict[str, int]
-    """Of all tokens, added ones included."""
+    """Ids of all tokens, added ones included."""
     added: tuple[dict[str, Any], ...]
     """Added tokens: id, content, special and how they are matched."""
 
