@@ -130,16 +130,6 @@ def generate(model: Model, context: ParallelContext, request: GenerationRequest)
         logits = decoder.step(ids)
 
 
-def generate_all(model: Model, context: ParallelContext, request: GenerationRequest) -> list[list[int]]:
-    """The new tokens of every sequence, without the end of document, in the order of `generate`."""
-    found: list[list[int]] = [[] for _ in range(len(request.prompts) * request.num_samples)]
-    for ids in generate(model, context, request):
-        for sequence, id in zip(found, ids, strict=True):
-            if id is not None:
-                sequence.append(id)
-    return found
-
-
 def _next_ids(
     model: Model, context: ParallelContext, request: GenerationRequest, logits: torch.Tensor | None, uniform: torch.Tensor
 ) -> torch.Tensor:

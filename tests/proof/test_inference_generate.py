@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.inference.forward import Decoder
-from megatron.inference.generate import GenerationRequest, Sampling, generate, generate_all
+from megatron.inference.generate import GenerationRequest, Sampling, generate
 from megatron.inference.model_from_source import model_from
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, make_context
@@ -30,6 +30,16 @@ SHAPES = {
 }
 PROMPTS = [[5, 9, 2, 60, 7], [1], [3, 3, 8, 0, 12, 44, 2, 19, 23]]
 GREEDY = Sampling(temperature=0)
+
+
+def generate_all(model: Model, context: ParallelContext, request: GenerationRequest) -> list[list[int]]:
+    """The new tokens of every sequence, without the end of document, in the order of `generate`."""
+    found: list[list[int]] = [[] for _ in range(len(request.prompts) * request.num_samples)]
+    for ids in generate(model, context, request):
+        for sequence, id in zip(found, ids, strict=True):
+            if id is not None:
+                sequence.append(id)
+    return found
 
 
 def weights_of(shape: ReferenceShape) -> Weights:

@@ -6,6 +6,7 @@ import json
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -38,7 +39,7 @@ def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read_samples(cache: str) -> None:
     """Read what the earlier version read, with indexes in a folder, and compare the samples."""
     for name, case in json.loads(Path("samples.json").read_text()).items():
-        settings = {key: tuple(value) if isinstance(value, list) else value for key, value in case["settings"].items()}
+        settings: dict[str, Any] = case["settings"] | {"data_path": tuple(case["settings"]["data_path"])}
         config = DataConfig(mock_data=False, data_cache_path=cache, split="80,20", **settings)
         opened = open_datasets(config, seed=7, seq_length=16, tokenizer=ByteTokenizer(), need_validation=True, need_test=False)
         phases = [Phase.from_json(phase) for phase in case["history"]]
