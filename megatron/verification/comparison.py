@@ -113,6 +113,33 @@ class Comparison:
         """The step of this index, as rank 0 and the reference report it."""
         return self.ranks[0].steps[index], self.plain.steps[index]
 
+    def finding(
+        self,
+        kind: FindingKind,
+        index: int | None,
+        where: str | Sequence[str],
+        text: str,
+        far: float = math.inf,
+        *,
+        group: str = "",
+        ranks: Sequence[int] = (),
+    ) -> ProofFinding:
+        """What differs in the step of this index, or before the first.
+
+        Args:
+            where: names of parameters or activations, the first of which is the place; or the place in words.
+            far: the difference, in parts of the reference.
+        """
+        step = 0 if index is None else self.plain.steps[index].iteration
+        if isinstance(where, str):
+            return ProofFinding(kind, step, where, text, far, (), (), group, tuple(ranks))
+        stages = tuple(sorted({stage for name in where for stage in self.stages(name)}))
+        return ProofFinding(kind, step, self.place(where[0]), text, far, tuple(where), stages, group, tuple(ranks))
+
+    def activations(self) -> dict[str, JoinedTensor]:
+        """What the modules gave in the first step."""
+        return join(self.ranks, lambda rank: rank.activations)
+
     def place(self, name: str) -> str:
         """A parameter or module with its layer and stage."""
         return place_words(name, self.table, stages=self.stages(name))

@@ -153,36 +153,25 @@ def _parameters(runs: Comparison) -> Iterator[ProofFinding]:
     """Each is held, whole, and no other is."""
     held, wanted = runs.start().joined, runs.observation.start
     for name, tensor in wanted.items():
-        layer = layer_of(name)
-        if layer is not None and not stages_of(name, runs.table):
+        if layer_of(name) is not None and not stages_of(name, runs.table):
             continue  # told of the whole layer
+        text, shape = "", tuple(tensor.shape)
         if name not in held:
-            yield ProofFinding(FindingKind.PARAMETERS, 0, runs.place(name), "no rank holds it", math.inf, (name,))
-        elif held[name].shapes != {tuple(tensor.shape)}:
-            shapes = ", ".join(str(list(shape)) for shape in sorted(held[name].shapes))
-            text = f"ranks take its whole shape for {shapes}; it is {list(tensor.shape)}"
-            yield ProofFinding(FindingKind.PARAMETERS, 0, runs.place(name), text, math.inf, (name,), runs.stages(name))
+            text = "no rank holds it"
+        elif held[name].shapes != {shape}:
+            shapes = ", ".join(str(list(found)) for found in sorted(held[name].shapes))
+            text = f"ranks take its whole shape for {shapes}; it is {list(shape)}"
         elif held[name].holes:
             text = f"no rank holds {held[name].holes:,} of its {tensor.numel():,} elements"
-            yield ProofFinding(FindingKind.PARAMETERS, 0, runs.place(name), text, math.inf, (name,), runs.stages(name))
+        if text:
+            yield runs.finding(FindingKind.PARAMETERS, None, [name], text)
     for name in held:
         if name not in wanted:
-            yield ProofFinding(
-                FindingKind.PARAMETERS, 0, runs.place(name), "the model of these settings has no such parameter", math.inf, (name,)
-            )
+            yield runs.finding(FindingKind.PARAMETERS, None, [name], "the model of these settings has no such parameter")
 
 
 def _values(runs: Comparison, kind: FindingKind, compared: ComparedTensors, text: str) -> Iterator[ProofFinding]:
     """One finding for all that differ, named after the first in the order of the forward."""
-    differing = compared.differing[::-1]
-    if differing:
-        first = compared.measured[differing[0]]
-        yield ProofFinding(
-            kind,
-            0,
-            runs.place(differing[0]),
-            f"{text} ({first.words()})",
-            max(compared.measured[name].relative for name in differing),
-            tuple(differing),
-            runs.stages(differing[0]),
-        )
+    if differing := compared.differing[::-1]:
+        worst = max(compared.measured[name].relative for name in differing)
+        yield runs.finding(kind, None, differing, f"{text} ({compared.measured[differing[0]].words()})", worst)

@@ -4,64 +4,45 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.config.config import Config
 from megatron.config.rules import violations
-from megatron.verification.diagnosis import Diagnosis, diagnose
+from megatron.verification.diagnosis import diagnose
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
+from megatron.verification.small_layout import without_split
 
+Prove = Callable[..., Observation]
+"""Observes a run of settings with a number of ranks; `dropout` says whether the model has probabilities of it, which must not act."""
 
-class Prove(Protocol):
-    """Observe a run of settings with a number of ranks."""
-
-    def __call__(self, config: Config, world_size: int, *, dropout: bool = True) -> Observation:
-        """With or without probabilities of dropout, which must not act."""
-
-
-def isolate(config: Config, world_size: int, prove: Prove, *, seconds: float) -> list[str]:
-    """A line for each run with less of the layout: whether the difference is still there.
-
-    Args:
-        config: settings that differ from one process, or fail.
-        seconds: no further run is begun after so long.
-    """
-    lines, started = [], time.monotonic()
-    waiting = chain(
-        ((variant, "comes with {}{}", "does not come with {}") for variant in axes_alone(config, world_size)),
-        ((variant, "stays without {}{}", "goes away without {}") for variant in without_each(config, world_size)),
-    )
-    alone = one_process(config, world_size)
-    if alone is not None and (differs := _outcome(alone, prove)):
-        lines.append(f"it comes in one process too ({differs}): it is the model's code or the training step, not the layout")
-        left_out = without_each(alone.config, 1)
-        waiting = chain((variant, "stays there without {}{}", "goes away there without {}") for variant in left_out)
-    for variant, bad, good in waiting:
-        if time.monotonic() - started > seconds:
-            lines.append(f"no time was left to try it with and without the rest ({seconds:g} s)")
-            break
-        differs = _outcome(variant, prove)
-        lines.append(bad.format(variant.words, f" ({differs})") if differs else good.format(variant.words))
-    return lines
-
-
-def _outcome(variant: Variant, prove: Prove) -> str:
-    """What differs, in a few words; empty if all is equal."""
-    try:
-        found: Diagnosis = diagnose(prove(variant.config, variant.world_size, dropout=variant.dropout))
-    except RanksError:
-        return "the run fails"
-    return "" if found.equal else f"{found.findings[0].kind} of {found.findings[0].place}"
-
-
-def conclusions(lines: list[str]) -> Iterator[str]:
-    """What tells most, first: what it comes with, what it goes away without, and then the rest."""
-    order = ("it comes", "comes with", "goes away", "does not come", "stays", "no time")
-    yield from sorted(lines, key=lambda line: next(place for place, words in enumerate(order) if line.startswith(words)))
+_ONE_TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+_UNSHARDED: dict[str, Any] = {
+    "data_parallel_sharding_strategy": "no_shard",
+    "use_distributed_optimizer": False,
+    "fsdp_shard_size": None,
+    "fsdp_reshard_after_forward": "always",
+    "overlap_param_gather": False,
+}
+_LEFT_OUT: dict[str, tuple[str, dict[str, Any]]] = {
+    "--sequence-parallel": ("parallel", {"sequence_parallel": False}),
+    "--overlap-grad-reduce": ("parallel", {"overlap_grad_reduce": False}),
+    "--overlap-param-gather": ("parallel", {"overlap_param_gather": False}),
+    "--overlap-p2p-communication": ("parallel", {"overlap_p2p_communication": False}),
+    "--data-parallel-sharding-strategy {parallel.sharding}": ("parallel", _UNSHARDED),
+    "--use-tp-pp-dp-mapping": ("parallel", {"use_tp_pp_dp_mapping": False}),
+    "--rampup-batch-size": ("training", {"rampup_batch_size": None}),
+    "--reset-attention-mask, --reset-position-ids and --eod-mask-loss": (
+        "data",
+        {"reset_attention_mask": False, "reset_position_ids": False, "eod_mask_loss": False},
+    ),
+    "--clip-grad": ("optimizer", {"clip_grad": 0.0}),
+    "--optimizer-cpu-offload": ("optimizer", {"optimizer_cpu_offload": False}),
+    "the tied embedding (--untie-embeddings-and-output-weights)": ("model", {"untie_embeddings_and_output_weights": True}),
+}
+"""What can be left out alone: in words, the topic of the settings, and what they then are."""
 
 
 @dataclass(frozen=True)
@@ -73,90 +54,90 @@ class Variant:
     config: Config
     world_size: int
     dropout: bool = True
-    """Whether the model has probabilities of dropout, which must not act."""
 
 
-_ONE_STAGE: dict[str, Any] = dict(
-    pipeline_model_parallel_size=1,
-    pipeline_schedule=None,
-    num_layers_per_virtual_pipeline_stage=None,
-    num_virtual_stages_per_pipeline_rank=None,
-    pipeline_split="even",
-    decoder_first_pipeline_num_layers=None,
-    decoder_last_pipeline_num_layers=None,
-    account_for_embedding_in_pipeline_split=False,
-    account_for_loss_in_pipeline_split=False,
-    pipeline_model_parallel_layout=None,
-)
-_ONE_TENSOR: dict[str, Any] = dict(tensor_model_parallel_size=1, sequence_parallel=False)
-_UNSHARDED: dict[str, Any] = dict(
-    data_parallel_sharding_strategy="no_shard",
-    use_distributed_optimizer=False,
-    fsdp_shard_size=None,
-    fsdp_reshard_after_forward="always",
-    overlap_param_gather=False,
-)
+def isolate(config: Config, world_size: int, prove: Prove, *, seconds: float) -> list[str]:
+    """A line for each run with less of the layout: whether the difference is still there. What tells most comes first.
+
+    Args:
+        config: settings that differ from one process, or fail.
+        seconds: no further run is begun after so long.
+    """
+    started = time.monotonic()
+    bad, good = "stays without", "goes away without"
+    alone, waiting = one_process(config, world_size), [*axes_alone(config, world_size)]
+    num_axes = len(waiting)
+    found: list[tuple[int, str]] = []
+    if alone is not None and (differs := _outcome(alone, prove)):
+        text = f"it comes in one process too ({differs}): it is the model's code or the training step, not the layout"
+        found.append((0, text))
+        config, world_size, num_axes, waiting = alone.config, 1, 0, []
+        bad, good = "stays there without", "goes away there without"
+    for number, variant in enumerate([*waiting, *without_each(config, world_size)]):
+        if time.monotonic() - started > seconds:
+            found.append((5, f"no time was left to try it with and without the rest ({seconds:g} s)"))
+            break
+        differs = _outcome(variant, prove)
+        told = f" {variant.words}" + (f" ({differs})" if differs else "")
+        if number < num_axes:
+            found.append((1, "comes with" + told) if differs else (3, "does not come with" + told))
+        else:
+            found.append((4, bad + told) if differs else (2, good + told))
+    return [line for _, line in sorted(found, key=lambda each: each[0])]
 
 
 def one_process(config: Config, world_size: int) -> Variant | None:
     """All in one process: where this differs too, it is not the layout. None if the settings are that already, or cannot be."""
     fixed = _with_batch(config, world_size)
-    return _variant("one rank", fixed, fixed, 1, **_ONE_TENSOR, **_ONE_STAGE, **_UNSHARDED)
+    return _variant("one rank", fixed, _one_stage(_with(fixed, "parallel", _ONE_TENSOR | _UNSHARDED)), 1)
 
 
 def axes_alone(config: Config, world_size: int) -> Iterator[Variant]:
     """Each axis by itself, where there are several."""
-    parallel = config.parallel
+    parallel, fixed = config.parallel, _with_batch(config, world_size)
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    data = world_size // (tensor * stages)
-    if (tensor > 1) + (stages > 1) + (data > 1) < 2:
-        return
-    fixed = _with_batch(config, world_size)
-    found = []
-    if tensor > 1:
-        words = f"--tensor-model-parallel-size {tensor} alone (pipeline and data size 1)"
-        found.append(_variant(words, fixed, fixed, tensor, **_ONE_STAGE, **_UNSHARDED))
-    if stages > 1:
-        words = f"--pipeline-model-parallel-size {stages} alone (tensor and data size 1)"
-        found.append(_variant(words, fixed, fixed, stages, **_ONE_TENSOR, **_UNSHARDED))
-    if data > 1:
-        words = f"data size {data} alone (tensor and pipeline size 1)"
-        found.append(_variant(words, fixed, fixed, data, **_ONE_TENSOR, **_ONE_STAGE))
-    yield from (variant for variant in found if variant is not None)
+    axes = {
+        f"--tensor-model-parallel-size {tensor} alone (pipeline and data size 1)": (
+            tensor,
+            _one_stage(_with(fixed, "parallel", _UNSHARDED)),
+        ),
+        f"--pipeline-model-parallel-size {stages} alone (tensor and data size 1)": (
+            stages,
+            _with(fixed, "parallel", _ONE_TENSOR | _UNSHARDED),
+        ),
+        f"data size {(data := world_size // (tensor * stages))} alone (tensor and pipeline size 1)": (
+            data,
+            _one_stage(_with(fixed, "parallel", _ONE_TENSOR)),
+        ),
+    }
+    several = {words: axis for words, axis in axes.items() if axis[0] > 1}
+    for words, (size, changed) in several.items() if len(several) > 1 else ():
+        if (variant := _variant(words, fixed, changed, size)) is not None:
+            yield variant
 
 
 def without_each(config: Config, world_size: int) -> Iterator[Variant]:
     """The layout as it is, with one thing left out at a time."""
     parallel, fixed = config.parallel, _with_batch(config, world_size)
-    plain = {
-        "--sequence-parallel": dict(sequence_parallel=False),
-        "--overlap-grad-reduce": dict(overlap_grad_reduce=False),
-        "--overlap-param-gather": dict(overlap_param_gather=False),
-        "--overlap-p2p-communication": dict(overlap_p2p_communication=False),
-        f"--data-parallel-sharding-strategy {parallel.sharding}": _UNSHARDED,
-        "--use-tp-pp-dp-mapping": dict(use_tp_pp_dp_mapping=False),
-        f"--pipeline-schedule {parallel.schedule} and everything about the split": {
-            **_ONE_STAGE,
-            "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        },
-    }
-    found: list[Variant | None] = [Variant("dropout", config, world_size, dropout=False)]
-    found += [_variant(words, fixed, fixed, world_size, **changes) for words, changes in plain.items()]
-    topics: dict[str, tuple[str, dict[str, Any]]] = {
-        "--rampup-batch-size": ("training", dict(rampup_batch_size=None)),
-        "accumulation (one microbatch a data rank)": ("training", dict(global_batch_size=_one_microbatch(config, world_size))),
-        "--reset-attention-mask, --reset-position-ids and --eod-mask-loss": (
-            "data",
-            dict(reset_attention_mask=False, reset_position_ids=False, eod_mask_loss=False),
-        ),
-        "--clip-grad": ("optimizer", dict(clip_grad=0.0)),
-        "--optimizer-cpu-offload": ("optimizer", dict(optimizer_cpu_offload=False)),
-        "the tied embedding (--untie-embeddings-and-output-weights)": ("model", dict(untie_embeddings_and_output_weights=True)),
-    }
-    for words, (topic, changes) in topics.items():
-        changed = dataclasses.replace(fixed, **{topic: dataclasses.replace(getattr(fixed, topic), **changes)})
-        found.append(_variant(words, fixed, changed, world_size))
-    yield from (variant for variant in found if variant is not None)
+    yield Variant("dropout", config, world_size, dropout=False)
+    changed = {words.format(parallel=parallel): _with(fixed, topic, fields) for words, (topic, fields) in _LEFT_OUT.items()}
+    one_microbatch = {"global_batch_size": _one_microbatch(config, world_size)}
+    changed["accumulation (one microbatch a data rank)"] = _with(fixed, "training", one_microbatch)
+    same_size = {"pipeline_model_parallel_size": parallel.pipeline_model_parallel_size}
+    words = f"--pipeline-schedule {parallel.schedule} and everything about the split"
+    changed[words] = _with(_one_stage(fixed), "parallel", same_size)
+    for words, less in changed.items():
+        if (variant := _variant(words, fixed, less, world_size)) is not None:
+            yield variant
+
+
+def _outcome(variant: Variant, prove: Prove) -> str:
+    """What differs, in a few words; empty if all is equal."""
+    try:
+        found = diagnose(prove(variant.config, variant.world_size, dropout=variant.dropout))
+    except RanksError:
+        return "the run fails"
+    return "" if found.equal else f"{found.findings[0].kind} of {found.findings[0].place}"
 
 
 def _one_microbatch(config: Config, world_size: int) -> int:
@@ -167,13 +148,19 @@ def _one_microbatch(config: Config, world_size: int) -> int:
 
 def _with_batch(config: Config, world_size: int) -> Config:
     """With the global batch in numbers, so that it stays when the data size changes."""
-    if config.training.global_batch_size is not None:
-        return config
-    training = dataclasses.replace(config.training, global_batch_size=_one_microbatch(config, world_size))
-    return dataclasses.replace(config, training=training)
+    full = config.training.global_batch_size or _one_microbatch(config, world_size)
+    return _with(config, "training", {"global_batch_size": full})
 
 
-def _variant(words: str, base: Config, config: Config, world_size: int, **parallel: Any) -> Variant | None:
+def _one_stage(config: Config) -> Config:
+    split = dataclasses.replace(config, parallel=without_split(config.parallel))
+    return _with(split, "parallel", {"pipeline_model_parallel_size": 1, "pipeline_schedule": None})
+
+
+def _with(config: Config, topic: str, fields: dict[str, Any]) -> Config:
+    return dataclasses.replace(config, **{topic: dataclasses.replace(getattr(config, topic), **fields)})
+
+
+def _variant(words: str, base: Config, config: Config, world_size: int) -> Variant | None:
     """None where that changes nothing of the settings that differ (`base`), or is not valid."""
-    changed = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **parallel))
-    return None if changed == base or violations(changed, world_size) else Variant(words, changed, world_size)
+    return None if config == base or violations(config, world_size) else Variant(words, config, world_size)

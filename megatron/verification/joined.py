@@ -30,6 +30,10 @@ class HeldPart:
         """Offsets and sizes."""
         return self.part.offsets, tuple(self.part.values.shape)
 
+    def near(self, whole: Tensor) -> bool:
+        """Whether it is that part of a whole tensor."""
+        return near(self.part.values, cut(whole, self.part))
+
 
 @dataclass(frozen=True)
 class ReplicaSet:
@@ -52,11 +56,14 @@ class ReplicaSet:
         first = self.held[0].part.values
         return max(relative(norm(each.part.values - first), norm(first)) for each in self.held)
 
-    def sum_is(self, reference: Tensor) -> bool:
-        """Whether all of them together are what each should hold."""
-        total = torch.stack([each.part.values for each in self.held]).sum(dim=0)
-        wanted = cut(reference, self.held[0].part)
-        return norm(total - wanted) <= 1e3 * TOLERANCE * norm(wanted)
+    @property
+    def group(self) -> str:
+        """What they are called together."""
+        return GROUP_WORDS[self.axis]
+
+    def sum(self) -> Tensor:
+        """All of them together."""
+        return torch.stack([each.part.values for each in self.held]).sum(dim=0)
 
 
 @dataclass(frozen=True)
@@ -90,9 +97,13 @@ class JoinedTensor:
                 version[where(each.part)] = each.part.values
                 yield version
 
-    def replicas(self, axes: Sequence[str] = ("tp", "dp", "pp")) -> Iterator[ReplicaSet]:
-        """Ranks that hold the same, axis by axis."""
-        for axis in axes:
+    def ranks_apart(self) -> list[ReplicaSet]:
+        """Ranks that hold the same part, axis by axis, where they do not agree on it."""
+        return [replicas for replicas in self.replicas() if not replicas.agree()]
+
+    def replicas(self) -> Iterator[ReplicaSet]:
+        """Ranks that hold the same part, axis by axis."""
+        for axis in ("tp", "dp", "pp"):
             sets: dict[object, list[HeldPart]] = {}
             for each in self.held:
                 others = tuple(sorted((a, at) for a, at in each.coordinates.items() if a != axis))
@@ -130,6 +141,11 @@ def where(part: TensorPart) -> tuple[slice, ...]:
 def cut(whole: Tensor, part: TensorPart) -> Tensor:
     """The box of a part, out of a whole tensor."""
     return whole[where(part)]
+
+
+def near(found: Tensor, wanted: Tensor) -> bool:
+    """Whether they are equal, with room for the rounding of a few more operations."""
+    return norm(found - wanted) <= 1e3 * TOLERANCE * norm(wanted)
 
 
 _CONSTANT = 1e-6

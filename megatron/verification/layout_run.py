@@ -70,12 +70,10 @@ def _observe(rank: int, job: ProofTask, overwritten: list[str]) -> RankObservati
 
     feed = _Feed(job, context, plan, step)
     evaluations = [feed.evaluate()]
-    recorder = StepRecorder(
-        step, config.training.micro_batch_size, look=lambda: evaluations.append(feed.evaluate()), overwritten=overwritten
-    )
+    recorder = StepRecorder(step, look=lambda: evaluations.append(feed.evaluate()), overwritten=overwritten)
     _loop(job, config, context, plan, step, feed).run(Progress())
     coordinates = {axis: context.coordinates[axis] for axis in ("tp", "cp", "dp", "pp")}
-    return RankObservation(rank, coordinates, initial, start, recorder.steps, evaluations, recorder.activations, recorder.forwards)
+    return RankObservation(rank, coordinates, initial, start, recorder.steps, evaluations, recorder.activations)
 
 
 def _build_step(job: ProofTask, config: Config, context: ParallelContext) -> TrainStep:

@@ -43,31 +43,6 @@ def _part(name: str, offsets: tuple[int, ...], shape: tuple[int, ...], array: An
 
 
 @dataclass(frozen=True)
-class Activation:
-    """What a module gave for one microbatch on one rank, in the first step."""
-
-    name: str
-    """`embedding`, and of layer 3 `layers.3.attention`, `layers.3.mlp` (both before they are added to the residual stream) and
-    `layers.3` (the residual stream behind it)."""
-    microbatch: int
-    """Index among those of this rank's data rank."""
-    first_sample: int
-    """Of the global batch; the others follow it."""
-    first_position: int
-    """Of the sequence: under sequence parallelism a rank has only its part of it."""
-    values: Tensor
-    """[b, positions, h]."""
-
-    def __reduce__(self) -> tuple[Callable[..., Activation], tuple[Any, ...]]:
-        """As that of `TensorPart`."""
-        return _activation, (self.name, self.microbatch, self.first_sample, self.first_position, self.values.numpy())
-
-
-def _activation(name: str, microbatch: int, first_sample: int, first_position: int, array: Any) -> Activation:
-    return Activation(name, microbatch, first_sample, first_position, torch.from_numpy(array))
-
-
-@dataclass(frozen=True)
 class CountedSquare:
     """What one shard of this rank adds to the square of the global norm."""
 
@@ -124,10 +99,10 @@ class RankObservation:
     steps: list[RankStep]
     evaluations: list[float]
     """Global mean losses over the held-out batches: before the first step, and after each of the first of `steps`."""
-    activations: list[Activation]
-    """Of the first step, in the order in which they were computed."""
-    forwards: list[tuple[int, int]]
-    """(chunk, microbatch) of every forward of the first step, in order."""
+    activations: list[TensorPart]
+    """What modules gave in the first step, in the order in which they were computed: for each microbatch a part [b, positions, h]
+    of the [B, s, h] of the global batch. They are named `embedding`, and of layer 3 `layers.3.attention`, `layers.3.mlp` (both
+    before they are added to the residual stream) and `layers.3` (the residual stream behind it)."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +142,7 @@ class PlainRun:
     evaluations: list[float]
     """As those of `RankObservation`."""
     activations: dict[str, Tensor]
-    """Of the first step by the names of `Activation`, [B, s, h], in the order of the samples."""
+    """Of the first step, by the same names, [B, s, h], in the order of the samples."""
     microbatches: list[tuple[int, int]]
     """(data rank, microbatch) of the first step, in the order of their samples: M of them."""
     microbatch_tokens: list[float]

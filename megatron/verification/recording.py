@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megatron.parallel.boxes import Box
 from megatron.parallel.shards import Shard
 from megatron.spec.operations import Op
 from megatron.training.step import StepResult, TrainStep
-from megatron.verification.observation import EVALUATED_STEPS, Activation, CountedSquare, RankStep, TensorPart
+from megatron.verification.observation import EVALUATED_STEPS, CountedSquare, RankStep, TensorPart
 
 
 @dataclass
@@ -25,18 +26,15 @@ class StepRecorder:
     """Records every step that `step` makes from now on.
 
     Args:
-        micro_batch_size: samples in a microbatch.
         look: called after each of the first steps, before anything else is done with the model.
         overwritten: grows by what is written to while it is on its way.
     """
 
     step: TrainStep
-    micro_batch_size: int
     look: Callable[[], None]
     overwritten: list[str]
     steps: list[RankStep] = field(default_factory=list)
-    activations: list[Activation] = field(default_factory=list)
-    forwards: list[tuple[int, int]] = field(default_factory=list)
+    activations: list[TensorPart] = field(default_factory=list)
     _gradients: list[TensorPart] = field(default_factory=list)
     _shares: tuple[float, float] = (0.0, 0.0)
     _microbatch: int = -1
@@ -95,11 +93,8 @@ class StepRecorder:
     def _recorded_gradients(self, batch: Sequence[ModelInputs], **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if named.get("inspect") is not None:  # the step run once more, to be looked at by others
             return self._sums(batch, **named)
-        if self.steps:
+        with nullcontext() if self.steps else self._watched(len(batch)):
             loss_sum, count = self._sums(batch, **named)
-        else:
-            with self._watched():
-                loss_sum, count = self._sums(batch, **named)
         self._shares = (loss_sum.item(), count.item())
         return loss_sum, count
 
@@ -114,37 +109,33 @@ class StepRecorder:
         """The executor has ended it."""
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watched(self, num_microbatches: int) -> Iterator[None]:
         """Hooks on this rank's chunks for one step. An evaluation has other inputs, which are not looked at."""
-        hooks = []
         self.step.executor.recorder = self
-        for index, chunk in self.step.model.chunks.items():
-
-            def begin(module: nn.Module, args: tuple[Any, ...], index: int = index) -> None:
-                self.forwards.append((index, self._microbatch))
-
-            hooks.append(chunk.register_forward_pre_hook(begin))
-            for name, module in _seen_modules(chunk).items():
-
-                def keep(module: nn.Module, args: object, out: torch.Tensor, name: str = name) -> None:
-                    self._keep(name, out)
-
-                hooks.append(module.register_forward_hook(keep))
+        hooks = [
+            module.register_forward_hook(partial(self._keep, name, num_microbatches))
+            for chunk in self.step.model.chunks.values()
+            for name, module in _seen_modules(chunk).items()
+        ]
         yield
         self.step.executor.recorder = None
         for hook in hooks:
             hook.remove()
 
-    def _keep(self, name: str, out: torch.Tensor) -> None:
-        position = out.shape[0] * self.step.context.group("tp").index if self.step.model.sequence_parallel else 0
+    def _keep(self, name: str, num_microbatches: int, module: nn.Module, args: object, out: torch.Tensor) -> None:
+        """What a module gave, [s, b, h], or under sequence parallelism [s/n, b, h]."""
+        split = self.step.context.group("tp") if self.step.model.sequence_parallel else None
+        positions, samples, hidden = out.shape
         values = out.detach().transpose(0, 1).cpu().to(torch.float64, copy=True).contiguous()
         data = self.step.context.data_group
-        first = (self._microbatch * data.size + data.index) * self.micro_batch_size
-        self.activations.append(Activation(name, self._microbatch, first, position, values))
+        first = (self._microbatch * data.size + data.index) * samples
+        offsets = first, positions * (split.index if split else 0), 0
+        shape = num_microbatches * data.size * samples, positions * (split.size if split else 1), hidden
+        self.activations.append(TensorPart(name, offsets, shape, values))
 
 
 def _seen_modules(chunk: GPTChunk) -> dict[str, nn.Module]:
-    """Modules of a chunk by the names of `Activation`."""
+    """Modules of a chunk by the names of activations."""
     found: dict[str, nn.Module] = {} if chunk.embedding is None else {"embedding": chunk.embedding}
     for block in chunk.layers:
         assert isinstance(block, Block)

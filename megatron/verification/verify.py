@@ -16,7 +16,7 @@ from megatron.config.save import to_dict
 from megatron.pipeline_parallel.partition import table_of
 from megatron.verification.comparison import Comparison
 from megatron.verification.diagnosis import diagnose, layer_findings
-from megatron.verification.isolation import conclusions, isolate
+from megatron.verification.isolation import isolate
 from megatron.verification.joined import JoinedTensor
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
@@ -73,8 +73,7 @@ def _proof(reduced: Reduced, effort: Effort, saved: str | None = None, earlier: 
     except RanksError as error:
         proof, hangs = replace(proof, failure=str(error)), error.timed_out
     if not proof.equal and effort.isolates and not hangs:  # a run that hangs takes all the time that there is
-        lines = isolate(reduced.config, reduced.world_size, prove, seconds=effort.isolation_s)
-        proof = replace(proof, alone=list(conclusions(lines)))
+        proof = replace(proof, alone=isolate(reduced.config, reduced.world_size, prove, seconds=effort.isolation_s))
     return replace(proof, seconds=time.monotonic() - started)
 
 

@@ -67,68 +67,47 @@ def ratio_words(ratio: float, facts: Facts) -> str:
 
     Facts of the same size are all told: running with one of the axes alone tells them apart.
     """
-    meant = _meant(ratio, facts)
-    text = f"{short(ratio)}x"
+    meant = [(name, words) for value, name, words in _factors(facts) if math.isclose(ratio, value, rel_tol=_CLOSE)]
     if not meant:
-        return f"{text} what it should be" if ratio else "zero"
+        return f"{short(ratio)}x what it should be" if ratio else "zero"
     names, reasons = (list(dict.fromkeys(column)) for column in zip(*meant, strict=True))
-    return f"{text}, {' or '.join(names)}: {'; or '.join(reasons)}"
+    return f"{short(ratio)}x, {' or '.join(names)}: {'; or '.join(reasons)}"
 
 
 def ratio_group(ratio: float, facts: Facts) -> str:
     """The group (tensor, data, pipeline) whose size the factor is, or 1 / it; empty where it is that of none or of several."""
     sizes = {"tensor": facts.tensor, "data": facts.data, "pipeline": facts.stages}
-    found = [group for group, size in sizes.items() if size > 1 and any(_close(ratio, value) for value in (size, 1 / size))]
+    factor = ratio if ratio > 1 else 1 / ratio if ratio else 0.0
+    found = [group for group, size in sizes.items() if size > 1 and math.isclose(factor, size, rel_tol=_CLOSE)]
     return found[0] if len(found) == 1 else ""
 
 
-def _meant(ratio: float, facts: Facts) -> list[tuple[str, str]]:
-    return [(name, words) for value, name, words in _known(facts) if _close(ratio, value)]
-
-
-def _close(ratio: float, value: float) -> bool:
-    return math.isclose(ratio, value, rel_tol=_CLOSE)
-
-
-def _known(facts: Facts) -> Iterator[tuple[float, str, str]]:
-    """Factors that a mistake can give: value, name, what went wrong."""
-    groups: Sequence[tuple[int, str, str]] = (
-        (facts.tensor, "the tensor size", "tensor"),
-        (facts.data, "the data size", "data"),
-        (facts.stages, "the pipeline size", "pipeline"),
-    )
-    for size, name, group in groups:
-        if size > 1:
-            times = "twice" if size == 2 else f"{size} times"
-            yield size, name, f"a sum over the {group} group is counted {times}"
-            yield (
-                1 / size,
-                f"1 / {name}",
-                f"divided by it once too often, or one rank's share of the {group} group instead of the sum",
-            )
-    if facts.microbatches > 1:
-        yield facts.microbatches, "the number of microbatches", "microbatches are summed where their mean is meant"
-        yield 1 / facts.microbatches, "1 / the number of microbatches", "divided by it once too often"
+def _factors(facts: Facts) -> Iterator[tuple[float, str, str]]:
+    """What a mistake can multiply or divide by: the factor, its name, and what went wrong."""
+    once_more = "divided by it once too often"
+    known: list[tuple[float, str, str, str]] = []
+    for size, group in ((facts.tensor, "tensor"), (facts.data, "data"), (facts.stages, "pipeline")):
+        twice = f"a sum over the {group} group is counted {'twice' if size == 2 else f'{size} times'}"
+        known.append(
+            (size, f"the {group} size", twice, f"{once_more}, or one rank's share of the {group} group instead of the sum")
+        )
     if facts.tensor > 1 and facts.data > 1:
-        both = facts.tensor * facts.data
-        yield both, "tensor x data size", "a sum over both groups is made where the values are whole already"
-        yield 1 / both, "1 / (tensor x data size)", "divided by both sizes once too often"
+        twice = "a sum over both groups is made where the values are whole already"
+        known.append((facts.tensor * facts.data, "the product of tensor and data size", twice, once_more))
+    mean = "microbatches are summed where their mean is meant"
+    known.append((facts.microbatches, "the number of microbatches", mean, once_more))
     if facts.data > 1 and facts.microbatches > 1:
-        all_microbatches = facts.data * facts.microbatches
-        yield all_microbatches, "the microbatches of all data ranks", "microbatches are summed where their mean is meant"
-        yield 1 / all_microbatches, "1 / the microbatches of all data ranks", "divided by their number once too often"
-    if facts.stages > 1:
-        yield 2, "the two ends of the pipeline", "both the first and the last stage count it"
-        yield 0.5, "1 / the two ends of the pipeline", "the mean of the first and the last stage instead of the sum"
-    if 0 < facts.kept < facts.tokens:
-        yield facts.kept / facts.tokens, "kept tokens / all tokens", "the count of tokens ignores the loss mask"
-        yield facts.tokens / facts.kept, "all tokens / kept tokens", "the loss mask is counted twice"
-    if facts.kept > 1:
-        yield facts.kept, "the tokens that count", "the sum over tokens is not divided by their number"
-        yield 1 / facts.kept, "1 / the tokens that count", "divided by their number twice"
-    if facts.loss_scale != 1:
-        yield facts.loss_scale, "the loss scale", "the loss scale is not taken out"
-        yield 1 / facts.loss_scale, "1 / the loss scale", "the loss scale is taken out twice"
+        known.append((facts.data * facts.microbatches, "the number of the microbatches of all data ranks", mean, once_more))
+    if facts.kept:
+        ignored = "the count of tokens ignores the loss mask"
+        known.append((facts.tokens / facts.kept, "all tokens / kept tokens", "the loss mask is counted twice", ignored))
+        undivided = "the sum over tokens is not divided by their number"
+        known.append((facts.kept, "the tokens that count", undivided, "divided by their number twice"))
+    known.append((facts.loss_scale, "the loss scale", "the loss scale is not taken out", "the loss scale is taken out twice"))
+    for value, name, multiplied, divided in known:
+        if value != 1:
+            yield value, name, multiplied
+            yield 1 / value, " / ".join(reversed(name.split(" / "))) if " / " in name else f"1 / {name}", divided
 
 
 _LAYER = re.compile(r"layers\.(\d+)(?:\.|$)")

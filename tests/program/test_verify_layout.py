@@ -17,7 +17,7 @@ from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags
 from megatron.verification.diagnosis import diagnose
-from megatron.verification.isolation import axes_alone, conclusions, isolate, one_process, without_each
+from megatron.verification.isolation import axes_alone, isolate, one_process, without_each
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
 from megatron.verification.prove import vocabulary_of
@@ -337,7 +337,7 @@ def test_what_a_difference_comes_with() -> None:
             scale_gradients(observation, 2.0)
         return observation
 
-    lines = list(conclusions(isolate(config, 8, prove, seconds=60)))
+    lines = isolate(config, 8, prove, seconds=60)
     assert lines[0] == "comes with --tensor-model-parallel-size 2 alone (pipeline and data size 1) (gradient of final_norm.bias)"
     assert lines[1] == "comes with --pipeline-model-parallel-size 2 alone (tensor and data size 1) (the run fails)"
     assert (
@@ -359,6 +359,6 @@ def test_what_is_there_in_one_process_is_not_the_layout() -> None:
             scale_gradients(observation, 3.0)
         return observation
 
-    lines = list(conclusions(isolate(config, 8, prove, seconds=60)))
+    lines = isolate(config, 8, prove, seconds=60)
     assert lines[0].startswith("it comes in one process too (gradient of final_norm.bias)") and "not the layout" in lines[0]
     assert lines[1] == "goes away there without dropout" and all(line.startswith("stays there without") for line in lines[2:])

@@ -107,20 +107,11 @@ def test_each_sample_and_position_is_seen_once_by_each_layer(observation: Observ
             for each in rank.activations:
                 samples, positions, hidden = each.values.shape
                 assert hidden == model.hidden_size
-                seen.update(
-                    (each.name, each.first_sample + i, each.first_position + j) for i in range(samples) for j in range(positions)
-                )
+                seen.update((each.name, each.offsets[0] + i, each.offsets[1] + j) for i in range(samples) for j in range(positions))
     parts = ("", ".attention", ".mlp")
     names = ["embedding", *(f"layers.{layer}{part}" for layer in range(model.num_layers) for part in parts)]
     assert seen == Counter((name, i, j) for name in names for i in range(batch) for j in range(model.seq_length))
     assert observation.plain.activations.keys() == set(names)
-
-
-def test_each_chunk_runs_each_microbatch_once(observation: Observation) -> None:
-    for rank in observation.layout.ranks:
-        chunks = [chunk.index for chunk in observation.layout.layer_table if chunk.stage == rank.coordinates["pp"]]
-        count = rank.steps[0].num_microbatches
-        assert sorted(rank.forwards) == [(chunk, microbatch) for chunk in chunks for microbatch in range(count)]
 
 
 def test_contributions_add_up(observation: Observation) -> None:

@@ -284,7 +284,7 @@ def test_a_layer_that_is_never_computed() -> None:
 def test_a_layer_that_is_computed_twice() -> None:
     observation = observed()
     for rank in observation.layout.ranks:
-        again = [each for each in rank.activations if each.name == "layers.0.attention" and each.microbatch == 2]
+        again = [each for each in rank.activations if each.name == "layers.0.attention" and each.offsets[0] == 2]
         rank.activations.extend(again)
     assert "computed 2 times instead of once (microbatch 2 of data rank 0" in first_finding(observation).text
 
