@@ -17,7 +17,6 @@ from megatron.verification.wording import (
     NEGLIGIBLE,
     ROUNDING,
     Facts,
-    backward_order,
     place_words,
     relative,
     stages_of,
@@ -49,7 +48,7 @@ class ComparedTensors:
     @property
     def differing(self) -> list[str]:
         """In the order in which backward reaches them."""
-        return backward_order(name for name, found in self.measured.items() if found.differs)
+        return [name for name, found in self.measured.items() if found.differs][::-1]
 
 
 class Comparison:

@@ -124,28 +124,24 @@ def layer_findings(table: Sequence[Chunk], num_layers: int, parameters: Iterable
     Args:
         parameters: names of the model's.
     """
+
+    def finding(names: Sequence[str], text: str) -> ProofFinding:
+        place, stages = place_words(names[0], table), tuple(stages_of(names[0], table))
+        return ProofFinding(FindingKind.PARAMETERS, 0, place, text, math.inf, tuple(names), stages)
+
     for layer in range(num_layers):
         chunks = [chunk for chunk in table if layer in chunk.layers]
-        if len(chunks) == 1:
-            continue
-        name = f"layers.{layer}"
-        if not chunks:
+        if len(chunks) != 1:
             text = "the layer is dropped: the layer table gives it to no stage, so it is never computed and never trained"
-        else:
-            text = f"the layer is doubled: chunks {listing(chunk.index for chunk in chunks)} both hold it"
-        names = (name, *(each for each in parameters if layer_of(each) == layer))
-        yield ProofFinding(
-            FindingKind.PARAMETERS, 0, place_words(name, table), text, math.inf, names, tuple(stages_of(name, table))
-        )
+            if chunks:
+                text = f"the layer is doubled: chunks {listing(chunk.index for chunk in chunks)} both hold it"
+            yield finding([f"layers.{layer}", *(each for each in parameters if layer_of(each) == layer)], text)
     for before, chunk in pairwise(chunk for chunk in sorted(table, key=lambda chunk: chunk.index) if chunk.layers):
         first, last = chunk.layers[0], before.layers[-1]
         if first <= last:
-            name = f"layers.{first}"
             behind = f"behind layer {last} of chunk {before.index}"
             text = f"the layers are out of order: chunk {chunk.index} begins with layer {first}, {behind}"
-            yield ProofFinding(
-                FindingKind.PARAMETERS, 0, place_words(name, table), text, math.inf, (name,), tuple(stages_of(name, table))
-            )
+            yield finding([f"layers.{first}"], text)
             return
 
 

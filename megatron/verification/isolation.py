@@ -16,7 +16,7 @@ from megatron.verification.observation import Observation
 from megatron.verification.small_layout import without_split
 
 Prove = Callable[..., Observation]
-"""Observes a run of settings with a number of ranks; `dropout` says whether the model has probabilities of it, which must not act."""
+"""Observes a run of settings with a number of ranks; with `dropout=False` the model has no probabilities of it."""
 
 _ONE_TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
 _UNSHARDED: dict[str, Any] = {

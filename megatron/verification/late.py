@@ -20,28 +20,11 @@ from megatron.pipeline_parallel import p2p
 
 
 class LateWork:
-    """Communication under way, for `torch.distributed.Work`. The first `wait` puts what has come into its place.
+    """Communication under way, for `torch.distributed.Work`. The first `wait` delivers what has come."""
 
-    Args:
-        work: which sends `moved` or fills `arrived`.
-        arrived, place: what comes, and where it belongs.
-        sent, moved: what goes, and a copy of it as it was.
-        changed: called if `sent` is no longer the same.
-    """
-
-    def __init__(
-        self,
-        work: dist.Work,
-        *,
-        arrived: torch.Tensor | None = None,
-        place: torch.Tensor | None = None,
-        sent: torch.Tensor | None = None,
-        moved: torch.Tensor | None = None,
-        changed: Callable[[], None] | None = None,
-    ) -> None:
-        self._work, self._arrived, self._place = work, arrived, place
-        self._sent, self._moved, self._changed = sent, moved, changed
-        self._done = False
+    def __init__(self, work: dist.Work | None, deliver: Callable[[], object]) -> None:
+        assert work is not None, "this rank is not in the group"
+        self._work, self._deliver, self._done = work, deliver, False
 
     @torch.no_grad()
     def wait(self) -> bool:
@@ -49,11 +32,7 @@ class LateWork:
         self._work.wait()
         if not self._done:
             self._done = True
-            if self._sent is not None and self._moved is not None and not _same_bits(self._sent, self._moved):
-                assert self._changed is not None
-                self._changed()
-            if self._place is not None and self._arrived is not None:
-                self._place.detach().copy_(self._arrived)
+            self._deliver()
         return True
 
     def is_completed(self) -> bool:
@@ -75,21 +54,21 @@ class LateDist:
         """Sums what the tensor holds now. What is added to it meanwhile is lost, so that the sum tells."""
         assert async_op
         moved = tensor.detach().clone()
-        return LateWork(_begun(dist.all_reduce(moved, op, group=group, async_op=True)), arrived=moved, place=tensor)
+        return LateWork(dist.all_reduce(moved, op, group=group, async_op=True), lambda: tensor.detach().copy_(moved))
 
     @staticmethod
     def irecv(tensor: torch.Tensor, source: int, *, group: Any) -> LateWork:
         """The buffer holds zeros meanwhile."""
         arrived = torch.empty_like(tensor)
         tensor.detach().zero_()
-        return LateWork(_begun(dist.irecv(arrived, source, group=group)), arrived=arrived, place=tensor)
+        return LateWork(dist.irecv(arrived, source, group=group), lambda: tensor.detach().copy_(arrived))
 
     def isend(self, tensor: torch.Tensor, destination: int, *, group: Any) -> LateWork:
         """Sends what the tensor holds now."""
         moved = tensor.detach().clone()
         note = f"a message of shape {list(tensor.shape)} to rank {destination}"
-        work = _begun(dist.isend(moved, destination, group=group))
-        return LateWork(work, sent=tensor, moved=moved, changed=lambda: self._notes.append(note))
+        work = dist.isend(moved, destination, group=group)
+        return LateWork(work, lambda: _note_changes(tensor, moved, note, self._notes))
 
 
 @contextmanager
@@ -116,25 +95,27 @@ def late_delivery() -> Iterator[list[str]]:
 
 
 def _late(what: str, begin: Callable[..., Any], notes: list[str]) -> Callable[..., LateWork]:
-    """Of a collective with an output apart from its input, or one of which the other is a part."""
+    """A collective with an output apart from its input, or one of which the other is a part, made late."""
 
     def begin_late(out: torch.Tensor, tensor: torch.Tensor, *, group: Any, async_op: bool) -> LateWork:
         assert async_op
         arrived, moved = torch.empty_like(out), tensor.detach().clone()
         if out.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
             out.detach().zero_()  # it may be new memory, in which anything can be
-        work = _begun(begin(arrived, moved, group=group, async_op=True))
+        work = begin(arrived, moved, group=group, async_op=True)
         ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
         note = f"the input of {what} of {tensor.numel():,} elements over ranks {ranks}"
-        return LateWork(work, arrived=arrived, place=out, sent=tensor, moved=moved, changed=lambda: notes.append(note))
+
+        def deliver() -> None:
+            _note_changes(tensor, moved, note, notes)
+            out.detach().copy_(arrived)
+
+        return LateWork(work, deliver)
 
     return begin_late
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(*(each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other)))
-
-
-def _begun(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is not in the group"
-    return work
+def _note_changes(sent: torch.Tensor, moved: torch.Tensor, note: str, notes: list[str]) -> None:
+    """Note what was sent if it is no longer, bit for bit, what it was."""
+    if not torch.equal(*(each.detach().contiguous().view(-1).view(torch.uint8) for each in (sent, moved))):
+        notes.append(note)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megatron.config.config import Config
-from megatron.data.samples import DocumentRules
 from megatron.metrics.timers import Timers
 from megatron.model.build import build_model
 from megatron.model.gpt import ModelInputs
@@ -28,63 +25,50 @@ from megatron.training.reporter import Reporter
 from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
 from megatron.verification.late import late_delivery
-from megatron.verification.observation import EVALUATED_BATCHES, RankObservation
+from megatron.verification.observation import EVALUATED_BATCHES, ProofTask, RankObservation
 from megatron.verification.random_samples import RandomSamples
 from megatron.verification.recording import StepRecorder, parts_of_shards, set_weights
 
 
-@dataclass(frozen=True)
-class ProofTask:
-    """What every rank is told."""
-
-    config: Config
-    vocab_size: int
-    rules: DocumentRules
-    start: dict[str, Tensor]
-    """Weights to begin with."""
-    samples: RandomSamples
-    held_out: RandomSamples
-
-
-def observe_rank(rank: int, job: ProofTask) -> RankObservation:
+def observe_rank(rank: int, task: ProofTask) -> RankObservation:
     """Train to the end of the run, evaluate before the first step and after each of the first, and tell what was seen. The group
     exists.
 
     Whatever the ranks send arrives only when it is waited for.
     """
     with late_delivery() as overwritten:
-        return _observe(rank, job, overwritten)
+        return _observe(rank, task, overwritten)
 
 
-def _observe(rank: int, job: ProofTask, overwritten: list[str]) -> RankObservation:
-    config = job.config
+def _observe(rank: int, task: ProofTask, overwritten: list[str]) -> RankObservation:
+    config = task.config
     startup.set_numerics(config.training.deterministic_mode)
     context = connect(config.parallel)
     plan = BatchSizePlan(config.training, context.data_group.size)
     config = startup.with_batch_size(config, plan)
-    step = _build_step(job, config, context)
+    step = _build_step(task, config, context)
     initial = parts_of_shards(step, lambda shard: shard.main)
-    set_weights(step, job.start)
+    set_weights(step, task.start)
     start = parts_of_shards(step, lambda shard: shard.main)
     step.prepare(plan.num_microbatches(0))
 
-    feed = _Feed(job, context, plan, step)
+    feed = _Feed(task, context, plan, step)
     evaluations = [feed.evaluate()]
     recorder = StepRecorder(step, look=lambda: evaluations.append(feed.evaluate()), overwritten=overwritten)
-    _loop(job, config, context, plan, step, feed).run(Progress())
+    _loop(task, config, context, plan, step, feed).run(Progress())
     coordinates = {axis: context.coordinates[axis] for axis in ("tp", "cp", "dp", "pp")}
     return RankObservation(rank, coordinates, initial, start, recorder.steps, evaluations, recorder.activations)
 
 
-def _build_step(job: ProofTask, config: Config, context: ParallelContext) -> TrainStep:
+def _build_step(task: ProofTask, config: Config, context: ParallelContext) -> TrainStep:
     model = build_model(
         config.model,
         context,
         dtype=torch.float64,
-        vocab_size=job.vocab_size,
+        vocab_size=task.vocab_size,
         sequence_parallel=config.parallel.sequence_parallel,
         seed=config.training.seed,
-        table=table_of(config.model, config.parallel, job.vocab_size),
+        table=table_of(config.model, config.parallel, task.vocab_size),
         materialized=False,
     )
     return TrainStep(
@@ -101,13 +85,13 @@ def _build_step(job: ProofTask, config: Config, context: ParallelContext) -> Tra
 class _Feed:
     """The batches of this rank, with the masks that the rules of documents do not make."""
 
-    def __init__(self, job: ProofTask, context: ParallelContext, plan: BatchSizePlan, step: TrainStep) -> None:
-        self.job, self.plan, self.step = job, plan, step
-        training = job.config.training
-        self.micro_batch_size, self.num_workers = training.micro_batch_size, job.config.data.num_workers
+    def __init__(self, task: ProofTask, context: ParallelContext, plan: BatchSizePlan, step: TrainStep) -> None:
+        self.task, self.plan, self.step = task, plan, step
+        training = task.config.training
+        self.micro_batch_size, self.num_workers = training.micro_batch_size, task.config.data.num_workers
         self.data = context.data_group
-        self.maker = BatchMaker(context, training.seed, job.config.model.seq_length, self.micro_batch_size, job.rules)
-        self.reads = reads_samples(context, [chunk.stage for chunk in step.model.layer_table], job.rules)
+        self.maker = BatchMaker(context, training.seed, task.config.model.seq_length, self.micro_batch_size, task.rules)
+        self.reads = reads_samples(context, [chunk.stage for chunk in step.model.layer_table], task.rules)
 
     def first_samples(self, consumed: int) -> range:
         """First sample of each of this data rank's microbatches in the step that begins after `consumed` samples."""
@@ -117,25 +101,25 @@ class _Feed:
     def training(self, consumed: int) -> Iterator[list[ModelInputs]]:
         """Steps from `consumed` samples on, without dropout."""
         steps = self.maker.training(
-            self.job.samples if self.reads else None,
+            self.task.samples if self.reads else None,
             global_batch_size_at=self.plan.global_batch_size,
             consumed_samples=consumed,
             total_samples=self.plan.total_samples,
             num_workers=self.num_workers,
         )
         for batch in steps:
-            masked = self._masked(batch, self.job.samples, self.first_samples(consumed))
+            masked = self._masked(batch, self.task.samples, self.first_samples(consumed))
             yield [dataclasses.replace(inputs, dropout_key=None) for inputs in masked]
             consumed += self.plan.global_batch_size(consumed)
 
     def evaluate(self) -> float:
         """Mean loss of the held-out batches."""
         size, count = self.plan.final_global_batch_size, EVALUATED_BATCHES
-        batches = self.maker.evaluation(self.job.held_out if self.reads else None, global_batch_size=size, num_batches=count)
+        batches = self.maker.evaluation(self.task.held_out if self.reads else None, global_batch_size=size, num_batches=count)
         own, step = self.data.index * self.micro_batch_size, self.data.size * self.micro_batch_size
         firsts = (range(first + own, first + size, step) for first in range(0, count * size, size))
         batches_with_masks = zip(batches, firsts, strict=True)
-        return evaluate(self.step, (self._masked(batch, self.job.held_out, each) for batch, each in batches_with_masks))
+        return evaluate(self.step, (self._masked(batch, self.task.held_out, each) for batch, each in batches_with_masks))
 
     def _masked(self, batch: list[ModelInputs], samples: RandomSamples, firsts: range) -> list[ModelInputs]:
         found = []
@@ -147,7 +131,7 @@ class _Feed:
         return found
 
 
-def _loop(job: ProofTask, config: Config, context: ParallelContext, plan: BatchSizePlan, step: TrainStep, feed: _Feed) -> Loop:
+def _loop(task: ProofTask, config: Config, context: ParallelContext, plan: BatchSizePlan, step: TrainStep, feed: _Feed) -> Loop:
     """The training loop; it evaluates and saves nothing and is silent."""
     timers = Timers(level=0)
     reporter = Reporter(
@@ -156,7 +140,7 @@ def _loop(job: ProofTask, config: Config, context: ParallelContext, plan: BatchS
         gather=lambda value: gather_objects(value, context.world),
         timers=timers,
         total_iterations=plan.total_iterations,
-        flops_of=lambda samples, attended: flops_per_step(config.model, job.vocab_size, samples, attended),
+        flops_of=lambda samples, attended: flops_per_step(config.model, task.vocab_size, samples, attended),
         tokens_per_sample=config.model.seq_length,
         num_devices=context.topology.world_size,
         peak=None,
@@ -169,7 +153,7 @@ def _loop(job: ProofTask, config: Config, context: ParallelContext, plan: BatchS
         step,
         plan,
         startup.make_schedule(config.optimizer, config.training, plan),
-        Saver(config.checkpoint, context, {}, job.vocab_size),
+        Saver(config.checkpoint, context, {}, task.vocab_size),
         reporter,
         timers,
         train_batches=feed.training,

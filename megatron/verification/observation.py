@@ -14,12 +14,33 @@ import torch
 from torch import Tensor
 
 from megatron.config.config import Config
+from megatron.data.samples import DocumentRules
 from megatron.pipeline_parallel.partition import Chunk
+from megatron.verification.random_samples import RandomSamples
 
 EVALUATED_BATCHES = 2
 """Held-out batches of an evaluation: of one alone, nobody sees how several are averaged or whether they are the same."""
 EVALUATED_STEPS = 4
 """Steps at the start of a run that an evaluation follows: it costs as much as a step."""
+
+
+@dataclass(frozen=True)
+class ProofTask:
+    """What both runs are told."""
+
+    config: Config
+    vocab_size: int
+    """Rows of the word embedding."""
+    rules: DocumentRules
+    start: dict[str, Tensor]
+    """Weights to begin with."""
+    samples: RandomSamples
+    held_out: RandomSamples
+    """Samples to evaluate on: the first of them, as many as the held-out batches have."""
+    data_size: int
+    """Data ranks: with the micro-batch size they make the default batch, and number the microbatches."""
+    most_steps: int | None
+    """Iterations at most; None for the whole run."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +133,6 @@ class LayoutRun:
     layer_table: list[Chunk]
     ranks: list[RankObservation]
     """In the order of their numbers."""
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -149,7 +169,6 @@ class PlainRun:
     """The sum of the mask of each of them."""
     contributions: dict[str, Tensor]
     """Of every parameter, what each of `microbatches` adds to its gradient in the first step: [M, ...shape]."""
-    seconds: float
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,79 +11,39 @@ from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.spec.activations import activation_of
-from megatron.verification.observation import EVALUATED_BATCHES, EVALUATED_STEPS, PlainRun, PlainStep
+from megatron.verification.observation import EVALUATED_BATCHES, EVALUATED_STEPS, PlainRun, PlainStep, ProofTask
 from megatron.verification.random_samples import RandomSamples
 from megatron.verification.reference.model import Batch, Rules, Seen, by_nobody, losses_with_rules
 from megatron.verification.reference.shape import ReferenceShape, Weights
 from megatron.verification.reference.training import Course, Growth, Rule, State, batch_size, update
 
 
-@dataclass(frozen=True)
-class PlainTask:
-    """What the reference needs to know."""
-
-    config: Config
-    data_size: int
-    """Data ranks: with the micro-batch size they make the default batch, and number the microbatches."""
-    vocab_size: int
-    """Rows of the word embedding."""
-    start: dict[str, Tensor]
-    """Weights to begin with."""
-    samples: RandomSamples
-    held_out: RandomSamples
-    """Samples to evaluate on: the first of them, as many as the held-out batches have."""
-    most_steps: int | None
-    """Iterations at most; None for the whole run."""
-
-    @property
-    def full_batch(self) -> int:
-        """Samples of a step after any ramp-up."""
-        training = self.config.training
-        return training.global_batch_size or training.micro_batch_size * self.data_size
-
-    def batch_sizes(self) -> Iterator[int]:
-        """Of every step of the run."""
-        training, consumed, made = self.config.training, 0, 0
-        while training.train_iters is None or made < training.train_iters:
-            size = batch_size(consumed, self.full_batch, training.rampup_batch_size)
-            consumed, made = consumed + size, made + 1
-            if training.train_samples is not None and consumed > training.train_samples:
-                return
-            yield size
-
-    def samples_of(self, steps: int) -> int:
-        """Of so many steps from the start of the run on, which may be more than it makes."""
-        ramp, consumed = self.config.training.rampup_batch_size, 0
-        while steps and ramp is not None and consumed < ramp[2]:
-            consumed, steps = consumed + batch_size(consumed, self.full_batch, ramp), steps - 1
-        return consumed + steps * self.full_batch
-
-
-def run_plain(task: PlainTask) -> PlainRun:
+def run_plain(task: ProofTask) -> PlainRun:
     """Train, and evaluate before the first step and after each of the first."""
     return _Reference(task).run()
 
 
 class _Reference:
-    def __init__(self, task: PlainTask) -> None:
+    def __init__(self, task: ProofTask) -> None:
         self.task, self.config, self.data = task, task.config, task.config.data
         self.shape = reference_shape(self.config.model, task.vocab_size)
         self.state = State(task.start)
         self.activations: dict[str, Tensor] = {}
         self.contributions: dict[str, Tensor] = {}
         self.microbatch_tokens: list[float] = []
+        training = task.config.training
+        self.full_batch = training.global_batch_size or training.micro_batch_size * task.data_size  # after any ramp-up
 
     def run(self) -> PlainRun:
-        began = time.monotonic()
         task, training = self.task, self.config.training
-        total = training.train_samples or sum(task.batch_sizes())
-        course, growth = learning_rate_course(self.config, task.samples_of, total), decay_growth(self.config.optimizer, total)
+        total = training.train_samples or sum(self._batch_sizes())
+        course, growth = learning_rate_course(self.config, self._samples_of, total), decay_growth(self.config.optimizer, total)
         rule = update_rule(self.config.optimizer)
         steps: list[PlainStep] = []
         microbatches: list[tuple[int, int]] = []
         evaluations = [self._evaluate()]
         consumed = updated = 0
-        for iteration, size in enumerate(task.batch_sizes(), start=1):
+        for iteration, size in enumerate(self._batch_sizes(), start=1):
             if task.most_steps is not None and iteration > task.most_steps:
                 break
             first, consumed = consumed, consumed + size
@@ -104,14 +62,28 @@ class _Reference:
             steps.append(PlainStep(iteration, size, loss_sum / tokens, norm, rate, decay, loss_sum, tokens, gradients, weights))
             if len(steps) <= EVALUATED_STEPS:
                 evaluations.append(self._evaluate())
-        seconds = time.monotonic() - began
-        return PlainRun(steps, evaluations, self.activations, microbatches, self.microbatch_tokens, self.contributions, seconds)
+        return PlainRun(steps, evaluations, self.activations, microbatches, self.microbatch_tokens, self.contributions)
+
+    def _batch_sizes(self) -> Iterator[int]:
+        """Samples of every step of the run."""
+        training, consumed, made = self.config.training, 0, 0
+        while training.train_iters is None or made < training.train_iters:
+            size = batch_size(consumed, self.full_batch, training.rampup_batch_size)
+            consumed, made = consumed + size, made + 1
+            if training.train_samples is not None and consumed > training.train_samples:
+                return
+            yield size
+
+    def _samples_of(self, steps: int) -> int:
+        """Samples of so many steps from the start of the run on, which may be more than it makes."""
+        ramp, consumed = self.config.training.rampup_batch_size, 0
+        while steps and ramp is not None and consumed < ramp[2]:
+            consumed, steps = consumed + batch_size(consumed, self.full_batch, ramp), steps - 1
+        return consumed + steps * self.full_batch
 
     def _evaluate(self) -> float:
         with torch.no_grad():
-            loss_sum, tokens = self._losses(
-                self.state.weights, _batch(self.task.held_out, 0, EVALUATED_BATCHES * self.task.full_batch)
-            )
+            loss_sum, tokens = self._losses(self.state.weights, _batch(self.task.held_out, 0, EVALUATED_BATCHES * self.full_batch))
         return (loss_sum / tokens).item()
 
     def _gradients(self, first: int, size: int) -> tuple[float, float, dict[str, Tensor]]:
@@ -183,13 +155,8 @@ def reference_shape(model: ModelConfig, vocab_size: int) -> ReferenceShape:
 
 def update_rule(optimizer: OptimizerConfig) -> Rule:
     """The optimizer."""
-    return Rule(
-        optimizer.optimizer,
-        optimizer.clip_grad or None,
-        (optimizer.adam_beta1, optimizer.adam_beta2),
-        optimizer.adam_eps,
-        optimizer.sgd_momentum,
-    )
+    betas = optimizer.adam_beta1, optimizer.adam_beta2
+    return Rule(optimizer.optimizer, optimizer.clip_grad or None, betas, optimizer.adam_eps, optimizer.sgd_momentum)
 
 
 def learning_rate_course(config: Config, samples_of: Callable[[int], int], total_samples: int) -> Course:
@@ -212,16 +179,8 @@ def learning_rate_course(config: Config, samples_of: Callable[[int], int], total
     end = total_samples if end is None else end
     if settings.lr_warmup_fraction is not None:
         warmup = settings.lr_warmup_fraction * end
-    return Course(
-        settings.lr,
-        settings.min_lr,
-        settings.lr_warmup_init,
-        warmup,
-        settings.lr_decay_style,
-        end,
-        final,
-        settings.lr_wsd_decay_style,
-    )
+    rates = settings.lr, settings.min_lr, settings.lr_warmup_init
+    return Course(*rates, warmup, settings.lr_decay_style, end, final, settings.lr_wsd_decay_style)
 
 
 def decay_growth(settings: OptimizerConfig, total_samples: int) -> Growth:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from megatron.model.build import build_model
 from megatron.parallel.context import choose_device, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
-from megatron.verification.layout_run import ProofTask, observe_rank
+from megatron.verification.layout_run import observe_rank
 from megatron.verification.local_ranks import run_ranks
-from megatron.verification.observation import LayoutRun, Observation
-from megatron.verification.plain_run import PlainTask, reference_shape, run_plain
+from megatron.verification.observation import LayoutRun, Observation, ProofTask
+from megatron.verification.plain_run import reference_shape, run_plain
 from megatron.verification.random_samples import RandomSamples
 from megatron.verification.reference.shape import random_weights
 
@@ -62,12 +61,10 @@ def prove(
     held_out = dataclasses.replace(samples, seed=2 * seed + 1)
     start = random_weights(reference_shape(config.model, vocab_size), seed)
 
-    job = ProofTask(config, vocab_size, rules, start, samples, held_out)
-    began = time.monotonic()
-    ranks = run_ranks(world_size, observe_rank, job, timeout=timeout)
-    layout = LayoutRun(table_of(config.model, parallel, vocab_size), ranks, time.monotonic() - began)
+    task = ProofTask(config, vocab_size, rules, start, samples, held_out, data_size, steps)
+    ranks = run_ranks(world_size, observe_rank, task, timeout=timeout)
+    layout = LayoutRun(table_of(config.model, parallel, vocab_size), ranks)
     # In a process of its own: where there is a GPU, a process that has run a backward can fork no ranks for another run.
-    task = PlainTask(config, data_size, vocab_size, start, samples, held_out, steps)
     plain = run_ranks(1, lambda rank: run_plain(task), timeout=timeout, init=False)[0]
     return Observation(config, world_size, vocab_size, layout, plain, _initial_weights(config, vocab_size), start, replaced)
 

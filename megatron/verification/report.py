@@ -6,7 +6,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.verification.comparison import ComparisonRow, ProofFinding
@@ -190,17 +190,7 @@ def _proof_json(proof: Proof) -> dict[str, Any]:
 
 
 def _finding_json(finding: ProofFinding) -> dict[str, Any]:
-    return {
-        "kind": str(finding.kind),
-        "step": finding.step,
-        "place": finding.place,
-        "text": finding.text,
-        "relative": _number(finding.relative),
-        "names": list(finding.names),
-        "stages": list(finding.stages),
-        "group": finding.group or None,
-        "ranks": list(finding.ranks),
-    }
+    return {**asdict(finding), "relative": _number(finding.relative), "group": finding.group or None}
 
 
 def _row_json(row: ComparisonRow) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from megatron.spec.counts import count_parameters
 from megatron.verification.small_layout import (
     Pattern,
     RankSizes,
+    layers_of_all_kinds,
     pattern_of,
     reduced_pattern,
     reduced_sizes,
@@ -73,11 +74,12 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
     rows, multiple = reduced_vocabulary(vocab_size, config.model.make_vocab_size_divisible_by, whole.tp, cuts)
     before = pattern_of(config.model, config.parallel, vocab_size)
     if sizes.pp > 1:
-        pattern = reduced_pattern(before, config.parallel.schedule, sizes.pp)
+        pattern = reduced_pattern(before, config.parallel.schedule, sizes.pp, layers_of_all_kinds(config.model))
         model = reduced_model(config.model, sum(pattern.sizes), multiple, whole.tp, cuts)
         parallel, same_split = with_pattern(model, parallel, rows, pattern)
     else:
-        model = reduced_model(config.model, min(2, config.model.num_layers), multiple, whole.tp, cuts)
+        num_layers = max(min(2, config.model.num_layers), layers_of_all_kinds(config.model))
+        model = reduced_model(config.model, num_layers, multiple, whole.tp, cuts)
         parallel, same_split = dataclasses.replace(without_split(parallel), pipeline_schedule=None), True
     training = reduced_training(config.training, whole.pp, whole.dp, sizes.pp, sizes.dp, steps)
     parallel = dataclasses.replace(
@@ -173,16 +175,14 @@ def changed_words(
         patterns: layers of stages before and after.
         rows: of the word embedding before and after.
     """
-    changed = [f"{what} {size} -> {now}" for what, size, now in _axes(whole, sizes) if size != now]
-    changed.append(_change("layers by stage", *map(str, patterns)))
-    changed.append(_change("heads of a tensor rank", _heads(config.model, whole.tp), _heads(small.model, sizes.tp)))
-    before, after = _rows(rows[0], config.model, whole.tp), _rows(rows[1], small.model, sizes.tp)
-    changed.append(_change("vocabulary", before, after))
+    told = [(what, str(size), str(now)) for what, size, now in _axes(whole, sizes)]
+    told.append(("layers by stage", str(patterns[0]), str(patterns[1])))
+    told.append(("heads of a tensor rank", _heads(config.model, whole.tp), _heads(small.model, sizes.tp)))
+    told.append(("vocabulary", _rows(rows[0], config.model, whole.tp), _rows(rows[1], small.model, sizes.tp)))
     for field in _fields():
-        if field not in _TOLD and _value(config, field) != _value(small, field):
-            flag = flags()[field.replace("_", "-")]
-            changed.append(_change(f"--{flag.name}", _shown(_value(config, field)), _shown(_value(small, field))))
-    return [line for line in changed if line]
+        if field not in _TOLD:
+            told.append((f"--{field.replace('_', '-')}", _shown(_value(config, field)), _shown(_value(small, field))))
+    return [f"{what} {before} -> {after}" for what, before, after in told if before != after]
 
 
 def _axes(whole: RankSizes, sizes: RankSizes) -> list[tuple[str, int, int]]:
@@ -191,10 +191,6 @@ def _axes(whole: RankSizes, sizes: RankSizes) -> list[tuple[str, int, int]]:
         ("pipeline size", whole.pp, sizes.pp),
         ("data size", whole.dp, sizes.dp),
     ]
-
-
-def _change(what: str, before: str, after: str) -> str:
-    return f"{what} {before} -> {after}" if before != after else ""
 
 
 def _heads(model: ModelConfig, tp: int) -> str:

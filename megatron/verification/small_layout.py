@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from megatron.config.checks.pipeline import COUNT, LAYERS_EACH, LAYOUT, chunks_of, layout_text
@@ -13,12 +14,11 @@ from megatron.config.flags import flags
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.pipeline_parallel.partition import table_of
+from megatron.spec.layers import alike, layers
 from megatron.spec.schedules import placement
 
 _MIDDLE = 3
 """Pipeline stages from which on there is one that is neither first nor last."""
-
-
 _MOST_STAGES = 4
 """With so many, a stage in the middle has neighbours in the middle."""
 
@@ -50,9 +50,10 @@ def reduced_sizes(whole: RankSizes, max_ranks: int, *, hybrid: bool) -> list[Ran
     """
     if whole.world_size <= max_ranks:
         return [whole]
-    small = RankSizes(min(whole.tp, 2), min(whole.pp, 2), min(whole.dp, 4 if hybrid else 2))
-    for groups in ([(small.tp, small.pp, small.dp)], _pairs(small), _alone(small)):
-        found = [RankSizes(*sizes) for sizes in groups]
+    small = (min(whole.tp, 2), min(whole.pp, 2), min(whole.dp, 4 if hybrid else 2))
+    chosen = [RankSizes(*sizes) for sizes in product(*(dict.fromkeys((size, 1)) for size in small))]
+    for several in (3, 2, 1):
+        found = [each for each in chosen if (each.tp > 1) + (each.pp > 1) + (each.dp > 1) == several]
         if found and all(each.world_size <= max_ranks for each in found):
             break
     else:
@@ -61,22 +62,9 @@ def reduced_sizes(whole: RankSizes, max_ranks: int, *, hybrid: bool) -> list[Ran
         raise ValueError(f"--max-ranks {max_ranks} runs nothing of this layout. Give at least 2.")
     found = [_with_middle(each, whole, max_ranks) if each.pp > 1 else each for each in found]
     if whole.pp >= _MIDDLE and not any(each.pp >= _MIDDLE for each in found):
-        longer = (RankSizes(tp, pp, 1) for tp in (small.tp, 1) for pp in range(min(whole.pp, _MOST_STAGES), _MIDDLE - 1, -1))
+        longer = (RankSizes(tp, pp, 1) for tp in (small[0], 1) for pp in range(min(whole.pp, _MOST_STAGES), _MIDDLE - 1, -1))
         found += [each for each in longer if each.world_size <= max_ranks][:1]
     return list(dict.fromkeys(found))
-
-
-def _pairs(small: RankSizes) -> list[tuple[int, int, int]]:
-    return list(_distinct([(small.tp, small.pp, 1), (small.tp, 1, small.dp), (1, small.pp, small.dp)], least=2))
-
-
-def _alone(small: RankSizes) -> list[tuple[int, int, int]]:
-    return list(_distinct([(small.tp, 1, 1), (1, small.pp, 1), (1, 1, small.dp)], least=1))
-
-
-def _distinct(candidates: list[tuple[int, int, int]], least: int) -> Iterator[tuple[int, int, int]]:
-    """Those in which at least so many axes have several ranks."""
-    return (sizes for sizes in dict.fromkeys(candidates) if sum(size > 1 for size in sizes) >= least)
 
 
 def _with_middle(sizes: RankSizes, whole: RankSizes, max_ranks: int) -> RankSizes:
@@ -87,8 +75,6 @@ def _with_middle(sizes: RankSizes, whole: RankSizes, max_ranks: int) -> RankSize
 
 _MOST_CHUNKS = 3
 """Of one stage: the first, the last and one between them."""
-
-
 _ROOM = 4
 """Chunks up to which each holds two layers where the model has as many, so that layers of one chunk follow each other."""
 
@@ -122,10 +108,18 @@ def pattern_of(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) ->
     return Pattern([len(chunk.layers) for chunk in table], tuple(chunk.stage for chunk in table))
 
 
-def reduced_pattern(whole: Pattern, schedule: str, num_stages: int) -> Pattern:
+def layers_of_all_kinds(model: ModelConfig) -> int:
+    """So many layers at the start of the model are of all the kinds that it has."""
+    return 1 + max(places[0] for places in alike(layers(model)).values())
+
+
+def reduced_pattern(whole: Pattern, schedule: str, num_stages: int, num_layers: int = 1) -> Pattern:
     """Fewer stages and chunks, and fewer layers: chunks that differ in length still do, and in the same direction.
 
     First and last stage stay, and those between them that differ from the others; likewise the chunks of a stage.
+
+    Args:
+        num_layers: that there are at least.
     """
     stages = whole.stages
     kept_stages = _kept([tuple(sizes) for sizes in stages], num_stages)
@@ -142,6 +136,9 @@ def reduced_pattern(whole: Pattern, schedule: str, num_stages: int) -> Pattern:
     least = min(2 if len(places) <= _ROOM else 1, *held) if held else 1
     small = {size: least + rank for rank, size in enumerate(held)} | {0: 0}
     sizes = [small[size] for size in sizes]
+    if (missing := num_layers - sum(sizes)) > 0 and held:
+        filled = sum(size > 0 for size in sizes)
+        sizes = [size + -(-missing // filled) if size else 0 for size in sizes]
     if not held:  # the ends alone were empty: a model has a layer
         sizes[-1] = 1
     return Pattern(sizes, tuple(places))

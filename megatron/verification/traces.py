@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep, read_trace
-from megatron.verification.wording import NEGLIGIBLE, backward_order, layer_of, listing, relative, short
+from megatron.verification.wording import NEGLIGIBLE, layer_of, listing, relative, short
 
 LISTED = 8
 _JUMP = 10.0
@@ -97,11 +97,7 @@ class TraceComparison:
 
 
 def compare_files(path: str, other: str) -> TraceComparison:
-    """Where two trace files part.
-
-    Raises:
-        ValueError: one cannot be read, or they are not of the same model or have no step in common.
-    """
+    """Where two trace files part; raises what `read_whole` and `compare` raise."""
     return compare(read_whole(path), read_whole(other))
 
 
@@ -121,17 +117,16 @@ def _other_masks(header: TraceHeader, other: TraceHeader) -> str | None:
     models = [each.settings["model"] for each in (header, other)]
     if not any(model[name] for model in models for name in ("attention_dropout", "hidden_dropout")):
         return None
-    tensor = [each.layout["tp"] for each in (header, other)]
-    micro = [each.settings["training"]["micro_batch_size"] for each in (header, other)]
-    if tensor[0] == tensor[1] and micro[0] == micro[1]:
-        return None
-    what = (
-        f"tensor size ({tensor[0]} and {tensor[1]})" if tensor[0] != tensor[1] else f"micro-batch size ({micro[0]} and {micro[1]})"
-    )
-    return (
-        f"the runs cannot be compared: they have dropout, which draws other masks at another {what}. "
-        "Repeat both with --attention-dropout 0 --hidden-dropout 0."
-    )
+    for what, of in (
+        ("tensor size", lambda each: each.layout["tp"]),
+        ("micro-batch size", lambda each: each.settings["training"]["micro_batch_size"]),
+    ):
+        if of(header) != of(other):
+            return (
+                "the runs cannot be compared: they have dropout, which draws other masks at another "
+                f"{what} ({of(header)} and {of(other)}). Repeat both with --attention-dropout 0 --hidden-dropout 0."
+            )
+    return None
 
 
 def compare(run: TraceRun, other: TraceRun) -> TraceComparison:
@@ -152,7 +147,7 @@ def compare(run: TraceRun, other: TraceRun) -> TraceComparison:
             "Save both from the same iteration on."
         )
     band = max((BANDS[each.header.dtype] for each in (run, other)), key=lambda band: band.tensor)
-    order = backward_order(other.header.parameters)
+    order = list(other.header.parameters)[::-1]  # that of backward
     all_parts: list[TracePart] = []
     first: tuple[TracePart, ...] = ()
     drifts, before, moved = False, 0.0, 0.0

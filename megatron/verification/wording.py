@@ -149,15 +149,6 @@ def place_words(name: str, table: Sequence[Chunk], *, stages: Iterable[int] | No
     return f"{name} ({', '.join(notes)})" if notes else name
 
 
-def backward_order(names: Iterable[str]) -> list[str]:
-    """Parameters in the order in which backward reaches them.
-
-    Args:
-        names: in the order of the forward.
-    """
-    return list(reversed(list(names)))
-
-
 def forward_order(num_layers: int) -> list[str]:
     """Activations in the order in which the forward makes them."""
     layers = (f"layers.{number}{part}" for number in range(num_layers) for part in (".attention", ".mlp", ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from itertools import product
 
@@ -9,7 +10,9 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.config.config import Config
+from megatron.config.model import ModelConfig
 from megatron.config.rules import violations
+from megatron.spec.layers import LayerSpec, NormSpec, layers
 from megatron.verification.diagnosis import diagnose
 from megatron.verification.prove import prove
 from megatron.verification.shrink import Reduced, shrink, sizes_of
@@ -179,6 +182,21 @@ def test_chunks_of_a_stage_keep_their_pattern() -> None:
     assert str(reduced_pattern(many, "interleaved", 4)) == "1+1+1 1+1+1 1+1+1 1+1+1"
     v = Pattern([3, 4, 4, 4, 4, 4, 4, 2], (0, 1, 2, 3, 3, 2, 1, 0))
     assert reduced_pattern(v, "zb-v", 2) == Pattern([3, 4, 4, 2], (0, 1, 1, 0))
+
+
+def test_layers_of_every_kind_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model whose every sixth layer is another, at any pipeline size."""
+
+    def every_sixth(model: ModelConfig) -> tuple[LayerSpec, ...]:
+        found = layers(model)
+        other = dataclasses.replace(found[0], norm=NormSpec("RMSNorm", 0.5))
+        return tuple(other if number % 6 == 5 else each for number, each in enumerate(found))
+
+    monkeypatch.setattr("megatron.verification.small_layout.layers", every_sixth)
+    for case in ("3D", "interleaved", "balanced", "by hand", "sharded in copies"):
+        for each in shrunk(*CASES[case]):
+            assert len(set(every_sixth(each.config.model))) == 2, (case, each.changed)
+            assert each.config.model.num_layers <= 12, (case, each.changed)
 
 
 @pytest.mark.parametrize("case", [case for case, (_, flags) in CASES.items() if "pipeline-model" in flags])
