@@ -56,13 +56,7 @@ class BackgroundSaver:
         patience_s: see `RankWriter`; less than the ranks wait for each other in a collective.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        group: Group,
-        retention: Retention,
-        patience_s: float = PATIENCE_S,
-    ) -> None:
+    def __init__(self, storage: Storage, group: Group, retention: Retention, patience_s: float = PATIENCE_S) -> None:
         self._storage, self._group = storage, group
         self._planner = PartPlanner(group)
         self._writer = RankWriter(storage, group.index, group.size, retention, patience_s)

@@ -95,16 +95,9 @@ class RankWriter:
         patience_s: a process that has made no progress for so long, while training waits for it, is ended.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        rank: int,
-        num_ranks: int,
-        retention: Retention,
-        patience_s: float = PATIENCE_S,
-    ) -> None:
-        self._storage, self._rank, self._num_ranks, self._patience_s = storage, rank, num_ranks, patience_s
-        self._retention = retention
+    def __init__(self, storage: Storage, rank: int, num_ranks: int, retention: Retention, patience_s: float = PATIENCE_S) -> None:
+        self._storage, self._rank, self._num_ranks = storage, rank, num_ranks
+        self._retention, self._patience_s = retention, patience_s
         self._part: RankPart | None = None
         self._buffer: SharedBuffer | None = None
         self._targets: dict[tuple[str, Box], torch.Tensor] = {}

@@ -63,6 +63,17 @@ class WeightSource(Protocol):
         """
 
 
+def misfits(found: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What is missing of the expected tensors, or has another shape; one text each."""
+    wrong = []
+    for name, shape in expected.items():
+        if name not in found:
+            wrong.append(f"{name} is missing")
+        elif found[name].shape != shape:
+            wrong.append(f"{name} is {list(found[name].shape)}, not {list(shape)}")
+    return wrong
+
+
 @torch.no_grad()
 def fill_model(model: Model, context: ParallelContext, source: WeightSource) -> None:
     """Give every parameter of a materialized model the values of the source, rounded to the model's dtype; padding becomes 0.
@@ -70,12 +81,7 @@ def fill_model(model: Model, context: ParallelContext, source: WeightSource) -> 
     Raises:
         CheckpointError: the source lacks parameters of the model, or holds them in other shapes.
     """
-    here = {entry.record.name: entry.record.shape for entry in model.params}
-    wrong = [
-        f"{name} ({'missing' if name not in source.weights else f'{list(source.weights[name].shape)}, not {list(shape)}'})"
-        for name, shape in here.items()
-        if name not in source.weights or source.weights[name].shape != shape
-    ]
+    wrong = misfits(source.weights, {entry.record.name: entry.record.shape for entry in model.params})
     if wrong:
         raise CheckpointError(f"{source.name} does not hold this model: {listed(wrong)}")
     sizes, coordinates = context.axis_sizes, context.coordinates

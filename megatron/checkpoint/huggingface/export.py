@@ -25,7 +25,7 @@ from megatron.checkpoint.huggingface.layout import Family, WeightLayout
 from megatron.checkpoint.huggingface.weight_files import plan_shards, write_shards
 from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import Entry
-from megatron.checkpoint.source import WeightSource
+from megatron.checkpoint.source import WeightSource, misfits
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Of transformers."""
@@ -137,13 +137,8 @@ def _check_tokens(tokens: SpecialTokens, vocab_size: int) -> None:
 
 def _check_weights(source: WeightSource, layouts: dict[str, WeightLayout]) -> None:
     """Every parameter of the source goes into the files, and every one that belongs there is in the source."""
-    wrong = [f"{name} is missing" for name in layouts if name not in source.weights]
+    wrong = misfits(source.weights, {name: layout.shape for name, layout in layouts.items()})
     wrong += [f"{name} has no place there" for name in source.weights if name not in layouts]
-    wrong += [
-        f"{name} is {list(info.shape)}, not {list(layouts[name].shape)}"
-        for name, info in source.weights.items()
-        if name in layouts and info.shape != layouts[name].shape
-    ]
     if wrong:
         raise CheckpointError(f"{source.name} does not hold the model that it describes:\n  " + listed(wrong, "\n  "))
 

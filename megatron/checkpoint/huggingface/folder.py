@@ -13,15 +13,13 @@ import torch
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
 from megatron.checkpoint.huggingface.families import FAMILIES
 from megatron.checkpoint.huggingface.fields import CONFIG, Fields
-from megatron.checkpoint.huggingface.layout import Family
+from megatron.checkpoint.huggingface.layout import OUTPUT, Family
 from megatron.checkpoint.huggingface.weight_files import WEIGHT_DTYPES, WeightFiles
-from megatron.checkpoint.source import TensorInfo
+from megatron.checkpoint.source import TensorInfo, misfits
 from megatron.checkpoint.storage import open_storage
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
-
-_OUTPUT = "lm_head.weight"
 
 
 class HuggingFaceFolder:
@@ -79,22 +77,14 @@ class HuggingFaceFolder:
         """Every tensor of the model is there in its shape, and every other is known to be no weight."""
         expected = {self._there(name): shape for layout in self._layouts.values() for name, shape in layout.their_shapes().items()}
         stored = self._files.tensors
-        wrong = [f"{name} is missing" for name in expected if name not in stored]
-        wrong += [
-            f"{name} is {list(stored[name].shape)}, not {list(shape)}"
-            for name, shape in expected.items()
-            if name in stored and stored[name].shape != shape
-        ]
-        wrong += [
-            f"{name} is not of floating-point numbers"
-            for name in expected
-            if name in stored and stored[name].dtype not in WEIGHT_DTYPES
-        ]
+        wrong = misfits(stored, expected)
+        integers = [name for name in expected if name in stored and stored[name].dtype not in WEIGHT_DTYPES]
+        wrong += [f"{name} is not of floating-point numbers" for name in integers]
         unread = [name for name in stored if name not in expected]
         buffers = [name for name in unread if family.is_buffer(name)]
-        if self.model.tied and _OUTPUT in unread:
+        if self.model.tied and OUTPUT in unread:
             self._check_tied()
-            buffers.append(_OUTPUT)
+            buffers.append(OUTPUT)
         wrong += [f"{name} {list(stored[name].shape)} is not of this model" for name in unread if name not in buffers]
         if wrong:
             raise CheckpointError(f"{self.name} does not hold the weights of the model in {CONFIG}:\n  " + listed(wrong, "\n  "))
@@ -108,9 +98,9 @@ class HuggingFaceFolder:
             CheckpointError: it is another.
         """
         embedding = next(iter(self._layouts["embedding.word.weight"].their_shapes()))
-        if not torch.equal(self._files.read(self._there(embedding)), self._files.read(_OUTPUT)):
+        if not torch.equal(self._files.read(self._there(embedding)), self._files.read(OUTPUT)):
             raise CheckpointError(
-                f"{self.name}: {CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {_OUTPUT} is stored with "
+                f"{self.name}: {CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {OUTPUT} is stored with "
                 "other values.\n  Set tie_word_embeddings to false if the model has both, or remove the tensor."
             )
 

@@ -164,7 +164,8 @@ def grouped(*names: str, transposed: bool = False) -> Recipe:
     return Recipe(names, _grouped, transposed)
 
 
-_OUTPUT = "lm_head.weight"
+OUTPUT = "lm_head.weight"
+"""Their name of the output layer, which a tied model does not have."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ class Family:
                 prefix, recipe = f"{self.prefix}{self.layer.format(layer[1])}.", self.inside[layer[2]]
             else:
                 recipe = self.outside[name]
-                prefix = "" if recipe.names == (_OUTPUT,) else self.prefix
+                prefix = "" if recipe.names == (OUTPUT,) else self.prefix
             found[name] = recipe.layout(prefix, model, record.shape, is_matrix=record.matrix_dims is not None)
         return found
 

@@ -12,7 +12,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,11 +58,11 @@ class WeightFiles:
         return self._file_of[name].read(name)
 
 
-class _File:
+class _File(NamedTuple):
     """An opened file: what is in it, and how to get at it."""
 
-    def __init__(self, tensors: Mapping[str, TensorInfo], read: Callable[[str], torch.Tensor]) -> None:
-        self.tensors, self.read = tensors, read
+    tensors: Mapping[str, TensorInfo]
+    read: Callable[[str], torch.Tensor]
 
 
 def _find(folder: Path) -> tuple[str, dict[Path, set[str] | None]]:
