@@ -11,6 +11,7 @@ from megatron.checkpoint.huggingface.layout import Family, grouped, whole
 from megatron.checkpoint.huggingface.llama_style import LLAMA, MISTRAL, QWEN2, QWEN3
 from megatron.config.model import ModelConfig
 from megatron.spec.activations import GATED_FLAGS, activation_of, by_hugging_face_name, spelled
+from megatron.spec.layers import alike, layers
 
 _ACTIVATIONS = by_hugging_face_name(gated=False)
 
@@ -151,7 +152,8 @@ def fitting(model: ModelConfig, wanted: str | None = None) -> Family:
     """
     if wanted is not None and wanted not in FAMILIES:
         raise CheckpointError(f"there is no family {wanted!r}; known are {', '.join(FAMILIES)}")
-    tried = {name: family.misfits(model) for name, family in FAMILIES.items() if wanted in (None, name)}
+    unlike = ["layers are of several kinds"] if len(alike(layers(model))) > 1 else []
+    tried = {name: [*unlike, *family.misfits(model)] for name, family in FAMILIES.items() if wanted in (None, name)}
     for name, misfits in tried.items():
         if not misfits:
             return FAMILIES[name]

@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.huggingface.families import fitting
 from megatron.config.model import ModelConfig
 from megatron.planner.activations.chunk_trace import layers_that_stand
 from megatron.spec import counts
@@ -52,3 +54,14 @@ def test_each_layer_has_its_own_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts.count_parameters(MODEL, 11) - plain[1] == 2 * (added + MODEL.ffn_size)  # and the bias
     shapes = {weight.name: weight.shape for weight in model_weights(MODEL, 11)}
     assert [shapes[f"layers.{layer}.mlp.up.weight"][0] // 64 for layer in range(7)] == [1, 1, 2, 1, 1, 2, 1]
+
+
+def test_models_of_mixed_layers_are_not_exported_as_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No architecture of transformers that is known here says which layers differ."""
+    model = dataclasses.replace(
+        MODEL, swiglu=True, ffn_hidden_size=32, disable_bias_linear=True, untie_embeddings_and_output_weights=True
+    )
+    assert fitting(model).model_type == "llama"
+    mix_layers(monkeypatch, 3)
+    with pytest.raises(CheckpointError, match="llama: layers are of several kinds"):
+        fitting(model)
