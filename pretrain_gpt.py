@@ -52,7 +52,7 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
     """
     from megatron.data.tokenizers.tokenizer import planned_rows
     from megatron.planner.dry_run import make_plan
-    from megatron.planner.plan_json import write_plan
+    from megatron.planner.plan import write_plan
     from megatron.planner.plan_text import format_plan
 
     if launched().rank > 0:

@@ -12,7 +12,7 @@ from megatron.config.checks.finding import Change, change, data_size, shown, wit
 from megatron.config.config import Config
 from megatron.config.rules import violations
 from megatron.pipeline_parallel.partition import split_advice, table_of
-from megatron.planner.work import idle_share
+from megatron.planner.plan import idle_share
 from megatron.spec.counts import count_parameters
 from megatron.spec.schedules import make_schedule, names_that_split_backward
 from megatron.spec.weights import padded_vocab_size

@@ -11,15 +11,12 @@ from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.topology import DATA_AXES, GRADIENT_AXES, Topology
 from megatron.pipeline_parallel.partition import Chunk, table_of
 from megatron.planner import advice
-from megatron.planner.activations.chunk_trace import ChunkTrace, trace_chunks
-from megatron.planner.activations.collective_calls import Transfer
-from megatron.planner.activations.peak import peak_activations, receive_plans, step_transfers
-from megatron.planner.kinds import Groups, Sending, StagePlan, make_kinds
-from megatron.planner.links import Links
-from megatron.planner.places import Held, parameters_of_stage, places_by_content
-from megatron.planner.plan import Job, Places, Plan
+from megatron.planner.chunk_trace import ChunkTrace, trace_chunks
+from megatron.planner.kinds import Groups, HeldState, Links, Sending, StagePlan, make_kinds, parameters_of_stage, places_by_content
+from megatron.planner.peak import peak_activations, receive_plans, step_transfers
+from megatron.planner.plan import Job, Places, Plan, step_work
 from megatron.planner.state_report import layout_of, optimizer_state
-from megatron.planner.work import step_work
+from megatron.planner.storages import Transfer
 from megatron.spec.counts import count_parameters
 from megatron.spec.layers import layers
 from megatron.spec.operations import Op, OpKind
@@ -152,7 +149,7 @@ class _Planner:
             cache=self._traces,
         )
         self._attention.update(trace.attention for trace in traces.values() if trace.attention)
-        contents: dict[object, tuple[dict[Held, list[Places]], tuple[Sending, ...]]] = {}
+        contents: dict[object, tuple[dict[HeldState, list[Places]], tuple[Sending, ...]]] = {}
         for stage in stages:
             ops = self._ops_as_if(stage, stages[0])
             order = tuple(op for op in ops if op.kind is not OpKind.FORWARD) if config.parallel.sharding in _PASSING else None

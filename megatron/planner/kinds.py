@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from megatron.data_parallel.state_layout import Bytes, StateMemory
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data_parallel.state_layout import Bytes, OptimizerState, StateLayout, StateMemory, StatePart
 from megatron.data_parallel.traffic import axes_in_words
+from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.topology import GRADIENT_AXES
-from megatron.planner.activations.peak import Activations
-from megatron.planner.links import Crossing, Links
-from megatron.planner.places import Held
-from megatron.planner.plan import Kind, Places, RankMemory, Traffic
+from megatron.parallel.topology import GRADIENT_AXES, Topology
+from megatron.planner.peak import Activations
+from megatron.planner.plan import Places, RankKind, RankMemory, Traffic
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class StagePlan:
     """One pipeline stage."""
 
     stage: int
-    contents: Mapping[Held, Sequence[Places]]
+    contents: Mapping[HeldState, Sequence[Places]]
     activations: Activations
     """At the peak, the same on all ranks of the stage."""
     sent: tuple[Sending, ...]
@@ -74,7 +78,7 @@ class Groups:
         return lambda stage: self._links.ring(stage, *axes)
 
 
-def make_kinds(stages: Iterable[StagePlan], groups: Groups, links: Links) -> tuple[Kind, ...]:
+def make_kinds(stages: Iterable[StagePlan], groups: Groups, links: Links) -> tuple[RankKind, ...]:
     """Every rank in one kind."""
     alike: dict[object, list[StagePlan]] = {}
     for stage in stages:
@@ -97,8 +101,8 @@ def _amounts(sent: Sequence[Sending]) -> tuple[tuple[str, str, int], ...]:
 
 def _kind(
     stages: Sequence[StagePlan], parameters: int, memory: StateMemory, places: tuple[Places, ...], groups: Groups, links: Links
-) -> Kind:
-    return Kind(
+) -> RankKind:
+    return RankKind(
         stages=tuple(stage.stage for stage in stages),
         places=places,
         first_rank=links.first_rank(stages[0].stage, places[0].data.start, places[0].tensor),
@@ -121,3 +125,174 @@ def _traffic(stages: Sequence[StagePlan], places: Sequence[Places], over: str, w
                 total += one.bytes * sum(len(at.data) for at in places)
                 size = groups.size(one)
     return Traffic(over, what, each, size, leaving / total if total else 0.0)
+
+
+HeldState = tuple[int, StateMemory]
+"""Elements of the model without padding, and what a rank keeps of its state."""
+
+
+def places_by_content(
+    model: Model, layout: StateLayout, context: ParallelContext, state: OptimizerState
+) -> dict[HeldState, list[Places]]:
+    """The ranks of a stage, by what they hold.
+
+    Args:
+        model: of any rank of the stage, whose context is given.
+        layout: how its state is cut.
+    """
+    found: dict[HeldState, list[Places]] = {}
+    parts = [_PlacedPart(part, context, state) for part in layout.parts]
+    ranges = list(_alike(parts, context))
+    memories: Sequence[StateMemory] = []
+    for tensor in range(context.topology.tp):
+        if tensor == 0 or any(part.over_tensor for part in parts):
+            memories = _memories(parts, layout, state, tensor, ranges)
+        parameters = _parameters_held(model, context, tensor)
+        for memory, data in zip(memories, ranges, strict=True):
+            places = found.setdefault((parameters, memory), [])
+            if places and places[-1].tensor == tensor and places[-1].data.stop == data.start:
+                data = range(places.pop().data.start, data.stop)
+            places.append(Places(tensor, data))
+    return found
+
+
+def parameters_of_stage(model: Model, context: ParallelContext) -> int:
+    """Elements that the ranks of a stage hold together, each once and without padding; a tied parameter counts where its first
+    chunk is."""
+    counted = [entry for entry in model.params if entry.record.chunks[0] in model.chunks]
+    total = 0
+    for tensor in range(context.topology.tp):
+        at = {**context.coordinates, "tp": tensor}
+        once = [entry for entry in counted if tensor == 0 or not entry.record.replicated_axes]
+        total += sum(entry.record.held_box(context.axis_sizes, at).numel for entry in once)
+    return total
+
+
+def _parameters_held(model: Model, context: ParallelContext, tensor: int) -> int:
+    at = {**context.coordinates, "tp": tensor}
+    return sum(entry.record.held_box(context.axis_sizes, at).numel for entry in model.params)
+
+
+class _PlacedPart:
+    """A part of the state, with what is kept of it at places that follow each other and keep as much."""
+
+    def __init__(self, part: StatePart, context: ParallelContext, state: OptimizerState) -> None:
+        group = part.group(context)
+        self._tensor_size = context.topology.tp if group is context.group("tp", *GRADIENT_AXES) else 1
+        self.over_tensor = self._tensor_size > 1 and group.size > 1
+        self._size = group.size
+        self._starts = sorted(cut for cut in {0, *part.cuts()} if cut < group.size)
+        self.kept = [part.memory(start) for start in self._starts]
+        self.alone = np.array([_flat(memory + state.memory([shards])) for memory, shards in self.kept])
+        """Of each of `kept`, with the optimizer's part, if that does not depend on other parts."""
+
+    def cuts(self, data_size: int) -> Iterator[int]:
+        """Data ranks from which on any tensor rank may keep something else."""
+        if len(self._starts) == 1:
+            return
+        ranks = self._size // self._tensor_size
+        for first in range(0, data_size, ranks):
+            for start in self._starts:
+                yield from (first + start // self._tensor_size, first - (-start // self._tensor_size))
+
+    def numbers(self, tensor: int, data: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of each data rank, which of `kept` it keeps."""
+        index = tensor + self._tensor_size * data if self._tensor_size > 1 else data
+        return np.searchsorted(self._starts, index % self._size, side="right") - 1
+
+
+def _alike(parts: Sequence[_PlacedPart], context: ParallelContext) -> Iterator[range]:
+    """Runs of data ranks that keep the same of every part, on every tensor rank."""
+    data = context.gradient_group.size
+    cuts = {0, data, *(cut for part in parts for cut in part.cuts(data))}
+    return (range(*pair) for pair in itertools.pairwise(sorted(cut for cut in cuts if cut <= data)))
+
+
+def _memories(
+    parts: Sequence[_PlacedPart], layout: StateLayout, state: OptimizerState, tensor: int, ranges: Sequence[range]
+) -> list[StateMemory]:
+    """What ranks keep in all, of each run of data ranks."""
+    data = np.array([some.start for some in ranges])
+    numbers = [part.numbers(tensor, data) for part in parts]
+    if parts and not state.apart:
+        rows = [tuple(row) for row in np.stack(numbers, axis=1).tolist()]
+        known = {row: layout.memory_of([p.kept[n] for p, n in zip(parts, row, strict=True)], state) for row in dict.fromkeys(rows)}
+        return [known[row] for row in rows]
+    total = np.array([_flat(StateMemory(buffers=layout.buffers))] * len(ranges))
+    for part, mine in zip(parts, numbers, strict=True):
+        total += part.alone[mine]
+    return [_unflat(row) for row in total.tolist()]
+
+
+def _flat(memory: StateMemory) -> list[int]:
+    parts = (memory.parameters, memory.gradients, memory.mains, memory.moments, memory.buffers)
+    return [number for part in parts for number in (part.device, part.host, part.padding)]
+
+
+def _unflat(numbers: Sequence[int]) -> StateMemory:
+    return StateMemory(*(Bytes(*numbers[start : start + 3]) for start in range(0, len(numbers), 3)))
+
+
+Crossing = NDArray[np.bool_]
+"""For each data rank and tensor rank of a stage, whether what it sends goes to another node: [data, tensor]."""
+
+
+class Links:
+    """The nodes of all ranks.
+
+    Args:
+        gpus_per_node: rank r sits on node r // gpus_per_node.
+    """
+
+    def __init__(self, topology: Topology, gpus_per_node: int) -> None:
+        self._topology = topology
+        stage, dp, cp, tp = np.ogrid[: topology.pp, : topology.dp, : topology.cp, : topology.tp]
+        number: Any = topology.rank  # the arithmetic of one rank is that of arrays
+        self._ranks: NDArray[np.int64] = np.broadcast_to(
+            number(tp=tp, cp=cp, dp=dp, pp=stage), (topology.pp, topology.dp, topology.cp, topology.tp)
+        )
+        self._gpus_per_node = gpus_per_node
+        self._nodes = self._ranks // gpus_per_node
+
+    def ring(self, stage: int, *axes: str) -> Crossing:
+        """Groups over some of tp, cp and dp."""
+        nodes = self._nodes[stage]
+        inside = [place for place, axis in enumerate(("dp", "cp", "tp")) if axis in axes]
+        return self._as_places(_crossing(nodes, inside))
+
+    def parts(self, stage: int, shard_size: int) -> Crossing:
+        """Parts of the data ranks that share one copy of the model (--fsdp-shard-size)."""
+        return self._as_places(_crossing(self._in_parts(stage, shard_size), [1]))
+
+    def replicas(self, stage: int, shard_size: int) -> Crossing:
+        """Groups of one rank from each part."""
+        return self._as_places(_crossing(self._in_parts(stage, shard_size), [0]))
+
+    def world(self, stage: int) -> Crossing:
+        """All ranks."""
+        following = (self._ranks[stage] + 1) % self._topology.world_size // self._gpus_per_node
+        return self._as_places(self._nodes[stage] != following)
+
+    def between(self, stage: int, peer: int) -> Crossing:
+        """From a stage to another, at the same place."""
+        return self._as_places(self._nodes[stage] != self._nodes[peer])
+
+    def first_rank(self, stage: int, data: int, tensor: int) -> int:
+        """Number of the rank at a place."""
+        return int(self._ranks[stage].reshape(-1, self._topology.tp)[data, tensor])
+
+    def _in_parts(self, stage: int, shard_size: int) -> NDArray[np.int64]:
+        return self._nodes[stage].reshape(-1, shard_size, self._topology.tp)
+
+    def _as_places(self, crossing: Crossing) -> Crossing:
+        return crossing.reshape(-1, self._topology.tp)
+
+
+def _crossing(nodes: NDArray[np.int64], axes: list[int]) -> Crossing:
+    """Whether the next one in the ring over these axes, the last of which counts fastest, is on another node."""
+    others = [axis for axis in range(nodes.ndim) if axis not in axes]
+    order = [*others, *axes]
+    turned = nodes.transpose(order)
+    rings = turned.reshape(*turned.shape[: len(others)], -1)
+    crossing = rings != np.roll(rings, -1, axis=-1)
+    return crossing.reshape(turned.shape).transpose(np.argsort(order))

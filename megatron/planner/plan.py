@@ -1,12 +1,20 @@
-"""What a dry run tells, as data: the job, each distinct kind of rank, what a step sends over which links, idle time, work."""
+"""A plan as data and as JSON: the job, each distinct kind of rank, what a step sends over which links, work, idle time."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
+from megatron.config.model import ModelConfig
 from megatron.data_parallel.state_layout import Bytes
 from megatron.pipeline_parallel.partition import Chunk
+from megatron.pipeline_parallel.simulate import simulate
+from megatron.spec.counts import attention_flops, flops_per_step, flops_per_token, layer_flops, output_flops
+from megatron.spec.operations import Schedule
+from megatron.spec.schedule_spec import Costs
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Kind:
+class RankKind:
     """Ranks that are alike to the byte."""
 
     stages: tuple[int, ...]
@@ -139,7 +147,7 @@ class Plan:
     """Of the model, each once."""
     parameters_by_stage: tuple[int, ...]
     """Each once, a tied one on the stage of its first chunk."""
-    kinds: tuple[Kind, ...]
+    kinds: tuple[RankKind, ...]
     """Every rank is of one of them."""
     work: Work
     notes: tuple[str, ...] = ()
@@ -151,3 +159,104 @@ class Plan:
     def fullest(self) -> int:
         """Index of the kind with most on the device."""
         return max(range(len(self.kinds)), key=lambda index: self.kinds[index].memory.total.device)
+
+
+def step_work(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], schedule: Schedule, global_batch_size: int) -> Work:
+    """Of a step of `global_batch_size` sequences, each of them one document."""
+    return Work(
+        tokens=model.seq_length * global_batch_size,
+        flops_per_token=flops_per_token(model, vocab_size),
+        flops=flops_per_step(model, vocab_size, global_batch_size),
+        bubble=idle_share(model, vocab_size, table, schedule),
+    )
+
+
+def idle_share(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], schedule: Schedule) -> float:
+    """The part of their time in which stages wait, for each other and for the slowest of them."""
+    costs = [chunk_costs(model, vocab_size, chunk) for chunk in table]
+    return simulate(schedule, lambda op: costs[op.chunk].of(op)).bubble_share
+
+
+def chunk_costs(model: ModelConfig, vocab_size: int, chunk: Chunk) -> Costs:
+    """FLOPs of the operations on a chunk for a token. Of the two products in attention, which have no weights, both gradients are
+    input gradients."""
+    attention, whole = (sum(flops(model)[layer] for layer in chunk.layers) for flops in (attention_flops, layer_flops))
+    products = whole - attention + chunk.last * output_flops(model, vocab_size)
+    return Costs(products + attention, products + 2 * attention, products)
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """Everything of the plan, in types that JSON has."""
+    fullest = plan.kinds[plan.fullest]
+    return {
+        "job": asdict(plan.job),
+        "device_bytes": fullest.memory.total.device,
+        "host_bytes": max(kind.memory.total.host for kind in plan.kinds),
+        "fullest": plan.fullest,
+        "model": {"parameters": plan.parameters, "parameters_by_stage": list(plan.parameters_by_stage)},
+        "tokens_per_step": plan.work.tokens,
+        "flops": {
+            "per_token": plan.work.flops_per_token,
+            "per_step": plan.work.flops,
+            "per_rank": plan.work.flops_per_rank(plan.job.world_size),
+        },
+        "pipeline": {"bubble_share": plan.work.bubble},
+        "links": _links(max(plan.kinds, key=lambda kind: kind.inside_bytes + kind.between_bytes)),
+        "layers": [
+            {
+                "chunk": chunk.index,
+                "stage": chunk.stage,
+                "first_layer": chunk.layers.start if len(chunk.layers) else None,
+                "num_layers": len(chunk.layers),
+                "embedding": chunk.first,
+                "loss": chunk.last,
+            }
+            for chunk in plan.layers
+        ],
+        "kinds": [_kind(kind) for kind in plan.kinds],
+        "notes": list(plan.notes),
+        "advice": list(plan.advice),
+    }
+
+
+def write_plan(plan: Plan, path: str) -> None:
+    """Write it to a file, for which folders are made where they are missing.
+
+    Raises:
+        ValueError: that is not possible.
+    """
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        with open(path, "w") as file:
+            json.dump(plan_to_json(plan), file, indent=1)
+            file.write("\n")
+    except OSError as error:
+        raise ValueError(f"--dry-run-json {path} cannot be written: {(error.strerror or str(error)).lower()}.") from error
+
+
+def _kind(kind: RankKind) -> dict[str, Any]:
+    return {
+        "stages": list(kind.stages),
+        "tensor": sorted({places.tensor for places in kind.places}),
+        "places": [{"tensor": at.tensor, "data": [at.data.start, at.data.stop]} for at in kind.places],
+        "ranks": kind.ranks,
+        "first_rank": kind.first_rank,
+        "parameters": kind.parameters,
+        "memory": {part.name: _bytes(getattr(kind.memory, part.name)) for part in fields(kind.memory)},
+        "device_bytes": kind.memory.total.device,
+        "host_bytes": kind.memory.total.host,
+        "sent": [_traffic(one) for one in kind.sent],
+        "links": _links(kind),
+    }
+
+
+def _bytes(amount: Bytes) -> dict[str, int]:
+    return asdict(amount)
+
+
+def _traffic(one: Traffic) -> dict[str, Any]:
+    return asdict(one)
+
+
+def _links(kind: RankKind) -> dict[str, float]:
+    return {"inside_bytes": kind.inside_bytes, "between_bytes": kind.between_bytes}

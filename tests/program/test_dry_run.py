@@ -18,10 +18,20 @@ from megatron.data_parallel.state_layout import Bytes
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.planner import dry_run
-from megatron.planner.plan import Job, Kind, Places, Plan, RankMemory, Traffic, Work
-from megatron.planner.plan_json import plan_to_json, write_plan
+from megatron.planner.plan import (
+    Job,
+    Places,
+    Plan,
+    RankKind,
+    RankMemory,
+    Traffic,
+    Work,
+    chunk_costs,
+    plan_to_json,
+    step_work,
+    write_plan,
+)
 from megatron.planner.plan_text import format_plan
-from megatron.planner.work import chunk_costs, step_work
 from megatron.spec.counts import count_parameters, flops_per_step, flops_per_token
 from megatron.spec.operations import Op, OpKind
 from megatron.spec.schedules import make_schedule
@@ -204,7 +214,7 @@ def plan(**changes: Any) -> Plan:
     """Two stages of 8 ranks."""
     last = dataclasses.replace(_MEMORY, activations=Bytes(20 * 10**9))
     places = tuple(Places(tensor, range(2)) for tensor in range(4))
-    kinds = (Kind((0,), places, 0, 10**9, _MEMORY, _SENT), Kind((1,), places, 8, 10**9, last, _SENT))
+    kinds = (RankKind((0,), places, 0, 10**9, _MEMORY, _SENT), RankKind((1,), places, 8, 10**9, last, _SENT))
     work = Work(16384, 6 * 10**9, 8e16, 0.2)
     return dataclasses.replace(Plan(_JOB, layer_table(4, (0, 1)), 2 * 10**9, (10**9, 10**9), kinds, work), **changes)
 

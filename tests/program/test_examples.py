@@ -18,7 +18,7 @@ from megatron.checkpoint.save_folder import LATEST
 from megatron.config.cli import load
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.planner.dry_run import make_plan
-from megatron.planner.plan_json import plan_to_json
+from megatron.planner.plan import plan_to_json
 from tests.support.cli import ROOT
 from tests.support.launched import EXAMPLES, SCRIPTS, Started, environment, flag, header, slurm_options, start, words_of
 

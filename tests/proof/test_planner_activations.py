@@ -9,10 +9,10 @@ import torch
 
 from megatron.model.gpt import ModelInputs
 from megatron.pipeline_parallel.exchange import plan_receives
-from megatron.planner.activations import chunk_trace
-from megatron.planner.activations.cuda_kernels import attention_kernel
-from megatron.planner.activations.mail import Mail
-from megatron.planner.activations.storages import StorageLedger
+from megatron.planner import chunk_trace
+from megatron.planner.kernel_memory import attention_kernel
+from megatron.planner.peak import Mail
+from megatron.planner.storages import StorageLedger
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule
 from megatron.verification.local_ranks import run_ranks

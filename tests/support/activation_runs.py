@@ -22,10 +22,10 @@ from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
-from megatron.planner.activations.chunk_trace import ChunkTrace, trace_chunks
-from megatron.planner.activations.collective_calls import Transfer
-from megatron.planner.activations.peak import Activations, peak_activations, receive_plans, step_transfers
+from megatron.planner.chunk_trace import ChunkTrace, trace_chunks
+from megatron.planner.peak import Activations, peak_activations, receive_plans, step_transfers
 from megatron.planner.state_report import state_report
+from megatron.planner.storages import Transfer
 from megatron.spec.operations import Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.training.inputs import BatchMaker, reads_samples

@@ -16,7 +16,7 @@ from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.planner.dry_run import make_plan
-from megatron.planner.plan import Kind, Plan
+from megatron.planner.plan import Plan, RankKind
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
 from tests.support.runs import arguments
@@ -39,7 +39,7 @@ def plans_of(loaded: Sequence[LoadedConfig]) -> list[Plan]:
     return list(plans)
 
 
-def kind_of(plan: Plan, topology: Topology, rank: int) -> Kind:
+def kind_of(plan: Plan, topology: Topology, rank: int) -> RankKind:
     """The only kind that the rank belongs to."""
     at = topology.coordinates(rank)
     (kind,) = [kind for kind in plan.kinds if kind.holds(at["pp"], at["tp"], at["cp"] + topology.cp * at["dp"])]

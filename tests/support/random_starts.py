@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import megatron.planner.dry_run  # once here, not in every forked rank
-import megatron.planner.plan_json
+import megatron.planner.plan
 import megatron.planner.plan_text  # noqa: F401
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig

@@ -12,7 +12,7 @@ from megatron.config.cli import load
 from megatron.pipeline_parallel.partition import table_of
 from megatron.planner import advice as room
 from megatron.planner.advice import advice, bubble_share, num_microbatches
-from megatron.planner.work import step_work
+from megatron.planner.plan import step_work
 from megatron.spec.counts import count_parameters
 from megatron.spec.schedules import make_schedule
 

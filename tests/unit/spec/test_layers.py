@@ -9,7 +9,7 @@ import pytest
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.huggingface.families import fitting
 from megatron.config.model import ModelConfig
-from megatron.planner.activations.chunk_trace import layers_that_stand
+from megatron.planner.chunk_trace import layers_that_stand
 from megatron.spec import counts
 from megatron.spec.layers import LayerSpec, alike, layers
 from megatron.spec.weights import model_weights

@@ -1,4 +1,5 @@
-"""Follows the memory of tensors that have none: which storages operations make, and when the last reference to each is gone.
+"""Follows what operations on tensors without memory would take and send: the storages that they make, until the last reference to
+each is gone, and the collectives that they call.
 
 Storages are counted, not tensors: a view costs nothing, and what several graphs save counts once.
 """
@@ -6,19 +7,20 @@ Storages are counted, not tensors: a view costs nothing, and what several graphs
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.planner.activations.collective_calls import Call, call_of
-from megatron.planner.activations.kernel_memory import bytes_inside
+from megatron.planner.kernel_memory import bytes_inside
 
 
 @dataclass(frozen=True)
-class Span:
+class MemorySpan:
     """A stretch of work."""
 
     peak: int
@@ -42,10 +44,10 @@ class StorageLedger(TorchDispatchMode):
         self._calls: list[Call] = []
         self._sum: tuple[int, int] | None = None
 
-    def cut(self) -> Span:
+    def cut(self) -> MemorySpan:
         """What happened since the last cut."""
         self._look()
-        span = Span(self._peak - self._begin, self.alive - self._begin, tuple(self._calls))
+        span = MemorySpan(self._peak - self._begin, self.alive - self._begin, tuple(self._calls))
         self._begin = self._peak = self.alive
         self._calls = []
         return span
@@ -91,7 +93,7 @@ class StorageLedger(TorchDispatchMode):
         self.alive -= num_bytes
 
 
-def joined(spans: list[Span]) -> Span:
+def joined(spans: list[MemorySpan]) -> MemorySpan:
     """Spans one after the other, as one."""
     peak = alive = 0
     calls: list[Call] = []
@@ -99,4 +101,78 @@ def joined(spans: list[Span]) -> Span:
         peak = max(peak, alive + span.peak)
         alive += span.change
         calls += span.calls
-    return Span(peak, alive, tuple(calls))
+    return MemorySpan(peak, alive, tuple(calls))
+
+
+Operation = Literal["all-reduce", "all-gather", "reduce-scatter", "send"]
+
+_OPERATIONS: dict[str, Operation] = {
+    "c10d::allreduce_": "all-reduce",
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of one rank."""
+
+    operation: Operation
+    group: dist.ProcessGroup
+    bytes: int
+    """Sent by one rank."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one rank sends over one group by one kind of operation."""
+
+    over: str
+    """The group, by its axes."""
+    operation: Operation
+    calls: int
+    bytes: int
+    peer: int | None = None
+    """Pipeline stage that a message goes to."""
+
+
+def call_of(func: Any, args: Any) -> Call | None:
+    """The collective that an operation of the dispatcher is, if any.
+
+    Raises:
+        NotImplementedError: a collective that no layer of a model has used so far.
+    """
+    if func.namespace != "c10d":
+        return None
+    name = func.name()
+    if name not in _OPERATIONS:
+        raise NotImplementedError(f"what {name} sends is not known")
+    operation = _OPERATIONS[name]
+    group = next(_group(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+    # all-reduce: a list of one tensor; the others: output, input. The larger one is the whole.
+    tensors = args[0] if isinstance(args[0], list) else args[:2]
+    whole = max(tensor.nbytes for tensor in tensors)
+    return Call(operation, group, ring_bytes(operation, whole, group.size()))
+
+
+def ring_bytes(operation: Operation, whole: int, ranks: int) -> int:
+    """Bytes that one of so many ranks sends.
+
+    Args:
+        whole: bytes of the whole tensor: what an all-gather gives, what a reduce-scatter takes.
+    """
+    rounds = 2 if operation == "all-reduce" else 1
+    return rounds * (ranks - 1) * whole // ranks
+
+
+def added(transfers: Iterable[Transfer]) -> list[Transfer]:
+    """One entry for each group, kind of operation and peer."""
+    totals: dict[tuple[str, Operation, int | None], tuple[int, int]] = {}
+    for one in transfers:
+        calls, num_bytes = totals.get((one.over, one.operation, one.peer), (0, 0))
+        totals[one.over, one.operation, one.peer] = calls + one.calls, num_bytes + one.bytes
+    return [Transfer(over, operation, *total, peer) for (over, operation, peer), total in totals.items()]
+
+
+def _group(arg: torch.ScriptObject) -> dist.ProcessGroup:
+    return dist.ProcessGroup.unbox(arg)

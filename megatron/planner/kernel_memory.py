@@ -1,8 +1,12 @@
-"""What torch's CUDA kernels keep for backward, on tensors of the meta device.
+"""What kernels take beyond what the meta device shows: their own memory while they run, and what CUDA's fused ones keep.
 
 A plan for GPUs is made on machines without one, and of a fused operation the meta device runs the slow form, which keeps more. So
 where the layers call such an operation, the one that a GPU of compute capability 8.0 or newer would run takes its place, by the
 conditions of torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, layer_norm_kernel.cu, Dropout.cpp).
+
+Of the memory while they run only what counts beside activations is listed. Sources: the kernels of torch 2.13 (in aten/src/ATen/native
+ReduceOps.cpp, cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu, transformers/cuda/flash_attn/flash_api.cpp), and on CPU its
+allocator's events.
 """
 
 from __future__ import annotations
@@ -13,6 +17,69 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+
+_FEW_TOKENS = 3072
+"""Up to so many, the gradient of an embedding is summed row by row on CUDA."""
+_ROWS_PER_THREAD = 10
+_FLASH_BLOCK, _FLASH_CHANNELS = 128, 32
+"""Flash attention rounds a sequence and a head up to multiples of these."""
+
+
+def bytes_inside(func: Any, args: Any, kwargs: Any) -> int:
+    """Bytes that an operation allocates and frees again, beside its result."""
+    kernel = _OWN_MEMORY.get(func.name())
+    return 0 if kernel is None else kernel(*args, **kwargs)
+
+
+def _exponentials(x: torch.Tensor, *_: Any, **__: Any) -> int:
+    """logsumexp makes exp(x - maximum)."""
+    return x.nbytes
+
+
+def _widened(x: torch.Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> int:
+    """A sum in a wider dtype copies its input into it on CPU; CUDA widens 16 bits on the way."""
+    return 0 if dtype in (None, x.dtype) or x.device.type != "cpu" else x.numel() * dtype.itemsize  # type: ignore[union-attr]
+
+
+def _partial_rows(grad: torch.Tensor, ids: torch.Tensor, num_rows: int, *_: Any) -> int:
+    """The gradient of an embedding is summed in parts, of one row each, on CUDA."""
+    tokens = ids.numel()
+    if tokens <= _FEW_TOKENS or grad.device.type == "cpu":
+        return 0
+    return (tokens // _ROWS_PER_THREAD + min(tokens, num_rows)) * grad.shape[-1] * torch.float32.itemsize
+
+
+def _flash_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *_: Any, **__: Any) -> int:
+    """The gradient of the queries in float32, and those of keys and values for every query head where these share them."""
+    batch, heads, length, size = q.shape
+    return _wide_queries(batch * -(-length // _FLASH_BLOCK) * _FLASH_BLOCK, heads, size) + _expanded(q, heads, k.shape[1])
+
+
+def _varied_flash_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *rest: Any, **__: Any) -> int:
+    """The same for documents one behind the other, [tokens, heads, channels]."""
+    tokens, heads, size = q.shape
+    bounds = next(one for one in rest if isinstance(one, torch.Tensor) and one.dtype == torch.int32)
+    return _wide_queries(tokens + (len(bounds) - 1) * _FLASH_BLOCK, heads, size) + _expanded(q, heads, k.shape[1])
+
+
+def _wide_queries(rows: int, heads: int, size: int) -> int:
+    return rows * heads * -(-size // _FLASH_CHANNELS) * _FLASH_CHANNELS * torch.float32.itemsize
+
+
+def _expanded(q: torch.Tensor, heads: int, kv_heads: int) -> int:
+    return 0 if heads == kv_heads else 2 * q.nbytes
+
+
+_OWN_MEMORY: dict[str, Callable[..., int]] = {
+    "aten::logsumexp": _exponentials,
+    "aten::logsumexp.out": _exponentials,
+    "aten::sum": _widened,
+    "aten::sum.dim_IntList": _widened,
+    "aten::embedding_dense_backward": _partial_rows,
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "torch_attn::_varlen_attn_backward": _varied_flash_backward,
+}
+
 
 AttentionKernel = Literal["flash", "memory-efficient", "math"]
 
@@ -27,8 +94,8 @@ class CudaKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__self__", None) is torch.Tensor.is_cuda:
             return True
-        if func in _KERNELS:
-            return _KERNELS[func](*args, **kwargs)
+        if func in _CUDA_KERNELS:
+            return _CUDA_KERNELS[func](*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -86,7 +153,7 @@ def _rms_norm(x: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor, eps
     return _RMSNorm.apply(x, weight)
 
 
-_KERNELS: dict[Any, Callable[..., torch.Tensor]] = {
+_CUDA_KERNELS: dict[Any, Callable[..., torch.Tensor]] = {
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
     F.rms_norm: _rms_norm,

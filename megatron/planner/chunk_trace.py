@@ -1,0 +1,294 @@
+"""What the operations on one microbatch of a chunk do: what stays between forward and backward, what passes through, what is sent
+over the tensor group. Found by running them (`ChunkRun`) on tensors without memory.
+
+Of layers that are alike and lie between alike ones, few are run: of equal layers the first two and the last. What happened in the
+second stands for those between: that is exact, since they begin and end as it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+
+from megatron.config.data import DataConfig
+from megatron.data_parallel.bucket import main_grad_dtype
+from megatron.model.build import Model
+from megatron.model.document_attention import ByLength, Documents
+from megatron.model.gpt import GPTChunk, ModelInputs
+from megatron.parallel.accumulate import Deferred, GradSink, deferring
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import ParamTable, materialize
+from megatron.parallel.random import DropoutKey
+from megatron.parallel.scope import Scope
+from megatron.pipeline_parallel.partition import Chunk
+from megatron.planner.kernel_memory import CudaKernels
+from megatron.planner.storages import MemorySpan, StorageLedger, Transfer, added, joined
+from megatron.spec.layers import LayerSpec, alike, layers
+from megatron.spec.operations import OpKind
+from megatron.spec.weights import model_weights
+
+_VARIED_LENGTHS = "torch_attn::_varlen_attn"
+_ATTENTION = {
+    _VARIED_LENGTHS: "flash attention over documents of different lengths",
+    "aten::_scaled_dot_product_flash_attention": "flash attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "the CPU's flash attention",
+    "aten::_scaled_dot_product_efficient_attention": "memory-efficient attention",
+    "aten::_safe_softmax": "attention by plain products, which keeps its probabilities",
+}
+
+
+@dataclass(frozen=True)
+class OpTrace:
+    """What one operation does on one rank."""
+
+    peak: int
+    """Bytes above those that were alive when it began, at most."""
+    change: int
+    """Bytes alive at its end less those at its begin, without what it received and what it gives to another chunk."""
+    transfers: tuple[Transfer, ...]
+    """Over the tensor group."""
+
+
+@dataclass(frozen=True)
+class ChunkTrace:
+    """What the operations on one microbatch do."""
+
+    ops: dict[OpKind, OpTrace]
+    """Of the kinds that the schedule has."""
+    device_type: str
+    """Of the job's devices."""
+    attention: str
+    """In words: the kernel that is taken to compute attention; empty without layers."""
+    sorts_documents: bool
+    """Attention keeps the order of the tokens by the lengths of their documents."""
+
+
+class _CpuKernels(FakeTensorMode):
+    """While it is entered, tensors of the CPU have no memory."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """No: where CUDA is built in and no GPU is there, torch would put one in its place for good, for which autograd starts a
+        thread; and then no process forked from this one could run a backward."""
+        return False
+
+
+def trace_chunks(
+    model: Model,
+    data: DataConfig,
+    micro_batch_size: int,
+    context: ParallelContext,
+    *,
+    splits_backward: bool,
+    device_type: str = "cuda",
+    cache: dict[object, ChunkTrace] | None = None,
+) -> dict[int, ChunkTrace]:
+    """Of each chunk of this rank, by its index.
+
+    Args:
+        model: of this rank; its parameters may be on the meta device.
+        context: with groups whose collectives return at once.
+        splits_backward: the schedule puts weight gradients off.
+        device_type: of the job's devices, cpu or cuda, whatever this machine has.
+        cache: kinds of chunks that were traced before for these settings.
+    """
+    cache = {} if cache is None else cache
+    found, specs = {}, layers(model.config)
+    for index in model.chunks:
+        chunk = model.layer_table[index]
+        key = (chunk.first, chunk.last, tuple(specs[layer] for layer in chunk.layers))
+        if key not in cache:
+            cache[key] = _trace(model, data, micro_batch_size, context, chunk, device_type, splits_backward)
+        found[index] = cache[key]
+    return found
+
+
+def _trace(
+    model: Model, data: DataConfig, micro_batch_size: int, context: ParallelContext, chunk: Chunk, device_type: str, splits: bool
+) -> ChunkTrace:
+    on_cuda = device_type == "cuda"
+    specs = layers(model.config)
+    stand_ins = layers_that_stand([specs[layer] for layer in chunk.layers])
+    run = [chunk.layers[place] for place in sorted(set(stand_ins))]
+    ledger = StorageLedger()
+    with CudaKernels() if on_cuda else _CpuKernels(), ledger:
+        device = torch.device("meta" if on_cuda else device_type)
+        spans = ChunkRun(model, data, micro_batch_size, context, chunk, run, ledger, device).run(splits=splits)
+    ops = {kind: _op(joined(_of_all(some, stand_ins, kind)), context) for kind, some in spans.items()}
+    attention = ", ".join(words for name, words in _ATTENTION.items() if name in ledger.kernels)
+    sorts = data.reset_attention_mask and _VARIED_LENGTHS not in ledger.kernels
+    return ChunkTrace(ops, device_type, attention, sorts)
+
+
+def layers_that_stand(specs: Sequence[LayerSpec]) -> list[int]:
+    """For each layer of a chunk the place of the one that is run for it, perhaps itself.
+
+    A stretch of layers is left out where what lies before it and behind it fit together as they do in the whole: each layer that is
+    run has the neighbours that it has in the whole, and for each that is left out one with the same neighbours is run, the second
+    of them. The first and the last layer of each kind are run: they may be the first and the last to use what several share.
+    """
+    kinds = [list(alike(specs)).index(spec) for spec in specs]
+    around = list(zip((*kinds[:1], *kinds), kinds, (*kinds[1:], *kinds[-1:]), strict=False))
+    latest = min((places[-1] for places in alike(kinds).values()), default=0)
+    for begin in range(1, latest):
+        second = {key: places[1] for key, places in alike(around[:begin]).items() if len(places) > 1}
+        for end in range(latest, begin, -1):
+            if kinds[begin - 1 : begin + 1] == kinds[end - 1 : end + 1] and second.keys() >= set(around[begin:end]):
+                return [*range(begin), *(second[key] for key in around[begin:end]), *range(end, len(kinds))]
+    return list(range(len(kinds)))
+
+
+def _of_all(spans: list[MemorySpan], stand_ins: Sequence[int], kind: OpKind) -> list[MemorySpan]:
+    """The spans of an operation on all layers of a chunk, from those on the layers that were run."""
+    step = 1 if kind is OpKind.FORWARD else -1
+    by_place = dict(zip(sorted(set(stand_ins))[::step], spans[1:], strict=True))
+    return spans[:1] + [by_place[place] for place in stand_ins[::step]]
+
+
+def _op(whole: MemorySpan, context: ParallelContext) -> OpTrace:
+    tensor_group = context.group("tp").process_group
+    assert all(call.group == tensor_group for call in whole.calls), "a layer communicates outside of its tensor group"
+    return OpTrace(whole.peak, whole.change, tuple(added(Transfer("tp", call.operation, 1, call.bytes) for call in whole.calls)))
+
+
+class ChunkRun:
+    """A chunk with parameters, gradients and inputs. All of it lives before the first operation, so none of it is counted.
+
+    The spans of each operation are cut where a layer begins, in its own order: what comes before the first layer that runs, that
+    layer, and so on; the last span ends with the operation.
+
+    Args:
+        layers: those of the chunk that run.
+        ledger: entered, on top of what makes tensors of `device` take no memory.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        data: DataConfig,
+        micro_batch_size: int,
+        context: ParallelContext,
+        chunk: Chunk,
+        layers: Sequence[int],
+        ledger: StorageLedger,
+        device: torch.device,
+    ) -> None:
+        self._ledger = ledger
+        table = ParamTable()
+        weights = {weight.name: weight for weight in model_weights(model.config, model.vocab_size)}
+        scope = Scope(context, table, weights, model.dtype, model.sequence_parallel, chunk=chunk.index, num_chunks=chunk.num_chunks)
+        self._module = GPTChunk(scope, model.config, chunk, layers)
+        if device.type != "meta":
+            materialize(self._module, table, device)
+        for entry in table:
+            dtype = main_grad_dtype(entry.param.dtype)
+            gradient = torch.empty(entry.param.shape, dtype=dtype, device=device)
+            sink = GradSink(dtype, partial(self._wrote, entry.record.name), main_grad=gradient)
+            entry.param.grad_sink = sink  # type: ignore[attr-defined]
+        self._inputs = make_inputs(model, data, micro_batch_size, device)
+        hidden = model.boundary(micro_batch_size, context.topology.tp)["hidden"]
+        self._received = self._gradient = None
+        if not chunk.first:
+            self._received = torch.empty(hidden.shape, dtype=hidden.dtype, device=device, requires_grad=True)
+        if not chunk.last:
+            self._gradient = torch.empty(hidden.shape, dtype=hidden.dtype, device=device)
+        self._scale = torch.ones((), dtype=torch.promote_types(model.dtype, torch.float32), device=device)
+        self._spans: list[MemorySpan] = []
+        self._first_products = {f"layers.{layer}.mlp.down.weight" for layer in layers}
+        self._runs_products = False
+        for layer in self._module.layers:
+            layer.register_forward_pre_hook(self._cut)
+            layer.register_forward_hook(self._behind_layer)
+
+    def run(self, *, splits: bool) -> dict[OpKind, list[MemorySpan]]:
+        """The spans of each operation.
+
+        Args:
+            splits: backward is an input gradient and a weight gradient, as in zero-bubble schedules.
+        """
+        found: dict[OpKind, list[MemorySpan]] = {}
+        with self._operation(found, OpKind.FORWARD):
+            out = self._module(self._inputs, self._received)
+            # As the executor: only the way back is kept.
+            edge = get_gradient_edge(out if self._gradient is not None else out * self._scale)
+            del out
+        if not splits:
+            with self._operation(found, OpKind.BACKWARD):
+                self._backward(edge)
+            return found
+        with self._operation(found, OpKind.INPUT_GRAD), deferring() as deferred:
+            self._backward(edge)
+        with self._operation(found, OpKind.WEIGHT_GRAD):
+            self._weight_gradients(deferred)
+        return found
+
+    def _backward(self, edge: torch.autograd.graph.GradientEdge) -> None:
+        torch.autograd.backward([edge], [self._gradient])
+        if self._received is not None:
+            self._received.grad = None  # on its way to the chunk before: counted with the messages
+
+    def _weight_gradients(self, deferred: Deferred) -> None:
+        self._runs_products = True
+        deferred.run()
+
+    @contextlib.contextmanager
+    def _operation(self, found: dict[OpKind, list[MemorySpan]], kind: OpKind) -> Iterator[None]:
+        self._ledger.cut()
+        self._spans = found[kind] = []
+        yield
+        self._cut()
+
+    def _cut(self, *_: object) -> None:
+        self._spans.append(self._ledger.cut())
+
+    def _behind_layer(self, layer: object, inputs: object, out: torch.Tensor) -> None:
+        assert out.grad_fn is not None
+        out.grad_fn.register_prehook(self._cut)  # backward enters the layer where forward left it
+
+    def _wrote(self, name: str) -> None:
+        if self._runs_products and name in self._first_products:
+            self._cut()
+
+
+_TOKEN, _MASK = torch.int64.itemsize, torch.float32.itemsize
+
+
+def make_inputs(model: Model, data: DataConfig, micro_batch_size: int, device: torch.device) -> ModelInputs:
+    """A microbatch as a training step hands it to the model, on a device without memory."""
+    shape = (model.config.seq_length, micro_batch_size)
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    documents = _documents(shape, device) if data.reset_attention_mask else None
+    return ModelInputs(tokens, tokens, tokens, torch.zeros(shape, device=device), DropoutKey(0, 0, 0), documents)
+
+
+def input_bytes(model: Model, data: DataConfig, num_sequences: int, *, sorts_documents: bool) -> int:
+    """What the inputs of a step take on this rank, all of whose microbatches are there from its beginning.
+
+    Args:
+        num_sequences: of all microbatches of a data rank.
+        sorts_documents: attention keeps the order of the tokens by the lengths of their documents.
+    """
+    whole_positions = 0 if data.reset_position_ids else model.config.seq_length * _TOKEN
+    each = 0
+    if 0 in model.chunks or model.computes_loss or data.reset_position_ids or data.reset_attention_mask:
+        each = 2 * _TOKEN + _MASK + _TOKEN * data.reset_position_ids + 2 * _TOKEN * sorts_documents
+    return num_sequences * model.config.seq_length * each + whole_positions
+
+
+def _documents(shape: tuple[int, int], device: torch.device) -> Documents:
+    """Two documents of different lengths in each sample. How many there are and how long hardly changes what attention keeps."""
+    length, batch = shape
+    starts = np.arange(batch)[:, None] * length + np.array(sorted({0, length // 3}))
+    bounds = np.append(starts.ravel(), batch * length).astype(np.int32)
+    documents = Documents(bounds, torch.empty(len(bounds), dtype=torch.int32, device=device), batch)
+    groups = ByLength.of(bounds, batch, torch.device("cpu")).groups
+    order, places = (torch.empty(length * batch, dtype=torch.int64, device=device) for _ in range(2))
+    documents.__dict__["by_length"] = ByLength(order, places, groups)  # the numbers themselves would be real tensors
+    return documents
