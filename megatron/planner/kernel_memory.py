@@ -4,7 +4,7 @@ A plan for GPUs is made on machines without one, and of a fused operation the me
 where the layers call such an operation, the one that a GPU of compute capability 8.0 or newer would run takes its place, by the
 conditions of torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, layer_norm_kernel.cu, Dropout.cpp).
 
-Of the memory while they run only what counts beside activations is listed. Sources: the kernels of torch 2.13 (in aten/src/ATen/native
+Of the former only what counts beside activations is listed. Sources: the kernels of torch 2.13 (aten/src/ATen/native:
 ReduceOps.cpp, cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu, transformers/cuda/flash_attn/flash_api.cpp), and on CPU its
 allocator's events.
 """
