@@ -52,11 +52,6 @@ class BucketPlan:
         """Elements of the buffer."""
         return self.num_slices * self.slice_size
 
-    @property
-    def padding(self) -> int:
-        """Elements of the buffer that belong to no parameter."""
-        return self.size - sum(placed.numel for placed in self.params)
-
     def pieces(self, index: int) -> list[tuple[Placed, FlatPiece]]:
         """What slice `index` holds: parameters, and which of their elements."""
         low, high = index * self.slice_size, (index + 1) * self.slice_size

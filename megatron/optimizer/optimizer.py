@@ -66,14 +66,6 @@ class ShardedOptimizer:
                 shard.main = main
                 self._place_of[id(shard)] = placement, index
 
-    @property
-    def offloaded_share(self) -> float:
-        """Elements in host memory among all: near to --optimizer-offload-fraction, since shards are offloaded whole."""
-        sizes = {True: 0, False: 0}
-        for placement in self._each_placement():
-            sizes[placement.offloaded] += sum(main.numel() for main in placement.mains)
-        return sizes[True] / max(sum(sizes.values()), 1)
-
     @torch.no_grad()
     def step(self, learning_rate: float, weight_decay: float, factor: float) -> None:
         """One update.

@@ -48,7 +48,6 @@ class ParallelContext:
     topology: Topology
     rank: int
     device: torch.device
-    local_rank: int = 0
     backend: str | None = None
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
 
@@ -144,7 +143,6 @@ def make_context(
     rank: int,
     device: torch.device,
     *,
-    local_rank: int = 0,
     timeout_minutes: float = 10,
     fsdp_shard_size: int | None = None,
     alone: bool = False,
@@ -158,7 +156,7 @@ def make_context(
     Raises:
         ValueError: the data ranks do not divide into such parts.
     """
-    context = ParallelContext(topology, rank, device, local_rank, dist.get_backend() if dist.is_initialized() else None)
+    context = ParallelContext(topology, rank, device, dist.get_backend() if dist.is_initialized() else None)
     timeout = datetime.timedelta(minutes=timeout_minutes)
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
@@ -206,20 +204,19 @@ def connect(config: ParallelConfig) -> ParallelContext:
         ValueError: CUDA is asked for and missing, there are more local ranks than devices, or the backend does not fit the device.
     """
     job = launched()
-    rank, local_rank, world_size = job.rank, job.local_rank, job.world_size
-    device = choose_device(config.device, local_rank)
+    device = choose_device(config.device, job.local_rank)
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(
             f"--distributed-backend nccl needs CUDA, but the device is {device.type}. Use gloo, or leave the flag out."
         )
-    if world_size > 1 and not dist.is_initialized():
+    if job.world_size > 1 and not dist.is_initialized():
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
         # No device_id: with it, NCCL would make every group at once, by a split of the whole world each. Without, a communicator is
         # made at its first use by its own ranks, and each pair of pipeline neighbours has one of its own in each direction.
         dist.init_process_group(backend, timeout=timeout)
     topology = Topology.from_world(
-        world_size,
+        job.world_size,
         tp=config.tensor_model_parallel_size,
         cp=config.context_parallel_size,
         pp=config.pipeline_model_parallel_size,
@@ -227,9 +224,8 @@ def connect(config: ParallelConfig) -> ParallelContext:
     )
     return make_context(
         topology,
-        rank,
+        job.rank,
         device,
-        local_rank=local_rank,
         timeout_minutes=config.distributed_timeout_minutes,
         fsdp_shard_size=config.fsdp_shard_size,
     )

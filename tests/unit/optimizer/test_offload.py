@@ -177,11 +177,7 @@ def test_what_is_offloaded_lies_apart_from_the_weights(dtype: torch.dtype, stage
     taken = choose_offloaded(list(itertools.chain(*SIZES)), 0.5)
     apart = [s.main.untyped_storage().data_ptr() != s.weights.untyped_storage().data_ptr() for s in optimizer.shards]
     assert apart == [dtype == torch.bfloat16 or (staged and index in taken) for index in range(len(apart))]
-    assert (
-        optimizer.offloaded_share
-        == sum(optimizer.shards[index].main.numel() for index in taken) / numel
-        == pytest.approx(0.5, abs=1e-3)
-    )
+    assert sum(optimizer.shards[index].main.numel() for index in taken) / numel == pytest.approx(0.5, abs=1e-3)
     device, host = optimizer.held()
     padded = {
         where: sum(-(-s.main.numel() // 64) * 64 for i, s in enumerate(optimizer.shards) if (i in taken) == where)
