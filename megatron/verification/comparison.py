@@ -40,10 +40,10 @@ class ComparedTensors:
     """Tensors of one kind at one moment."""
 
     joined: Mapping[str, JoinedTensor]
-    """Of the layout."""
+    """What the layout has."""
     reference: Mapping[str, Tensor]
     measured: Mapping[str, Measured]
-    """Of those that both have, in the order of the forward."""
+    """Those that both have, in the order of the forward."""
 
     @property
     def differing(self) -> list[str]:
@@ -208,7 +208,7 @@ class Comparison:
 
 
 def _worst_of(joined: JoinedTensor, wanted: Tensor, global_norm: float, slack: float) -> Measured:
-    """Of the tensor as any of its holders would have it: where replicas differ, one may be right and another not."""
+    """The tensor as the worst of its holders has it: where replicas differ, one may be right and another not."""
     found = [measure(tensor, wanted, global_norm=global_norm, slack=slack) for tensor in joined.versions()]
     return max(found, key=lambda each: each.excess)
 

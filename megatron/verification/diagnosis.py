@@ -27,7 +27,7 @@ class Worst:
     relative: float
     allowed: float
     what: str
-    """Of what: `loss of step 2`, `gradient of layers.0.mlp.up.weight in step 1`."""
+    """What it is the difference of: `loss of step 2`, `gradient of layers.0.mlp.up.weight in step 1`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def diagnose(observation: Observation) -> Diagnosis:
 
 
 def _step_findings(runs: Comparison) -> list[ProofFinding]:
-    """Of the first step in which anything differs, and of evaluations until then."""
+    """What differs in the first step in which anything does, and in the evaluations until then."""
     found: list[ProofFinding] = []
     agreed = 0
     for index in range(runs.num_steps):

@@ -1,4 +1,4 @@
-"""Global tensors from the parts of all ranks, and whether the ranks that hold the same part agree."""
+"""Tensors made of the parts of all ranks: whether ranks that hold the same part agree, and how far it all is from the reference."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Measured:
     size: float
     """Norm of the reference."""
     allowed: float
-    """Of the difference."""
+    """The difference that is rounding."""
     scale: float
     """What the difference is told in parts of: the reference's norm, a small part of the global norm where that is more, or all of
     the global norm where the reference is negligible."""

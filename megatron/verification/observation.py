@@ -50,12 +50,12 @@ class TensorPart:
     name: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     values: Tensor
-    """Of the box."""
+    """The elements of the box."""
 
     def __reduce__(self) -> tuple[Callable[..., TensorPart], tuple[Any, ...]]:
-        """By way of an array: a tensor takes longer to send to another process."""
+        """It travels as an array: a tensor takes longer to send to another process."""
         return _part, (self.name, self.offsets, self.shape, self.values.numpy())
 
 
@@ -71,7 +71,7 @@ class CountedSquare:
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     """Offsets and sizes of the elements of the whole tensor that it counts."""
     square: float
-    """Of the unscaled gradient."""
+    """The sum of the squares of the unscaled gradient."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,17 @@ class RankStep:
     learning_rate: float
     weight_decay: float
     num_microbatches: int
-    """Of this rank's data rank."""
+    """Microbatches of this rank's data rank."""
     loss_sum: float
     """This rank's share of the sum of mask x loss over the global batch; 0 where another rank counts it."""
     token_count: float
     """This rank's share of the sum of the mask, likewise."""
     gradients: list[TensorPart]
-    """Of this rank's shards, as the optimizer got them: reduced, without the loss scale, not clipped. None of a skipped step."""
+    """Those of this rank's shards, as the optimizer got them: reduced, without the loss scale, not clipped. There are none of a
+    skipped step."""
     counted_squares: list[CountedSquare]
     mains: list[TensorPart]
-    """Of this rank's shards after the update: what the optimizer holds."""
+    """This rank's shards after the update: what the optimizer holds."""
     parameters: list[TensorPart]
     """After the update, those that this rank holds whole (its tensor rank's part of them), as the next forward uses them. Under
     --data-parallel-sharding-strategy optim_grads_params there are none: the shards are all that is held."""
@@ -141,7 +142,7 @@ class PlainStep:
 
     iteration: int
     num_samples: int
-    """Of the global batch."""
+    """Samples of the global batch."""
     loss: float
     grad_norm: float
     learning_rate: float
@@ -162,13 +163,13 @@ class PlainRun:
     evaluations: list[float]
     """As those of `RankObservation`."""
     activations: dict[str, Tensor]
-    """Of the first step, by the same names, [B, s, h], in the order of the samples."""
+    """What modules gave in the first step, by the same names, [B, s, h], in the order of the samples."""
     microbatches: list[tuple[int, int]]
     """(data rank, microbatch) of the first step, in the order of their samples: M of them."""
     microbatch_tokens: list[float]
     """The sum of the mask of each of them."""
     contributions: dict[str, Tensor]
-    """Of every parameter, what each of `microbatches` adds to its gradient in the first step: [M, ...shape]."""
+    """What each of `microbatches` adds to the gradient of every parameter in the first step: [M, ...shape]."""
 
 
 @dataclass(frozen=True)

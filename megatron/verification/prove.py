@@ -28,10 +28,10 @@ from megatron.verification.reference.shape import random_weights
 DROPOUT = 0.1
 """Probability where the settings have none."""
 _LOCAL: dict[str, Any] = {"device": "cpu", "distributed_backend": "gloo"}
-"""Of the ranks, whatever devices there are."""
+"""What the ranks run on, whatever devices there are."""
 LEAST_EPS = 1e-6
-"""Of Adam: the true gradient of some parameters is zero (a key bias without rotary positions), and Adam divides what rounding makes
-of it by no less than this."""
+"""Least epsilon of Adam: the true gradient of some parameters is zero (a key bias without rotary positions), and Adam divides
+what rounding makes of it by no less than this."""
 
 
 def prove(
@@ -132,7 +132,7 @@ def _initial_weights(config: Config, vocab_size: int) -> dict[str, Tensor]:
 
 
 def vocabulary_of(data: DataConfig) -> int:
-    """By --vocab-size, else by the tokenizer, whose files are then needed.
+    """Rows of the word embedding: by --vocab-size, else by the tokenizer, whose files are then needed.
 
     Raises:
         ValueError: neither is known, or a file is damaged; with what to give.

@@ -50,7 +50,7 @@ class RandomSamples:
         return [SamplePiece("random", number, 0, self.seq_length + 1)]
 
     def describe(self, num_samples: int) -> list[str]:
-        """That they are random."""
+        """Says that they are random."""
         return [f"{num_samples} samples of random tokens"]
 
     def _tokens(self, number: int) -> NDArray[np.int64]:

@@ -100,7 +100,7 @@ def _verdict(proofs: Sequence[Proof]) -> str:
 
 
 def _error(failure: str) -> str:
-    """Of the rank that failed first, the line of its error; or who was not done."""
+    """The line of the error of the rank that failed first; or who was not done."""
     lines = failure.strip().split("\n\n")[0].splitlines()
     return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
 

@@ -33,7 +33,7 @@ class RankSizes:
 
     @property
     def world_size(self) -> int:
-        """Of all axes together."""
+        """Ranks of all axes together."""
         return self.tp * self.pp * self.dp
 
 
@@ -74,7 +74,7 @@ def _with_middle(sizes: RankSizes, whole: RankSizes, max_ranks: int) -> RankSize
 
 
 _MOST_CHUNKS = 3
-"""Of one stage: the first, the last and one between them."""
+"""Most chunks of one stage: the first, the last and one between them."""
 _ROOM = 4
 """Chunks up to which each holds two layers where the model has as many, so that layers of one chunk follow each other."""
 

@@ -113,7 +113,7 @@ def _head_size(model: ModelConfig, groups: int, queries: int, cuts: Cuts) -> int
 
 
 def _width(model: ModelConfig, tp: int, cuts: Cuts) -> int:
-    """Of the MLP: as odd on each tensor rank as before, where it is not cut further."""
+    """Width of the MLP: as odd on each tensor rank as before, where it is not cut further."""
     odd = model.ffn_size // tp % 2 if cuts.parts == 1 else 0
     return (_up(_WIDTH, cuts.parts) + odd) * cuts.tp
 
@@ -128,7 +128,7 @@ _LEAST_RATE = 1e-3
 _MOST_CLIP = 0.05
 """Greatest norm of the gradient that is left: small models have larger ones, so that clipping is seen to act."""
 _MOST_SAMPLES = 2
-"""Of a microbatch."""
+"""Most samples of a microbatch."""
 
 
 def reduced_training(training: TrainingConfig, pp: int, dp: int, small_pp: int, small_dp: int, steps: int) -> TrainingConfig:

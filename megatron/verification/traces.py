@@ -29,8 +29,8 @@ BANDS = {
     "float16": Band(2e-3, 0.1),
     "bfloat16": Band(1e-2, 0.3),
 }
-"""By the dtype of the parameters. A signature tells a distance within a factor of about three, so tensors have more room than where
-they are compared in full."""
+"""What is allowed, by the dtype of the parameters. A signature tells a distance within a factor of about three, so tensors have
+more room than where they are compared in full."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TracePart:
     step: int
     what: str
     name: str
-    """Of the parameter, if it is one's."""
+    """The parameter, if it is about one."""
     relative: float
     allowed: float
     note: str = ""
@@ -78,9 +78,9 @@ class TraceComparison:
     drifts: bool
     """They come there bit by bit, each step little further than the one before, as rounding does when a run carries it on."""
     largest: TracePart | None
-    """Of all that was compared, measured by what is allowed."""
+    """What differs most of all that was compared, measured by what is allowed."""
     steps: tuple[int, ...]
-    """That both have."""
+    """Steps that both have."""
     alone: tuple[tuple[int, ...], tuple[int, ...]]
     """Steps that only the one has, and that only the other has."""
     skipped: tuple[int, ...]
@@ -222,7 +222,7 @@ def _steps(numbers: Sequence[int]) -> str:
 
 
 def _step_notes(found: TraceComparison, name: str, other: str) -> Iterator[str]:
-    """Of what could not be compared."""
+    """What could not be compared."""
     for which, steps in zip((f"{name} (the first)", f"{other} (the reference)"), found.alone, strict=True):
         if steps:
             yield f"only {which} has {_steps(steps)}: not compared"

@@ -84,7 +84,7 @@ def title_of(config: Config, world_size: int) -> str:
 
 
 def trace_of(observation: Observation) -> TraceRun:
-    """Of the layout's run, not of the reference's."""
+    """The trace of the layout's run, not of the reference's."""
     runs = Comparison(observation)
     config = observation.config
     header = TraceHeader(

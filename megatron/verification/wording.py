@@ -54,7 +54,7 @@ class Facts:
     data: int = 1
     stages: int = 1
     microbatches: int = 1
-    """Of one data rank in the step that is looked at."""
+    """Microbatches of one data rank in the step that is looked at."""
     kept: float = 1.0
     """Tokens of the global batch that the loss mask keeps."""
     tokens: int = 1

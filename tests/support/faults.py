@@ -91,7 +91,7 @@ class _FaultLoader(importlib.machinery.SourceFileLoader):
         self._source = source
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """Of the given source."""
+        """The code of the given source."""
         return compile(self._source, self.path, "exec", dont_inherit=True)
 
 

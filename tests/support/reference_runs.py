@@ -52,11 +52,11 @@ class ReferenceRun:
     """What a run gave; the framework's runs are put into the same form to be compared."""
 
     losses: list[float]
-    """Of each step, before its update."""
+    """The loss of each step, before its update."""
     grad_norms: list[float]
-    """Of each step, before clipping."""
+    """The norm of each step, before clipping."""
     first_gradients: dict[str, Tensor]
-    """Of the first step, before clipping."""
+    """Those of the first step, before clipping."""
     weights_after: dict[str, Tensor]
     """After the last step."""
 

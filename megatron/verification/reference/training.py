@@ -21,11 +21,9 @@ class Rule:
     clip: float | None = None
     """Greatest norm of the whole gradient; None for no clipping."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Of adam."""
     eps: float = 1e-8
-    """Of adam."""
     momentum: float = 0.0
-    """Of sgd."""
+    """This is sgd's; the two before are adam's."""
 
 
 class State:
