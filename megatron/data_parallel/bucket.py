@@ -188,7 +188,7 @@ class Bucket(ABC):
         """Add the gradient of the other pipeline stage that holds the parameters: sums commute, so only this rank's elements."""
         if self.plan.tied:
             all_reduce(self.own_grads, self.context.pipeline_ends)
-            self._announce(Pending(self.own_grads))
+            self.shard_group.announce(Pending(self.own_grads))
 
     def finish_publishing(self) -> None:
         """Wait for the other ranks' weights."""
@@ -235,10 +235,6 @@ class Bucket(ABC):
         complain(
             self.context.rank, [(placed.entry.record.name, found, uses * self._microbatches) for placed, found, uses in counts]
         )
-
-    def _announce(self, pending: Pending) -> None:
-        for listen in self.shard_group.on_reduced:
-            listen(pending)
 
     def _counts(self, record: ParamRecord) -> bool:
         """Whether this rank's slice counts in global norms: of ranks that hold the same slice, one does."""
@@ -292,7 +288,7 @@ class WholeBucket(Bucket):
         else:
             self._reducing = start_all_reduce(self.grads, self.group)
         if not self.plan.tied:
-            self._announce(self._reducing)
+            self.shard_group.announce(self._reducing)
 
 
 class SlicedBucket(Bucket):
@@ -341,7 +337,7 @@ class SlicedBucket(Bucket):
         self._reduced_once = True
         self._reducing = start_reduce_scatter(buffer[: self.plan.size], self.group, out=self._grads)
         if microbatches == self._microbatches and not self.plan.tied:
-            self._announce(self._reducing)
+            self.shard_group.announce(self._reducing)
         self._return(self._reducing)
         if not self._early:
             self._pool.settle()

@@ -181,9 +181,7 @@ class FsdpUnit:
         self._num_added += 1
         if self._num_added == len(self._entries) and self.group.on_reduced:
             stream = torch.get_device_module(self._context.device).current_stream()
-            pending = Pending(self.grads, cast(Any, stream.record_event()))
-            for listen in self.group.on_reduced:
-                listen(pending)
+            self.group.announce(Pending(self.grads, cast(Any, stream.record_event())))
 
     def reshard(self) -> None:
         """Free the gathered parameters. After an update too: nothing is sent then, the next forward gathers."""

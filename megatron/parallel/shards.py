@@ -92,5 +92,9 @@ class ShardGroup:
     publish: Callable[[], None] = _nothing
     """Begin to carry this rank's new weights to the ranks that hold them too. Called once the weights of all shards are written."""
     on_reduced: list[Callable[[Pending], None]] = field(default_factory=list)
-    """Called once a step, before its end, when the group's gradients are on their way to being complete: with what to wait for (on
-    CUDA, on any stream)."""
+    """Those who want to know, before a step's end, that the group's gradients are on their way to being complete."""
+
+    def announce(self, pending: Pending) -> None:
+        """Tell them, once a step, what to wait for (on CUDA, on any stream)."""
+        for listen in self.on_reduced:
+            listen(pending)

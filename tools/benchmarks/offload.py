@@ -29,8 +29,7 @@ def _measure(dtype: torch.dtype, device: torch.device, elements: int, turns: int
 
     def reduce() -> None:
         for group in groups:
-            for listen in group.on_reduced:
-                listen(Pending(group.shards[0].grad))
+            group.announce(Pending(group.shards[0].grad))
         streams.synchronize()
 
     def step() -> None:

@@ -112,8 +112,8 @@ class Run:
         self.steps_done += 1
         for group in reversed(self.groups):  # as backward completes them
             coming = Coming(group.shards, self.steps_done)
-            for listen in group.on_reduced if self.tells else []:
-                listen(coming)
+            if self.tells and group.on_reduced:
+                group.announce(coming)
                 assert coming.waited_beside or torch.get_device_module("cpu") is not lazy_streams
             coming.wait()
         if not skipped:
