@@ -1,6 +1,6 @@
 """Flags of Megatron-LM that are not settings here: refused with the reason, or accepted with a note that they change nothing.
 
-In the tables, names stand without the two dashes in front.
+In the tables, names stand without the two dashes in front; those with a reason in common stand together.
 """
 
 from __future__ import annotations
@@ -12,67 +12,65 @@ from fnmatch import fnmatchcase
 from megatron.spec.activations import FLAGS, spelled
 from megatron.spec.schedules import names_that_split_backward
 
-_FUSED = "kernels are chosen by torch; no switch is needed"
-_SDPA = "attention always runs through torch's scaled_dot_product_attention, which picks the fastest kernel"
-_NO_STATE = "random numbers follow from the seed and the step; there is no generator state to save or load"
-_LOADER = "how the indexed files are read is not a setting"
-_STRATEGY = "--data-parallel-sharding-strategy alone says what is sharded (by default nothing, as there)"
-_OWN_PACE = "each pipeline stage always communicates as soon as it can, without waiting for the others"
-
-NO_EFFECT: dict[str, str] = {
-    "use-mcore-models": "there is one implementation of the model",
-    "use-flash-attn": _SDPA,
-    "attention-softmax-in-fp32": "softmax is always computed in at least float32",
-    "apply-query-key-layer-scaling": "softmax is always computed in at least float32, so nothing has to be scaled and scaled back",
-    "accumulate-allreduce-grads-in-fp32": "gradients of a 16-bit model are always summed and reduced in float32",
-    "exit-signal-handler": "SIGTERM always saves a checkpoint and exits",
-    "no-save-rng": _NO_STATE,
-    "no-load-rng": _NO_STATE,
-    "no-masked-softmax-fusion": _FUSED,
-    "no-bias-gelu-fusion": _FUSED,
-    "no-bias-swiglu-fusion": _FUSED,
-    "no-bias-dropout-fusion": _FUSED,
-    "no-rope-fusion": _FUSED,
-    "no-persist-layer-norm": _FUSED,
-    "no-gradient-accumulation-fusion": "weight gradients are always added straight into the gradient buffer",
-    "no-async-tensor-model-parallel-allreduce": "the input gradient's all-reduce always overlaps the weight gradient",
-    "cross-entropy-loss-fusion": "the loss has one implementation, which never holds all logits on a rank",
-    "no-clone-scatter-output-in-embedding": "the embedding's output is never a view of a larger tensor",
-    "no-gradient-reduce-div-fusion": "gradients are summed; the loss carries the scale",
-    "no-scatter-gather-tensors-in-pipeline": "how tensors travel between pipeline stages is not a setting",
-    "overlap-p2p-communication-warmup-flush": "--overlap-p2p-communication holds in every phase of a schedule",
-    "use-cpu-initialization": "initial values are always drawn on the CPU and do not depend on the layout",
-    "no-initialization": "initial values cost little; a checkpoint replaces them",
-    "init-model-with-meta-device": "the model is always built on the meta device, and then given memory for what the rank holds",
-    "use-megatron-fsdp": _STRATEGY,
-    "use-custom-fsdp": _STRATEGY,
-    "no-align-grad-reduce": _OWN_PACE,
-    "no-align-param-gather": _OWN_PACE,
-    "overlap-param-gather-with-optimizer-step": "a bucket is always gathered while the next ones are updated",
-    "use-precision-aware-optimizer": "main parameters, main gradients and moments of a 16-bit model are float32, its defaults",
-    "use-torch-optimizer-for-cpu-offload": "--optimizer-cpu-offload always updates by torch's optimizers",
-    "overlap-cpu-optimizer-d2h-h2d": "with --optimizer-cpu-offload copies always overlap with backward and with the update",
-    "calculate-per-token-loss": "the loss is always a sum over tokens divided by the global token count",
-    "no-create-attention-mask-in-dataloader": "attention is causal and no mask is ever made",
-    "no-mmap-bin-files": _LOADER,
-    "use-pytorch-profiler": "--profile always uses torch's profiler",
-    "log-validation-ppl-to-tensorboard": "the validation perplexity is always written",
-    "ckpt-fully-parallel-save": "every rank always writes only its own part",
-    "ckpt-fully-parallel-load": "every rank always reads only its own part",
-    "ckpt-assume-constant-structure": "who writes what is always planned once and kept",
-    "use-persistent-ckpt-worker": "with --async-save one process beside each rank writes for the whole run",
-    "dist-ckpt-optim-fully-reshardable": "optimizer state always fits every layout",
-    "auto-detect-ckpt-format": "there is one checkpoint format",
-    "use-dist-ckpt": "there is one checkpoint format",
-    "no-one-logger": "nothing is ever sent to one-logger",
-    "disable-msc": "the multi-storage client is never used",
-    "no-barrier-with-level-1-timing": "timers never wait for other ranks",
-}
+_NO_EFFECT: tuple[tuple[str, str], ...] = (
+    ("use-mcore-models", "there is one implementation of the model"),
+    ("use-flash-attn", "attention always runs through torch's scaled_dot_product_attention, which picks the fastest kernel"),
+    ("attention-softmax-in-fp32", "softmax is always computed in at least float32"),
+    (
+        "apply-query-key-layer-scaling",
+        "softmax is always computed in at least float32, so nothing has to be scaled and scaled back",
+    ),
+    ("accumulate-allreduce-grads-in-fp32", "gradients of a 16-bit model are always summed and reduced in float32"),
+    ("exit-signal-handler", "SIGTERM always saves a checkpoint and exits"),
+    ("no-save-rng no-load-rng", "random numbers follow from the seed and the step; there is no generator state to save or load"),
+    (
+        "no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion "
+        "no-persist-layer-norm",
+        "kernels are chosen by torch; no switch is needed",
+    ),
+    ("no-gradient-accumulation-fusion", "weight gradients are always added straight into the gradient buffer"),
+    ("no-async-tensor-model-parallel-allreduce", "the input gradient's all-reduce always overlaps the weight gradient"),
+    ("cross-entropy-loss-fusion", "the loss has one implementation, which never holds all logits on a rank"),
+    ("no-clone-scatter-output-in-embedding", "the embedding's output is never a view of a larger tensor"),
+    ("no-gradient-reduce-div-fusion", "gradients are summed; the loss carries the scale"),
+    ("no-scatter-gather-tensors-in-pipeline", "how tensors travel between pipeline stages is not a setting"),
+    ("overlap-p2p-communication-warmup-flush", "--overlap-p2p-communication holds in every phase of a schedule"),
+    ("use-cpu-initialization", "initial values are always drawn on the CPU and do not depend on the layout"),
+    ("no-initialization", "initial values cost little; a checkpoint replaces them"),
+    ("init-model-with-meta-device", "the model is always built on the meta device, and then given memory for what the rank holds"),
+    (
+        "use-megatron-fsdp use-custom-fsdp",
+        "--data-parallel-sharding-strategy alone says what is sharded (by default nothing, as there)",
+    ),
+    (
+        "no-align-grad-reduce no-align-param-gather",
+        "each pipeline stage always communicates as soon as it can, without waiting for the others",
+    ),
+    ("overlap-param-gather-with-optimizer-step", "a bucket is always gathered while the next ones are updated"),
+    ("use-precision-aware-optimizer", "main parameters, main gradients and moments of a 16-bit model are float32, its defaults"),
+    ("use-torch-optimizer-for-cpu-offload", "--optimizer-cpu-offload always updates by torch's optimizers"),
+    ("overlap-cpu-optimizer-d2h-h2d", "with --optimizer-cpu-offload copies always overlap with backward and with the update"),
+    ("calculate-per-token-loss", "the loss is always a sum over tokens divided by the global token count"),
+    ("no-create-attention-mask-in-dataloader", "attention is causal and no mask is ever made"),
+    ("no-mmap-bin-files", "how the indexed files are read is not a setting"),
+    ("use-pytorch-profiler", "--profile always uses torch's profiler"),
+    ("log-validation-ppl-to-tensorboard", "the validation perplexity is always written"),
+    ("ckpt-fully-parallel-save", "every rank always writes only its own part"),
+    ("ckpt-fully-parallel-load", "every rank always reads only its own part"),
+    ("ckpt-assume-constant-structure", "who writes what is always planned once and kept"),
+    ("use-persistent-ckpt-worker", "with --async-save one process beside each rank writes for the whole run"),
+    ("dist-ckpt-optim-fully-reshardable", "optimizer state always fits every layout"),
+    ("auto-detect-ckpt-format use-dist-ckpt", "there is one checkpoint format"),
+    ("no-one-logger", "nothing is ever sent to one-logger"),
+    ("disable-msc", "the multi-storage client is never used"),
+    ("no-barrier-with-level-1-timing", "timers never wait for other ranks"),
+)
 """Switches whose effect is always on here or cannot matter, with the reason."""
+NO_EFFECT: dict[str, str] = {name: reason for names, reason in _NO_EFFECT for name in names.split()}
 
 NO_EFFECT_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "transformer-impl": ((), "there is one implementation of the layers, in torch"),
-    "attention-backend": ((), _SDPA),
+    "attention-backend": ((), "attention always runs through torch's scaled_dot_product_attention, which picks the fastest kernel"),
     "cross-entropy-fusion-impl": ((), "the loss has one implementation, which never holds all logits on a rank"),
     "dataloader-type": (("single",), "data is always read in one pass of an order that is already shuffled"),
     "ckpt-format": (("torch_dist", "fsdp_dtensor"), "there is one checkpoint format, which fits every layout"),
@@ -82,7 +80,7 @@ NO_EFFECT_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "exp-avg-sq-dtype": (("fp32",), "the optimizer's moments have the dtype of the main parameters"),
     "rerun-mode": (("disabled",), "iterations are never run twice"),
     "tensorboard-queue-size": ((), "TensorBoard's own queue is used"),
-    "num-dataset-builder-threads": ((), _LOADER),
+    "num-dataset-builder-threads": ((), "how the indexed files are read is not a setting"),
 }
 """Flags with one value: the values accepted (empty for any), and why they change nothing."""
 
@@ -106,155 +104,140 @@ RENAMED: dict[str, str] = {
 }
 """Names of other versions, with the flag to use."""
 
-_FSDP = (
-    "Sharding of parameters is set by --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size and "
-    "--fsdp-reshard-after-forward."
-)
-_HYBRID = (
-    "With --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size N shards within groups of N data ranks, which "
-    "are copies of each other; otherwise state is sharded over all data ranks."
-)
 _DEFERRED = f"Weight gradients are put off by --pipeline-schedule {' and '.join(names_that_split_backward())}, to fill the bubble."
-_RECOMPUTE = (
-    "Recomputing activations is not built yet; to save memory use --sequence-parallel, more tensor ranks or a smaller batch."
-)
-_OFFLOAD = "Main parameters and moments are kept in host memory by --optimizer-cpu-offload and --optimizer-offload-fraction."
-_ACTIVATIONS = (
-    "Keeping activations in host memory is not built yet; to save memory use --sequence-parallel, more tensor ranks or a smaller "
-    "batch."
-)
-_BLEND = "Several validation sets are not built yet; an evaluation reads one blend (--valid-data-path, or a share of --data-path)."
-_EXPERTS = "Mixtures of experts are not built yet; every layer has one MLP (--ffn-hidden-size)."
-_CONTEXT = "Splitting the sequence over ranks is not built yet; use --sequence-parallel, or more tensor ranks."
-_FP8 = "Formats of 8 bits and fewer are not built yet; use --bf16."
-_INIT = "Weights are drawn from a normal distribution (--init-method-std)."
-_ROTARY = (
-    "The rotary embedding knows --rotary-base, --rotary-percent, --rotary-seq-len-interpolation-factor, and --use-rope-scaling "
-    "with --rope-scaling-factor."
-)
 _ACTIVATION = f"The MLP's activation is GELU, {' or '.join(map(spelled, FLAGS))}."
-_NORM = "Norms stand before each sublayer and are LayerNorm or RMSNorm (--normalization)."
-_TOKENIZER = "The tokenizer is set by --tokenizer-type and --tokenizer-model, or --vocab-file and --merge-file, or --vocab-size."
-_LAUNCHER = "The launcher gives it in the environment (RANK, LOCAL_RANK, WORLD_SIZE)."
-_BUCKETS = "Gradient buckets are set by --ddp-bucket-size and --overlap-grad-reduce."
-_WINDOW = "Attention is causal over the whole sequence; windows are not built yet."
 
-REFUSED: dict[str, str] = {
-    "num-distributed-optimizer-instances": _HYBRID,
-    "outer-dp-sharding-strategy": _HYBRID,
-    "enable-full-sharding-in-hsdp": _HYBRID,
-    "suggested-communication-unit-size": "Blocks are gathered one by one, the next always ahead; there is nothing to set.",
-    "microbatch-group-size-per-virtual-pipeline-stage": (
-        "The interleaved schedule chooses its rounds itself, for any number of microbatches; leave it out."
-    ),
-    "checkpoint-activations": _RECOMPUTE,
-    "distribute-saved-activations": _RECOMPUTE,
-    "offload-optimizer-states": _OFFLOAD,
-    "multiple-validation-sets": _BLEND,
-    "full-validation": "An evaluation reads --eval-iters batches.",
-    "no-ckpt-fully-parallel-save": "Every rank always writes its own part of a checkpoint.",
-    "use-mp-args-from-checkpoint-args": "Any layout loads any checkpoint: give the layout that you want.",
-    "load-main-params-from-ckpt": "Main parameters belong to the optimizer state, which is loaded unless --no-load-optim is given.",
-    "num-experts": _EXPERTS,
-    "expert-tensor-parallel-size": _EXPERTS,
-    "hierarchical-context-parallel-sizes": _CONTEXT,
-    "cp-comm-type": _CONTEXT,
-    "fp16-lm-cross-entropy": "The loss is always computed in at least float32.",
-    "grad-reduce-in-bf16": "Gradients of a 16-bit model are always summed and reduced in float32.",
-    "ddp-num-buckets": _BUCKETS,
-    "ddp-average-in-collective": "Gradients are summed and the loss carries the scale; leave it out.",
-    "ddp-pad-buckets-for-high-nccl-busbw": _BUCKETS,
-    "ddp-reduce-scatter-with-fp32-accumulation": _BUCKETS,
-    "init-method-xavier-uniform": _INIT,
-    "embedding-init-method-std": _INIT,
-    "data-parallel-random-init": "All data ranks start from the same weights.",
-    "rotary-interleaved": _ROTARY,
-    "rotary-scaling-factor": _ROTARY,
-    "rope-type": _ROTARY,
-    "no-rope-freq": _ROTARY,
-    "mrope-section": _ROTARY,
-    "relative-attention-num-buckets": _ROTARY,
-    "openai-gelu": _ACTIVATION,
-    "quick-geglu": _ACTIVATION,
-    "activation-func-clamp-value": _ACTIVATION,
-    "glu-linear-offset": _ACTIVATION,
-    "use-te-activation-func": "Transformer Engine is not used.",
-    "apply-layernorm-1p": _NORM,
-    "apply-residual-connection-post-layernorm": _NORM,
-    "qk-l2-norm": "Queries and keys are normalised by --qk-layernorm.",
-    "window-size": _WINDOW,
-    "window-attn-skip-freq": _WINDOW,
-    "softmax-type": "Attention uses the plain softmax.",
-    "multi-latent-attention": "Latent attention is not built yet; use --group-query-attention for fewer key-value heads.",
-    "use-legacy-models": "There is one implementation of the model.",
-    "spec": "The model is described by flags, not by a module.",
-    "padded-vocab-size": "The size follows from the tokenizer, TP and --make-vocab-size-divisible-by.",
-    "vocab-extra-ids": _TOKENIZER,
-    "tokenizer-metadata": _TOKENIZER,
-    "trust-remote-code": _TOKENIZER,
-    "legacy-tokenizer": _TOKENIZER,
-    "decoupled-lr": "One learning rate holds for all weights (--lr).",
-    "decoupled-min-lr": "One learning rate holds for all weights (--min-lr).",
-    "skip-train": "Only training with evaluations in between is built (--eval-interval, --eval-iters).",
-    "decrease-batch-size-if-needed": "The global batch size never changes by itself; set --global-batch-size for the layout.",
-    "no-check-for-nan-in-loss-and-grad": "A loss or gradient that is not a number always stops the run; leave it out.",
-    "check-for-spiky-loss": "Only a loss or gradient that is not a number stops the run.",
-    "check-for-large-grads": "Only a loss or gradient that is not a number stops the run.",
-    "empty-unused-memory-level": "Buffers are allocated once, so the memory cache is never emptied.",
-    "train-sync-interval": "The host already waits for the device once an iteration.",
-    "no-manual-gc-eval": "With --manual-gc garbage is always collected around evaluations and saves.",
-    "defer-embedding-wgrad-compute": _DEFERRED,
-    "wgrad-deferral-limit": _DEFERRED,
-    "delay-wgrad-compute": _DEFERRED,
-    "overlap-moe-expert-parallel-comm": _EXPERTS,
-    "pipeline-model-parallel-comm-backend": "All groups use one backend (--distributed-backend).",
-    "disable-gloo-process-groups": "All groups use one backend (--distributed-backend).",
-    "distributed-timeout-seconds-after-init": "One time limit holds throughout (--distributed-timeout-minutes).",
-    "high-priority-stream-groups": "Stream priorities are not a setting.",
-    "use-ring-exchange-p2p": "How tensors travel between pipeline stages is not a setting.",
-    "local-rank": _LAUNCHER,
-    "rank": _LAUNCHER,
-    "lazy-mpu-init": _LAUNCHER,
-    "log-progress": "Use --metrics-file, one JSON object a line.",
-    "log-energy": "Energy is not measured.",
-    "no-log-loss-scale-to-tensorboard": "The loss scale is always written.",
-    "log-world-size-to-tensorboard": "The start-up log and the saved config hold the layout.",
-    "wandb-entity": "Set WANDB_ENTITY in the environment.",
-    "wandb-save-dir": "Set WANDB_DIR in the environment.",
-    "config-logger-dir": "Use --print-config; the resolved config is also saved with the run.",
-    "enable-experimental": "No feature is hidden behind a switch.",
-    "exit-signal": "SIGTERM always saves a checkpoint and exits; other signals are not a setting.",
-}
-"""Flags that ask for what is not here, with the reason and what to use instead."""
-
-FAMILIES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("moe-*",), _EXPERTS),
-    (("recompute-*",), _RECOMPUTE),
-    (("cpu-offloading*",), _ACTIVATIONS),
-    (("no-pin-cpu-*",), "What --optimizer-cpu-offload copies to and from a GPU is always pinned."),
-    (("fp8*", "*-fp8-*", "fp4*", "kitchen-*"), _FP8),
-    (("*fsdp*",), _FSDP),
-    (("muon-*",), "The optimizers are --optimizer adam and sgd."),
+_REFUSED: tuple[tuple[str, str], ...] = (
     (
-        ("tp-comm-*", "disable-tp-comm-*"),
+        "moe-* num-experts expert-tensor-parallel-size overlap-moe-expert-parallel-comm",
+        "Mixtures of experts are not built yet; every layer has one MLP (--ffn-hidden-size).",
+    ),
+    (
+        "recompute-* checkpoint-activations distribute-saved-activations",
+        "Recomputing activations is not built yet; to save memory use --sequence-parallel, more tensor ranks or a smaller batch.",
+    ),
+    (
+        "cpu-offloading*",
+        "Keeping activations in host memory is not built yet; to save memory use --sequence-parallel, more tensor ranks or a "
+        "smaller batch.",
+    ),
+    ("no-pin-cpu-*", "What --optimizer-cpu-offload copies to and from a GPU is always pinned."),
+    ("fp8* *-fp8-* fp4* kitchen-*", "Formats of 8 bits and fewer are not built yet; use --bf16."),
+    (
+        "*fsdp*",
+        "Sharding of parameters is set by --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size and "
+        "--fsdp-reshard-after-forward.",
+    ),
+    ("muon-*", "The optimizers are --optimizer adam and sgd."),
+    (
+        "tp-comm-* disable-tp-comm-*",
         "The input gradient's all-reduce always overlaps the weight gradient; there is nothing to set.",
     ),
-    (("*cuda-graph*",), "CUDA graphs are not built yet."),
-    (("ckpt-*", "dist-ckpt-*", "distrib-optim-*"), "There is one checkpoint format, which fits every layout."),
-    (("non-persistent-*", "replication*"), "There is one kind of checkpoint (--save, --save-interval, --keep-last)."),
-    (("nccl-*", "use-nccl-*", "*sharp*"), "NCCL is configured in the environment (NCCL_...)."),
-    (("*straggler*",), "Timers of all ranks are shown with --timing-log-level 2 --timing-log-option all."),
-    (("inprocess-*",), "A run that dies is started again by the launcher and resumes from --load."),
-    (("error-injection-*",), "Iterations are never run twice."),
-    (("rl-*", "grpo-*", "langrl-*", "inference-*", "sft*"), "Only pretraining is built."),
-    (("mtp-*",), "Predicting several tokens at once is not built yet; the model predicts the next token."),
-    (("q-lora-*", "kv-lora-*"), "Latent attention is not built yet; use --group-query-attention for fewer key-value heads."),
-    (("retro-*", "mamba-*", "hybrid-*", "vision-*", "dino-*", "biencoder-*"), "Only GPT- and Llama-style models are built."),
-    (("heterogeneous-*",), "All layers have the same shape."),
-    (("one-logger-*", "app-tag-*"), "Nothing is ever sent to one-logger."),
-    (("adlr-autoresume*",), "Set --exit-duration-in-mins, or send SIGTERM: the run saves and exits."),
+    ("*cuda-graph*", "CUDA graphs are not built yet."),
+    ("ckpt-* dist-ckpt-* distrib-optim-*", "There is one checkpoint format, which fits every layout."),
+    ("non-persistent-* replication*", "There is one kind of checkpoint (--save, --save-interval, --keep-last)."),
+    ("nccl-* use-nccl-* *sharp*", "NCCL is configured in the environment (NCCL_...)."),
+    ("*straggler*", "Timers of all ranks are shown with --timing-log-level 2 --timing-log-option all."),
+    ("inprocess-*", "A run that dies is started again by the launcher and resumes from --load."),
+    ("error-injection-*", "Iterations are never run twice."),
+    ("rl-* grpo-* langrl-* inference-* sft*", "Only pretraining is built."),
+    ("mtp-*", "Predicting several tokens at once is not built yet; the model predicts the next token."),
+    (
+        "q-lora-* kv-lora-* multi-latent-attention",
+        "Latent attention is not built yet; use --group-query-attention for fewer key-value heads.",
+    ),
+    ("retro-* mamba-* hybrid-* vision-* dino-* biencoder-*", "Only GPT- and Llama-style models are built."),
+    ("heterogeneous-*", "All layers have the same shape."),
+    ("one-logger-* app-tag-*", "Nothing is ever sent to one-logger."),
+    ("adlr-autoresume*", "Set --exit-duration-in-mins, or send SIGTERM: the run saves and exits."),
+    (
+        "num-distributed-optimizer-instances outer-dp-sharding-strategy enable-full-sharding-in-hsdp",
+        "With --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size N shards within groups of N data ranks, "
+        "which are copies of each other; otherwise state is sharded over all data ranks.",
+    ),
+    ("suggested-communication-unit-size", "Blocks are gathered one by one, the next always ahead; there is nothing to set."),
+    (
+        "microbatch-group-size-per-virtual-pipeline-stage",
+        "The interleaved schedule chooses its rounds itself, for any number of microbatches; leave it out.",
+    ),
+    (
+        "offload-optimizer-states",
+        "Main parameters and moments are kept in host memory by --optimizer-cpu-offload and --optimizer-offload-fraction.",
+    ),
+    (
+        "multiple-validation-sets",
+        "Several validation sets are not built yet; an evaluation reads one blend (--valid-data-path, or a share of --data-path).",
+    ),
+    ("full-validation", "An evaluation reads --eval-iters batches."),
+    ("no-ckpt-fully-parallel-save", "Every rank always writes its own part of a checkpoint."),
+    ("use-mp-args-from-checkpoint-args", "Any layout loads any checkpoint: give the layout that you want."),
+    (
+        "load-main-params-from-ckpt",
+        "Main parameters belong to the optimizer state, which is loaded unless --no-load-optim is given.",
+    ),
+    (
+        "hierarchical-context-parallel-sizes cp-comm-type",
+        "Splitting the sequence over ranks is not built yet; use --sequence-parallel, or more tensor ranks.",
+    ),
+    ("fp16-lm-cross-entropy", "The loss is always computed in at least float32."),
+    ("grad-reduce-in-bf16", "Gradients of a 16-bit model are always summed and reduced in float32."),
+    (
+        "ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw ddp-reduce-scatter-with-fp32-accumulation",
+        "Gradient buckets are set by --ddp-bucket-size and --overlap-grad-reduce.",
+    ),
+    ("ddp-average-in-collective", "Gradients are summed and the loss carries the scale; leave it out."),
+    ("init-method-xavier-uniform embedding-init-method-std", "Weights are drawn from a normal distribution (--init-method-std)."),
+    ("data-parallel-random-init", "All data ranks start from the same weights."),
+    (
+        "rotary-interleaved rotary-scaling-factor rope-type no-rope-freq mrope-section relative-attention-num-buckets",
+        "The rotary embedding knows --rotary-base, --rotary-percent, --rotary-seq-len-interpolation-factor, and "
+        "--use-rope-scaling with --rope-scaling-factor.",
+    ),
+    ("openai-gelu quick-geglu activation-func-clamp-value glu-linear-offset", _ACTIVATION),
+    ("use-te-activation-func", "Transformer Engine is not used."),
+    (
+        "apply-layernorm-1p apply-residual-connection-post-layernorm",
+        "Norms stand before each sublayer and are LayerNorm or RMSNorm (--normalization).",
+    ),
+    ("qk-l2-norm", "Queries and keys are normalised by --qk-layernorm."),
+    ("window-size window-attn-skip-freq", "Attention is causal over the whole sequence; windows are not built yet."),
+    ("softmax-type", "Attention uses the plain softmax."),
+    ("use-legacy-models", "There is one implementation of the model."),
+    ("spec", "The model is described by flags, not by a module."),
+    ("padded-vocab-size", "The size follows from the tokenizer, TP and --make-vocab-size-divisible-by."),
+    (
+        "vocab-extra-ids tokenizer-metadata trust-remote-code legacy-tokenizer",
+        "The tokenizer is set by --tokenizer-type and --tokenizer-model, or --vocab-file and --merge-file, or --vocab-size.",
+    ),
+    ("decoupled-lr", "One learning rate holds for all weights (--lr)."),
+    ("decoupled-min-lr", "One learning rate holds for all weights (--min-lr)."),
+    ("skip-train", "Only training with evaluations in between is built (--eval-interval, --eval-iters)."),
+    ("decrease-batch-size-if-needed", "The global batch size never changes by itself; set --global-batch-size for the layout."),
+    ("no-check-for-nan-in-loss-and-grad", "A loss or gradient that is not a number always stops the run; leave it out."),
+    ("check-for-spiky-loss check-for-large-grads", "Only a loss or gradient that is not a number stops the run."),
+    ("empty-unused-memory-level", "Buffers are allocated once, so the memory cache is never emptied."),
+    ("train-sync-interval", "The host already waits for the device once an iteration."),
+    ("no-manual-gc-eval", "With --manual-gc garbage is always collected around evaluations and saves."),
+    ("defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute", _DEFERRED),
+    ("pipeline-model-parallel-comm-backend disable-gloo-process-groups", "All groups use one backend (--distributed-backend)."),
+    ("distributed-timeout-seconds-after-init", "One time limit holds throughout (--distributed-timeout-minutes)."),
+    ("high-priority-stream-groups", "Stream priorities are not a setting."),
+    ("use-ring-exchange-p2p", "How tensors travel between pipeline stages is not a setting."),
+    ("local-rank rank lazy-mpu-init", "The launcher gives it in the environment (RANK, LOCAL_RANK, WORLD_SIZE)."),
+    ("log-progress", "Use --metrics-file, one JSON object a line."),
+    ("log-energy", "Energy is not measured."),
+    ("no-log-loss-scale-to-tensorboard", "The loss scale is always written."),
+    ("log-world-size-to-tensorboard", "The start-up log and the saved config hold the layout."),
+    ("wandb-entity", "Set WANDB_ENTITY in the environment."),
+    ("wandb-save-dir", "Set WANDB_DIR in the environment."),
+    ("config-logger-dir", "Use --print-config; the resolved config is also saved with the run."),
+    ("enable-experimental", "No feature is hidden behind a switch."),
+    ("exit-signal", "SIGTERM always saves a checkpoint and exits; other signals are not a setting."),
 )
-"""Patterns of names that are refused together, with the reason; the tables above come first."""
+"""Flags that ask for what is not here, and patterns of such, with the reason and what to use instead."""
+FAMILIES = [(name, reason) for names, reason in _REFUSED for name in names.split() if "*" in name]
+"""Patterns of names that are refused together; what is known by name comes first."""
+REFUSED: dict[str, str] = {name: reason for names, reason in _REFUSED for name in names.split() if "*" not in name}
 
 _CYCLIC = "is refused: the order of data is already shuffled; use single"
 _OTHER_TOKENIZER = "is not built yet; byte-level BPE, tiktoken and sentencepiece files, bytes and NullTokenizer are"
@@ -325,8 +308,7 @@ def find(name: str) -> Refused | NoEffect | None:
 
 def find_family(name: str) -> Refused | None:
     """The family of flags that a name belongs to by its form, such as ``moe-...``; a mistyped setting can look like one too."""
-    found = (reason for patterns, reason in FAMILIES if any(fnmatchcase(name, pattern) for pattern in patterns))
-    return next(map(Refused, found), None)
+    return next((Refused(reason) for pattern, reason in FAMILIES if fnmatchcase(name, pattern)), None)
 
 
 def refused_choice(name: str, value: str) -> str | None:

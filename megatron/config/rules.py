@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from enum import IntEnum
 
-from megatron.config.checks import (
-    data,
-    each,
-    model,
-    optimizer,
-    parallel,
-    pipeline,
-    pipeline_layers,
-    sharding,
-    training,
-)
+from megatron.config.checks import data, each, model, optimizer, parallel, pipeline, pipeline_layers, sharding, training
 from megatron.config.checks.finding import Change, Finding, data_size, rules_in
 from megatron.config.config import Config
 from megatron.config.errors import Violation

@@ -124,11 +124,7 @@ def notes(config: Config, world_size: int) -> list[str]:
     parallel = config.parallel
     data_ranks = data_size(config, world_size) or 1
     chunks = parallel.pipeline_model_parallel_size * parallel.chunks_per_stage(config.model.num_layers)
-    return [
-        *idle_settings(config, data_ranks, chunks),
-        *_without_pipeline(config, chunks),
-        *_of_sharding(config, data_ranks),
-    ]
+    return [*idle_settings(config, data_ranks, chunks), *_without_pipeline(config, chunks), *_of_sharding(config, data_ranks)]
 
 
 def _without_pipeline(config: Config, chunks: int) -> list[str]:

@@ -7,7 +7,7 @@ import functools
 import math
 import shlex
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,21 @@ def exclusive(config: Config, fields: Iterable[str], why: str) -> Iterator[Findi
 def shown(config: Config, field: str) -> str:
     """A setting as it would be typed: ``--lr 0.1``, ``--bf16``, ``--no-load-optim``."""
     return _shown(_by_field(field), value_of(config, field))
+
+
+def uneven(
+    config: Config, number: str, by: str, why: str, *, fields: Sequence[str] = (), said: str = "does not divide by"
+) -> Finding:
+    """Of a setting that does not divide by another: the one may be a multiple near, the other a divisor.
+
+    Args:
+        fields: settings that take part beside the two.
+        said: what is wrong between the two.
+    """
+    value, divisor = value_of(config, number), value_of(config, by)
+    message = f"{shown(config, number)} {said} {shown(config, by)}."
+    multiples = try_values(number, value, multiples_near(value, divisor))
+    return Finding((number, by, *fields), message, why, (try_values(by, divisor, divisors(value)), multiples))
 
 
 def positive(*values: float | None) -> bool:

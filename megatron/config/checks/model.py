@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import (
-    Finding,
-    change,
-    divisors,
-    is_changed,
-    multiples_near,
-    positive,
-    rule,
-    shown,
-    try_values,
-)
+from megatron.config.checks.finding import Finding, change, is_changed, multiples_near, positive, rule, shown, try_values, uneven
 from megatron.config.config import Config
 from megatron.spec.activations import FLAGS, activation_of, spelled
 
@@ -25,15 +15,8 @@ def hidden_divides_by_heads(config: Config, world_size: int) -> Iterator[Finding
     hidden, heads = config.model.hidden_size, config.model.num_attention_heads
     if config.model.kv_channels is not None or not positive(hidden, heads) or hidden % heads == 0:
         return
-    yield Finding(
-        ("hidden_size", "num_attention_heads", "kv_channels"),
-        f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}.",
-        "The heads share the hidden size evenly, unless --kv-channels sets the size of a head.",
-        (
-            try_values("num_attention_heads", heads, divisors(hidden)),
-            try_values("hidden_size", hidden, multiples_near(hidden, heads)),
-        ),
-    )
+    why = "The heads share the hidden size evenly, unless --kv-channels sets the size of a head."
+    yield uneven(config, "hidden_size", "num_attention_heads", why, fields=("kv_channels",))
 
 
 @rule("hidden_size", "ffn_hidden_size", *FLAGS, "tensor_model_parallel_size")
@@ -58,15 +41,8 @@ def query_groups_divide_heads(config: Config, world_size: int) -> Iterator[Findi
     heads, groups = config.model.num_attention_heads, config.model.num_query_groups
     if not config.model.group_query_attention or not positive(heads, groups) or heads % groups == 0:
         return
-    yield Finding(
-        ("num_attention_heads", "num_query_groups"),
-        f"--num-attention-heads {heads} does not divide by --num-query-groups {groups}.",
-        "Each key-value head serves the same number of query heads.",
-        (
-            try_values("num_query_groups", groups, divisors(heads)),
-            try_values("num_attention_heads", heads, multiples_near(heads, groups)),
-        ),
-    )
+    why = "Each key-value head serves the same number of query heads."
+    yield uneven(config, "num_attention_heads", "num_query_groups", why)
 
 
 @rule(*FLAGS)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import RANKS, Change, Finding, change, divisors, multiples_near, positive, rule, try_values
+from megatron.config.checks.finding import (
+    RANKS,
+    Change,
+    Finding,
+    change,
+    divisors,
+    multiples_near,
+    positive,
+    rule,
+    try_values,
+    uneven,
+)
 from megatron.config.config import Config
 from megatron.spec.activations import FLAGS
 
@@ -37,15 +48,7 @@ def heads_divide_by_tensor(config: Config, world_size: int) -> Iterator[Finding]
     """Each tensor rank holds whole query heads."""
     heads, tp = config.model.num_attention_heads, config.parallel.tensor_model_parallel_size
     if positive(heads, tp) and heads % tp:
-        yield Finding(
-            ("num_attention_heads", _TP),
-            f"--num-attention-heads {heads} does not divide by --tensor-model-parallel-size {tp}.",
-            "Each tensor rank holds whole heads.",
-            (
-                try_values(_TP, tp, divisors(heads)),
-                try_values("num_attention_heads", heads, multiples_near(heads, tp)),
-            ),
-        )
+        yield uneven(config, "num_attention_heads", _TP, "Each tensor rank holds whole heads.")
 
 
 @rule("group_query_attention", "num_query_groups", _TP)
@@ -54,18 +57,11 @@ def query_groups_divide_by_tensor(config: Config, world_size: int) -> Iterator[F
     groups, tp = config.model.num_query_groups, config.parallel.tensor_model_parallel_size
     if not config.model.group_query_attention or not positive(groups, tp) or groups % tp == 0:
         return
-    few = groups < tp
-    yield Finding(
-        ("num_query_groups", _TP),
-        f"--num-query-groups {groups} {'is less than' if few else 'does not divide by'} --tensor-model-parallel-size {tp}.",
-        "Copying a key-value head to several tensor ranks is not built yet; each needs one of its own."
-        if few
-        else "Each tensor rank holds whole key-value heads.",
-        (
-            try_values(_TP, tp, divisors(groups)),
-            try_values("num_query_groups", groups, multiples_near(groups, tp)),
-        ),
-    )
+    if groups < tp:
+        why = "Copying a key-value head to several tensor ranks is not built yet; each needs one of its own."
+        yield uneven(config, "num_query_groups", _TP, why, said="is less than")
+    else:
+        yield uneven(config, "num_query_groups", _TP, "Each tensor rank holds whole key-value heads.")
 
 
 @rule("ffn_hidden_size", "hidden_size", *FLAGS, _TP)
