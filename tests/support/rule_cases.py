@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import shlex
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from megatron.config.checks import pipeline, pipeline_layers, sharding
-from megatron.config.checks.finding import rules_in
+from megatron.config.checks.finding import SettingsRule, rules_in
 from megatron.config.cli import parse
 from megatron.config.config import Config
 from megatron.config.errors import Violation
 from megatron.config.rules import violations
+
+T = TypeVar("T")
 
 BASE = {
     "--num-layers": "4",
@@ -46,6 +50,23 @@ def config_of(extra: str) -> Config:
 def reported(extra: str, world_size: int = 1) -> list[Violation]:
     """What the rules report."""
     return violations(config_of(extra), world_size)
+
+
+def every(cases: Iterable[T], check: Callable[[T], object]) -> None:
+    """Check all of them, and name each that fails with what it says."""
+    failed = []
+    for case in cases:
+        try:
+            check(case)
+        except AssertionError as error:
+            failed.append(f"{case!r}: {error}")
+    assert not failed, "\n\n".join(failed)
+
+
+def check_rules_have_cases(rules: Iterable[SettingsRule], cases: Iterable[Case]) -> None:
+    """Each rule is broken by a case."""
+    settings = [(config_of(extra), world_size) for extra, world_size, *_ in cases]
+    assert not [rule.name for rule in rules if not any(list(rule(*each)) for each in settings)]
 
 
 def check_case(case: Case) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from megatron.config.checks.finding import (
@@ -70,24 +71,28 @@ def layout_text(chunks: Sequence[LayoutChunk]) -> str:
 
 def chunk_table(config: Config, chunks: Sequence[LayoutChunk]) -> tuple[str, ...]:
     """What each chunk holds and where it lies, as lines of text."""
-    lines, start = [], 0
-    for index, chunk in enumerate(chunks):
-        stop = start + chunk.num_layers
+    stops = list(itertools.accumulate(chunk.num_layers for chunk in chunks))
+    stages = stages_of_chunks(config.parallel, len(chunks))
+
+    def line(index: int) -> str:
+        chunk, stop = chunks[index], stops[index]
         parts = ["embedding"] * chunk.embedding
-        parts += [f"{start}-{stop - 1} ({chunk.num_layers})"] * (stop > start)
+        parts += [f"{stop - chunk.num_layers}-{stop - 1} ({chunk.num_layers})"] * (chunk.num_layers > 0)
         parts += ["norm, output, loss"] * chunk.loss
-        lines.append(f"{index:5d}  {stage_of_chunk(config.parallel, index):5d}  {', '.join(parts) or 'nothing'}")
-        start = stop
-    if len(lines) > _LINES:
-        lines[_LINES // 2 : 1 - _LINES // 2] = [f"  ...  ({len(lines)} chunks)"]
-    return ("chunk  stage  layers", *lines)
+        return f"{index:5d}  {stages[index]:5d}  {', '.join(parts) or 'nothing'}"
+
+    count = len(chunks)
+    if count <= _LINES:
+        return ("chunk  stage  layers", *map(line, range(count)))
+    first, last = range(_LINES // 2), range(count + 1 - _LINES // 2, count)
+    return ("chunk  stage  layers", *map(line, first), f"  ...  ({count} chunks)", *map(line, last))
 
 
-def stage_of_chunk(parallel: ParallelConfig, index: int) -> int:
-    """Position on the pipeline axis, of more chunks than the schedule takes as well."""
+def stages_of_chunks(parallel: ParallelConfig, num_chunks: int) -> tuple[int, ...]:
+    """Positions of so many chunks on the pipeline axis, be they more than the schedule takes, or fewer than there are stages."""
     schedule = SCHEDULES[parallel.schedule]
-    places = schedule.place(parallel.pipeline_model_parallel_size, schedule.chunks_per_stage or 1)
-    return places[index % len(places)]
+    places = schedule.place(min(parallel.pipeline_model_parallel_size, num_chunks), schedule.chunks_per_stage or 1)
+    return tuple(itertools.islice(itertools.cycle(places), num_chunks))
 
 
 def counted(config: Config) -> str:

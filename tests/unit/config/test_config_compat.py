@@ -81,38 +81,39 @@ NO_EFFECT_VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_is_a_flag(name: str) -> None:
-    assert switch(name) or name in flags()
-    assert find(name) is None
+def test_a_setting_is_a_flag() -> None:
+    for name in SETTINGS:
+        assert switch(name) or name in flags(), name
+        assert find(name) is None, name
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_flag_outside_what_is_built_is_refused_with_its_values(name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load([*BASE, f"--{name}", "7", "8", "--bf16"], 1)
-    (violation,) = caught.value.violations
-    assert violation.flags == (f"--{name}",)
-    assert violation.message == f"--{name} 7 8 is refused."
-    assert violation.rule.endswith(".")
+def test_a_flag_outside_what_is_built_is_refused_with_its_values() -> None:
+    for name in REFUSED:
+        with pytest.raises(ConfigError) as caught:
+            load([*BASE, f"--{name}", "7", "8", "--bf16"], 1)
+        (violation,) = caught.value.violations
+        assert violation.flags == (f"--{name}",)
+        assert violation.message == f"--{name} 7 8 is refused."
+        assert violation.rule.endswith("."), name
 
 
-@pytest.mark.parametrize("name", NO_EFFECT)
-def test_a_flag_that_is_always_on_is_named(name: str) -> None:
-    loaded = load([*BASE, f"--{name}"], 1)
-    (note,) = loaded.notes
-    assert note.startswith(f"--{name} has no effect: ")
-    assert loaded.config == load(BASE, 1).config
-    with pytest.raises(ConfigError, match="takes no value"):
-        parse([f"--{name}", "7"])
+def test_a_flag_that_is_always_on_is_named() -> None:
+    plain = load(BASE, 1).config
+    for name in NO_EFFECT:
+        loaded = load([*BASE, f"--{name}"], 1)
+        (note,) = loaded.notes
+        assert note.startswith(f"--{name} has no effect: ")
+        assert loaded.config == plain, name
+        with pytest.raises(ConfigError, match="takes no value"):
+            parse([f"--{name}", "7"])
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NO_EFFECT_VALUES.items() for value in values])
-def test_a_value_that_changes_nothing_is_named(name: str, value: str) -> None:
-    (note,) = load([*BASE, f"--{name}", value], 1).notes
-    assert note.startswith(f"--{name} {value} has no effect: ")
-    with pytest.raises(ConfigError, match="takes one value"):
-        parse([f"--{name}"])
+def test_a_value_that_changes_nothing_is_named() -> None:
+    for name, value in ((name, value) for name, values in NO_EFFECT_VALUES.items() for value in values):
+        (note,) = load([*BASE, f"--{name}", value], 1).notes
+        assert note.startswith(f"--{name} {value} has no effect: ")
+        with pytest.raises(ConfigError, match="takes one value"):
+            parse([f"--{name}"])
 
 
 @pytest.mark.parametrize(

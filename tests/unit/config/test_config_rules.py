@@ -11,14 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.checks.each import changed_settings_act, notes
-from megatron.config.checks.finding import SettingsRule, divisors, is_changed, multiples_near
+from megatron.config.checks.finding import divisors, is_changed, multiples_near
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags, topics
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.rules import RULES, violations
-from tests.support.rule_cases import BASE, PIPELINE_RULES, SHARDING_RULES, Case, argv, check_case, config_of, reported
+from tests.support.rule_cases import (
+    BASE,
+    PIPELINE_RULES,
+    SHARDING_RULES,
+    Case,
+    argv,
+    check_case,
+    check_rules_have_cases,
+    config_of,
+    every,
+    reported,
+)
 
 DATA = "--no-mock-data --data-path corpus"
 
@@ -535,17 +546,12 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case[0] or "world" for case in CASES])
-def test_a_broken_rule_is_reported(case: Case) -> None:
-    check_case(case)
+def test_a_broken_rule_is_reported() -> None:
+    every(CASES, check_case)
 
 
-@pytest.mark.parametrize(
-    "rule", [rule for rule in RULES if rule not in (*PIPELINE_RULES, *SHARDING_RULES)], ids=lambda rule: rule.name
-)
-def test_each_rule_has_a_case(rule: SettingsRule) -> None:
-    broken = [extra for extra, world_size, *_ in CASES if list(rule(config_of(extra), world_size))]
-    assert broken, rule
+def test_each_rule_has_a_case() -> None:
+    check_rules_have_cases([rule for rule in RULES if rule not in (*PIPELINE_RULES, *SHARDING_RULES)], CASES)
 
 
 def test_each_setting_that_may_do_nothing_has_a_case() -> None:
@@ -595,9 +601,8 @@ VALID = [
 ]
 
 
-@pytest.mark.parametrize(("extra", "world_size"), VALID)
-def test_what_can_be_run_is_let_through(extra: str, world_size: int) -> None:
-    assert reported(extra, world_size) == []
+def test_what_can_be_run_is_let_through() -> None:
+    assert [(case, found) for case in VALID if (found := reported(*case))] == []
 
 
 def test_what_is_required_is_named_together() -> None:

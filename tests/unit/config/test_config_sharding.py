@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +16,16 @@ from megatron.model.build import build_model
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.topology import Topology
 from tests.support.lone_rank import lone_rank
-from tests.support.rule_cases import SHARDING_RULES, Case, check_case, check_suggestions, config_of, reported
+from tests.support.rule_cases import (
+    SHARDING_RULES,
+    Case,
+    check_case,
+    check_rules_have_cases,
+    check_suggestions,
+    config_of,
+    every,
+    reported,
+)
 
 STRATEGY, SIZE = "--data-parallel-sharding-strategy", "--fsdp-shard-size"
 ALL = f"{STRATEGY} optim_grads_params"
@@ -97,14 +104,12 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{case[0]} on {case[1]}" for case in CASES])
-def test_a_broken_rule_is_reported(case: Case) -> None:
-    check_case(case)
+def test_a_broken_rule_is_reported() -> None:
+    every(CASES, check_case)
 
 
-@pytest.mark.parametrize("rule", SHARDING_RULES, ids=lambda rule: rule.name)
-def test_each_rule_has_a_case(rule: Callable[..., object]) -> None:
-    assert [extra for extra, world_size, *_ in CASES if list(rule(config_of(extra), world_size))]  # type: ignore[call-overload]
+def test_each_rule_has_a_case() -> None:
+    check_rules_have_cases(SHARDING_RULES, CASES)
 
 
 def test_the_uneven_dimensions_are_shown() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.checks.finding import Finding, is_changed, shown
-from megatron.config.checks.pipeline import chunks_of, layout_text, stage_of_chunk
+from megatron.config.checks.pipeline import chunks_of, layout_text, stages_of_chunks
 from megatron.config.config import Config
 from megatron.config.flags import flags
 from megatron.config.parallel import ParallelConfig
@@ -152,7 +152,8 @@ def test_chunks_are_shown_where_the_schedule_places_them(name: str, num_stages: 
     assert SCHEDULES[name].takes(chunks_per_stage) == (chunks_per_stage == fixed if fixed is not None else chunks_per_stage > 1)
     places = placement(name, num_stages, fixed or chunks_per_stage)
     parallel = ParallelConfig(pipeline_model_parallel_size=num_stages, pipeline_schedule=name)
-    assert tuple(stage_of_chunk(parallel, chunk) for chunk in range(len(places))) == places
+    assert stages_of_chunks(parallel, len(places)) == places
+    assert stages_of_chunks(parallel, num_stages) == places[:num_stages]
 
 
 def test_every_schedule_can_be_asked_for() -> None:
