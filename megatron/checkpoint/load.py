@@ -5,7 +5,7 @@ Three rounds, in each of which all ranks go on or all fail:
 1. Each rank reads the manifest, and plans: the stored boxes that overlap its own. The first one checks that all see one checkpoint,
    and that checkpoint and run fit each other exactly.
 2. Each rank reads what it has planned, with the checksum of every box that it touches.
-3. What lies in memory is compared with what was saved (`content.py`).
+3. What lies in memory is compared with what was saved (`loaded_content.py`).
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class WriterDied(Exception):
 
 
 class WriterProcess:
-    """A process that runs `background.py`.
+    """A process that runs `writer_main.py`.
 
     Args:
         fd: the shared memory.
