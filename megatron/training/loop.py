@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megatron.audit.replicas import AuditError
@@ -16,6 +16,7 @@ from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.optimizer.lr_schedule import learning_rate, weight_decay
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import ExitSignal, NonFiniteError, together
+from megatron.training.inputs import Batches
 from megatron.training.profiler import PipelineProfiler, StepProfiler
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter, layer_norms, params_norm, places
@@ -25,8 +26,6 @@ from megatron.training.watch import Watcher, watchers
 
 _SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError)
 """Raised by a step on every rank at once."""
-
-Batches = Iterator[list[ModelInputs]]
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def layers_fill_virtual_stages(config: Config, world_size: int) -> Iterator[Find
 
 @rule(*COUNTS_CHUNKS)
 def schedule_has_its_virtual_stages(config: Config, world_size: int) -> Iterator[Finding]:
-    """The stages hold as many chunks as the schedule takes."""
+    """Each pipeline rank holds as many virtual stages (chunks) as the schedule needs: one, two or several."""
     parallel, layers, chunks = config.parallel, config.model.num_layers, chunks_per_stage(config)
     if chunks is None or SCHEDULES[parallel.schedule].takes(chunks):
         return
