@@ -3,8 +3,8 @@
     python -m megatron.checkpoint.writer_main FD NUM_BYTES
 
 It is started by `writer_process.py`: a program of its own, not a fork, because a fork of a process with a CUDA device or many
-gigabytes is dangerous or slow. It imports no torch. Messages come through standard input and replies go to standard output, the data
-lies in the memory behind the file descriptor. When training ends, in whatever way, it ends at once too.
+gigabytes is dangerous or slow. It imports no torch. Messages come through standard input and replies go to standard output,
+the data lies in the memory behind the file descriptor. When training ends, in whatever way, it ends at once too.
 """
 
 from __future__ import annotations
