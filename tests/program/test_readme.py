@@ -24,6 +24,7 @@ from megatron.spec.whole_backward import one_f_one_b
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.runs import arguments, run
 from tests.support.vocabularies import sentencepiece
+from tests.support.warm_python import warm_python
 from tools import checkpoint, draw_step, generate_text, verify_layout
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -43,8 +44,8 @@ COMMANDS = [command for page in ("README.md", "launching.md", "speed.md") for co
 
 
 def shell(command: str, folder: Path, **variables: str) -> str:
-    """Run a command from the repository with the interpreter of this test; returns what it printed."""
-    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    """Run a command from the repository with a warm Python; returns what it printed."""
+    path = os.pathsep.join([str(folder), str(Path(warm_python()).parent), str(Path(sys.executable).parent), os.environ["PATH"]])
     finished = subprocess.run(
         ["bash", "-c", command],
         cwd=ROOT,

@@ -16,7 +16,9 @@ SCRIPT = "pretrain_gpt.py"
 def test_one_plain_process_ends_by_itself(tmp_path: Path) -> None:
     """With loader threads, evaluation and TensorBoard; it saves what a forked run saves."""
     settings = {"train_iters": 2, "num_workers": 2, "eval_iters": 1}
-    done = spawn_cli([SCRIPT, *arguments(**settings, save=tmp_path / "own", tensorboard_dir=tmp_path / "board")], nproc=None)
+    done = spawn_cli(
+        [SCRIPT, *arguments(**settings, save=tmp_path / "own", tensorboard_dir=tmp_path / "board")], nproc=None, fresh=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "done after 2 iterations" in done.stdout
     run(arguments(**settings, save=tmp_path / "forked"))
@@ -30,7 +32,7 @@ def test_torchrun_ends_all_ranks_of_a_run_that_fails(tmp_path: Path) -> None:
         for document in range(20):
             writer.add_document(np.full(17, 99 if document == 7 else 7))
     settings = {"mock_data": None, "data_path": prefix, "split": "1,0,0", "train_iters": 20, "save": tmp_path / "save"}
-    done = spawn_cli([SCRIPT, *arguments(**settings)], nproc=2)
+    done = spawn_cli([SCRIPT, *arguments(**settings)], nproc=2, fresh=True)
     assert done.returncode != 0
     assert "has token id 99, but the tokenizer has 61 ids" in done.stderr
     assert [path.name for path in (tmp_path / "save").glob("*")] == ["run.json"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.verification.local_ranks import RanksError, run_ranks
+from megatron.verification.local_ranks import RankPool, RanksError, run_ranks
 from tests.support.cli import spawn_cli
 
 
@@ -188,7 +188,7 @@ def test_command_that_leaves_a_process_behind_is_refused_and_cleaned_up(script: 
 
 
 def test_command_under_torchrun(script: Path, tmp_path: Path) -> None:
-    done = spawn_cli([str(script), str(tmp_path), "0"], nproc=2)
+    done = spawn_cli([str(script), str(tmp_path), "0"], nproc=2, fresh=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("rank 0 of 2") == done.stdout.count("rank 1 of 2") == 1, done.stdout
 
@@ -197,3 +197,28 @@ def test_command_that_hangs_is_killed_with_what_it_started(script: Path, tmp_pat
     with pytest.raises(AssertionError, match=r"was not done after 2 s(?s:.*)rank None"):
         spawn_cli([str(script), str(tmp_path), "hang"], nproc=None, timeout=2)
     assert all(wait_until_gone(int((tmp_path / name).read_text())) for name in ("pid", "pid-child"))
+
+
+def test_ranks_of_a_pool_stay_until_one_fails() -> None:
+    pool = RankPool()
+    try:
+        first = pool.run(2, own_process)
+        assert [total for _, total in first] == [1, 1] and len({pid for pid, _ in first}) == 2
+        assert [pid for pid, _ in pool.run(3, own_process)[:2]] == [pid for pid, _ in first], "and are joined by more"
+        assert [total for _, total in pool.run(1, own_process)] == [0], "a group for each call"
+        with pytest.raises(RanksError, match=r"rank 1 failed:(?s:.*)ValueError: no"):
+            pool.run(2, fail_on_the_last)
+        assert not {pid for pid, _ in pool.run(2, own_process)} & {pid for pid, _ in first}
+    finally:
+        pool.close()
+
+
+def own_process(rank: int) -> tuple[int, int]:
+    total = torch.tensor(rank)
+    dist.all_reduce(total)
+    return os.getpid(), int(total)
+
+
+def fail_on_the_last(rank: int) -> None:
+    if rank == dist.get_world_size() - 1:
+        raise ValueError("no")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.verification.local_ranks import die_with, kill_group
+from tests.support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository."""
@@ -30,7 +31,9 @@ class Finished(NamedTuple):
     stderr: str
 
 
-def spawn_cli(argv: Sequence[str], nproc: int | None, timeout: float = 120.0, env: dict[str, str] | None = None) -> Finished:
+def spawn_cli(
+    argv: Sequence[str], nproc: int | None, timeout: float = 120.0, env: dict[str, str] | None = None, *, fresh: bool = False
+) -> Finished:
     """Run `python argv...` from the repository, under torchrun with `nproc` ranks, or plainly with nproc None.
 
     Args:
@@ -38,6 +41,7 @@ def spawn_cli(argv: Sequence[str], nproc: int | None, timeout: float = 120.0, en
         nproc: ranks.
         timeout: seconds until everything that the command started is killed.
         env: variables added to this process's.
+        fresh: start each interpreter anew; otherwise forks of a warm one run the programs (tests/support/warm_python.py).
 
     Raises:
         AssertionError: the command was not done in time, or left processes behind; with the end of its output.
@@ -55,7 +59,7 @@ def spawn_cli(argv: Sequence[str], nproc: int | None, timeout: float = 120.0, en
             return stdout.read(), stderr.read()
 
         process = subprocess.Popen(
-            [sys.executable, *launcher, *argv],
+            [sys.executable if fresh else warm_python(), *launcher, *argv],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,

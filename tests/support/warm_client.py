@@ -1,0 +1,56 @@
+"""Body of the `python` that tests/support/warm_python.py makes: it has a warm process run a command line, or does so itself.
+
+Only the standard library, and little of it: this is started often.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def wanted(words, root):
+    """Whether the command line is a script or a module of the repository, from its source."""
+    if words[:1] == ["-u"]:
+        words = words[1:]
+    if words[:1] == ["-m"]:
+        return len(words) > 1 and os.getcwd() == root
+    return bool(words) and words[0].endswith(".py") and os.path.realpath(words[0]).startswith(root + "/")
+
+
+def main():
+    with open(os.path.join(HERE, "about.json")) as file:
+        about = json.load(file)
+    words = sys.argv[1:]
+    if not wanted(words, about["root"]):
+        os.execv(about["python"], [about["python"], *words])
+    job = {"words": words, "cwd": os.getcwd(), "env": dict(os.environ), "executable": os.path.abspath(__file__)}
+    content = json.dumps(job).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.path.join(HERE, "socket"))
+        connection.sendall(len(content).to_bytes(4, "little"))
+        socket.send_fds(connection, [content[:1]], [0, 1, 2])
+        connection.sendall(content[1:])
+        with connection.makefile() as answers:
+            pid = int(answers.readline())
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+                signal.signal(number, lambda number, _: forward(pid, number))
+            status = int(answers.readline() or -signal.SIGKILL)
+    if status < 0:  # as it has ended
+        with contextlib.suppress(OSError):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def forward(pid, number):
+    """A signal for the program."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+main()
