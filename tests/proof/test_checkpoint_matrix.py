@@ -1,6 +1,6 @@
-"""The proof of stop and go: five steps at one layout, a checkpoint, five steps at another layout are ten steps in one process.
+"""The proof of stop and go: steps at one layout, a checkpoint, steps at another layout are as many steps in one process.
 
-In float64, so that a true error cannot hide behind rounding. A run goes from layout to layout, five steps at each. The normal run
+In float64, so that a true error cannot hide behind rounding. A run goes from layout to layout, three steps at each. The normal run
 takes layouts among which every pair of settings occurs; --full also goes from every combination of sizes to every other one, with
 strategies and sequence parallelism drawn for each.
 """
@@ -28,8 +28,9 @@ from tests.support.layout import Layout, Recipe, build_step, context_of, microba
 from tests.support.reference_runs import gpt2_like, random_batches, train
 from tests.support.runs import checkpoint, saved_tensors
 from tests.support.step_checkpoints import load, save
+from tests.support.warm import run_warm_ranks
 
-STEPS, HOPS = 5, 4
+STEPS, HOPS = 3, 4
 KINDS = ("model", "exp_avg", "exp_avg_sq")
 DEPTHS: dict[str, dict[str, Any]] = {
     "one stage": {},
@@ -143,7 +144,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], 
     return losses, folder
 
 
-def test_five_steps_there_and_five_here_are_ten_in_one_process(
+def test_steps_there_and_steps_here_are_those_of_one_process(
     walk: tuple[Layout, ...], one_process: tuple[list[float], Path], tmp_path: Path
 ) -> None:
     """Losses, weights and moments. And what was loaded is what was saved, bit for bit: its content digest knows no layout."""
@@ -151,7 +152,7 @@ def test_five_steps_there_and_five_here_are_ten_in_one_process(
     for hop, layout in enumerate(walk):
         done = hop * STEPS
         source = tmp_path if hop else None
-        ranks = run_ranks(layout.world_size, stretch, layout, done, STEPS, source, tmp_path)
+        ranks = run_warm_ranks(layout.world_size, stretch, layout, done, STEPS, source, tmp_path)
         assert all(rank == ranks[0] for rank in ranks)
         assert not number_differences("losses", ranks[0], losses[done : done + STEPS], 1e-10)
         if source is not None:
@@ -171,8 +172,8 @@ def test_the_precision_of_the_parameters_may_change(precision: tuple[torch.dtype
     there, here = precision
     saved = Layout(tp=2, sequence_parallel=True, sharding="optim", micro_batch_size=1, bucket_size=1500, dtype=there, dp=2)
     loaded = Layout(pp=2, sharding="optim_grads", micro_batch_size=1, bucket_size=1500, dtype=here, dp=2)
-    run_ranks(saved.world_size, stretch, saved, 0, 2, None, tmp_path / "there")
-    run_ranks(loaded.world_size, stretch, loaded, 2, 1, tmp_path / "there", tmp_path / "here")
+    run_warm_ranks(saved.world_size, stretch, saved, 0, 2, None, tmp_path / "there")
+    run_warm_ranks(loaded.world_size, stretch, loaded, 2, 1, tmp_path / "there", tmp_path / "here")
     for kind in KINDS:
         before, after = saved_tensors(tmp_path / "there", 2, kind), saved_tensors(tmp_path / "here" / "loaded", 2, kind)
         assert {tensor.dtype for tensor in before.values()} == {MAINS[there]}

@@ -13,7 +13,7 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def wanted(words, root):
+def wanted(words: list[str], root: str) -> bool:
     """Whether the command line is a script or a module of the repository, from its source."""
     if words[:1] == ["-u"]:
         words = words[1:]
@@ -22,7 +22,7 @@ def wanted(words, root):
     return bool(words) and words[0].endswith(".py") and os.path.realpath(words[0]).startswith(root + "/")
 
 
-def main():
+def main() -> None:
     with open(os.path.join(HERE, "about.json")) as file:
         about = json.load(file)
     words = sys.argv[1:]
@@ -47,7 +47,7 @@ def main():
     os._exit(status)
 
 
-def forward(pid, number):
+def forward(pid: int, number: int) -> None:
     """A signal for the program."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
