@@ -138,11 +138,10 @@ def topics() -> dict[str, type]:
 @functools.cache
 def flags() -> dict[str, Flag]:
     """Every flag by its name without dashes in front."""
-    found = [
-        _flag(topic, field, typing.get_type_hints(part)[field.name])
-        for topic, part in topics().items()
-        for field in dataclasses.fields(part)
-    ]
+    found = []
+    for topic, part in topics().items():
+        hints = typing.get_type_hints(part)
+        found += [_flag(topic, field, hints[field.name]) for field in dataclasses.fields(part)]
     return {flag.name: flag for flag in found}
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
+import importlib
 import json
 import logging
 import os
+import pkgutil
 import signal
 import sys
 import tempfile
@@ -26,18 +29,22 @@ import torch
 import torch._dynamo  # torch's optimizers import it: once here, not in every forked rank
 import torch.distributed as dist
 
-import megatron.training.failure  # as the next three: once here
-import megatron.training.inputs
-import megatron.training.loop
-import megatron.training.startup  # noqa: F401
 import pretrain_gpt
 from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.save_folder import read_manifest, read_state
+from megatron.config.flags import flags
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import die_with, kill_group
+from tests.support.cli import ROOT
+
+# What a run imports late and works out once: here, not in every forked rank.
+for _folder in ("audit", "checkpoint", "data_parallel", "training"):
+    for _module in pkgutil.iter_modules([str(ROOT / "megatron" / _folder)]):
+        importlib.import_module(f"megatron.{_folder}.{_module.name}")
+flags()
 
 TINY: dict[str, Any] = {
     "num_layers": 2,
@@ -162,6 +169,7 @@ def _rank(
     try:
         os.setpgid(0, 0)
         die_with(parent, signal.SIGKILL)
+        gc.freeze()  # what the test's process made stays: to look through it would only copy its memory
         for number, suffix in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / f"{rank}.{suffix}", os.O_WRONLY | os.O_CREAT), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
