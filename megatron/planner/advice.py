@@ -18,20 +18,20 @@ from megatron.spec.schedules import make_schedule, names_that_split_backward
 from megatron.spec.weights import padded_vocab_size
 
 MOST_IDLE = 0.2
-"""Share of the time in which pipeline stages may wait."""
+"""Advice is given where pipeline stages wait for more than this share of their time."""
 MOST_PADDING = 0.05
-"""Share of the vocabulary that padding may add."""
+"""Advice is given where padding adds more than this share to the vocabulary."""
 ENOUGH_TOKENS = 4096
-"""Rows of a matrix product from which on a GPU hardly gets faster."""
-_WORTH_SHARDING = 10**9  # bytes of optimizer state that every data rank has beside the others
+"""A matrix product of more rows than this runs hardly faster on a GPU."""
+_WORTH_SHARDING = 10**9  # bytes of optimizer state that each data rank holds as copies of the others' state
 _SHOWN = 3
-_MOST_FORWARDS = 300_000  # of more chunks and microbatches nothing is simulated: it takes seconds, and no ramp matters in them
-_WORTH_TELLING = 0.9  # of the waste that there is
-_QUICK_FORWARDS = 40_000  # of a proposal, of which there are many
+_MOST_FORWARDS = 300_000  # a schedule with more forwards is not simulated: it takes seconds, and no ramp matters in it
+_WORTH_TELLING = 0.9  # a proposal that leaves more than this share of the waste is no gain
+_QUICK_FORWARDS = 40_000  # the same limit for a proposal, since there are many of them
 _ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 Waste = Callable[[Config, int], float]
-"""How much settings waste with so many ranks."""
+"""How much these settings waste on this number of ranks."""
 
 
 def advice(config: Config, world_size: int, gpus_per_node: int, vocab_size: int) -> list[str]:
@@ -48,7 +48,7 @@ def advice(config: Config, world_size: int, gpus_per_node: int, vocab_size: int)
 
 
 def bubble_share(config: Config, world_size: int, vocab_size: int) -> float:
-    """The part of their time in which pipeline stages wait, after any ramp-up, as a dry run tells it at its head."""
+    """The share of their time in which pipeline stages wait, after any ramp-up. A dry run prints it at its head."""
     table = table_of(config.model, config.parallel, vocab_size)
     stages, batch = config.parallel.pipeline_model_parallel_size, num_microbatches(config, world_size)
     schedule = make_schedule(config.parallel.schedule, stages, batch, len(table) // stages)
@@ -56,13 +56,13 @@ def bubble_share(config: Config, world_size: int, vocab_size: int) -> float:
 
 
 def _forwards(config: Config, world_size: int) -> int:
-    """Operations of a step by which one can tell how long it takes to simulate."""
+    """The number of forwards in a step, over all chunks. The time to simulate a schedule grows with it."""
     stages, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.chunks_per_stage(config.model.num_layers)
     return num_microbatches(config, world_size) * stages * chunks
 
 
 def num_microbatches(config: Config, world_size: int) -> int:
-    """Of each data rank in a step, after any ramp-up."""
+    """Microbatches of each data rank in a step, after any ramp-up."""
     ranks, micro = data_size(config, world_size), config.training.micro_batch_size
     assert ranks is not None
     return (config.training.global_batch_size or micro * ranks) // (micro * ranks)
@@ -110,7 +110,7 @@ def _uneven_stages(config: Config, vocab_size: int) -> Iterator[str]:
 
 
 def _tensor_groups(config: Config, world_size: int, gpus_per_node: int) -> Iterator[str]:
-    """Tensor ranks talk several times a layer, and nothing hides most of it: between nodes that takes long."""
+    """Tensor ranks talk several times a layer, and hardly any of it is hidden. Between nodes that takes long."""
 
     def crosses(changed: Config, ranks: int) -> float:
         return float(gpus_per_node % changed.parallel.tensor_model_parallel_size > 0)
@@ -132,7 +132,7 @@ def _tensor_groups(config: Config, world_size: int, gpus_per_node: int) -> Itera
 
 def _microbatch(config: Config, world_size: int) -> Iterator[str]:
     def wastes(changed: Config, ranks: int) -> float:
-        """Half of it would be plenty."""
+        """1 where half of the microbatch still gives products of enough rows."""
         micro = changed.training.micro_batch_size
         return float(micro > 1 and micro // 2 * changed.model.seq_length >= 2 * ENOUGH_TOKENS)
 
@@ -189,10 +189,10 @@ def _padding(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
 
 
 def _better(config: Config, world_size: int, tried: Iterable[Change], waste: Waste, most: float, what: str = "") -> str:
-    """Of the changes that are valid those that waste no more than `most`, the nearest first, as the end of a line.
+    """Name the valid changes that waste no more than `most`, the nearest first, as the end of a line of advice.
 
     Args:
-        what: of which each change leaves a share, if that is to be told.
+        what: each change leaves a share of this; empty if the share is not to be named.
     """
     found: list[tuple[Change, float]] = []
     for one in sorted(tried, key=lambda one: one.distance(config, world_size)):
@@ -205,7 +205,7 @@ def _better(config: Config, world_size: int, tried: Iterable[Change], waste: Was
 
 
 def _least(config: Config, world_size: int, valid: Iterable[Change], waste: Waste, now: float) -> str:
-    """Where none wastes little: the nearest of those that waste hardly more than the best of them; nothing if that is no gain."""
+    """Where no change wastes little, name the nearest of those that waste hardly more than the best. Empty if that is no gain."""
     found = [(waste(*one.apply(config, world_size)), one) for one in valid]
     least = min((left for left, _ in found), default=now)
     good = [(one, left) for left, one in found if left * _WORTH_TELLING <= least and left < now * _WORTH_TELLING]

@@ -1,8 +1,8 @@
-"""What the operations on one microbatch of a chunk do: what stays between forward and backward, what passes through, what is sent
-over the tensor group. Found by running them (`ChunkRun`) on tensors without memory.
+"""What the operations on one microbatch of a chunk do: the bytes that stay between forward and backward, those that are freed
+within, and those sent over the tensor group. They are found by running the chunk (`ChunkRun`) on tensors without memory.
 
-Of layers that are alike and lie between alike ones, few are run: of equal layers the first two and the last. What happened in the
-second stands for those between: that is exact, since they begin and end as it does.
+Only a few of equal layers with equal neighbours are run: the first two and the last. What happened in the second stands for those
+between. That is exact, since each of them begins and ends as it does.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class OpTrace:
     """What one operation does on one rank."""
 
     peak: int
-    """Bytes above those that were alive when it began, at most."""
+    """The most bytes above those that were alive when it began."""
     change: int
-    """Bytes alive at its end less those at its begin, without what it received and what it gives to another chunk."""
+    """Bytes alive at its end less those alive when it began, without what it received and what it gives to another chunk."""
     transfers: tuple[Transfer, ...]
-    """Over the tensor group."""
+    """What it sends over the tensor group."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class ChunkTrace:
     """What the operations on one microbatch do."""
 
     ops: dict[OpKind, OpTrace]
-    """Of the kinds that the schedule has."""
+    """One entry for each kind of operation in the schedule."""
     device_type: str
-    """Of the job's devices."""
+    """Type of the job's devices: cpu or cuda."""
     attention: str
-    """In words: the kernel that is taken to compute attention; empty without layers."""
+    """The kernel that computes attention, in words; empty without layers."""
     sorts_documents: bool
-    """Attention keeps the order of the tokens by the lengths of their documents."""
+    """Whether attention keeps the order of the tokens by the lengths of their documents."""
 
 
 class _CpuKernels(FakeTensorMode):
@@ -90,14 +90,14 @@ def trace_chunks(
     device_type: str = "cuda",
     cache: dict[object, ChunkTrace] | None = None,
 ) -> dict[int, ChunkTrace]:
-    """Of each chunk of this rank, by its index.
+    """Trace each chunk of this rank; the keys are chunk indices.
 
     Args:
-        model: of this rank; its parameters may be on the meta device.
-        context: with groups whose collectives return at once.
-        splits_backward: the schedule puts weight gradients off.
-        device_type: of the job's devices, cpu or cuda, whatever this machine has.
-        cache: kinds of chunks that were traced before for these settings.
+        model: this rank's part; its parameters may be on the meta device.
+        context: its groups' collectives return at once.
+        splits_backward: whether the schedule defers weight gradients.
+        device_type: type of the job's devices, cpu or cuda, whatever this machine has.
+        cache: traces made before with these settings, by kind of chunk.
     """
     cache = {} if cache is None else cache
     found, specs = {}, layers(model.config)
@@ -128,11 +128,11 @@ def _trace(
 
 
 def layers_that_stand(specs: Sequence[LayerSpec]) -> list[int]:
-    """For each layer of a chunk the place of the one that is run for it, perhaps itself.
+    """For each layer of a chunk, the index of the layer that is run in its place, perhaps itself.
 
-    A stretch of layers is left out where what lies before it and behind it fit together as they do in the whole: each layer that is
-    run has the neighbours that it has in the whole, and for each that is left out one with the same neighbours is run, the second
-    of them. The first and the last layer of each kind are run: they may be the first and the last to use what several share.
+    A stretch of layers is left out where its neighbours fit together as they do in the whole. So each layer that is run has the
+    neighbours that it has in the whole. For each layer that is left out, one with the same neighbours is run, the second of its
+    kind. The first and the last of each kind are run: they may be the first and the last to use what several layers share.
     """
     kinds = [list(alike(specs)).index(spec) for spec in specs]
     around = list(zip((*kinds[:1], *kinds), kinds, (*kinds[1:], *kinds[-1:]), strict=False))
@@ -205,7 +205,7 @@ class ChunkRun:
         self._runs_products = False
         for layer in self._module.layers:
             layer.register_forward_pre_hook(self._cut)
-            layer.register_forward_hook(self._behind_layer)
+            layer.register_forward_hook(self._after_layer)
 
     def run(self, *, splits: bool) -> dict[OpKind, list[MemorySpan]]:
         """The spans of each operation.
@@ -216,7 +216,7 @@ class ChunkRun:
         found: dict[OpKind, list[MemorySpan]] = {}
         with self._operation(found, OpKind.FORWARD):
             out = self._module(self._inputs, self._received)
-            # As the executor: only the way back is kept.
+            # as the executor does: only the gradient edge is kept
             edge = get_gradient_edge(out if self._gradient is not None else out * self._scale)
             del out
         if not splits:
@@ -248,7 +248,7 @@ class ChunkRun:
     def _cut(self, *_: object) -> None:
         self._spans.append(self._ledger.cut())
 
-    def _behind_layer(self, layer: object, inputs: object, out: torch.Tensor) -> None:
+    def _after_layer(self, layer: object, inputs: object, out: torch.Tensor) -> None:
         assert out.grad_fn is not None
         out.grad_fn.register_prehook(self._cut)  # backward enters the layer where forward left it
 

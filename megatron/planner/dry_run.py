@@ -1,4 +1,4 @@
-"""Lays a job of any size out on paper: its real model on the meta device, among groups that exist for one rank at a time."""
+"""Plans a job of any size without its devices: its real model lies on the meta device, and groups exist for one rank at a time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.spec.weights import padded_vocab_size
 
 MOST_OPERATIONS = 300_000
-"""Forwards of all chunks: a schedule of more is not made, as that takes minutes and gigabytes."""
+"""A schedule with more forwards, over all chunks, is not made: it would take minutes and gigabytes."""
 _SCALARS = 8
 """Numbers that a step sums over the world: the mask; then loss, mask, squares, zeros, two votes and attended sequences."""
 
 _PASSING = ("optim_grads", "optim_grads_params")
-"""Strategies under which gradients pass through buffers."""
+"""Sharding strategies under which gradients pass through buffers that are not kept."""
 
 _NOTES = (
     "not in it: what the driver, the communication library and the allocator keep for themselves",
@@ -123,7 +123,8 @@ class _Planner:
         )
 
     def _stages_alike(self) -> list[list[int]]:
-        """Stages whose chunks have the same parts: a model built for one is that of the others but for the layers' names."""
+        """Groups of stages whose chunks have the same parts. A model built for one stage is that of the others but for the layers'
+        names."""
         alike: dict[object, list[int]] = {}
         specs = layers(self._config.model)
         for stage in range(self._topology.pp):
@@ -135,8 +136,8 @@ class _Planner:
         return [chunk for chunk in self._table if chunk.stage == stage]
 
     def _lay_out(self, stages: Sequence[int], model: Model, context: ParallelContext) -> dict[int, StagePlan]:
-        """Stages that look alike. The order of a stage's backward passes decides how many gradients are on their way under
-        optim_grads."""
+        """Plan stages that look alike. They differ in the order of their backwards, which decides how many gradients are on their
+        way under optim_grads."""
         config, found = self._config, {}
         state = optimizer_state(config.optimizer, self._device_type)
         traces = trace_chunks(
@@ -200,7 +201,7 @@ class _Planner:
 
 
 def _sendings(transfers: Iterable[Transfer]) -> Iterator[Sending]:
-    """Whatever the operation: over a tensor group, and to the next stage or the one before."""
+    """Add up what all kinds of operation send: over a tensor group, to the next stage and to the one before."""
     for one in transfers:
         yield Sending("pipeline" if one.over == "pp" else one.over, "activations", one.bytes, one.peer)
 

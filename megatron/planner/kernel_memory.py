@@ -1,10 +1,10 @@
-"""What kernels take beyond what the meta device shows: their own memory while they run, and what CUDA's fused ones keep.
+"""Memory of kernels that the meta device does not show: what they allocate while they run, and what CUDA's fused ones keep.
 
-A plan for GPUs is made on machines without one, and of a fused operation the meta device runs the slow form, which keeps more. So
-where the layers call such an operation, the one that a GPU of compute capability 8.0 or newer would run takes its place, by the
+A plan for GPUs is made on machines without one. There the meta device runs the slow form of a fused operation, which keeps more. So
+where the layers call such an operation, we put the one in its place that a GPU of compute capability 8.0 or newer would run, by the
 conditions of torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, layer_norm_kernel.cu, Dropout.cpp).
 
-Of the former only what counts beside activations is listed. Sources: the kernels of torch 2.13 (aten/src/ATen/native:
+Memory within a kernel is listed only where it counts beside activations. Sources: the kernels of torch 2.13 (aten/src/ATen/native:
 ReduceOps.cpp, cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu, transformers/cuda/flash_attn/flash_api.cpp), and on CPU its
 allocator's events.
 """
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 _FEW_TOKENS = 3072
-"""Up to so many, the gradient of an embedding is summed row by row on CUDA."""
+"""Up to this many tokens, the gradient of an embedding is summed row by row on CUDA."""
 _ROWS_PER_THREAD = 10
 _FLASH_BLOCK, _FLASH_CHANNELS = 128, 32
 """Flash attention rounds a sequence and a head up to multiples of these."""
@@ -50,13 +50,14 @@ def _partial_rows(grad: torch.Tensor, ids: torch.Tensor, num_rows: int, *_: Any)
 
 
 def _flash_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *_: Any, **__: Any) -> int:
-    """The gradient of the queries in float32, and those of keys and values for every query head where these share them."""
+    """Flash attention's backward makes the gradient of q in float32, and those of k and v for every query head where heads share
+    them."""
     batch, heads, length, size = q.shape
     return _wide_queries(batch * -(-length // _FLASH_BLOCK) * _FLASH_BLOCK, heads, size) + _expanded(q, heads, k.shape[1])
 
 
 def _varied_flash_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *rest: Any, **__: Any) -> int:
-    """The same for documents one behind the other, [tokens, heads, channels]."""
+    """The same for documents laid end to end, [tokens, heads, channels]."""
     tokens, heads, size = q.shape
     bounds = next(one for one in rest if isinstance(one, torch.Tensor) and one.dtype == torch.int32)
     return _wide_queries(tokens + (len(bounds) - 1) * _FLASH_BLOCK, heads, size) + _expanded(q, heads, k.shape[1])
@@ -128,13 +129,13 @@ def _attention(
 
 
 def _dropout(x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
-    """Keeps a mask of one byte an element."""
+    """Dropout that keeps a mask of one byte an element."""
     assert training and not inplace, "as the model calls it"
     return torch.native_dropout(x, p, True)[0]
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The memory of `_fused_rms_norm`: keeps its input and one number a row."""
+    """Takes the memory of `_fused_rms_norm`, which keeps its input and one number a row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

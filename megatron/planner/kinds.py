@@ -1,4 +1,4 @@
-"""The distinct kinds of rank of a job: stages that look alike are one, and on them ranks that hold the same to the byte."""
+"""The distinct kinds of rank in a job. Stages that look alike are one kind; within a stage, a kind holds the same to the byte."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class Sending:
     what: str
     bytes: int
     peer: int | None = None
-    """Stage that it goes to, where it is a message between stages."""
+    """The stage that receives it, if it is a message between stages."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline stage."""
+    """What the ranks of one pipeline stage hold and send."""
 
     stage: int
     contents: Mapping[HeldState, Sequence[Places]]
     activations: Activations
-    """At the peak, the same on all ranks of the stage."""
+    """Activations at the peak, the same on all ranks of the stage."""
     sent: tuple[Sending, ...]
-    """Likewise."""
+    """What one rank sends, the same on all ranks of the stage."""
 
 
 class Groups:
-    """The groups that ranks send over, by the words of `traffic`: how large, and where they leave a node.
+    """The groups that ranks send over, named as in `traffic`: how large they are, and which sends leave a node.
 
     Args:
-        context: of any rank.
+        context: that of any rank.
     """
 
     def __init__(self, context: ParallelContext, links: Links) -> None:
@@ -65,11 +65,11 @@ class Groups:
             self._known[axes_in_words(axes, context)] = (topology.size(*axes), self._ring(axes))
 
     def size(self, one: Sending) -> int:
-        """Ranks that take part."""
+        """The number of ranks that take part."""
         return 2 if one.peer is not None else self._known[one.over][0]
 
     def crossing(self, one: Sending, stage: int) -> Crossing:
-        """Which ranks of a stage send it to another node."""
+        """Which ranks of a stage send this to another node."""
         if one.peer is not None:
             return self._links.between(stage, one.peer)
         return self._known[one.over][1](stage)
@@ -79,7 +79,7 @@ class Groups:
 
 
 def make_kinds(stages: Iterable[StagePlan], groups: Groups, links: Links) -> tuple[RankKind, ...]:
-    """Every rank in one kind."""
+    """Put every rank into one kind."""
     alike: dict[object, list[StagePlan]] = {}
     for stage in stages:
         contents = tuple((held, tuple(places)) for held, places in stage.contents.items())
@@ -92,7 +92,7 @@ def make_kinds(stages: Iterable[StagePlan], groups: Groups, links: Links) -> tup
 
 
 def _amounts(sent: Sequence[Sending]) -> tuple[tuple[str, str, int], ...]:
-    """By group and purpose, whatever stage it goes to."""
+    """(group, purpose, bytes) of each entry, without the stage that it goes to."""
     totals: dict[tuple[str, str], int] = {}
     for one in sent:
         totals[one.over, one.what] = totals.get((one.over, one.what), 0) + one.bytes
@@ -115,7 +115,7 @@ def _kind(
 
 
 def _traffic(stages: Sequence[StagePlan], places: Sequence[Places], over: str, what: str, each: int, groups: Groups) -> Traffic:
-    """Of one group and purpose, over all ranks of a kind."""
+    """What is sent over one group for one purpose, with the share that leaves a node, over all ranks of a kind."""
     total = leaving = size = 0
     for stage in stages:
         for one in stage.sent:
@@ -128,17 +128,17 @@ def _traffic(stages: Sequence[StagePlan], places: Sequence[Places], over: str, w
 
 
 HeldState = tuple[int, StateMemory]
-"""Elements of the model without padding, and what a rank keeps of its state."""
+"""(elements of the model that a rank computes with, without padding; what it keeps of the model's state)."""
 
 
 def places_by_content(
     model: Model, layout: StateLayout, context: ParallelContext, state: OptimizerState
 ) -> dict[HeldState, list[Places]]:
-    """The ranks of a stage, by what they hold.
+    """Group the ranks of a stage by what they hold.
 
     Args:
-        model: of any rank of the stage, whose context is given.
-        layout: how its state is cut.
+        model: that of any rank of the stage, the one whose context is given.
+        layout: how the stage's state is cut.
     """
     found: dict[HeldState, list[Places]] = {}
     parts = [_PlacedPart(part, context, state) for part in layout.parts]
@@ -157,8 +157,8 @@ def places_by_content(
 
 
 def parameters_of_stage(model: Model, context: ParallelContext) -> int:
-    """Elements that the ranks of a stage hold together, each once and without padding; a tied parameter counts where its first
-    chunk is."""
+    """Elements that the ranks of a stage hold together, each counted once and without padding. A tied parameter counts in its first
+    chunk."""
     counted = [entry for entry in model.params if entry.record.chunks[0] in model.chunks]
     total = 0
     for tensor in range(context.topology.tp):
@@ -174,7 +174,7 @@ def _parameters_held(model: Model, context: ParallelContext, tensor: int) -> int
 
 
 class _PlacedPart:
-    """A part of the state, with what is kept of it at places that follow each other and keep as much."""
+    """A part of the state, with the places where what is kept of it changes."""
 
     def __init__(self, part: StatePart, context: ParallelContext, state: OptimizerState) -> None:
         group = part.group(context)
@@ -184,10 +184,10 @@ class _PlacedPart:
         self._starts = sorted(cut for cut in {0, *part.cuts()} if cut < group.size)
         self.kept = [part.memory(start) for start in self._starts]
         self.alone = np.array([_flat(memory + state.memory([shards])) for memory, shards in self.kept])
-        """Of each of `kept`, with the optimizer's part, if that does not depend on other parts."""
+        """Bytes for each of `kept` with its optimizer state, for use where that does not depend on other parts."""
 
     def cuts(self, data_size: int) -> Iterator[int]:
-        """Data ranks from which on any tensor rank may keep something else."""
+        """Data ranks at which what is kept may change, on any tensor rank."""
         if len(self._starts) == 1:
             return
         ranks = self._size // self._tensor_size
@@ -196,7 +196,7 @@ class _PlacedPart:
                 yield from (first + start // self._tensor_size, first - (-start // self._tensor_size))
 
     def numbers(self, tensor: int, data: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of each data rank, which of `kept` it keeps."""
+        """For each data rank, the index into `kept` of what it keeps."""
         index = tensor + self._tensor_size * data if self._tensor_size > 1 else data
         return np.searchsorted(self._starts, index % self._size, side="right") - 1
 
@@ -211,7 +211,7 @@ def _alike(parts: Sequence[_PlacedPart], context: ParallelContext) -> Iterator[r
 def _memories(
     parts: Sequence[_PlacedPart], layout: StateLayout, state: OptimizerState, tensor: int, ranges: Sequence[range]
 ) -> list[StateMemory]:
-    """What ranks keep in all, of each run of data ranks."""
+    """What a rank keeps of all parts, for each run of data ranks."""
     data = np.array([some.start for some in ranges])
     numbers = [part.numbers(tensor, data) for part in parts]
     if parts and not state.apart:
@@ -234,20 +234,20 @@ def _unflat(numbers: Sequence[int]) -> StateMemory:
 
 
 Crossing = NDArray[np.bool_]
-"""For each data rank and tensor rank of a stage, whether what it sends goes to another node: [data, tensor]."""
+"""Whether what a rank sends goes to another node, for each rank of a stage: [data, tensor]."""
 
 
 class Links:
-    """The nodes of all ranks.
+    """Which node each rank is on, and which sends leave it.
 
     Args:
-        gpus_per_node: rank r sits on node r // gpus_per_node.
+        gpus_per_node: rank r is on node r // gpus_per_node.
     """
 
     def __init__(self, topology: Topology, gpus_per_node: int) -> None:
         self._topology = topology
         stage, dp, cp, tp = np.ogrid[: topology.pp, : topology.dp, : topology.cp, : topology.tp]
-        number: Any = topology.rank  # the arithmetic of one rank is that of arrays
+        number: Any = topology.rank  # the topology's arithmetic for one rank works on arrays too
         self._ranks: NDArray[np.int64] = np.broadcast_to(
             number(tp=tp, cp=cp, dp=dp, pp=stage), (topology.pp, topology.dp, topology.cp, topology.tp)
         )
@@ -255,30 +255,30 @@ class Links:
         self._nodes = self._ranks // gpus_per_node
 
     def ring(self, stage: int, *axes: str) -> Crossing:
-        """Groups over some of tp, cp and dp."""
+        """Sends around rings over some of tp, cp and dp."""
         nodes = self._nodes[stage]
         inside = [place for place, axis in enumerate(("dp", "cp", "tp")) if axis in axes]
         return self._as_places(_crossing(nodes, inside))
 
     def parts(self, stage: int, shard_size: int) -> Crossing:
-        """Parts of the data ranks that share one copy of the model (--fsdp-shard-size)."""
+        """Sends around the data ranks that share one copy of the model (--fsdp-shard-size)."""
         return self._as_places(_crossing(self._in_parts(stage, shard_size), [1]))
 
     def replicas(self, stage: int, shard_size: int) -> Crossing:
-        """Groups of one rank from each part."""
+        """Sends around groups that take one rank from each copy."""
         return self._as_places(_crossing(self._in_parts(stage, shard_size), [0]))
 
     def world(self, stage: int) -> Crossing:
-        """All ranks."""
+        """Sends around all ranks."""
         following = (self._ranks[stage] + 1) % self._topology.world_size // self._gpus_per_node
         return self._as_places(self._nodes[stage] != following)
 
     def between(self, stage: int, peer: int) -> Crossing:
-        """From a stage to another, at the same place."""
+        """Messages from a stage to the same place of another stage."""
         return self._as_places(self._nodes[stage] != self._nodes[peer])
 
     def first_rank(self, stage: int, data: int, tensor: int) -> int:
-        """Number of the rank at a place."""
+        """Number of the rank at these coordinates."""
         return int(self._ranks[stage].reshape(-1, self._topology.tp)[data, tensor])
 
     def _in_parts(self, stage: int, shard_size: int) -> NDArray[np.int64]:

@@ -1,6 +1,6 @@
 """Activations over a step: what one rank holds at the peak of its schedule, and what it sends over tensor and pipeline groups.
 
-Messages between stages follow the executor's and the messenger's rules, with counts in the place of tensors (`Mail`).
+Messages between stages follow the rules of the executor and the messenger, but with byte counts in place of tensors (`Mail`).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Activations:
     """Bytes on one rank at the peak of a step, beside the model's state."""
 
     at: Op
-    """The operation of the peak."""
+    """The operation during which the peak occurs."""
     live: int
-    """Microbatches of a chunk whose forward has ended and whose backward has not, when it begins."""
+    """(microbatch, chunk) pairs whose forward has ended and whose backward has not, when that operation begins."""
     kept: int
-    """What these keep."""
+    """Bytes that these keep."""
     deferred: int
-    """What weight gradients that are put off keep."""
+    """Bytes that deferred weight gradients keep."""
     passing: int
-    """What comes and goes within the operation."""
+    """Bytes that are allocated and freed within the operation."""
     messages: int
-    """Between stages: received, or not known to have arrived."""
+    """Bytes of messages between stages that are received, or not known to have arrived."""
     inputs: int
     """Tokens, labels, masks and positions of all microbatches."""
 
@@ -45,7 +45,7 @@ class Activations:
 
 
 def receive_plans(schedule: Schedule, *, overlap: bool) -> list[ReceivePlan]:
-    """When each stage posts its receives: for `peak_activations` of all stages."""
+    """When each stage posts its receives. `peak_activations` takes this for all stages."""
     return plan_receives(schedule) if overlap else plan_exchanges(schedule)
 
 
@@ -57,11 +57,11 @@ def peak_activations(
     schedule: Schedule,
     plans: Sequence[ReceivePlan],
 ) -> Activations:
-    """The peak of this rank's operations.
+    """The peak over this rank's operations.
 
     Args:
-        traces: of this rank's chunks.
-        plans: of `receive_plans`.
+        traces: those of this rank's chunks.
+        plans: the result of `receive_plans`.
     """
     stage = context.group("pp").index
     boundary = model.boundary(config.training.micro_batch_size, context.topology.tp)
@@ -87,14 +87,14 @@ def peak_activations(
             live, kept = live - 1, kept - held
             if op.kind is OpKind.INPUT_GRAD:
                 deferred += held + ops[OpKind.INPUT_GRAD].change
-        mail.behind(place)
+        mail.after(place)
     return found
 
 
 def step_transfers(
     traces: Mapping[int, ChunkTrace], model: Model, micro_batch_size: int, context: ParallelContext, schedule: Schedule
 ) -> list[Transfer]:
-    """What this rank sends in a step over its tensor group, and to other stages."""
+    """What this rank sends in a step over its tensor group and to other stages."""
     stage = context.group("pp").index
     size = _bytes(model.boundary(micro_batch_size, context.topology.tp)["hidden"])
     sent: list[Transfer] = []
@@ -110,13 +110,13 @@ def _bytes(spec: TensorSpec) -> int:
 
 
 class Mail:
-    """What one stage holds of messages while it goes through its operations.
+    """The messages that one stage holds while it goes through its operations.
 
     Args:
         size: bytes of a message.
-        overlap: messages travel while operations compute; without, all that was sent has left before the next operation.
-        notices: the messenger sees when a message has left, as NCCL's do: by the time of the next one, if no stage is late. gloo's
-            are only known to have arrived once an answer to them comes back.
+        overlap: messages travel while operations compute. Without it, all that was sent has left before the next operation.
+        notices: whether the messenger sees that a message has left. NCCL's does, by the time of the next message if no stage is
+            late. gloo's knows that one has arrived only when an answer to it comes back.
     """
 
     def __init__(self, schedule: Schedule, stage: int, plan: ReceivePlan, size: int, *, overlap: bool, notices: bool) -> None:
@@ -124,18 +124,18 @@ class Mail:
         self._overlap, self._notices = overlap, notices
         self._ops = schedule.linked_ops[stage]
         self._buffers = self._free = 0
-        """Buffers are used again and never given up."""
+        """Buffers are reused and never freed."""
         self._own: set[Message] = set()
-        """From a chunk of this stage to another one of it."""
+        """Messages between two chunks of this stage."""
         self._leaving: set[Message] = set()
 
     @property
     def bytes(self) -> int:
-        """Held now."""
+        """Bytes held now."""
         return self._size * (self._buffers + len(self._own) + len(self._leaving))
 
     def before(self, place: int) -> None:
-        """Receives are posted in front of an operation."""
+        """Post receives before an operation."""
         for _ in self._plan.before[place]:
             if self._free:
                 self._free -= 1
@@ -144,8 +144,8 @@ class Mail:
         if not self._overlap:
             self._leaving.clear()
 
-    def behind(self, place: int) -> None:
-        """The result of an operation is sent, and what nobody reads any more let go."""
+    def after(self, place: int) -> None:
+        """After an operation, send its result and free what nobody reads any more."""
         op, _, gives = self._ops[place]
         if gives is not None:
             if self._schedule.stage_of_chunk[gives.chunk] == self._stage:

@@ -35,9 +35,9 @@ class Job:
     chunks_per_stage: int
     micro_batch_size: int
     global_batch_size: int
-    """After any ramp-up."""
+    """Sequences in a step, after any ramp-up."""
     num_microbatches: int
-    """Of a data rank in a step."""
+    """Microbatches of one data rank in a step."""
     seq_length: int
     vocab_size: int
     padded_vocab_size: int
@@ -45,17 +45,17 @@ class Job:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of one rank, by what it is for."""
+    """Memory of one rank, by purpose."""
 
     parameters: Bytes
     gradients: Bytes
     main_params: Bytes
-    """Those that are not the parameters themselves."""
+    """Main parameters that are not the parameters themselves."""
     moments: Bytes
     buffers: Bytes
-    """What of parameters and gradients only passes through, at most."""
+    """The most that passes through without being kept: gathered parameters, gradients before their reduction."""
     activations: Bytes
-    """At the peak of the schedule."""
+    """Activations at the peak of the schedule."""
 
     @property
     def total(self) -> Bytes:
@@ -65,7 +65,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in a step over one group, counted as in a ring: each to the next of the group, in the order of ranks."""
+    """What one rank sends in a step over one group, counted as in a ring: each rank sends to the next in the order of ranks."""
 
     over: str
     """The group."""
@@ -73,12 +73,12 @@ class Traffic:
     bytes: int
     group_size: int
     between_nodes: float
-    """Share of it that goes to another node, over all ranks of the kind."""
+    """The share of it that goes to another node, over all ranks of the kind."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Ranks of a stage: one tensor rank of some data ranks."""
+    """Ranks of one stage: one tensor rank, several data ranks."""
 
     tensor: int
     data: range
@@ -90,10 +90,10 @@ class RankKind:
 
     stages: tuple[int, ...]
     places: tuple[Places, ...]
-    """Of each of these stages."""
+    """The ranks of this kind, in each of the stages."""
     first_rank: int
     parameters: int
-    """Elements of the model that such a rank computes with, without padding; whatever of them it keeps."""
+    """Elements of the model that such a rank computes with, without padding, however few of them it keeps."""
     memory: RankMemory
     sent: tuple[Traffic, ...]
 
@@ -104,12 +104,12 @@ class RankKind:
 
     @property
     def inside_bytes(self) -> float:
-        """Sent in a step inside the node, on average."""
+        """Bytes that a rank sends in a step inside its node, on average."""
         return sum(one.bytes * (1 - one.between_nodes) for one in self.sent)
 
     @property
     def between_bytes(self) -> float:
-        """Sent in a step to other nodes, on average."""
+        """Bytes that a rank sends in a step to other nodes, on average."""
         return sum(one.bytes * one.between_nodes for one in self.sent)
 
     def sent_over(self, over: str, what: str) -> int:
@@ -123,46 +123,46 @@ class RankKind:
 
 @dataclass(frozen=True)
 class Work:
-    """Of one step."""
+    """The work of one step, and how long ranks wait in it."""
 
     tokens: int
     flops_per_token: int
     flops: float
-    """Forward and backward, of the whole model."""
+    """FLOPs of forward and backward of the whole model."""
     bubble: float
-    """Share of all ranks' time in which they wait in the pipeline, if time is FLOPs and messages take none."""
+    """The share of all ranks' time in which they wait in the pipeline, if time is FLOPs and messages take none."""
 
     def flops_per_rank(self, world_size: int) -> float:
-        """On average."""
+        """FLOPs of one rank in a step, on average."""
         return self.flops / world_size
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A job on paper."""
+    """What a job will take."""
 
     job: Job
     layers: Sequence[Chunk]
     parameters: int
-    """Of the model, each once."""
+    """Elements of the whole model, each counted once."""
     parameters_by_stage: tuple[int, ...]
-    """Each once, a tied one on the stage of its first chunk."""
+    """The same by stage; a tied parameter counts on the stage of its first chunk."""
     kinds: tuple[RankKind, ...]
     """Every rank is of one of them."""
     work: Work
     notes: tuple[str, ...] = ()
-    """What the numbers assume."""
+    """Assumptions behind the numbers."""
     advice: tuple[str, ...] = ()
-    """What would waste less."""
+    """Lines that say what would waste less."""
 
     @property
     def fullest(self) -> int:
-        """Index of the kind with most on the device."""
+        """Index of the kind that keeps most on its device."""
         return max(range(len(self.kinds)), key=lambda index: self.kinds[index].memory.total.device)
 
 
 def step_work(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], schedule: Schedule, global_batch_size: int) -> Work:
-    """Of a step of `global_batch_size` sequences, each of them one document."""
+    """The work of a step of `global_batch_size` sequences, each of them one document."""
     return Work(
         tokens=model.seq_length * global_batch_size,
         flops_per_token=flops_per_token(model, vocab_size),
@@ -172,21 +172,21 @@ def step_work(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], sched
 
 
 def idle_share(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], schedule: Schedule) -> float:
-    """The part of their time in which stages wait, for each other and for the slowest of them."""
+    """The share of their time in which stages wait, for each other and for the slowest of them."""
     costs = [chunk_costs(model, vocab_size, chunk) for chunk in table]
     return simulate(schedule, lambda op: costs[op.chunk].of(op)).bubble_share
 
 
 def chunk_costs(model: ModelConfig, vocab_size: int, chunk: Chunk) -> Costs:
-    """FLOPs of the operations on a chunk for a token. Of the two products in attention, which have no weights, both gradients are
-    input gradients."""
+    """FLOPs of the operations on a chunk for one token. The two products in attention have no weights, so both their gradients
+    count as input gradients."""
     attention, whole = (sum(flops(model)[layer] for layer in chunk.layers) for flops in (attention_flops, layer_flops))
     products = whole - attention + chunk.last * output_flops(model, vocab_size)
     return Costs(products + attention, products + 2 * attention, products)
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """Everything of the plan, in types that JSON has."""
+    """The whole plan in types that JSON has."""
     fullest = plan.kinds[plan.fullest]
     return {
         "job": asdict(plan.job),
@@ -220,10 +220,10 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def write_plan(plan: Plan, path: str) -> None:
-    """Write it to a file, for which folders are made where they are missing.
+    """Write a plan to a JSON file. Missing folders are made.
 
     Raises:
-        ValueError: that is not possible.
+        ValueError: the file cannot be written.
     """
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)

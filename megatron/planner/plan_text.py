@@ -10,19 +10,19 @@ from megatron.planner.plan import Plan, RankKind, RankMemory
 from megatron.planner.state_report import amount
 
 GPU_MEMORY_GB = (16, 24, 32, 40, 48, 80, 94, 141, 180, 288)
-"""Sizes that are sold."""
+"""Memory of the GPUs that are sold, in gigabytes."""
 SPARE = 0.05
 """Share of a GPU's memory that must be left for what the plan does not count: driver, communication library, allocator."""
 FLOPS_PER_S, INSIDE_PER_S, BETWEEN_PER_S = 500e12, 300e9, 25e9
-"""Speeds of a rank by which the parts of a step are compared: about half the peak of an H100 in bfloat16, and of its links what
-long messages reach (bytes)."""
+"""Speeds of one rank, to compare the parts of a step: about half the peak of an H100 in bfloat16 (FLOP/s), and what long messages
+reach on its links inside a node and between nodes (bytes/s)."""
 _PARTS = [(part.name, part.name.replace("_", " ")) for part in fields(RankMemory)]
 _COLUMNS = 6
 """Stages side by side in the table of what is sent."""
 
 
 def format_plan(plan: Plan) -> list[str]:
-    """The whole report."""
+    """The whole plan as lines of text."""
     rows = rows_of(plan)
     return [
         *_verdict(plan),
@@ -158,7 +158,7 @@ def _traffic_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _layer_table(plan: Plan) -> list[str]:
-    """A line for each stage, and one for neighbours with as many layers."""
+    """One line for each stage; neighbours with equally many layers share a line."""
     by_stage = [[chunk for chunk in plan.layers if chunk.stage == stage] for stage in range(plan.job.pipeline)]
     runs: list[list[int]] = []
     for stage, chunks in enumerate(by_stage):
@@ -180,7 +180,7 @@ def _parts(chunks: Sequence[Chunk]) -> list[tuple[int, bool, bool]]:
 
 
 def _chunk(chunk: Chunk, last: Chunk, each: str) -> str:
-    """What a chunk holds; `last` is that of the last of several stages."""
+    """What a chunk holds in words; `last` is the chunk of the last of several stages."""
     parts = ["embedding"] if chunk.first else []
     if len(chunk.layers):
         parts.append(f"{_count(len(chunk.layers), 'layer')}{each}: {_run(chunk.layers.start, last.layers.stop - 1)}")
@@ -220,7 +220,7 @@ def _seconds(number: float) -> str:
 
 
 def _in_units(number: float, units: Sequence[str]) -> str:
-    """In three digits, in powers of 1,000."""
+    """A number in three digits, with a unit for each power of 1,000."""
     for unit in units[:-1]:
         if number < 999.5:
             return f"{number:.3g}{unit}"
@@ -230,7 +230,7 @@ def _in_units(number: float, units: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """Neighbouring stages whose ranks keep as much of the model's state and send as much, to three digits."""
+    """Neighbouring stages whose ranks keep and send equally much, to three digits."""
 
     first: int
     last: int
@@ -239,17 +239,17 @@ class Row:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The stages in words."""
         return f"stage {self.first}" if self.first == self.last else f"stages {self.first}-{self.last}"
 
     def spread(self, number: Callable[[RankKind], float], text: Callable[[float], str]) -> str:
-        """A number of the ranks; its range where they differ."""
+        """A number that each rank has; its range where ranks differ."""
         low, high = (text(bound(map(number, self.kinds))) for bound in (min, max))
         return high if low == high else f"{low} - {high}"
 
 
 def rows_of(plan: Plan) -> list[Row]:
-    """All stages."""
+    """All stages, as rows."""
     rows: list[Row] = []
     looks: list[object] = []
     for stage in range(plan.job.pipeline):
@@ -266,7 +266,7 @@ def rows_of(plan: Plan) -> list[Row]:
 
 
 def bytes_sent(row: Row) -> tuple[float, float]:
-    """By a rank in a step inside its node, and to other nodes: the mean over the row's ranks."""
+    """Bytes that a rank sends in a step inside its node, and to other nodes: the mean over the row's ranks."""
     ranks = sum(kind.ranks for kind in row.kinds)
     inside = sum(kind.ranks * kind.inside_bytes for kind in row.kinds)
     between = sum(kind.ranks * kind.between_bytes for kind in row.kinds)
@@ -274,7 +274,7 @@ def bytes_sent(row: Row) -> tuple[float, float]:
 
 
 def leaving(kinds: Iterable[RankKind], over: str, what: str) -> float:
-    """Share of what ranks send over a group that goes to other nodes."""
+    """The share of what ranks send over a group that goes to other nodes."""
     found = [
         (kind.ranks * one.bytes, one.between_nodes) for kind in kinds for one in kind.sent if (one.over, one.what) == (over, what)
     ]

@@ -1,4 +1,4 @@
-"""What the model's state takes on a rank and what a step sends, for the settings of a run: told before the first step."""
+"""What the model's state takes on a rank, and what a step sends. A run logs it before its first step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron.spec.operations import Op, OpKind, Schedule
 def state_report(
     model: Model, context: ParallelContext, parallel: ParallelConfig, optimizer: OptimizerConfig, schedule: Schedule
 ) -> StateReport:
-    """Of this rank, by arithmetic: the parameters may be on the meta device.
+    """State and traffic of this rank, by arithmetic: the parameters may be on the meta device.
 
     Args:
-        schedule: of a step.
+        schedule: that of one step.
     """
     ops = schedule.ops[context.group("pp").index]
     layout = layout_of(model, context, parallel, optimizer, ops, schedule.num_microbatches)
@@ -39,7 +39,7 @@ def layout_of(
 
     Args:
         ops: operations of the stage in a step.
-        num_microbatches: of a step.
+        num_microbatches: microbatches of one data rank in a step.
     """
     return state_layout(
         model.params,
@@ -54,7 +54,7 @@ def layout_of(
 
 
 def optimizer_state(config: OptimizerConfig, device_type: str) -> OptimizerState:
-    """What the optimizer keeps on a device of this type and in host memory."""
+    """What the optimizer keeps for an element on a device of this type and in host memory."""
     fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
     rule_of = rules_of(config)
     return OptimizerState(
@@ -76,8 +76,8 @@ def writes(model: Model, ops: Iterable[Op]) -> Iterator[str]:
 
 
 def _writes(model: Model, number: int, kind: OpKind) -> Iterator[str]:
-    """Of one operation. What a schedule may put off is products: not the gradients of vectors, nor those of tables, in which the
-    embedding only looks up rows."""
+    """The same for one operation. Only matrix products can be deferred: not the gradients of vectors, nor those of embedding
+    tables, which only look up rows."""
     chunk = model.chunks[number]
     for unit in reversed(chunk.units()):
         modules = set(unit.modules())
@@ -90,11 +90,11 @@ def _writes(model: Model, number: int, kind: OpKind) -> Iterator[str]:
 def describe_state(
     reports: Sequence[StateReport], parallel: ParallelConfig, num_data_ranks: int, num_microbatches: int
 ) -> list[str]:
-    """Lines of the start-up log: the state of the largest stage, and what a step sends there.
+    """Lines of the start-up log: the state of the fullest stage, and what a step sends there.
 
     Args:
-        reports: one of each pipeline stage.
-        num_microbatches: of a step.
+        reports: one for each pipeline stage.
+        num_microbatches: microbatches of one data rank in a step.
     """
     stage = max(range(len(reports)), key=lambda stage: reports[stage].memory.total.device)
     memory, where = reports[stage].memory, f"a rank of stage {stage}, the fullest" if len(reports) > 1 else "each rank"

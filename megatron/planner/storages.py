@@ -1,4 +1,4 @@
-"""Follows what operations on tensors without memory would take and send: the storages that they make, until the last reference to
+"""Counts what operations on tensors without memory would take and send: the storages that they make, until the last reference to
 each is gone, and the collectives that they call.
 
 Storages are counted, not tensors: a view costs nothing, and what several graphs save counts once.
@@ -21,18 +21,18 @@ from megatron.planner.kernel_memory import bytes_inside
 
 @dataclass(frozen=True)
 class MemorySpan:
-    """A stretch of work."""
+    """What happened to memory between two cuts of a ledger."""
 
     peak: int
-    """Bytes above those that were alive when it began, at most."""
+    """The most bytes above those that were alive when it began."""
     change: int
-    """Bytes alive at its end less those at its begin."""
+    """Bytes alive at its end less those alive when it began."""
     calls: tuple[Call, ...] = ()
-    """Collectives, in their order."""
+    """Collectives, in the order of the calls."""
 
 
 class StorageLedger(TorchDispatchMode):
-    """While it is entered, counts bytes from the operation that makes a storage to the storage's end."""
+    """While it is entered, counts the bytes of each storage from the operation that makes it until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class StorageLedger(TorchDispatchMode):
         """Run one operation."""
         self._look()
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # asks for a tensor's device
+        if func.namespace == "prim":  # this asks for a tensor's device
             return out
         self.kernels.add(func.name())
         call = call_of(func, args)
@@ -73,7 +73,7 @@ class StorageLedger(TorchDispatchMode):
         return out
 
     def _look(self) -> None:
-        """Between two operations: what the one before let go is gone by now."""
+        """Between two operations: what the one before dropped is freed by now."""
         if self._sum is not None:
             summand, alive = self._sum
             self._sum = None
@@ -94,7 +94,7 @@ class StorageLedger(TorchDispatchMode):
 
 
 def joined(spans: list[MemorySpan]) -> MemorySpan:
-    """Spans one after the other, as one."""
+    """Consecutive spans as one."""
     peak = alive = 0
     calls: list[Call] = []
     for span in spans:
@@ -115,12 +115,12 @@ _OPERATIONS: dict[str, Operation] = {
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of one rank."""
+    """One collective call of one rank."""
 
     operation: Operation
     group: dist.ProcessGroup
     bytes: int
-    """Sent by one rank."""
+    """Bytes that one rank sends."""
 
 
 @dataclass(frozen=True)
@@ -128,19 +128,19 @@ class Transfer:
     """What one rank sends over one group by one kind of operation."""
 
     over: str
-    """The group, by its axes."""
+    """The group, named by its axes."""
     operation: Operation
     calls: int
     bytes: int
     peer: int | None = None
-    """Pipeline stage that a message goes to."""
+    """The pipeline stage that receives it, if it is a message."""
 
 
 def call_of(func: Any, args: Any) -> Call | None:
-    """The collective that an operation of the dispatcher is, if any.
+    """The collective that an operation of the dispatcher stands for, if any.
 
     Raises:
-        NotImplementedError: a collective that no layer of a model has used so far.
+        NotImplementedError: no layer of a model has used this collective so far.
     """
     if func.namespace != "c10d":
         return None
@@ -156,17 +156,17 @@ def call_of(func: Any, args: Any) -> Call | None:
 
 
 def ring_bytes(operation: Operation, whole: int, ranks: int) -> int:
-    """Bytes that one of so many ranks sends.
+    """Bytes that each rank sends in a ring of `ranks`.
 
     Args:
-        whole: bytes of the whole tensor: what an all-gather gives, what a reduce-scatter takes.
+        whole: bytes of the whole tensor, which an all-gather gives and a reduce-scatter takes.
     """
     rounds = 2 if operation == "all-reduce" else 1
     return rounds * (ranks - 1) * whole // ranks
 
 
 def added(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """One entry for each group, kind of operation and peer."""
+    """Sum up: one entry for each group, kind of operation and peer."""
     totals: dict[tuple[str, Operation, int | None], tuple[int, int]] = {}
     for one in transfers:
         calls, num_bytes = totals.get((one.over, one.operation, one.peer), (0, 0))

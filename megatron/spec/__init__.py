@@ -1,1 +1,1 @@
-"""What the model and its schedules are, without torch: every fact once, for whoever builds, counts, checks, plans or converts."""
+"""What the model and its schedules are, without torch. Model, counts, checks, plans and exports all read it here."""

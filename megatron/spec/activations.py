@@ -1,6 +1,6 @@
-"""The activations of the MLP: every fact about them, but for the function itself (`megatron.model.mlp`).
+"""The activation functions of the MLP: every fact about them, but for the function itself (`megatron.model.mlp`).
 
-This file imports no settings, because the default width of the MLP, which is one, follows from it.
+This file imports no settings, because the default width of the MLP, a setting, follows from it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ ActivationName = Literal["gelu", "swiglu", "squared_relu"]
 
 @dataclass(frozen=True)
 class Activation:
-    """What stands between the two products of an MLP."""
+    """The function between the two products of an MLP."""
 
     name: ActivationName
     flag: str | None
-    """Field of ModelConfig that asks for it, which is also Megatron-LM's argument; None for the one that no flag asks for."""
+    """The field of ModelConfig that asks for it, which is also Megatron-LM's argument; None for the one that needs no flag."""
     gated: bool
-    """The first product gives two halves, gate and value; the activation makes one of them."""
+    """Whether the first product gives two halves, gate and value, of which the activation makes one."""
     hugging_face: tuple[str, ...]
-    """What transformers calls it, or its gate: the name that is written first, others that are read as well."""
+    """Its names (or its gate's) in transformers: the first is written, the others are read as well."""
 
 
 ACTIVATIONS = (
@@ -29,7 +29,7 @@ ACTIVATIONS = (
     Activation("swiglu", "swiglu", gated=True, hugging_face=("silu", "swish")),
     Activation("squared_relu", "squared_relu", gated=False, hugging_face=("relu2",)),
 )
-"""The first is the default."""
+"""All activations; the first is the default."""
 
 FLAGS = tuple(activation.flag for activation in ACTIVATIONS if activation.flag is not None)
 GATED_FLAGS = tuple(activation.flag for activation in ACTIVATIONS if activation.flag is not None and activation.gated)
@@ -46,5 +46,5 @@ def spelled(flag: str) -> str:
 
 
 def by_hugging_face_name(*, gated: bool) -> dict[str, Activation]:
-    """Activations of gated or plain MLPs by every name that transformers has for them."""
+    """Activations of gated or of plain MLPs, by each of their names in transformers."""
     return {name: one for one in ACTIVATIONS if one.gated is gated for name in one.hugging_face}

@@ -1,7 +1,7 @@
-"""Parameters, work and put-off memory of the model, counted from its specs and weights.
+"""Numbers of parameters, FLOPs and elements kept for deferred weight gradients, counted from the model's specs and weights.
 
-FLOPs are those that the model itself needs in matrix products: a multiply-add is two, causal attention does half of the full
-square, the lookup of the embedding does none. Norms, activations, softmax and rotation do not count, nor does anything that is
+FLOPs are those that the model itself needs in matrix products. A multiply-add is two; causal attention does half of the full
+square; the lookup of the embedding does none. Norms, activations, softmax and rotation do not count, nor does anything that is
 computed a second time to save memory.
 """
 
@@ -28,7 +28,7 @@ def layer_flops(model: ModelConfig) -> tuple[int, ...]:
 
 
 def attention_flops(model: ModelConfig) -> tuple[int, ...]:
-    """The part of `layer_flops` that the scores and values of attention take."""
+    """The part of `layer_flops` that the products q k^T and scores x v take."""
     return _of_layers(model, lambda layer: _attention_flops(model, layer))
 
 
@@ -40,7 +40,7 @@ def output_flops(model: ModelConfig, vocab_size: int) -> int:
 def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
     """Forward and backward FLOPs for one token, averaged over a sequence.
 
-    Backward does two products for each of forward (the gradients of both factors), so the whole is three times forward.
+    Each product of forward has two in backward (the gradients of both factors), so the whole is three times forward.
 
     Args:
         model: shape of the model.
@@ -53,8 +53,8 @@ def flops_per_step(model: ModelConfig, vocab_size: int, num_sequences: int, atte
     """Forward and backward FLOPs of `num_sequences` sequences (over all devices when that is the global batch size).
 
     Args:
-        attended_sequences: where attention stays within documents, as many whole sequences take as much of it: the sum over all
-            documents of (length / sequence length) squared. By default each sequence is one document.
+        attended_sequences: how many whole sequences need as much attention, where tokens attend only within their documents: the
+            sum over all documents of (length / sequence length) squared. By default each sequence is one document.
     """
     whole = flops_per_token(model, vocab_size) * model.seq_length * num_sequences
     if attended_sequences is None:
@@ -70,10 +70,10 @@ def kept_per_token(
     tensor_size: int,
     sequence_parallel: bool,
 ) -> float:
-    """Numbers that one rank keeps for each token of a microbatch between a chunk's input gradient and its weight gradient.
+    """Elements that one rank keeps for each token of a microbatch between a chunk's input gradient and its weight gradient.
 
-    A linear layer keeps its input and the gradient of its output. What is split over the tensor ranks is kept in part; the residual
-    width is so under sequence parallelism, because what is gathered is gathered again.
+    A linear layer keeps its input and the gradient of its output. Of what is split over the tensor ranks it keeps a part; under
+    sequence parallelism also of the residual width, because what is gathered is gathered again.
 
     Args:
         numbers: the chunk's layers.
@@ -103,12 +103,12 @@ def _product_flops(model: ModelConfig, layer: LayerSpec) -> int:
 
 
 def _attention_flops(model: ModelConfig, layer: LayerSpec) -> int:
-    # Two products over the sequence; causal: half of each.
+    # two products over the sequence; causal: half of each
     return 2 * (2 * layer.attention.heads * layer.attention.head_size * model.seq_length) // 2
 
 
 def _of_layers(model: ModelConfig, count: Callable[[LayerSpec], Number]) -> tuple[Number, ...]:
-    """A count for each layer, made once for equal ones."""
+    """A count for each layer; equal layers are counted once."""
     specs = layers(model)
     counts = {layer: count(layer) for layer in alike(specs)}
     return tuple(counts[layer] for layer in specs)

@@ -1,6 +1,6 @@
 """What each layer of the model is. A block builds what its spec says, and whoever reasons about layers reads the specs.
 
-Layers may differ from each other: nobody assumes that one is like another, `alike` says which are.
+Layers may differ from each other: nobody assumes that they are equal, and `alike` says which are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class NormSpec:
 
     kind: Normalization
     epsilon: float
-    """Added to the variance (or mean square)."""
+    """Added to the variance (or mean square) before the root."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class AttentionSpec:
     heads: int
     """Query heads."""
     kv_heads: int
-    """Key-value heads; each serves heads / kv_heads neighbouring query heads."""
+    """Key-value heads; each serves heads / kv_heads consecutive query heads."""
     head_size: int
     rotary: RotarySpec | None
     qkv_bias: bool
     output_bias: bool
     qk_norm: bool
-    """Each query and key head is normalised."""
+    """Whether each query and key head is normalised."""
 
     @property
     def qkv_rows(self) -> int:
-        """Outputs of the projection to queries, keys and values."""
+        """Rows of the projection to queries, keys and values: its output size."""
         return (self.heads + 2 * self.kv_heads) * self.head_size
 
 
@@ -73,7 +73,7 @@ class LayerSpec:
     """A pre-norm layer: norm, attention, residual; norm, MLP, residual."""
 
     norm: NormSpec
-    """Both norms, and those of heads."""
+    """Both norms of the layer, and those of query and key heads."""
     attention: AttentionSpec
     mlp: MLPSpec
 
@@ -99,17 +99,17 @@ def layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def norm_of(model: ModelConfig) -> NormSpec:
-    """Every norm, the final one too."""
+    """The spec of every norm in the model, the final one too."""
     return NormSpec(model.normalization, model.norm_epsilon)
 
 
 def rotated_channels(model: ModelConfig) -> int:
-    """Channels of a head that --rotary-percent has rotated; a rule asks for an even number."""
+    """Channels of a head that are rotated, by --rotary-percent. A rule asks for an even number."""
     return int(model.head_size * model.rotary_percent)
 
 
 def rotary_of(model: ModelConfig) -> RotarySpec | None:
-    """Rotary positions, where the model has them."""
+    """The rotary positions, or None where the model has others."""
     if model.position_embedding_type != "rope":
         return None
     return RotarySpec(
@@ -121,7 +121,7 @@ def rotary_of(model: ModelConfig) -> RotarySpec | None:
 
 
 def alike(kinds: Iterable[Kind]) -> dict[Kind, list[int]]:
-    """Places of equal kinds, as of `layers(model)`, in the order in which each occurs first."""
+    """The indices of equal items, for example of `layers(model)`, in the order in which each kind first occurs."""
     found: dict[Kind, list[int]] = {}
     for place, kind in enumerate(kinds):
         found.setdefault(kind, []).append(place)

@@ -1,8 +1,8 @@
 """A schedule is data: for each stage, a list of operations. A generator makes it, the validator proves it, the simulator times it,
 the executor runs it, the pictures show it.
 
-Messages between stages are not listed: they follow from the operations, because the result of chunk c goes to chunk c + 1 forward
-and to chunk c - 1 backward, wherever these lie.
+Messages between stages are not listed, since they follow from the operations: the result of chunk c goes to chunk c + 1 in forward
+and to chunk c - 1 in backward, wherever these lie.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 
 class OpKind(enum.StrEnum):
-    """What an operation computes. A backward is an input gradient and a weight gradient in one; a schedule may split it."""
+    """What an operation computes. BACKWARD computes input and weight gradients at once; a schedule may split it into two
+    operations."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -31,7 +32,7 @@ class Op(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What an operation of one chunk gives to a neighbouring one: an activation (to the next) or a gradient (to the one before)."""
+    """What an operation gives to a neighbouring chunk: an activation (to the next) or a gradient (to the one before)."""
 
     is_gradient: bool
     chunk: int
@@ -40,7 +41,7 @@ class Message(NamedTuple):
 
 
 class LinkedOp(NamedTuple):
-    """An operation, and the messages before and after it."""
+    """An operation, the message that it needs, and the message that it gives."""
 
     op: Op
     needs: Message | None
@@ -49,7 +50,7 @@ class LinkedOp(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Operations of every stage, in order."""
+    """The operations of every stage, in order."""
 
     name: str
     num_microbatches: int
@@ -58,17 +59,17 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline ranks."""
+        """The number of pipeline stages."""
         return len(self.ops)
 
     @property
     def num_chunks(self) -> int:
-        """Parts of the model."""
+        """The number of chunks of the model."""
         return len(self.stage_of_chunk)
 
     @cached_property
     def linked_ops(self) -> tuple[tuple[LinkedOp, ...], ...]:
-        """The operations with their messages, for what asks for them many times."""
+        """The operations with their messages, computed once."""
         return tuple(tuple(LinkedOp(op, self.needs(op), self.gives(op)) for op in ops) for ops in self.ops)
 
     def needs(self, op: Op) -> Message | None:
@@ -80,7 +81,7 @@ class Schedule:
         return None
 
     def gives(self, op: Op) -> Message | None:
-        """The message that an operation results in, if any."""
+        """The message that an operation sends, if any."""
         if op.kind is OpKind.FORWARD and op.chunk < self.num_chunks - 1:
             return Message(False, op.chunk + 1, op.microbatch)
         if op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD) and op.chunk > 0:
@@ -89,22 +90,23 @@ class Schedule:
 
 
 def loop(num_stages: int, chunks_per_stage: int = 1) -> tuple[int, ...]:
-    """Round and round: chunk c lies on stage c mod p (Narayanan et al. 2021, section 2.2.2)."""
+    """The stage of each chunk, round and round: chunk c lies on stage c mod p (Narayanan et al. 2021, section 2.2.2)."""
     return tuple(range(num_stages)) * chunks_per_stage
 
 
 def v_shape(num_stages: int) -> tuple[int, ...]:
-    """Down and up again: first and last chunk share stage 0 (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory")."""
+    """The stage of each chunk, down and up again: first and last chunk share stage 0 (Qi et al. 2024, "Pipeline Parallelism with
+    Controllable Memory")."""
     return (*range(num_stages), *reversed(range(num_stages)))
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Evaluation: the forwards of a training schedule, in its order (leaving operations out of a valid order keeps it valid)."""
+    """The forwards of a training schedule, for evaluation. (A valid order stays valid when operations are left out.)"""
     ops = tuple(tuple(op for op in stage if op.kind is OpKind.FORWARD) for stage in schedule.ops)
     return replace(schedule, name=f"{schedule.name}, forward only", ops=ops)
 
 
 def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The schedule without the microbatches from `num_microbatches` on: those before wait for none of them."""
+    """The schedule without the microbatches from `num_microbatches` on. Those before never wait for one of them."""
     ops = tuple(tuple(op for op in stage if op.microbatch < num_microbatches) for stage in schedule.ops)
     return replace(schedule, num_microbatches=num_microbatches, ops=ops)

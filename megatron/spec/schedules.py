@@ -1,4 +1,4 @@
-"""All schedules by the names of `--pipeline-schedule`. Flags, rules, advice, benches and tests ask here.
+"""All schedules, by their names in `--pipeline-schedule`. Flags, rules, advice, benches and tests ask here.
 
 A new schedule is a file with its generator and its `ScheduleSpec`, and its name in the list below.
 """
@@ -14,12 +14,12 @@ SCHEDULES: dict[str, ScheduleSpec] = {spec.name: spec for spec in (GPIPE, ONE_F_
 
 
 def default_schedule(several_chunks: bool) -> str:
-    """The name of the schedule where none is asked for, by whether stages hold several chunks."""
+    """The default schedule, which depends on whether stages hold several chunks."""
     return (INTERLEAVED if several_chunks else ONE_F_ONE_B).name
 
 
 def names_that_split_backward() -> list[str]:
-    """The schedules that put weight gradients off."""
+    """Names of the schedules that defer weight gradients."""
     return [spec.name for spec in SCHEDULES.values() if spec.splits_backward]
 
 
@@ -37,7 +37,7 @@ def make_schedule(name: str, num_stages: int, num_microbatches: int, chunks_per_
 
 
 def placement(name: str, num_stages: int, chunks_per_stage: int = 1) -> tuple[int, ...]:
-    """Stage of each chunk under the schedule of this name.
+    """The stage of each chunk under the schedule of this name.
 
     Raises:
         ValueError: the name is unknown, or the schedule cannot have so many chunks a stage.

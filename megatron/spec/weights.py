@@ -1,4 +1,4 @@
-"""The parameters of the model, part by part. The modules are made from these, and all counts are derived from them.
+"""The parameters of the model, part by part. The modules are built from these, and all counts are derived from them.
 
 Shapes: `h` hidden size, `v` vocabulary, `f` width of the MLP.
 """
@@ -18,7 +18,7 @@ WORD_EMBEDDING = "embedding.word.weight"
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: normal with a standard deviation, or a constant."""
+    """Initial values: drawn from a normal distribution with a standard deviation, or a constant."""
 
     std: float = 0.0
     constant: float = 0.0
@@ -26,7 +26,7 @@ class Init:
 
 @dataclass(frozen=True)
 class Weight:
-    """What is true of a parameter whatever the layout."""
+    """What is true of one parameter under every layout."""
 
     name: str
     """Global name; the layer number counts over the whole model."""
@@ -34,25 +34,25 @@ class Weight:
     """Global shape without padding; the last two dimensions of a matrix or table are the matrix."""
     kind: Literal["matrix", "table", "vector"]
     """A matrix multiplies activations: [..., outputs, inputs]. A table's rows are looked up. Vectors (biases, weights of norms) do
-    not decay, and may be several in one."""
+    not decay; several may lie in one tensor."""
     splits: tuple[tuple[int, str], ...] = ()
-    """(dimension, axis) of what the ranks of an axis divide."""
+    """(dimension, axis): the ranks of the axis divide the dimension."""
     init: Init = Init()
     padded_to: int | None = None
-    """The first dimension is padded to a multiple of this x the ranks that divide it; None: it is not padded."""
+    """The first dimension is padded to a multiple of this number x the ranks that divide it. None: no padding."""
     on_own_heads: bool = False
-    """Every tensor rank has it whole and applies it to its own heads only."""
+    """Every tensor rank holds the whole weight and applies it to its own heads only."""
     tied: bool = False
-    """The output layer multiplies with it too."""
+    """Whether the output layer multiplies with it too."""
 
     @property
     def part(self) -> str:
-        """The name, of a layer's parameter without the layer."""
+        """The parameter's name within its layer; the whole name for one outside the layers."""
         return self.name.split(".", 2)[2] if self.name.startswith("layers.") else self.name
 
     @property
     def numel(self) -> int:
-        """Elements, without padding."""
+        """Number of elements, without padding."""
         return math.prod(self.shape)
 
     @property
@@ -62,21 +62,21 @@ class Weight:
 
     @property
     def matrix_dims(self) -> tuple[int, int] | None:
-        """The two dimensions that are the matrix, for optimizers that need one."""
+        """The two dimensions that form the matrix, for optimizers that need one; None for a vector."""
         return (len(self.shape) - 2, len(self.shape) - 1) if self.decay else None
 
     @property
     def fsdp_dim(self) -> int:
-        """Dimension that FSDP splits: rows of a matrix or table."""
+        """The dimension that FSDP splits: the rows of a matrix or table."""
         return len(self.shape) - 2 if self.decay else len(self.shape) - 1
 
     def partial_over_tp(self, sequence_parallel: bool) -> bool:
-        """Whether each tensor rank's gradient is a partial sum: all hold the weight, but each applies it only to its part of the
-        sequence or its own heads."""
+        """Whether a tensor rank's gradient is a partial sum. It is where all ranks hold the weight, but each applies it only to its
+        part of the sequence or its own heads."""
         return not self.splits and (sequence_parallel or self.on_own_heads)
 
     def padded_size(self, ranks: int) -> int | None:
-        """Size of the first dimension over so many ranks with padding, if it is padded."""
+        """The first dimension with padding, if it is padded, when this many ranks divide it."""
         return None if self.padded_to is None else padded_vocab_size(self.shape[0], self.padded_to, ranks)
 
 
@@ -112,12 +112,12 @@ def outside_layers(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
 
 
 def output_matrix(model: ModelConfig, vocab_size: int) -> Weight:
-    """What the output layer multiplies with, [v, h]: a weight of its own or the word embedding."""
+    """The matrix [v, h] of the output layer: a weight of its own, or the word embedding."""
     return vocabulary(WORD_EMBEDDING if model.tied else "output.weight", model, vocab_size, "table" if model.tied else "matrix")
 
 
 def vocabulary(name: str, model: ModelConfig, vocab_size: int, kind: Literal["matrix", "table"]) -> Weight:
-    """A row for each token, [v, h], padded and split over the tensor ranks."""
+    """A weight with one row for each token, [v, h], padded and split over the tensor ranks."""
     return Weight(
         name,
         (vocab_size, model.hidden_size),
@@ -130,7 +130,7 @@ def vocabulary(name: str, model: ModelConfig, vocab_size: int, kind: Literal["ma
 
 
 def layer_weights(model: ModelConfig, layer: LayerSpec, number: int) -> Iterator[Weight]:
-    """The parameters of one layer. Output projections begin with std / sqrt(2 x layers) (GPT-2)."""
+    """The parameters of one layer. Output projections have initial standard deviation std / sqrt(2 x layers) (GPT-2)."""
     name, hidden, attention, mlp = f"layers.{number}", model.hidden_size, layer.attention, layer.mlp
     std = model.init_method_std
     output_std = std / (2 * model.num_layers) ** 0.5
@@ -148,8 +148,8 @@ def layer_weights(model: ModelConfig, layer: LayerSpec, number: int) -> Iterator
 
 
 def column(name: str, inputs: int, outputs: int, *, bias: bool, std: float, halves: int = 1) -> Iterator[Weight]:
-    """A linear layer whose outputs are split: [out, in], or [halves, out, in] for the two halves of a gated MLP, each split by
-    itself, so that a tensor rank's part is one slice of one dimension."""
+    """A column-parallel linear layer, whose outputs are split: [out, in]. For the two halves of a gated MLP it is [halves, out,
+    in], each half split by itself, so that a tensor rank's part is one slice of one dimension."""
     lead = (halves,) if halves > 1 else ()
     splits = ((len(lead), "tp"),)
     yield Weight(f"{name}.weight", (*lead, outputs, inputs), "matrix", splits, Init(std))
@@ -158,14 +158,14 @@ def column(name: str, inputs: int, outputs: int, *, bias: bool, std: float, halv
 
 
 def row(name: str, inputs: int, outputs: int, *, bias: bool, std: float) -> Iterator[Weight]:
-    """A linear layer whose inputs are split: [out, in]. Its bias [out] is whole on every rank."""
+    """A row-parallel linear layer, whose inputs are split: [out, in]. Its bias [out] is whole on every rank."""
     yield Weight(f"{name}.weight", (outputs, inputs), "matrix", ((1, "tp"),), Init(std))
     if bias:
         yield Weight(f"{name}.bias", (outputs,), "vector")
 
 
 def norm(name: str, spec: NormSpec, size: int, *, on_own_heads: bool = False) -> Iterator[Weight]:
-    """A norm over `size` channels; RMSNorm has no bias."""
+    """A norm over `size` channels. RMSNorm has no bias."""
     yield Weight(f"{name}.weight", (size,), "vector", init=Init(constant=1.0), on_own_heads=on_own_heads)
     if spec.kind == "LayerNorm":
         yield Weight(f"{name}.bias", (size,), "vector", on_own_heads=on_own_heads)

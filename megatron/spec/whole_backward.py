@@ -67,9 +67,10 @@ ONE_F_ONE_B = ScheduleSpec(
 def interleaved(num_stages: int, num_microbatches: int, chunks_per_stage: int) -> Schedule:
     """Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2): the bubble of 1F1B divided by the chunks a stage.
 
-    Microbatches go through the chunks of a stage in rounds. The paper's rounds have `num_stages` microbatches each, which must
-    divide. Here what is left over is spread over the rounds, the longer ones first: a round of at least `num_stages` never waits
-    for itself, so the bubble is the paper's for every number of microbatches from `num_stages` on, for some more live activations.
+    Microbatches go through the chunks of a stage in rounds. The paper's rounds have `num_stages` microbatches each, so that number
+    must divide. Here the remainder is spread over the rounds, the longer ones first. A round of at least `num_stages` never waits
+    for itself: so the bubble is the paper's for every number of microbatches from `num_stages` on, at the cost of some more live
+    activations.
     """
     rounds = _rounds(num_stages, num_microbatches)
     depths = range(chunks_per_stage)
@@ -79,7 +80,7 @@ def interleaved(num_stages: int, num_microbatches: int, chunks_per_stage: int) -
     def stage_ops(stage: int) -> tuple[Op, ...]:
         forwards = [Op(OpKind.FORWARD, depth * num_stages + stage, m) for depth, m in down]
         backwards = [Op(OpKind.BACKWARD, depth * num_stages + stage, m) for depth, m in back]
-        # A round through all but the last chunk, and the way from this stage to the last and back.
+        # warm-up: a round through all chunks but the last, and the way from this stage to the last and back
         warmup = min(len(forwards), (chunks_per_stage - 1) * len(rounds[0]) + 2 * (num_stages - stage - 1))
         steady = [op for pair in zip(forwards[warmup:], backwards, strict=False) for op in pair]
         return tuple(forwards[:warmup] + steady + backwards[len(forwards) - warmup :])
@@ -89,7 +90,7 @@ def interleaved(num_stages: int, num_microbatches: int, chunks_per_stage: int) -
 
 
 def _rounds(num_stages: int, num_microbatches: int) -> list[range]:
-    """Runs of microbatches, as many as have room for `num_stages` each; their lengths differ by at most one."""
+    """Consecutive runs of microbatches: as many as have room for `num_stages` each. Their lengths differ by at most one."""
     count = max(1, num_microbatches // num_stages)
     length, longer = divmod(num_microbatches, count)
     starts = [turn * length + min(turn, longer) for turn in range(count + 1)]
@@ -97,7 +98,8 @@ def _rounds(num_stages: int, num_microbatches: int) -> list[range]:
 
 
 def _live_of_interleaved(case: Case) -> tuple[int, ...]:
-    """Warm-up and one more: a round through all chunks but the last, and the way from the stage to the last one and back."""
+    """Live activations: the warm-up (a round through all chunks but the last, the way from the stage to the last one and back) and
+    one."""
     longest_round = len(_rounds(case.p, case.m)[0])
     return tuple(min(case.m * case.v, (case.v - 1) * longest_round + 2 * (case.p - stage - 1) + 1) for stage in range(case.p))
 

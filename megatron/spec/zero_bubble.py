@@ -1,4 +1,4 @@
-"""Zero-bubble schedules: backward in two halves, and weight gradients where a stage would else wait."""
+"""Zero-bubble schedules: backward is split in two, and weight gradients run where a stage would otherwise wait."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron.spec.schedule_spec import Case, Formula, ScheduleSpec
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
     """1F1B with late weight gradients (Qi et al. 2023, section 2.1, "handcrafted schedule ZB-H1").
 
-    A stage defers as many weight gradients as there are stages before it. That fills the memory of 1F1B's first stage (p live
-    activations) on every stage, and lets the drain of the pipeline pass input gradients on without waiting for weight gradients.
+    Each stage defers as many weight gradients as there are stages before it. So every stage keeps as many live activations as the
+    first stage of 1F1B (p), and while the pipeline drains, input gradients pass on without waiting for weight gradients.
     """
 
     def stage_ops(stage: int) -> tuple[Op, ...]:
@@ -21,7 +21,7 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
             if warmup + m < num_microbatches:
                 ops.append(Op(OpKind.FORWARD, stage, warmup + m))
             ops.append(Op(OpKind.INPUT_GRAD, stage, m))
-            # In the drain an input gradient comes only every second turn: weight gradients fill the turns between.
+            # in the drain an input gradient comes only every second turn: weight gradients fill the turns between
             if m >= stage:
                 ops.append(Op(OpKind.WEIGHT_GRAD, stage, next_weight))
                 next_weight += 1
@@ -31,10 +31,10 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def _bubble_of_zb_h1_holds(case: Case) -> bool:
-    """Exact in the simulator, and only then (but for some cases with fewer microbatches than stages).
+    """Whether the formula is exact. Tested with the simulator: exact then, and else only in some cases with m < p.
 
-    In the drain a stage computes its weight gradients between input gradients that come F + I apart: one that is longer than F, or
-    than I, delays the next input gradient.
+    In the drain a stage computes weight gradients between input gradients that come F + I apart. A weight gradient that is longer
+    than F, or than I, delays the next input gradient.
     """
     costs = case.costs
     return case.p == 1 or (costs.weight_grad <= min(costs.forward, costs.input_grad) and case.m >= case.p)
@@ -61,8 +61,9 @@ ZB_H1 = ScheduleSpec(
 def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
     """Two chunks a stage in a V ("ZB-V", Qi et al. 2023, section 6; "V-ZB", Qi et al. 2024).
 
-    At equal costs and at least 2p - 1 microbatches no stage waits between its first and last operation, with the memory of 1F1B's
-    first stage (2p live activations of half a stage each) on every stage. With fewer it is the front of a longer one.
+    At equal costs and at least 2p - 1 microbatches, no stage waits between its first and last operation. Each stage keeps as much
+    as the first stage of 1F1B (2p live activations of half a stage each). With fewer microbatches it is the beginning of a
+    longer one.
     """
     total = max(num_microbatches, 2 * num_stages - 1)
 
@@ -77,14 +78,14 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
                 done[kind, chunk] += 1
 
         forward, input_grad, weight_grad = OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
-        # Until the first microbatch has come back up to this stage.
+        # until the first microbatch has come back up to this stage
         for _ in range(2 * (num_stages - stage) - 1):
             add(down, forward)
-        # Until it has gone from here to the end.
+        # until it has gone from here to the end
         for _ in range(stage):
             add(up, forward)
             add(down, forward)
-        # Until its gradient comes back to the lower chunk.
+        # until its gradient comes back to the lower chunk
         for _ in range(num_stages - stage):
             add(up, forward, input_grad, weight_grad)
         while done[forward, up] < total:
@@ -92,7 +93,7 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
                 add(down, forward)
             add(down, input_grad, weight_grad)
             add(up, forward, input_grad, weight_grad)
-        # Drain: input gradients first, which the others wait for; then with them the deferred weight gradients.
+        # drain: first the input gradients that others wait for, then also the deferred weight gradients
         for _ in range(stage):
             add(down, input_grad)
             add(up, input_grad)

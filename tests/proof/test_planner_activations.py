@@ -152,7 +152,7 @@ def test_all_messages_leave(name: str) -> None:
             for place in range(len(schedule.ops[stage])):
                 mail.before(place)
                 here.append(mail.bytes)
-                mail.behind(place)
+                mail.after(place)
             assert not mail._own
             assert mail._free == mail._buffers > 0
             held.append(here)
