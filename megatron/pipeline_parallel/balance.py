@@ -1,7 +1,7 @@
-"""How many layers each chunk gets, so that the dearest stage is as cheap as can be.
+"""How many layers each chunk gets, so that the dearest stage is as cheap as possible.
 
-Equal layers are dealt out one by one. Unequal ones are cut by dynamic programming, which is exact with one chunk a stage, and with
-several by exchanging layers between chunks until no exchange helps.
+Equal layers are dealt out one by one. Unequal ones are cut by dynamic programming, which is exact with one chunk a stage. With
+several chunks a stage, layers are then exchanged between chunks until no exchange helps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SplitProblem:
     costs: tuple[float, ...]
     """The cost of each layer."""
     fixed_costs: tuple[float, ...]
-    """What each chunk costs whatever its layers."""
+    """The cost of each chunk beside its layers (embedding, loss)."""
     min_layers: tuple[int, ...]
     """The fewest layers of each chunk."""
     max_layers: tuple[int, ...]
@@ -35,21 +35,21 @@ class SplitProblem:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """The number of layers in the model."""
         return len(self.costs)
 
     @property
     def num_chunks(self) -> int:
-        """Parts into which it is cut."""
+        """The number of chunks."""
         return len(self.stage_of_chunk)
 
     @property
     def num_stages(self) -> int:
-        """Pipeline ranks."""
+        """The number of pipeline ranks."""
         return max(self.stage_of_chunk) + 1
 
     def on_stages(self, of_chunks: Iterable[float]) -> list[float]:
-        """Sums over the chunks of each stage."""
+        """Sum values of chunks over the chunks of each stage."""
         sums: list[float] = [0] * self.num_stages
         for stage, value in zip(self.stage_of_chunk, of_chunks, strict=True):
             sums[stage] += value
@@ -119,9 +119,9 @@ def balance(
 
 
 def _deal_out(problem: SplitProblem) -> list[int]:
-    """For equal layers: one after another goes where the load is least with it.
+    """Deal out equal layers one by one, each to where the load with it is least.
 
-    That is the best there is, as loads grow evenly with the number of layers: exchanging two layers cannot help afterwards.
+    That is the best split: loads grow evenly with the number of layers, so exchanging two layers cannot help afterwards.
     """
     places, last = problem.stage_of_chunk, problem.num_chunks - 1
     counts = list(problem.min_layers)
@@ -150,10 +150,10 @@ def _deal_out(problem: SplitProblem) -> list[int]:
 
 
 def _exact_cuts(problem: SplitProblem) -> list[int]:
-    """Layers of each chunk so that the dearest chunk is as cheap as can be and, among such splits, the sum of squares is least.
+    """Layers of each chunk so that the dearest chunk is as cheap as possible and, among such splits, the sum of squares is least.
 
-    Dynamic programming over the number of layers in the first chunks, chunks x layers^2 steps. Chunks are looked at one by one: the
-    split is the best with one a stage.
+    Dynamic programming over the number of layers in the first chunks: chunks x layers^2 steps. It looks at chunks, not stages, so
+    the split is the best one only with one chunk a stage.
     """
     layers, fixed = _whole_costs(problem)
     cost = _between(layers)
@@ -179,13 +179,13 @@ def _exact_cuts(problem: SplitProblem) -> list[int]:
 
 
 def _allowed(problem: SplitProblem, chunk: int) -> npt.NDArray[np.bool_]:
-    """`[start, stop]` whether a chunk may hold the layers start to stop - 1."""
+    """Whether a chunk may hold the layers start to stop - 1: [start, stop]."""
     size = _between(np.ones(problem.num_layers))
     return (problem.min_layers[chunk] <= size) & (size <= problem.max_layers[chunk])
 
 
 def _exchanged(problem: SplitProblem, counts: Sequence[int]) -> list[int]:
-    """The split, improved until no single exchange improves it further.
+    """Improve a split until no single exchange improves it further.
 
     An exchange takes a layer from one chunk and gives one to another; the chunks between keep their sizes and shift by a layer.
     Better means, in this order: a cheaper dearest stage, a smaller sum of squares over the stages, the same two over the chunks.
@@ -213,7 +213,7 @@ def _exchanged(problem: SplitProblem, counts: Sequence[int]) -> list[int]:
 
 
 def _quality(problem: SplitProblem, counts: Sequence[int] | _Ints) -> tuple[float, ...]:
-    """What is compared of two splits, the most important first; less is better."""
+    """The measures by which splits are compared, the most important first; less is better."""
     layers, fixed = _whole_costs(problem)
     loads = _loads(layers, fixed, np.cumsum([0, *counts]))
     stages = _on_stages(problem, loads)
@@ -221,7 +221,7 @@ def _quality(problem: SplitProblem, counts: Sequence[int] | _Ints) -> tuple[floa
 
 
 def _exchanges(problem: SplitProblem, starts: _Ints, step: int) -> tuple[_Ints, _Ints]:
-    """All allowed exchanges that move bounds by a step: pairs of chunks a < b, of which a takes `step` layers and b gives them."""
+    """All allowed exchanges that move bounds by `step`: pairs of chunks a < b; a takes `step` layers and b gives them."""
     counts = np.diff(starts)
     low, high = np.array(problem.min_layers), np.array(problem.max_layers)
     a, b = np.triu_indices(problem.num_chunks, 1)
@@ -231,13 +231,13 @@ def _exchanges(problem: SplitProblem, starts: _Ints, step: int) -> tuple[_Ints, 
 
 
 def _shifts(values: _Array, starts: _Ints, step: int) -> _Array:
-    """Changes of the chunks' sums when bounds move by a step, as [b, chunk] for the bounds 1 to b.
+    """Changes of the chunks' sums when bounds move by `step`: row b, for the bounds 1 to b, has one entry for each chunk.
 
-    So when the bounds a + 1 to b move, row b - row a says what changes. Bound c lies between the chunks c - 1 and c.
+    When only the bounds a + 1 to b move, row b - row a says what changes. Bound c lies between the chunks c - 1 and c.
     """
     bounds = np.arange(1, len(starts) - 1)
     crossing = starts[bounds] if step > 0 else starts[bounds] - 1
-    # A bound at an end has no layer to cross; what stands here is not used, as the exchange would leave a chunk less than no layer.
+    # a bound at an end has no layer to cross; the value here is not used, since the exchange would leave a chunk with -1 layers
     crossed = step * values[np.clip(crossing, 0, len(values) - 1)]
     changes = np.zeros((len(starts) - 1, len(starts) - 1))
     changes[bounds, bounds - 1] = crossed
@@ -246,7 +246,7 @@ def _shifts(values: _Array, starts: _Ints, step: int) -> _Array:
 
 
 def _best_rows(loads: _Array) -> _Ints:
-    """Those of the rows `[row, place]` with the least maximum and, among them, the least sum of squares."""
+    """Indices of the rows [row, place] with the least maximum and, among them, the least sum of squares."""
     highest = loads.max(axis=1)
     rows = np.flatnonzero(highest == highest.min())
     squares = (loads[rows] ** 2).sum(axis=1)
@@ -254,24 +254,24 @@ def _best_rows(loads: _Array) -> _Ints:
 
 
 def _on_stages(problem: SplitProblem, chunks: _Array) -> _Array:
-    """Sums `[..., stage]` of what the chunks have."""
+    """Sums over the chunks of each stage: [..., chunk] to [..., stage]."""
     return chunks @ np.eye(problem.num_stages)[list(problem.stage_of_chunk)]
 
 
 def _loads(layers: _Array, fixed: _Array, starts: _Ints) -> _Array:
-    """`[chunk]` sums."""
+    """Cost of each chunk, [chunk]."""
     return np.diff(_running_sum(layers)[starts]) + fixed
 
 
 def _whole_costs(problem: SplitProblem) -> tuple[_Array, _Array]:
-    """Costs of layers and what is fixed for each chunk, scaled by a power of two and rounded to whole numbers."""
+    """Costs of layers and fixed costs of chunks, scaled by a power of two and rounded to whole numbers."""
     layers, fixed = np.array(problem.costs, dtype=float), np.array(problem.fixed_costs, dtype=float)
     scale = 2.0 ** (_BITS - math.frexp(np.abs(layers).sum() + np.abs(fixed).sum())[1])
     return np.rint(layers * scale), np.rint(fixed * scale)
 
 
 def _between(values: _Array) -> _Array:
-    """`[start, stop]` sums of the values start to stop - 1; nonsense where start > stop."""
+    """Sums of the values start to stop - 1, [start, stop]; meaningless where start > stop."""
     sums = _running_sum(values)
     return sums[None, :] - sums[:, None]
 

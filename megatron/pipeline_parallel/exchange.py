@@ -1,7 +1,7 @@
-"""Who posts which receive when. Pure: it follows from the schedule, which both ends of every channel know.
+"""Who posts which receive when. It follows from the schedule, which both ends of every channel know, so no process is needed.
 
-Between two stages there is one channel for each direction, and both ends follow the sender's order on it, so no message carries a
-header and none can be taken for another.
+Between two stages there is one channel for each direction, and both ends follow the sender's order on it. So no message carries a
+header, and none can be taken for another.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megatron.spec.operations import Message, Schedule
 
 
 class ReceivePlan(NamedTuple):
-    """When one stage posts which receives, and what it then knows of its own messages."""
+    """When one stage posts its receives, and when it knows that messages it sent have arrived."""
 
     before: Sequence[Sequence[tuple[Message, int]]]
     """For each operation, the messages to post before it, each with the stage that it comes from."""
     arrived: Sequence[Sequence[Message]]
-    """For each operation, messages of this stage that have arrived by its end, or may be waited for there."""
+    """For each operation, messages sent by this stage that have arrived by its end, or may be waited for there."""
 
 
 class _Delivery(NamedTuple):
@@ -28,15 +28,15 @@ class _Delivery(NamedTuple):
 
     source: int
     place: int
-    """Which of the operations of that stage gives it."""
+    """Index of the operation, on the source stage, that sends it."""
     message: Message
 
 
 class _Traffic(NamedTuple):
-    """What both plans of a schedule follow from."""
+    """What both plans of a schedule are computed from."""
 
     spans: tuple[tuple[OpSpan, ...], ...]
-    """When each operation runs if all take the same time, in whole numbers: no rounding."""
+    """When each operation runs if all take the same time; whole numbers, so there is no rounding."""
     deliveries: list[list[_Delivery]]
 
     @classmethod
@@ -47,8 +47,8 @@ class _Traffic(NamedTuple):
 def plan_receives(schedule: Schedule, traffic: _Traffic | None = None, *, ahead: int = 2) -> list[ReceivePlan]:
     """Overlap: each stage posts what an operation needs `ahead` operations earlier, so that messages travel while others compute.
 
-    A message moves once both its ends have come to it. Two operations ahead, because the one before may be a short weight gradient;
-    more gained nothing. Within a channel the order is the sender's, so what is needed later but sent earlier is posted on the way.
+    A message moves once both its ends have posted it. `ahead` is two because the operation before may be a short weight gradient;
+    more gained nothing. Within a channel the order is the sender's, so what is sent earlier but needed later is posted on the way.
     """
     spans, deliveries = traffic or _Traffic.of(schedule)
     settled = _arrivals(schedule, spans, deliveries)
@@ -58,7 +58,7 @@ def plan_receives(schedule: Schedule, traffic: _Traffic | None = None, *, ahead:
 def plan_exchanges(schedule: Schedule, traffic: _Traffic | None = None) -> list[ReceivePlan]:
     """Without overlap: between two operations a stage sends what the former gave, receives what is on its way, and waits for all.
 
-    Even if a send ends only when its receive was posted, nothing can lock up. Let every operation take the same time: that gives
+    This cannot deadlock, even if a send ends only when its receive is posted. Let every operation take the same time, which gives
     each a begin and an end. A stage posts a receive before the first of its operations that begins when the sending one has ended.
     So what an exchange waits for depends only on operations with an earlier begin, and by induction every one of them is reached.
     """
@@ -77,9 +77,10 @@ def plan_exchanges(schedule: Schedule, traffic: _Traffic | None = None) -> list[
 
 
 def channels(schedule: Schedule) -> list[tuple[int, int]]:
-    """Every pair (source stage, destination stage) that messages pass between, in an order that is quick to connect in.
+    """Every pair (source stage, destination stage) that messages pass between, in an order in which they connect quickly.
 
-    Neighbours come first, those of even stages before those of odd ones: no stage waits for a long chain of others.
+    Neighbours come first, and among them those of even stages before those of odd ones: so no stage waits for a long chain of
+    others.
     """
     found = {(source, stage) for stage, deliveries in enumerate(_deliveries(schedule)) for source, _, _ in deliveries}
     return sorted(found, key=lambda ends: (abs(ends[0] - ends[1]) > 1, min(ends) % 2, ends))
@@ -88,8 +89,9 @@ def channels(schedule: Schedule) -> list[tuple[int, int]]:
 def proved_plans(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
     """The plans of `plan_receives` and `plan_exchanges`, with a proof of both.
 
-    Every channel's ends follow one order. And the exchanges cannot lock up: they run on paper, where neither end of a message goes
-    on before the other has come to it.
+    The proof: both ends of every channel follow one order, and the exchanges cannot deadlock. For the latter they are simulated
+    with
+    messages whose neither end goes on before the other has come to it.
 
     Raises:
         ValueError: stages wait for each other, or the ends of a channel do not agree on the order.
@@ -127,7 +129,7 @@ def _check_exchanges(schedule: Schedule, plans: list[ReceivePlan]) -> None:
 
 
 def _deliveries(schedule: Schedule) -> list[list[_Delivery]]:
-    """All that each stage receives from others: by source, in its order."""
+    """All messages that each stage receives from others: by source, each source's in the order in which it sends them."""
     found: list[list[_Delivery]] = [[] for _ in schedule.ops]
     stage_of_chunk = schedule.stage_of_chunk
     for source, ops in enumerate(schedule.linked_ops):
@@ -163,15 +165,15 @@ def _arrivals(
 ) -> list[list[list[Message]]]:
     """For each operation of each stage, the messages of that stage that may be settled after it, each at most once.
 
-    A stage sends a message after it took all that its operations so far needed: hearing from it proves that this arrived. Where no
-    answer comes soon (forwards alone, GPipe) a message is waited for some time after it was used, so that not all of them pile up
-    on a stage that is quicker than the next. That locks nothing up: let every operation take the same time; then what used the
-    message ended before the operation began after which it is settled, and cannot wait for it.
+    A stage sends a message after it took all that its operations so far needed: so a message from it proves that what it had to
+    receive before has arrived. Where no such answer comes soon (forwards alone, GPipe), a message is waited for some time after its
+    use. Otherwise messages would pile up on a stage that is quicker than the next. This cannot deadlock: let every operation take
+    the same time. Then the operation that used the message ended before the one began after which it is settled.
     """
     begins = [[span.start for span in row] for row in spans]
     patience = 2.0 * schedule.num_stages
     user = {linked.needs: (stage, place) for stage, ops in enumerate(schedule.linked_ops) for place, linked in enumerate(ops)}
-    # For each (stage, peer), in the peer's order: the place there of what gives a message, the place here of what needs it.
+    # for each (stage, peer), in the peer's order: (index of the peer's operation that gives a message, index of ours that needs it)
     answers: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for stage, arriving in enumerate(deliveries):
         for peer, place, message in arriving:
@@ -190,7 +192,7 @@ def _arrivals(
 
 
 def _exchanges(schedule: Schedule, stage: int, plan: ReceivePlan) -> Iterator[list[Message]]:
-    """What a stage has to exchange before each operation, and after the last."""
+    """The messages that a stage exchanges before each operation, and after the last."""
     given: list[Message] = []
     for (_, _, gives), due in zip(schedule.linked_ops[stage], plan.before, strict=True):
         yield [message for message, _ in due] + given

@@ -1,7 +1,7 @@
 """Runs any schedule: one loop over this stage's operations.
 
-Backward starts from the gradient edge of a chunk's output, so the output itself is dropped once it is sent and its memory is freed
-without touching its storage.
+Backward starts from the gradient edge of a chunk's output, not from the output. So the output can be dropped once it is sent, which
+frees its memory.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from megatron.pipeline_parallel.validate import validate
 from megatron.spec.operations import Message, Op, OpKind, Schedule
 
 ForwardFunction = Callable[[int, int, Tensors], Tensors]
-"""(chunk, microbatch, what the chunk before gave) to what it gives; the last chunk gives one scalar, the root of backward."""
+"""Takes (chunk, microbatch, output of the chunk before) and returns the chunk's output; the last chunk returns the scalar loss."""
 
 
 class Recorder(Protocol):
-    """Is told when each operation computes."""
+    """Is called when each operation begins and ends computing."""
 
     def begin(self, op: Op) -> None:
-        """What the operation needs is here."""
+        """The operation's inputs have arrived."""
 
     def end(self, op: Op) -> None:
-        """It has computed; what it gives is not sent yet."""
+        """The operation has computed; its result is not sent yet."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """An operation, and the messages around it."""
+    """An operation, and the messages before and after it."""
 
     op: Op
     posts: tuple[tuple[Message, int], ...]
@@ -48,12 +48,12 @@ class Step:
 
 @dataclass
 class _InFlight:
-    """What lives between the forward and the last backward operation of one microbatch in one chunk."""
+    """What is kept between the forward and the last backward operation of one microbatch in one chunk."""
 
     inputs: Tensors
     edges: dict[str, GradientEdge]
     gradients: Tensors = field(default_factory=dict)
-    """Received for the outputs; a deferred weight gradient may read them."""
+    """Gradients received for the outputs; a deferred weight gradient may read them."""
     deferred: Deferred = field(default_factory=Deferred)
 
 
@@ -61,9 +61,9 @@ class Executor:
     """Executes this rank's part of schedules.
 
     Args:
-        boundary: what travels between chunks.
+        boundary: the tensors that travel between chunks.
         overlap: let messages travel while operations compute; without, wait for each exchange (the same results, bit for bit).
-        before_backward: told of the chunk before each of its backwards.
+        before_backward: called with the chunk before each of its backwards.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class Executor:
         self._messenger = Messenger(context, boundary)
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._prepared: dict[int, list[Step]] = {}
-        self._checked: list[Schedule] = []  # kept, so that no other schedule takes the identity of one of them
+        self._checked: list[Schedule] = []  # kept, so that no other schedule gets the id() of one of them
         self.recorder: Recorder | None = None
-        """Told of every operation of a training step, if there is one."""
+        """Called for every operation of a training step, if set."""
         self._deferred_bytes = 0
         self.peak_deferred_bytes = 0
-        """The most that deferred weight gradients have kept at once: inputs and output gradients of linear layers."""
+        """The most bytes that deferred weight gradients have kept at once: inputs and output gradients of linear layers."""
 
     def run(self, schedule: Schedule, forward: ForwardFunction) -> None:
-        """Run one step. Gradients go where the parameters' sinks say; a forward-only schedule keeps nothing."""
+        """Run one step. Gradients go where the parameters' sinks say. A forward-only schedule keeps nothing."""
         steps = self.prepare(schedule)
         training = any(step.op.kind is not OpKind.FORWARD for step in steps)
         recorder, messenger = self.recorder if training else None, self._messenger
@@ -110,7 +110,7 @@ class Executor:
                 recorder.end(step.op)
             if step.gives is not None:
                 messenger.send(step.gives, step.destination, given)
-            # Only now: what is given may lie in a buffer that was received.
+            # only now: the result may lie in a buffer that was received
             if not training:
                 messenger.recycle(received)
             elif step.op.kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
@@ -122,7 +122,7 @@ class Executor:
         assert not self._in_flight, "activations left over"
 
     def prepare(self, schedule: Schedule) -> list[Step]:
-        """What this stage does, after the schedule was proved valid. Work is done once for each schedule, by all stages together.
+        """The steps of this stage, after a proof that the schedule is valid. The proof is made once, by all stages together.
 
         Raises:
             ValueError: the schedule is incomplete or would deadlock.
@@ -167,7 +167,7 @@ class Executor:
         state.edges.clear()
         given = {}
         for name, tensor in state.inputs.items():
-            if tensor.requires_grad:  # a chunk that does not use what it gets gives it no gradient
+            if tensor.requires_grad:  # a chunk that does not use its input gives it no gradient
                 given[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             tensor.grad = None
         return given

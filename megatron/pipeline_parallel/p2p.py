@@ -1,8 +1,8 @@
-"""Messages between pipeline stages: receives posted early, sends that do not block, shapes agreed once.
+"""Messages between pipeline stages: receives are posted early, sends do not block, shapes are agreed once.
 
-What travels is a named set of tensors (`Boundary`), the same for every microbatch. Which message is received when is planned in
-`exchange`. Messages are not batched: a batch would make an activation that is ready wait for a gradient that is not. Each direction
-has a communicator of its own (see `ParallelContext.pipeline_channel`), so a send never waits behind a receive.
+A message is a named set of tensors (`Boundary`), the same for every microbatch. `exchange` plans which message is received when.
+Messages are not batched: a batch would make an activation that is ready wait for a gradient that is not. Each direction has a
+communicator of its own (see `ParallelContext.pipeline_channel`), so a send never waits for a receive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Messenger:
-    """This rank's mail. Buffers of received messages are allocated once and used again."""
+    """Sends and receives this rank's messages. Buffers of received messages are allocated once and reused."""
 
     def __init__(self, context: ParallelContext, boundary: Boundary) -> None:
         self._context, self._boundary = context, boundary
@@ -43,10 +43,11 @@ class Messenger:
         self._connected: set[tuple[int, int]] = set()
 
     def connect(self, channels: Iterable[tuple[int, int]]) -> None:
-        """Send one element through every channel (source, destination) of this rank that is new.
+        """Send one element through every new channel (source, destination) of this rank.
 
-        A communicator made at its first use waits for its other end (NCCL's does). All ranks go through the same list in the same
-        order, so that nobody waits in a circle; in the order of first use, schedules in which messages go round could.
+        NCCL makes a communicator at its first use, and waits there for the other end. All ranks go through the same list in the
+        same
+        order, so no ranks wait in a circle. In the order of first use they could, in schedules in which messages go round.
         """
         for source, destination in channels:
             if self._stage in (source, destination) and (source, destination) not in self._connected:
@@ -69,7 +70,7 @@ class Messenger:
         self._arriving[message] = (buffers, works)
 
     def receive(self, message: Message) -> Tensors:
-        """Wait for a posted message (or one delivered on this rank)."""
+        """Wait for a message that was posted, or that a chunk on this rank sent."""
         buffers, works = self._arriving.pop(message)
         for work in works:
             work.wait()
@@ -90,13 +91,13 @@ class Messenger:
             )
             works.append(_started(dist.isend(tensor, channel.ranks[destination], group=channel.process_group)))
         self._leaving[message] = (tensors, works)
-        for older in list(self._leaving):  # gloo does not know before it is asked to wait: see `settle`
+        for older in list(self._leaving):  # gloo does not know it before it is asked to wait: see `settle`
             if not all(work.is_completed() for work in self._leaving[older][1]):
                 break
             del self._leaving[older]
 
     def wait(self) -> None:
-        """Wait until everything posted is here and everything sent has left."""
+        """Wait until everything posted has arrived and everything sent has left."""
         for _, works in self._arriving.values():
             while works:
                 works.pop().wait()
@@ -104,13 +105,14 @@ class Messenger:
             self.settle(message)
 
     def settle(self, message: Message) -> None:
-        """Let go of a sent message that must have arrived."""
+        """Free a sent message that must have arrived."""
         _tensors, works = self._leaving.pop(message, ({}, []))
         for work in works:
             work.wait()
 
     def recycle(self, buffers: Tensors) -> None:
-        """Take back the buffers of a received message that nothing reads any more. What came from this rank itself is not ours."""
+        """Take back the buffers of a received message that nothing reads any more. Tensors that were sent on this rank are left
+        alone."""
         for name, buffer in buffers.items():
             if _memory(buffer) in self._own:
                 self._free[name].append(buffer.detach())
@@ -129,7 +131,7 @@ class Messenger:
         return buffer
 
     def _apart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor for sending; a copy if a chunk passes on a buffer of ours, which may be filled again before this has left."""
+        """The tensor to send. A copy if a chunk passes on one of our buffers, which may be filled again before this has left."""
         if _memory(tensor) in self._own:
             return tensor.clone(memory_format=torch.contiguous_format)
         return tensor.contiguous()

@@ -1,4 +1,4 @@
-"""Layers to chunks and stages. One function makes the table, and everybody reads it; layers are never floor-divided away."""
+"""Which layers belong to which chunk and stage. One function makes the table that everybody reads."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from megatron.spec.schedules import placement
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of consecutive layers that one rank computes as a whole."""
+    """Consecutive layers that one rank computes in one operation."""
 
     index: int
     num_chunks: int
     stage: int
-    """Position on the pipeline axis of the rank that holds it."""
+    """The pipeline rank that holds it."""
     layers: range
 
     @property
     def first(self) -> bool:
-        """Whether the embedding belongs to it."""
+        """Whether it holds the embedding."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
-        """Whether the output layer and the loss belong to it."""
+        """Whether it holds the output layer and computes the loss."""
         return self.index == self.num_chunks - 1
 
 
@@ -81,9 +81,9 @@ def layer_table(
 ) -> list[Chunk]:
     """Chunks in the order of the depth, split by cost (see `balance`) or as a layout says.
 
-    Each chunk holds at least one layer, but the first where the embedding costs something and the last where the loss does, as that
-    is work enough, and what a layout leaves empty. At equal costs the sizes of stages, and of the chunks of a stage, differ by at
-    most one layer, and the longer ones are those without embedding and loss.
+    Each chunk holds at least one layer, with three exceptions: the first chunk where the embedding costs something, the last where
+    the loss does, and what a layout leaves empty. At equal costs, the sizes of stages, and of the chunks of a stage, differ by at
+    most one layer; the longer ones are those without embedding and loss.
 
     Args:
         num_layers: Layers of the model.
@@ -92,8 +92,8 @@ def layer_table(
         embedding_cost: Time of the embedding, in the same unit.
         loss_cost: Time of the output layer and the loss.
         first_stage_layers: Layers of stage 0, the same number in each of its chunks; by default by cost.
-        last_stage_layers: Layers of the last stage, likewise. (In a V the loss lies on stage 0 all the same.)
-        layout: Every chunk by hand; costs and sizes are not looked at then.
+        last_stage_layers: The same for the last stage. (In a V the loss lies on stage 0 all the same.)
+        layout: The layers of every chunk, given by hand; costs and sizes are then ignored.
 
     Raises:
         ValueError: too few layers for the chunks, sizes that leave no split, a layout with other counts.
@@ -116,7 +116,7 @@ def layer_table(
             max_layers=most,
         )
     stops = list(accumulate(counts))
-    # Whatever is done above, a table that loses or doubles a layer goes no further.
+    # a last check, whatever is done above: no table may lose or double a layer
     if len(counts) != len(places) or min(counts) < 0 or stops[-1] != num_layers:
         raise RuntimeError(f"the layer table is wrong: chunks of {counts} layers on stages {places} for {num_layers} layers")
     return [
@@ -126,7 +126,7 @@ def layer_table(
 
 
 def format_layer_table(chunks: list[Chunk]) -> list[str]:
-    """The table as lines of text: one a stage, its chunks side by side in the order of the depth."""
+    """The table as lines of text: one for each stage, with its chunks side by side in the order of the depth."""
     stages = [[_format_chunk(chunk) for chunk in chunks if chunk.stage == stage] for stage in sorted({c.stage for c in chunks})]
     widths = [max(map(len, column)) for column in zip_longest(*stages, fillvalue="")]
     lines = [" | ".join(text.ljust(width) for text, width in zip(texts, widths, strict=False)) for texts in stages]
@@ -168,7 +168,7 @@ def _least_layers(num_layers: int, places: tuple[int, ...], embedding_counts: bo
 def _with_given_sizes(
     num_layers: int, places: tuple[int, ...], least: list[int], first: int | None, last: int | None
 ) -> tuple[list[int], list[int]]:
-    """At least and at most so many layers in each chunk, when the first and the last stage hold what is given."""
+    """The least and the most layers of each chunk, when the sizes of the first and the last stage are given."""
     low, high = list(least), [num_layers] * len(places)
     given: dict[int, int] = {}
     for what, stage, size in (("first", 0, first), ("last", max(places), last)):
@@ -198,7 +198,7 @@ _WORTH_SAYING = 0.03  # of the slowest stage's time; FLOPs foretell it no better
 
 
 def stage_costs(chunks: Sequence[Chunk], layer_costs: Sequence[float], embedding_cost: float, loss_cost: float) -> list[float]:
-    """What one microbatch costs on each stage, all its chunks together, in the unit of the costs."""
+    """The cost of one microbatch on each stage, all its chunks together, in the unit of the costs."""
     costs: list[float] = [0] * (max(chunk.stage for chunk in chunks) + 1)
     for chunk in chunks:
         costs[chunk.stage] += sum(layer_costs[layer] for layer in chunk.layers)
@@ -207,7 +207,7 @@ def stage_costs(chunks: Sequence[Chunk], layer_costs: Sequence[float], embedding
 
 
 def imbalance(chunks: Sequence[Chunk], layer_costs: Sequence[float], embedding_cost: float, loss_cost: float) -> float:
-    """Cost of the dearest stage over the mean: 1 is perfect; at the number of stages one does all the work."""
+    """Cost of the dearest stage over the mean of all: 1 is perfect; at the number of stages, one stage does all the work."""
     costs = stage_costs(chunks, layer_costs, embedding_cost, loss_cost)
     return max(costs) * len(costs) / sum(costs)
 
@@ -215,7 +215,7 @@ def imbalance(chunks: Sequence[Chunk], layer_costs: Sequence[float], embedding_c
 def split_advice(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> str | None:
     """A line on what `--pipeline-split balanced` would gain, or None where that is little or sizes are given by hand.
 
-    It is an estimate: costs are FLOPs (`megatron.spec.counts`), which leave out what memory traffic takes.
+    It is an estimate: costs are FLOPs (`megatron.spec.counts`), which leave out the time of memory traffic.
     """
     by_hand = (
         parallel.pipeline_model_parallel_layout,
@@ -226,7 +226,7 @@ def split_advice(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) 
         return None
     table = table_of(model, parallel, vocab_size)
     layers, loss = layer_flops(model), output_flops(model, vocab_size)
-    if model.num_layers < len(table) - 1:  # a split by cost leaves only the last chunk without a layer
+    if model.num_layers < len(table) - 1:  # a split by cost may leave only the last chunk without a layer
         return None
     balanced = layer_table(model.num_layers, [chunk.stage for chunk in table], layer_costs=layers, loss_cost=loss)
     now, then = (stage_costs(chunks, layers, 0, loss) for chunks in (table, balanced))
@@ -241,7 +241,7 @@ def split_advice(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) 
 
 
 def _asking(parallel: ParallelConfig, num_chunks: int) -> str:
-    """How to ask for a balanced split of as many chunks: the flag, what goes with it and what it takes the place of."""
+    """How to ask for a balanced split into this many chunks: the flag, those that go with it, those that it replaces."""
     flags, instead = ["--pipeline-split balanced"], []
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {num_chunks // parallel.pipeline_model_parallel_size}")

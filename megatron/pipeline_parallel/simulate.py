@@ -1,4 +1,4 @@
-"""An order in which all operations of a schedule can run, and its timeline when each takes as long as it is said to."""
+"""An order in which all operations of a schedule can run, and its timeline for given durations of the operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.spec.schedule_spec import Costs
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, LinkedOp]]:
-    """Every operation with its stage, once what it needs was given; each stage goes on as far as it can.
+    """Yield every operation with its stage, in an order in which each comes after what it needs. A stage goes on as far as it can.
 
     Raises:
         ValueError: the stages wait for each other.
@@ -44,7 +44,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, LinkedOp]]:
 
 
 EQUAL = Costs()
-"""Each kind of operation takes as long as any other, and messages take no time."""
+"""All kinds of operation take equally long, and messages take no time."""
 
 
 class OpSpan(NamedTuple):
@@ -57,35 +57,35 @@ class OpSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ran when on every stage: simulated, or measured in a run."""
+    """When every operation ran on every stage, simulated or measured."""
 
     name: str
     spans: tuple[tuple[OpSpan, ...], ...]
-    """For each stage, in order."""
+    """For each stage, its operations in order."""
 
     @property
     def start(self) -> float:
-        """Begin of the first operation."""
+        """When the first operation begins."""
         return min((spans[0].start for spans in self.spans if spans), default=0.0)
 
     @property
     def end(self) -> float:
-        """End of the last operation."""
+        """When the last operation ends."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     @property
     def step_time(self) -> float:
-        """From the first operation's begin to the last one's end, over all stages."""
+        """Time from the first begin to the last end, over all stages."""
         return self.end - self.start
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For each stage, the time in operations."""
+        """For each stage, the time in which it computes."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble_share(self) -> float:
-        """The part of all stages' time in which they wait."""
+        """The share of all stages' time in which they wait."""
         whole = self.step_time * len(self.spans)
         return 1.0 - sum(self.busy) / whole if whole else 0.0
 
@@ -98,10 +98,10 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs | Callable[[Op], float] = EQUAL, *, p2p: float | None = None) -> Timeline:
-    """Run a schedule on paper: an operation begins when its stage is free and what it needs has arrived.
+    """Simulate a schedule: an operation begins when its stage is free and its input has arrived.
 
     Args:
-        costs: of each kind of operation, or a function that gives the duration of each single one.
+        costs: durations by kind of operation, or a function that gives the duration of each single one.
         p2p: the time of a message where `costs` is a function (else it is part of the costs).
 
     Raises:

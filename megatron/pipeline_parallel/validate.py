@@ -1,4 +1,4 @@
-"""Proves that a schedule is complete and cannot deadlock, and counts what it keeps alive. Needs no process."""
+"""Proves that a schedule is complete and cannot deadlock, and counts the activations that it keeps. Needs no processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron.spec.operations import Op, OpKind, Schedule
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """What the proof found."""
+    """The results of the proof."""
 
     peak_live_activations: tuple[int, ...]
-    """For each stage, the most microbatch activations (of one chunk each) alive at once; one lives until its weight gradient."""
+    """For each stage, the most microbatch activations (of one chunk each) kept at once. Each is kept until its weight gradient."""
     receives: list[ReceivePlan]
     """Each stage's plan with overlap."""
     exchanges: list[ReceivePlan]
@@ -25,7 +25,7 @@ class ScheduleReport:
 
 
 def validate(schedule: Schedule) -> ScheduleReport:
-    """Walk all stages at once, each as far as its messages allow; then the same with sends and receives that wait for each other.
+    """Walk all stages at once, each as far as its messages allow; then again with sends and receives that wait for each other.
 
     Raises:
         ValueError: an operation is missing, doubled or on the wrong stage; a backward stands before its forward, a weight gradient
@@ -40,7 +40,7 @@ def validate(schedule: Schedule) -> ScheduleReport:
 
 
 def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage, the most microbatch activations (of one chunk each) alive at once; one lives until its weight gradient."""
+    """For each stage, the most microbatch activations (of one chunk each) kept at once. Each is kept until its weight gradient."""
     peaks = []
     for ops in schedule.ops:
         live = ((op.kind is OpKind.FORWARD) - (op.kind is OpKind.BACKWARD or op.kind is OpKind.WEIGHT_GRAD) for op in ops)
@@ -78,7 +78,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def peak_kept(schedule: Schedule, kept: Sequence[float]) -> tuple[float, ...]:
-    """For each stage, the most that is kept at once, where a microbatch keeps `kept[chunk]` between its two gradients."""
+    """For each stage, the most that is kept at once between the two gradients, if a microbatch keeps `kept[chunk]`."""
     peaks = []
     for ops in schedule.ops:
         held = peak = 0.0

@@ -30,34 +30,34 @@ if TYPE_CHECKING:
 # Inches.
 _NARROWEST, _WIDEST = 9.0, 50.0
 _BESIDE = 1.0
-"""Stage names and margins."""
+"""Width at both sides, for stage names and margins."""
 _ROW = 0.3
 _AROUND = 0.75
-"""Title and time axis of a panel."""
+"""Height around a panel, for its title and time axis."""
 _LEGEND = 0.45
 _LEGEND_ENTRY = 1.6
 
 _POINTS = 72
-"""In an inch."""
+"""Points in an inch."""
 _DIGIT = 0.64
-"""Width of a digit in DejaVu Sans, in font sizes."""
+"""Width of a digit in DejaVu Sans, as a share of the font size."""
 _SIZES = (8.0, 7.0, 6.0, 5.0, 4.0)
-"""Sizes of the numbers in boxes, in points: the largest that fits is taken; a box that is too narrow for the last has none."""
+"""Font sizes, in points, of the numbers on operations: the largest that fits is taken. A box too narrow for any has none."""
 _AIM = 6.0
-"""The size that a figure is made wide enough for."""
+"""The font size, in points, for which a figure is made wide enough."""
 _AROUND_NUMBER = 1.0
 _BOX = 0.86
-"""Height, of a row."""
+"""Height of an operation, as a share of its row."""
 _EDGE = 0.6
-"""The width of a box's edge, in points; thinner where the box is narrow."""
+"""Width of an operation's edge, in points; less where the operation is narrow."""
 _DOTS_AN_INCH = 150
 
 
 def require_matplotlib() -> None:
-    """Say what to do if it is missing.
+    """Check that matplotlib is there.
 
     Raises:
-        ModuleNotFoundError: it is.
+        ModuleNotFoundError: it is missing. The message says what to do.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
@@ -67,7 +67,7 @@ def require_matplotlib() -> None:
 
 
 def write_figure(panels: Sequence[Panel], path: Path) -> None:
-    """Write the panels, one above the other on one time axis, as SVG or PNG, which the suffix says.
+    """Write the panels, one above the other on one time axis, as SVG or PNG by the suffix of the path.
 
     The same panels give the same file, byte for byte, with the same matplotlib.
 
@@ -81,7 +81,7 @@ def write_figure(panels: Sequence[Panel], path: Path) -> None:
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # whatever a matplotlibrc of the user says
-        # Text stays text: small files, and words that can be searched.
+        # text stays text: small files, and words that can be searched
         matplotlib.rcParams.update({"svg.hashsalt": "megatron", "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]})
         is_svg = path.suffix.lower() == ".svg"
         no_versions = {"Date": None, "Creator": None} if is_svg else {"Software": None}
@@ -93,7 +93,7 @@ def _draw(panels: Sequence[Panel]) -> Figure:
     from matplotlib.ticker import MultipleLocator
 
     drawing = look_at(panels)
-    # Wide enough for the numbers of nearly all operations.
+    # wide enough for the numbers of nearly all operations
     box = (len(str(drawing.largest_microbatch)) * _DIGIT * _AIM + _AROUND_NUMBER) / _POINTS
     across = drawing.step_time / duration_at(panels, 0.1) * box
     width = min(max(_NARROWEST, _BESIDE + across), _WIDEST)
@@ -133,7 +133,7 @@ def _draw_panel(axes: Axes, panel: Panel, points_per_ms: float) -> None:
 def _draw_boxes(
     axes: Axes, kind: OpKind, depth: int, placed: Sequence[tuple[int, OpSpan]], start: float, points_per_ms: float
 ) -> None:
-    """All operations of one kind on first (second, ...) chunks."""
+    """Draw all operations of one kind on the first (second, ...) chunks of their stages."""
     from matplotlib.collections import PolyCollection
 
     background = colour_of(kind, depth)
@@ -153,7 +153,7 @@ def _draw_boxes(
 
 
 def _add_legend(figure: Figure, drawing: Drawing, width: float) -> None:
-    """Below all panels: a colour for each kind, and the shades for the chunks of a stage."""
+    """Add the legend below all panels: a colour for each kind, and the shades for the chunks of a stage."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 

@@ -1,4 +1,4 @@
-"""Pictures as files: the suffix says which kind. Among them Chrome's trace event format (JSON), for ui.perfetto.dev."""
+"""Writes pictures to files; the suffix says in which format. One is Chrome's trace event format (JSON), for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _COLOURS = {
     OpKind.WEIGHT_GRAD: "grey",
 }
 _MICROSECONDS = 1000.0
-"""In a millisecond."""
+"""Microseconds in a millisecond."""
 
 
 def chrome_trace(panels: Sequence[Panel]) -> dict[str, Any]:
-    """The trace: a process for each panel, a thread for each stage, an event for each operation; every panel begins at 0."""
+    """A Chrome trace: a process for each panel, a thread for each stage, an event for each operation. Every panel begins at 0."""
     return {"displayTimeUnit": "ms", "traceEvents": [event for pid, panel in enumerate(panels, 1) for event in _events(pid, panel)]}
 
 
@@ -75,11 +75,11 @@ WRITERS: dict[str, Callable[[Sequence[Panel], Path], None]] = {
     ".json": write_trace,
     ".txt": _write_text,
 }
-"""By the suffix of the file."""
+"""The function that writes a picture, by the suffix of the file."""
 
 
 def check_output(path: Path) -> None:
-    """Whether a picture can be written there; ask before the work that it shows.
+    """Check that a picture can be written there, before the work that it shows.
 
     Raises:
         ValueError: the suffix stands for no kind of picture, or there is no such folder.
@@ -96,10 +96,10 @@ def check_output(path: Path) -> None:
 
 
 def write_picture(panels: Sequence[Panel], path: Path) -> None:
-    """Write the panels in the form that the suffix says: .svg and .png a figure, .json a Chrome trace, .txt text of 200 columns.
+    """Write the panels in the format that the suffix says: .svg and .png a figure, .json a Chrome trace, .txt text of 200 columns.
 
     Raises:
-        ValueError, ModuleNotFoundError: as `check_output` says; or nothing in the panels takes any time.
+        ValueError, ModuleNotFoundError: as in `check_output`; or nothing in the panels takes any time.
         OSError: the file cannot be written.
     """
     check_output(path)

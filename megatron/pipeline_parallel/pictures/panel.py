@@ -15,7 +15,7 @@ KIND_NAMES = {
     OpKind.INPUT_GRAD: "input gradient",
     OpKind.WEIGHT_GRAD: "weight gradient",
 }
-"""In words, for legends."""
+"""Kinds of operation in words, for legends."""
 
 
 class Panel(NamedTuple):
@@ -23,7 +23,7 @@ class Panel(NamedTuple):
 
     title: str
     timeline: Timeline
-    """In milliseconds."""
+    """Its times are milliseconds."""
 
     @property
     def caption(self) -> str:
@@ -33,12 +33,12 @@ class Panel(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """What all panels of a picture have in common."""
+    """What all panels of a picture share."""
 
     step_time: float
-    """The longest panel's, in milliseconds: the length of the time axis."""
+    """Step time of the longest panel, in milliseconds: the length of the time axis."""
     kinds: tuple[OpKind, ...]
-    """Those that occur."""
+    """The kinds of operation that occur."""
     num_depths: int
     """The most chunks on one stage."""
     largest_microbatch: int
@@ -60,13 +60,13 @@ def look_at(panels: Sequence[Panel]) -> Drawing:
 
 
 def depth_of_chunk(timeline: Timeline) -> list[dict[int, int]]:
-    """For each stage, which of its chunks a chunk is: 0 for the first in the order of the model, 1 for the second, ..."""
+    """For each stage, the place of each of its chunks: 0 for the first in the order of the model, 1 for the second, ..."""
     chunks = [sorted({span.op.chunk for span in spans}) for spans in timeline.spans]
     return [{chunk: depth for depth, chunk in enumerate(of_stage)} for of_stage in chunks]
 
 
 def duration_at(panels: Sequence[Panel], share: float) -> float:
-    """A duration that this share of the operations fall below: 0.1 finds the short ones and leaves outliers aside."""
+    """The duration below which this share of the operations lies: 0.1 finds the short ones and leaves outliers aside."""
     durations = sorted(span.end - span.start for panel in panels for spans in panel.timeline.spans for span in spans)
     durations = [duration for duration in durations if duration > 0]
     return durations[int(share * (len(durations) - 1))]
@@ -79,12 +79,12 @@ def tick_step(least: float) -> float:
 
 
 def milliseconds(duration: float) -> str:
-    """With its unit, and as many digits as a reader can use."""
+    """A duration with its unit, and as many digits as a reader can use."""
     return f"{number(duration)} ms"
 
 
 def number(value: float) -> str:
-    """Four digits, or all before the point."""
+    """A number with four digits, or with all before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -99,7 +99,7 @@ _COLOURS = {
 _SHADES = (0.0, 0.5, -0.4, 0.75)
 """The share of white, or if negative of black, for the first, second, ... chunk of a stage. Neighbours differ most."""
 NUM_SHADES = len(_SHADES)
-"""The fifth chunk of a stage looks as the first again."""
+"""The number of shades; the fifth chunk of a stage looks like the first."""
 
 ANSI_RESET = "\x1b[0m"
 _CUBE = (0, 95, 135, 175, 215, 255)
@@ -115,7 +115,7 @@ class Colour(NamedTuple):
 
     @property
     def hex(self) -> str:
-        """As in SVG."""
+        """The colour as SVG writes it."""
         return "#{:02x}{:02x}{:02x}".format(*self)
 
     @property
@@ -125,7 +125,7 @@ class Colour(NamedTuple):
 
     @property
     def ansi(self) -> str:
-        """What switches a terminal to text on this colour."""
+        """The escape code that switches a terminal to text on this colour."""
         red, green, blue = map(_nearest_in_cube, self)
         return f"\x1b[{97 if self.is_dark else 30};48;5;{16 + 36 * red + 6 * green + blue}m"
 

@@ -1,4 +1,4 @@
-"""Timelines in numbers: step time, bubble, waiting, memory, beside what the papers say."""
+"""Timelines in numbers: step time, bubble, waiting and memory, beside what the papers say."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _NOTE_OF_PAPERS = "paper: by a closed formula; - where none holds exactly"
 
 
 class TimelineRow(NamedTuple):
-    """A timeline, and what the papers say of its schedule, if that is to stand beside it."""
+    """A timeline, and what the papers say of its schedule, if that is shown beside it."""
 
     panel: Panel
     expected: Expected | None = None
 
 
 def draw_table(rows: Sequence[TimelineRow]) -> str:
-    """One line a timeline, then what the columns are and the formulas; without columns of papers where no row has any."""
+    """One line for each timeline, then notes on the columns and formulas. Columns of papers are left out where no row has any."""
     papers = any(row.expected is not None for row in rows)
     kept = [papers or title != "paper" for title in _HEADER]
     lines = [list(compress(line, kept)) for line in (_HEADER, *map(_cells, rows))]
@@ -43,18 +43,18 @@ def draw_table(rows: Sequence[TimelineRow]) -> str:
 
 
 def peak_live(timeline: Timeline) -> tuple[int, ...] | None:
-    """For each stage, the most microbatch activations, of one chunk each, alive at once; None of a timeline of forwards only."""
+    """For each stage, the most microbatch activations, of one chunk each, kept at once; None if the timeline has only forwards."""
     ops = tuple(tuple(span.op for span in spans) for spans in timeline.spans)
     if all(op.kind is OpKind.FORWARD for stage_ops in ops for op in stage_ops):
         return None
-    return peak_live_activations(Schedule(timeline.name, 0, (), ops))  # the order of operations is all that it looks at
+    return peak_live_activations(Schedule(timeline.name, 0, (), ops))  # only the order of operations matters here
 
 
 def _cells(row: TimelineRow) -> tuple[str, ...]:
     timeline, live = row.panel.timeline, peak_live(row.panel.timeline)
     step = bubble = expected_live = "-"
     if row.expected is not None and row.expected.bubble_time is not None:
-        # All stages compute equally long where a formula holds.
+        # all stages compute equally long where a formula holds
         step_time = timeline.busy[0] + row.expected.bubble_time
         step, bubble = number(step_time), f"{row.expected.bubble_time / step_time:.1%}"
     if row.expected is not None and row.expected.peak_live is not None:

@@ -33,9 +33,9 @@ from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import OpKind
 
 _MOST_LINES = 100
-"""A picture with numbers that needs more is drawn without them."""
+"""A picture that needs more lines with numbers is drawn without them."""
 _NARROWEST = 40
-"""Columns that are used even where the terminal has fewer."""
+"""The least number of columns that is used, even where the terminal has fewer."""
 _COLUMNS_A_TICK = 14
 
 
@@ -51,22 +51,22 @@ class _Layout:
     """How time becomes columns."""
 
     columns: int
-    """Columns of time on a line."""
+    """Columns of time in a line."""
     per_ms: float
-    """Columns of a millisecond."""
+    """Columns for each millisecond."""
     parts: int = 1
-    """The lines that the whole time is folded into."""
+    """The number of lines into which the whole time is folded."""
     coarse: bool = False
-    """One letter a column, no numbers."""
+    """Whether a column is one letter, without numbers."""
 
 
 def draw_text(panels: Sequence[Panel], *, width: int = 120, colour: bool = False, ascii_only: bool = False) -> str:
-    """The panels, one above the other, each with its time axis, and a legend.
+    """Draw the panels, one above the other, each with its time axis, and a legend.
 
     Args:
         width: columns of a line.
-        colour: with the escape codes of a terminal.
-        ascii_only: without line-drawing characters.
+        colour: use the escape codes of a terminal.
+        ascii_only: use no line-drawing characters.
 
     Raises:
         ValueError: nothing in the panels takes any time.
@@ -84,11 +84,11 @@ def _name(stage: int) -> str:
 
 
 def _layout(panels: Sequence[Panel], drawing: Drawing, columns: int) -> _Layout:
-    """With room for the numbers of nearly all operations; or of most, where one kind is very short; or coarse."""
+    """The layout with room for the numbers of nearly all operations; of most, where one kind is very short; or the coarse one."""
     rows = sum(len(panel.timeline.spans) for panel in panels)
     for share in (0.1, 0.4):
         shortest = duration_at(panels, share)
-        # Whole columns an operation, so that equal ones look equal: as many as fit, or as many as it needs.
+        # whole columns for each operation, so that equal ones look equal: as many as fit, or as many as it needs
         per_ms = max(int(columns * shortest / drawing.step_time * (1 + 1e-9)), _room(drawing)) / shortest
         needed = math.ceil(drawing.step_time * per_ms * (1 - 1e-9))
         parts = math.ceil(needed / columns)
@@ -103,7 +103,7 @@ def _room(drawing: Drawing) -> int:
 
 
 def _columns_needed(panels: Sequence[Panel], drawing: Drawing, share: float) -> float:
-    """Columns in which all operations but this share have their numbers."""
+    """Columns in which all operations but this share have room for their numbers."""
     return drawing.step_time / duration_at(panels, share) * _room(drawing)
 
 
@@ -120,7 +120,7 @@ class _Painter:
     idle: str
 
     def row(self, spans: Sequence[OpSpan], depths: dict[int, int], start: float, part: int) -> str:
-        """One part of the time of one stage."""
+        """One part of the time of one stage, as text."""
         return self.paint(self._mixed(spans, depths, start) if self.layout.coarse else self._whole(spans, depths, start, part))
 
     def paint(self, cells: Sequence[_Cell]) -> str:
@@ -132,7 +132,7 @@ class _Painter:
         return text
 
     def _whole(self, spans: Sequence[OpSpan], depths: dict[int, int], start: float, part: int) -> list[_Cell]:
-        """Operations with their numbers, as far as there is room."""
+        """Cells that show operations with their numbers, as far as there is room."""
         columns, per_ms = self.layout.columns, self.layout.per_ms
         cells = [_Cell(self.idle, None)] * columns
         for span in spans:
@@ -145,7 +145,7 @@ class _Painter:
         return cells
 
     def _mixed(self, spans: Sequence[OpSpan], depths: dict[int, int], start: float) -> list[_Cell]:
-        """For each column the kind of operation, or the waiting, that took most of it."""
+        """Cells that show, for each column, the kind of operation, or the waiting, that took most of it."""
         columns, per_ms = self.layout.columns, self.layout.per_ms
         shares: list[defaultdict[tuple[OpKind, int], float]] = [defaultdict(float) for _ in range(columns)]
         for span in spans:
@@ -161,12 +161,12 @@ class _Painter:
 
 
 def _column(place: float) -> int:
-    """Rounds halves up, so that a length of whole columns is as many wherever it begins."""
+    """The column nearest to a place; halves are rounded up, so that a length of whole columns is the same wherever it begins."""
     return math.floor(round(place, 6) + 0.5)
 
 
 def _letter(kind: OpKind, depth: int) -> str:
-    """Lower case for the second, fourth, ... chunk of a stage."""
+    """The letter of an operation; lower case for the second, fourth, ... chunk of a stage."""
     return kind.value.lower() if depth % 2 else kind.value
 
 
@@ -180,7 +180,7 @@ def _block(panel: Panel, part: int, painter: _Painter, name_width: int) -> Itera
 
 
 def _axis(layout: _Layout, part: int) -> str:
-    """Bars at round times, each with its time after it."""
+    """The time axis: bars at round times, each with its time after it."""
     step = tick_step(_COLUMNS_A_TICK / layout.per_ms)
     line = ""
     for tick in range(math.ceil((part + 1) * layout.columns / layout.per_ms / step)):
