@@ -1,1 +1,1 @@
-"""One GPT that covers GPT-2 and Llama by settings. Reads like the one-process model."""
+"""One GPT that covers GPT-2 and Llama by settings. It reads like a model for one process."""

@@ -1,4 +1,4 @@
-"""One transformer layer: norm, attention, residual; norm, MLP, residual. And its dropout."""
+"""One transformer layer (norm, attention, residual; norm, MLP, residual) and its dropout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.spec.layers import LayerSpec
 
 
 def dropout(x: torch.Tensor, probability: float, key: DropoutKey | None, layer: int, site: str, coordinate: int) -> torch.Tensor:
-    """Zero elements with a probability and scale up the rest; nothing without a key.
+    """Zero elements with a probability and scale up the rest; without a key, do nothing.
 
     Args:
         coordinate: the tensor rank where x is split over the tensor group, else 0, so that replicas draw the same mask.
@@ -30,7 +30,7 @@ def dropout(x: torch.Tensor, probability: float, key: DropoutKey | None, layer: 
 
 
 class Block(nn.Module):
-    """Pre-norm layer. The residual stream keeps its dtype: the model's, or float32 with --fp32-residual-connection."""
+    """A pre-norm layer. The residual stream keeps its dtype: the model's, or float32 with --fp32-residual-connection."""
 
     def __init__(self, scope: Scope, config: ModelConfig, spec: LayerSpec, layer: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
         documents: Documents | None = None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """[s, b, h] (or [s/n, b, h] under sequence parallelism) to the same."""
+        """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the same shape."""
         x = x + self._drop(self.attention(self.attention_norm(x), rotary, key, documents, cache), key, "attention_output")
         return x + self._drop(self.mlp(self.mlp_norm(x)), key, "mlp_output")
 

@@ -1,4 +1,4 @@
-"""The model of one rank: its chunks, and the table of their parameters."""
+"""Builds the model of one rank: its chunks, and the table of their parameters."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Model:
     layer_table: list[Chunk]
     """Every chunk of every stage."""
     chunks: dict[int, GPTChunk]
-    """This rank's, by index."""
+    """The chunks that this rank holds, by index."""
     params: ParamTable
     sequence_parallel: bool
     seed: int
-    """Of the initial values."""
+    """Seed of the initial values."""
 
     @property
     def computes_loss(self) -> bool:
-        """Whether the last chunk is here."""
+        """Whether this rank holds the last chunk."""
         return len(self.layer_table) - 1 in self.chunks
 
     def boundary(self, micro_batch_size: int, tensor_size: int) -> Boundary:
-        """What travels between stages."""
+        """The tensors that travel between stages."""
         length = self.config.seq_length // (tensor_size if self.sequence_parallel else 1)
         shape = (length, micro_batch_size, self.config.hidden_size)
         return {"hidden": TensorSpec(shape, residual_dtype(self.config, self.dtype))}
@@ -70,8 +70,8 @@ def build_model(
     """Build this rank's chunks on the meta device, then give them memory and initial values.
 
     Args:
-        table: which rank holds which layers; by default as many layers in each pipeline stage, one chunk a stage.
-        materialized: False leaves the parameters on the meta device: a training step gives each rank its part of them.
+        table: which stage holds which layers; by default as many layers in each pipeline stage, one chunk a stage.
+        materialized: False leaves the parameters on the meta device: a training step then gives each rank its part of them.
     """
     table = table or layer_table(config.num_layers, loop(context.topology.pp))
     params = ParamTable()

@@ -1,4 +1,4 @@
-"""Causal attention that stays within documents, for samples packed with several. No tensor of the sequence squared is made.
+"""Causal attention that stays within documents, for samples packed with several. No [s, s] tensor is made.
 
 Shapes: `s` sequence, `b` microbatch, `T = b * s`, `D` documents, `n` query heads, `g` key-value heads, `d` head size.
 """
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 _LARGEST_FLASH_HEAD = 256
 _MOST_AT_ONCE = 65535
-"""Sequences in one call: as many as a CUDA grid has room for in its second dimension."""
+"""The most sequences in one call: a CUDA grid has room for so many in its second dimension."""
 _CAUSAL = (-1, 0)
 """Window of `varlen_attn`: every token before, none after."""
 
 
 class Documents:
-    """Where the documents of one microbatch lie; made once and shared by all layers.
+    """Where the documents of one microbatch lie. It is made once and shared by all layers.
 
     Args:
         bounds: token at which each document starts, with the samples laid end to end, and b x s: [D + 1]. On the host.
@@ -36,7 +36,7 @@ class Documents:
         lengths = np.diff(bounds).astype(np.float64)
         self.longest = int(lengths.max())
         self.attended_sequences = float(lengths @ lengths) / (int(bounds[-1]) // batch) ** 2
-        """As many samples of one document each take as much attention."""
+        """How many samples of one document each need as much attention."""
 
     @functools.cached_property
     def by_length(self) -> ByLength:
@@ -56,7 +56,7 @@ class ByLength(NamedTuple):
     places: torch.Tensor
     """Place of each row of [s, b], [T]."""
     groups: list[tuple[int, int]]
-    """Number of documents and their length, in this order."""
+    """Number of documents and their length, for each group in this order."""
 
     @classmethod
     def of(cls, bounds: NDArray[np.int32], batch: int, device: torch.device) -> ByLength:
@@ -99,11 +99,11 @@ def attention_within_documents(
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, attend: Callable[..., Any], takes_groups: bool
 ) -> torch.Tensor:
-    """By one call of flash attention for sequences of different lengths.
+    """Compute attention by one call of flash attention for sequences of different lengths.
 
     Args:
         attend: torch's `varlen_attn`.
-        takes_groups: it lets fewer key-value heads serve several query heads (`enable_gqa`).
+        takes_groups: whether it lets one key-value head serve several query heads (`enable_gqa`).
     """
     length, batch, heads, _ = q.shape
     grouped = heads != k.shape[2]
@@ -117,7 +117,7 @@ def varlen_attention(
 
 
 def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, dropout: float) -> torch.Tensor:
-    """By one call of `scaled_dot_product_attention` for all documents of one length."""
+    """Compute attention by one call of `scaled_dot_product_attention` for all documents of one length."""
     by_length, grouped = documents.by_length, q.shape[2] != k.shape[2]
     ordered = [_Reorder.apply(x.flatten(0, 1), by_length.order, by_length.places) for x in (q, k, v)]
     outs, start = [], 0
@@ -132,7 +132,7 @@ def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documen
 
 
 class _Reorder(torch.autograd.Function):
-    """Rows in another order. The backward is the inverse, with no sum over indices: the same bits each time, and fast."""
+    """Puts rows in another order. The backward is the inverse, with no sum over indices: the same bits each time, and fast."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -145,7 +145,7 @@ class _Reorder(torch.autograd.Function):
 
 
 def _flash_takes(q: torch.Tensor, dropout: float) -> bool:
-    """What flash attention computes: 16 bits on CUDA without dropout, heads of a multiple of 8 channels."""
+    """Whether flash attention can compute it: 16 bits on CUDA without dropout, head size a multiple of 8."""
     return (
         q.is_cuda
         and dropout == 0.0
@@ -158,14 +158,14 @@ def _flash_takes(q: torch.Tensor, dropout: float) -> bool:
 
 @functools.cache
 def _flash_runs_on(device: torch.device) -> bool:
-    if device.type == "meta":  # a plan, for GPUs that this machine need not have
+    if device.type == "meta":  # in a plan, for GPUs that this machine need not have
         return True
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @functools.cache
 def _varlen() -> tuple[Callable[..., Any], bool]:
-    """torch's function, and whether it takes grouped queries (not in torch 2.11)."""
+    """torch's `varlen_attn`, and whether it takes grouped queries (not in torch 2.11)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters

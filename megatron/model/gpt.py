@@ -1,7 +1,8 @@
-"""A GPT, whole or a pipeline chunk of it. It reads like the one-process model; parallelism enters by which layer class is built.
+"""A GPT, whole or one pipeline chunk of it. It reads like a model for one process; parallelism enters by the layer classes.
 
-Shapes: `s` sequence, `b` microbatch, `h` hidden, `v` vocabulary, `n` tensor ranks. Between layers [s, b, h], under sequence
-parallelism [s/n, b, h].
+Shapes: `s` sequence, `b` microbatch, `h` hidden, `v` vocabulary, `n` tensor ranks. Hidden states between layers are [s, b, h],
+under
+sequence parallelism [s/n, b, h].
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from megatron.tensor_parallel.linear import parallel_linear
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Tensors of one microbatch on one rank, all [s, b]. Tokens are there on the first stage, labels and mask on the last."""
+    """The tensors of one microbatch on one rank, all [s, b]. The first stage has tokens, the last has labels and mask."""
 
     positions: torch.Tensor
     tokens: torch.Tensor | None = None
     labels: torch.Tensor | None = None
     loss_mask: torch.Tensor | None = None
     dropout_key: DropoutKey | None = None
-    """None switches dropout off (evaluation)."""
+    """Key of the dropout masks; None switches dropout off (evaluation)."""
     documents: Documents | None = None
     """Bounds that attention does not cross; None where a token attends to its whole sample."""
     cache: KeyValueCache | None = None
@@ -46,7 +47,7 @@ class ModelInputs:
 
 
 class Embedding(nn.Module):
-    """Tokens, and learned positions if any, to vectors."""
+    """Maps tokens to vectors, and adds learned positions if there are any."""
 
     def __init__(self, scope: Scope, config: ModelConfig) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class Embedding(nn.Module):
         self.position = PositionTable(scope.child("position")) if learned else None
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        """Tokens and positions [s, b] to [s, b, h] (or [s/n, b, h])."""
+        """Map tokens and positions [s, b] to hidden states [s, b, h] (or [s/n, b, h])."""
         assert inputs.tokens is not None
         x = self.word(inputs.tokens)
         if self.position is not None:
@@ -74,12 +75,12 @@ class PositionTable(nn.Module):
         scope.parameter(self, "weight")
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """Positions [s, b] to [s, b, h]."""
+        """Look up positions [s, b]: [s, b, h]."""
         return lookup(positions, self.weight)
 
 
 class OutputLayer(nn.Module):
-    """Hidden states to the sum of the loss, the vocabulary split over the tensor group; the weight may be the word embedding's."""
+    """Computes the sum of the loss. The vocabulary is split over the tensor group; the weight may be the word embedding's."""
 
     weight: nn.Parameter
 
@@ -96,12 +97,12 @@ class OutputLayer(nn.Module):
         self.num_valid = max(0, min(columns, self.vocab_size - self.first))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """[s, b, h] (or [s/n, b, h]), labels and mask [s, b] to the sum of mask x loss."""
+        """Map hidden states [s, b, h] (or [s/n, b, h]), labels and mask [s, b] to the sum over tokens of mask x loss."""
         return vocab_parallel_cross_entropy(self._columns(x), labels, mask, self.group, first=self.first, num_valid=self.num_valid)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, h] (or [s/n, b, h]) to the logits of the whole vocabulary [s, b, v], without padding, on every tensor rank."""
-        columns = self._columns(x).permute(2, 0, 1)  # dimension 0 is what is gathered
+        """Map hidden states [s, b, h] (or [s/n, b, h]) to logits [s, b, v], without padding, whole on every tensor rank."""
+        columns = self._columns(x).permute(2, 0, 1)  # the gather joins dimension 0
         return all_gather(columns, self.group)[: self.vocab_size].permute(1, 2, 0)
 
     def _columns(self, x: torch.Tensor) -> torch.Tensor:
@@ -110,13 +111,14 @@ class OutputLayer(nn.Module):
 
 
 class GPTChunk(nn.Module):
-    """The layers of one pipeline chunk, with the embedding in front of the first and norm, output and loss behind the last."""
+    """The layers of one pipeline chunk; the first has the embedding before them, the last has norm, output layer and loss after
+    them."""
 
     def __init__(self, scope: Scope, config: ModelConfig, chunk: Chunk, only: Sequence[int] | None = None) -> None:
-        """Build it on the meta device.
+        """Build the chunk on the meta device.
 
         Args:
-            only: those of the chunk's layers that are built; by default all. (A plan runs one for several that are alike.)
+            only: the chunk's layers that are built; by default all. (A plan builds one for several equal ones.)
         """
         super().__init__()
         specs = layers(config)
@@ -132,8 +134,8 @@ class GPTChunk(nn.Module):
             self.output = OutputLayer(scope.child("output"), config)
 
     def units(self) -> list[nn.Module]:
-        """The modules that hold parameters, in the order of the forward: what is gathered and freed as a whole when parameters are
-        sharded."""
+        """The modules that hold parameters, in the order of the forward. Where parameters are sharded, each is gathered and freed
+        as a whole."""
         return [module for module in (self.embedding, *self.layers, self.final_norm, self.output) if module is not None]
 
     def forward(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
@@ -141,7 +143,7 @@ class GPTChunk(nn.Module):
 
         Args:
             inputs: the microbatch.
-            hidden: what the chunk before gave; None on the first.
+            hidden: output of the chunk before; None on the first.
 
         Returns:
             hidden states, or on the last chunk the sum over tokens of mask x loss, a scalar in float32 or wider.
@@ -153,7 +155,7 @@ class GPTChunk(nn.Module):
         return self.output(self.final_norm(x), inputs.labels, inputs.loss_mask)
 
     def hidden_states(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """What `forward` gives where the chunk is not the last: hidden states behind its last layer."""
+        """Hidden states after the chunk's last layer: what `forward` returns where the chunk is not the last."""
         x = hidden if self.embedding is None else self.embedding(inputs).to(self.residual_dtype)
         assert x is not None, "a chunk that is not the first needs hidden states"
         dtype, needed = self.residual_dtype, dict.fromkeys(self.rotaries)
@@ -163,11 +165,11 @@ class GPTChunk(nn.Module):
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """On the last chunk, hidden states [s, b, h] (or [s/n, b, h]) to logits [s, b, v], without padding."""
+        """On the last chunk, map hidden states [s, b, h] (or [s/n, b, h]) to logits [s, b, v], without padding."""
         assert self.final_norm is not None and self.output is not None
         return self.output.logits(self.final_norm(x))
 
 
 def residual_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the residual stream, and so of what travels between pipeline stages."""
+    """Dtype of the residual stream, and so of the activations sent between pipeline stages."""
     return torch.promote_types(dtype, torch.float32) if config.fp32_residual_connection else dtype

@@ -1,8 +1,8 @@
-"""Initial values as a function of (seed, global name, tile), so they do not depend on the layout.
+"""Initial values as a function of (seed, global name, tile), so that they do not depend on the layout.
 
-A parameter is seen as rows of its last dimension, and cut into tiles of rows x columns. Tiles are drawn one by one on CPU in
-float32, each from its own generator; a rank draws the tiles that it needs and keeps its slice, of rows or of columns. So one rank
-and a thousand start from the same weights.
+A parameter is seen as a matrix, whose columns are its last dimension, and cut into tiles of rows x columns. Tiles are drawn one by
+one on CPU in float32, each from its own generator. A rank draws the tiles that it needs and keeps its slice, of rows or of columns.
+So one rank and a thousand ranks start from the same weights.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _TILE_COLUMNS = 1 << 10
 
 
 def tile_size(record: ParamRecord) -> tuple[int, int]:
-    """Rows and columns of the tiles of a parameter; those at its lower and right edge may be smaller."""
+    """(rows, columns) of a parameter's tiles; those at its lower and right edge may be smaller."""
     columns = min(record.shape[-1], _TILE_COLUMNS)
     return max(1, _TILE_ELEMENTS // columns), columns
 
 
 def tile_values(record: ParamRecord, seed: int, down: int, across: int) -> np.ndarray:
-    """The values of one tile of the whole parameter, float32 [rows, columns]. Tiles are counted row by row."""
+    """The values of one tile of the whole parameter, float32 [rows, columns]. `down` and `across` are its indices."""
     rows, columns = tile_size(record)
     height = min(rows, math.prod(record.shape[:-1]) - down * rows)
     width = min(columns, record.shape[-1] - across * columns)
@@ -45,7 +45,7 @@ def fill(flat: torch.Tensor, record: ParamRecord, boxes: Sequence[PlacedBox], se
 
     Args:
         flat: the part's elements, of any dtype (values are rounded to it).
-        boxes: which boxes of the whole parameter they are, and where each begins; what no box covers is padding.
+        boxes: which boxes of the whole parameter they are, and where each begins in `flat`; the rest is padding.
     """
     with torch.no_grad():
         if record.init.std == 0.0:
@@ -59,14 +59,14 @@ def fill(flat: torch.Tensor, record: ParamRecord, boxes: Sequence[PlacedBox], se
 
 def _fill_box(flat: torch.Tensor, record: ParamRecord, box: Box, seed: int) -> None:
     rows, columns = tile_size(record)
-    # The box as ranges of rows: all leading dimensions but the last of them are walked one index at a time.
+    # the box as ranges of rows: all leading dimensions but the last of them are walked one index at a time
     wanted = np.arange(math.prod(record.shape[:-1])).reshape(record.shape[:-1])
     wanted = wanted[tuple(slice(o, o + n) for o, n in zip(box.offsets[:-1], box.sizes[:-1], strict=True))].ravel()
     target = flat.view(-1, box.sizes[-1])
     left, right = box.offsets[-1], box.offsets[-1] + box.sizes[-1]
     tiles = wanted // rows
     ends = [*np.flatnonzero(np.diff(tiles)) + 1, len(wanted)]
-    for start, end in zip([0, *ends], ends, strict=False):  # rows of one tile are neighbours in the box too
+    for start, end in zip([0, *ends], ends, strict=False):  # rows of one tile are consecutive in the box too
         down = int(tiles[start])
         inside = wanted[start:end] - down * rows
         for across in range(left // columns, -(-right // columns)):

@@ -1,10 +1,10 @@
-"""Keys and values of the tokens so far, so that a new token costs one token's work.
+"""Keeps keys and values of the tokens so far, so that a new token costs one token's work.
 
 Shapes: `b` rows, `g` this rank's key-value heads, `r` query heads of each, `d` head size, `L` room for tokens.
 
-The first forward brings the prompts, laid at the left edge and padded at their right ends: causal attention never looks right, so
-padding needs no mask there. Each later forward brings one token a row, which takes the place behind the row's last token, over
-padding. So only rows of different lengths need a mask, and only then.
+The first forward brings the prompts, aligned at the left and padded at the right: causal attention never looks right, so padding
+needs no mask there. Each later forward brings one token a row. It takes the place after the row's last token, over padding. So only
+rows of different lengths need a mask, and only then.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.parallel.products import slow_half
 
 
 class KeyValueCache:
-    """What one rank's layers keep. `append` and `attend` are the layers' side, `begin` and `advance` the driver's.
+    """What one rank's layers keep. Layers call `append` and `attend`, the driver calls `begin` and `advance`.
 
     Args:
         capacity: L: tokens in the longest row, prompt and new ones.
@@ -34,17 +34,17 @@ class KeyValueCache:
 
     @property
     def empty(self) -> bool:
-        """Whether the prompts are still to come, or under way."""
+        """Whether the prompts are still to come, or are being read."""
         return self._lengths is None
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Tokens of each row [b], and so the position of its next."""
+        """Number of tokens of each row, [b], which is also the position of its next one."""
         assert self._lengths is not None, "the prompts come first"
         return self._lengths
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store what a layer computed, [s, b, g, d] each: the prompts', or with s = 1 the next token's."""
+        """Store a layer's keys and values, [s, b, g, d] each: those of the prompts, or with s = 1 of the next token."""
         if self._lengths is None:
             self._layers[layer] = (self._with_room(k), self._with_room(v))
             return
@@ -57,20 +57,20 @@ class KeyValueCache:
                 stored[self._rows, :, self._lengths] = new[0]
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """softmax(q k^T / sqrt(d)) v over everything stored: [1, b, g * r, d] to [1, b, g * r * d]."""
+        """softmax(q k^T / sqrt(d)) v over everything stored: q [1, b, g * r, d] to [1, b, g * r * d]."""
         k, v = (stored[:, :, : self._longest + 1] for stored in self._layers[layer])
         dtype = q.dtype
-        q = q[0].unflatten(1, (k.shape[1], -1))  # [b, g, r, d]: the r query heads of a group ask the same keys, as r places would
+        q = q[0].unflatten(1, (k.shape[1], -1))  # [b, g, r, d]:r query heads share the keys, as r positions would
         if slow_half(q):
             q, k, v = q.float(), k.float(), v.float()
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask)
         return out.flatten(1)[None].to(dtype)
 
     def begin(self, prompt_lengths: Sequence[int], device: torch.device, copies: int = 1) -> None:
-        """After the forward that brought the prompts: each becomes `copies` rows, side by side.
+        """Called after the forward that read the prompts. Each prompt becomes `copies` rows, side by side.
 
         Args:
-            prompt_lengths: how many tokens of each row are no padding.
+            prompt_lengths: number of tokens of each prompt, without padding.
             device: where the model computes.
         """
         self._longest = max(prompt_lengths)
@@ -83,21 +83,21 @@ class KeyValueCache:
             self._mask = self._visible()
 
     def advance(self) -> None:
-        """After a forward that brought one token a row."""
+        """Called after a forward that read one token a row."""
         self._lengths = self.lengths + 1
         self._longest += 1
         if self._mask is not None:
             self._mask = self._visible()
 
     def _visible(self) -> torch.Tensor:
-        """True where a row may look, the place of its next token included: [b, 1, 1, longest + 1]."""
+        """Mask [b, 1, 1, longest + 1]: True where a row may look, the place of its next token included."""
         places = torch.arange(self._longest + 1, device=self.lengths.device)
         return (places <= self.lengths[:, None])[:, None, None]
 
     def _with_room(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, g, d] to [b, g, L, d]."""
+        """Copy x [s, b, g, d] into a tensor with room for L tokens, [b, g, L, d]."""
         s, b, g, d = x.shape
         assert s <= self.capacity, f"{s} tokens, room for {self.capacity}"
-        room = x.new_zeros((b, g, self.capacity, d))  # what memory held before might be no numbers, which no mask takes away
+        room = x.new_zeros((b, g, self.capacity, d))  # what memory held before might be NaN, which no mask takes away
         room[:, :, :s] = x.permute(1, 2, 0, 3)
         return room

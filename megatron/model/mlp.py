@@ -1,4 +1,4 @@
-"""The MLP, plain or gated (Shazeer 2020), its width split over the tensor group; and the functions of the activations."""
+"""The MLP, plain or gated (Shazeer 2020), with its width split over the tensor group; and the activation functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLin
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, [..., 2, f] to [..., f]. Keeps only its input; silu is computed again in backward."""
+    """silu(gate) * up, [..., 2, f] to [..., f]. Keeps only its input; backward computes silu again."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -39,7 +39,7 @@ _FUNCTIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": _SwiGLU.apply,
     "squared_relu": lambda x: F.relu(x).square(),
 }
-"""[..., f] to [..., f]; gated: [..., 2, f] to [..., f]."""
+"""Plain ones map [..., f] to [..., f], gated ones [..., 2, f] to [..., f]."""
 
 
 class MLP(nn.Module):
@@ -52,6 +52,6 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(scope.child("down"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, h] to [s, b, h]."""
+        """Map hidden states [s, b, h] to the same shape."""
         x = self.up(x)  # [s, b, f], gated [s, b, 2, f]
         return self.down(self.activation(x))

@@ -12,7 +12,7 @@ from megatron.spec.layers import NormSpec
 
 
 class Norm(nn.Module):
-    """Normalise the last dimension; gives the model's dtype even when the residual stream is float32."""
+    """Normalises the last dimension. Its result has the model's dtype even when the residual stream is float32."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -25,7 +25,7 @@ class Norm(nn.Module):
         scope.optional(self, "bias")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., channels] to the same, in the parameters' dtype."""
+        """Map [..., channels] to the same shape, in the parameters' dtype."""
         weight = through(self.weight)
         out_dtype = weight.dtype
         if self.kind == "LayerNorm" and x.device.type == "cpu":

@@ -17,9 +17,9 @@ _ORIGINAL_CONTEXT, _LOW_FACTOR, _HIGH_FACTOR = 8192, 1.0, 4.0
 
 
 def frequencies(spec: RotarySpec, device: torch.device) -> torch.Tensor:
-    """Angle a position for each rotated pair: float64 [r/2].
+    """Angle per position of each rotated pair: float64 [r/2].
 
-    Positions divided by a factor (Chen et al. 2023, position interpolation) are frequencies divided by it.
+    Dividing positions by a factor (Chen et al. 2023, position interpolation) is the same as dividing frequencies by it.
     """
     exponents = torch.arange(0, spec.channels, 2, dtype=torch.float64, device=device) / spec.channels
     found = spec.base**-exponents / spec.interpolation
@@ -41,7 +41,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    # Type promotion does the products in the table's (wider) dtype.
+    # type promotion does the products in the table's (wider) dtype
     out[..., :half] = first * cos - second * sin
     out[..., half : 2 * half] = second * cos + first * sin
     out[..., 2 * half :] = rest

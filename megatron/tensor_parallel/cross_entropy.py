@@ -1,9 +1,9 @@
 """Masked cross entropy over a vocabulary that is split over the tensor group. No rank ever holds the full logits.
 
-The sum over tokens of mask x loss, with loss = log(sum_v exp(logit_v)) - logit_target. Each rank reduces its own columns; three
-numbers a token travel (maximum, sum of exponentials, target logit). The gradient, mask x (softmax - one-hot), is written over the
-logits already in forward, in their dtype, so the logits' memory is the only memory of that size; everything is computed in at least
-float32, in blocks of rows that fit a cache.
+The result is the sum over tokens of mask x loss, with loss = log(sum_v exp(logit_v)) - logit_target. Each rank reduces its own
+columns; three numbers a token travel (maximum, sum of exponentials, target logit). The gradient, mask x (softmax - one-hot), is
+written over the logits already in forward, in their dtype, so no second tensor of that size exists. Everything is computed in at
+least float32, in blocks of rows that fit a cache.
 """
 
 from __future__ import annotations

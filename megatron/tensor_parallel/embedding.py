@@ -14,7 +14,7 @@ from megatron.parallel.scope import Scope
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of the table. Backward adds into the gradient sink; the table itself gets no gradient from autograd."""
+    """Looks up rows of the table. Backward adds into the gradient sink; autograd computes no gradient for the table itself."""
 
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:  # type: ignore[override]
@@ -25,7 +25,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
         (ids,) = ctx.saved_tensors
-        # Repeated ids must be summed in the precision of the main gradient, or a frequent token's gradient is lost to rounding.
+        # repeated ids must be summed in the precision of the main gradient, or a frequent token's gradient is lost to rounding
         wide = grad.to(grad_dtype(ctx.weight))
         accumulate(ctx.weight, torch.ops.aten.embedding_dense_backward(wide, ids, ctx.weight.shape[0], -1, False))
         return None, None
@@ -51,7 +51,7 @@ class VocabParallelEmbedding(nn.Module):
         self.first = self.group.index * len(self.weight)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token ids [s, b] to [s, b, h] (or [s/n, b, h] under sequence parallelism)."""
+        """Look up token ids [s, b]: [s, b, h] (or [s/n, b, h] under sequence parallelism)."""
         if self.group.size == 1:
             return lookup(tokens, self.weight)
         local = tokens - self.first

@@ -24,8 +24,8 @@ scatter    reduce-scatter(y) [s] to [s/n] all-gather(dy)
 
 A column-parallel layer has input copy (or gather under sequence parallelism), a row-parallel layer output sum (or scatter). Only
 the local part of a gathered input is kept for backward; it is gathered again there, while the input gradient is computed
-(Korthikanti et al. 2022, section 4.2.2). Where the weight gradient is put off, the communication of dx has nothing to hide behind,
-and what was gathered is gathered again when the weight gradient runs, hidden behind the one before it.
+(Korthikanti et al. 2022, section 4.2.2). Where the weight gradient is deferred, nothing hides the communication of dx, and what was
+gathered is gathered again when the weight gradient runs, while the one before it is computed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Linear(torch.autograd.Function):
         weight, bias, group = ctx.weight, ctx.bias, ctx.group
         input_mode, output_mode = ctx.modes
         gathers_dy, gathers_x = output_mode == "scatter", input_mode == "gather"
-        # What is put off keeps only this rank's part of what is gathered, and gathers it again when it runs.
+        # A deferred weight gradient keeps only the local part of a gathered input, and gathers it again.
         local = grad_output
         if gathers_dy:
             grad_output = all_gather(grad_output, group)
@@ -154,7 +154,7 @@ class ColumnParallelLinear(nn.Module):
         self.halves = len(self.weight) if self.weight.dim() == 3 else 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, in] (or [s/n, b, in]) to [s, b, out/n] (or [s, b, halves, out/n])."""
+        """Map x [s, b, in] (or [s/n, b, in]) to [s, b, out/n] (or [s, b, halves, out/n])."""
         y = parallel_linear(x, self.weight, self.bias, self.group, input_mode=self.input_mode)
         return y.unflatten(-1, (self.halves, -1)) if self.halves > 1 else y
 
@@ -172,7 +172,7 @@ class RowParallelLinear(nn.Module):
         scope.optional(self, "bias")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, in/n] to [s, b, out] (or [s/n, b, out])."""
+        """Map x [s, b, in/n] to [s, b, out] (or [s/n, b, out])."""
         if self.group.size == 1:
             return parallel_linear(x, self.weight, self.bias, self.group)
         y = parallel_linear(x, self.weight, None, self.group, output_mode="scatter" if self.scatter else "sum")
