@@ -1,1 +1,1 @@
-"""Use a trained model: logits of whole sequences, and text."""
+"""Uses a trained model: logits of whole sequences, and generated text."""

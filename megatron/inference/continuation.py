@@ -1,4 +1,4 @@
-"""Texts that go on from prompts, told piece by piece as they are made, in whole characters."""
+"""Texts that continue prompts, given out piece by piece as they are made, in whole characters."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 
 _CONTEXT = 16
-"""Tokens before the new ones that are decoded with them: what a token looks like may depend on the one before (a blank)."""
+"""Tokens before the new ones that are decoded with them: the text of a token may depend on the one before (a blank)."""
 _LONGEST_HELD = 8
-"""Tokens that may wait for the rest of a character; a character of UTF-8 has at most four bytes."""
+"""The most tokens that may wait for the rest of a character; a character of UTF-8 has at most four bytes."""
 
 
 class TextStream:
@@ -35,7 +35,7 @@ class TextStream:
         return self._new(whole=len(self._ids) - self._said < _LONGEST_HELD)
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         return self._new(whole=False)
 
     def _new(self, *, whole: bool) -> str:
@@ -43,7 +43,7 @@ class TextStream:
         if whole and text.endswith("\ufffd"):
             return ""
         fresh = text[len(before) :]
-        if fresh:  # of what has been said, only the last tokens are needed
+        if fresh:  # of the tokens already decoded, only the last are needed
             self._ids = self._ids[self._said :][-_CONTEXT:]
             self._said = len(self._ids)
         return fresh
@@ -51,17 +51,17 @@ class TextStream:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What was made for one sample of one prompt."""
+    """The generated text of one sample of one prompt."""
 
     prompt: int
-    """Number of the prompt."""
+    """Index of the prompt."""
     sample: int
     text: str
-    """The new text alone."""
+    """The new text, without the prompt."""
     tokens: list[int]
-    """The new tokens, without the end of document."""
+    """The new tokens, without the end-of-document token."""
     ended: bool
-    """Whether the document ended; else the room for tokens did."""
+    """Whether the document ended; otherwise the limit on tokens was reached."""
 
 
 def continuations(
@@ -71,10 +71,10 @@ def continuations(
     request: GenerationRequest,
     say: Callable[[str], None] | None = None,
 ) -> list[Continuation]:
-    """Make all texts of a request. All ranks of the model call it together and get the same.
+    """Generate all texts of a request. All ranks of the model call it together and get the same.
 
     Args:
-        say: is given the first sequence's text piece by piece, as it is made.
+        say: called with the first sequence's text piece by piece, as it is made.
     """
     rows = [(prompt, sample) for prompt in range(len(request.prompts)) for sample in range(request.num_samples)]
     tokens: list[list[int]] = [[] for _ in rows]

@@ -18,7 +18,7 @@ from megatron.parallel.context import ParallelContext
 
 
 def last_hidden_states(model: Model, context: ParallelContext, inputs: ModelInputs) -> torch.Tensor | None:
-    """Hidden states behind the last layer, [s, b, h] (or [s/n, b, h]), on the stage that holds the output layer; None on others.
+    """Hidden states after the last layer, [s, b, h] (or [s/n, b, h]), on the stage that holds the output layer; None on others.
 
     All ranks of the model call it together. Nothing is kept for a backward.
 
@@ -48,7 +48,7 @@ def last_hidden_states(model: Model, context: ParallelContext, inputs: ModelInpu
 
 
 def inputs_of(tokens: torch.Tensor) -> ModelInputs:
-    """Whole samples [b, s] as the model takes them, positions from 0; no dropout."""
+    """The model's inputs for whole samples [b, s]: positions from 0, no dropout."""
     batch, length = tokens.shape
     positions = torch.arange(length, device=tokens.device).unsqueeze(1).expand(-1, batch)
     return ModelInputs(positions.contiguous(), tokens.t().contiguous())
@@ -56,7 +56,7 @@ def inputs_of(tokens: torch.Tensor) -> ModelInputs:
 
 @torch.no_grad()
 def sequence_logits(model: Model, context: ParallelContext, tokens: torch.Tensor) -> torch.Tensor:
-    """Scores of the next token at every place, [b, s, v] in the model's dtype, without padding, on every rank.
+    """Logits of the next token at every position, [b, s, v] in the model's dtype, without padding, on every rank.
 
     All ranks of the model call it together.
 
@@ -77,7 +77,7 @@ def sequence_logits(model: Model, context: ParallelContext, tokens: torch.Tensor
 
 
 class Decoder:
-    """Keeps keys and values, so that the work for a token does not grow with what it reads again.
+    """Reads tokens one by one, with a cache of keys and values, so that no earlier token is computed again.
 
     Args:
         capacity: tokens in the longest row, prompt and new ones.
@@ -93,7 +93,7 @@ class Decoder:
         """Read the prompts; each becomes `copies` rows, side by side.
 
         Returns:
-            scores of the next token of each row [b, v], without padding, on the stage with the output layer; None on others.
+            logits of the next token of each row [b, v], without padding, on the stage with the output layer; None on others.
         """
         device = self._context.device
         lengths = [len(prompt) for prompt in prompts]
@@ -110,7 +110,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """Read one more token a row, [b]; returns scores as `read`."""
+        """Read one more token a row, [b]; returns logits like `read`."""
         inputs = ModelInputs(self.cache.lengths.unsqueeze(0), ids.unsqueeze(0), cache=self.cache)
         hidden = last_hidden_states(self._model, self._context, inputs)
         self.cache.advance()

@@ -1,6 +1,6 @@
-"""Token after token, for several prompts and several samples of each, at any tensor x pipeline layout.
+"""Generates token after token, for several prompts and several samples of each, at any tensor x pipeline layout.
 
-The next token follows from its scores: the likeliest, or drawn from a distribution that is sharpened and cut.
+The next token follows from its logits: the likeliest, or drawn from a distribution that is sharpened and cut.
 
 Shapes: `b` rows, `v` vocabulary.
 """
@@ -24,7 +24,7 @@ class Sampling:
     """How a token is chosen."""
 
     temperature: float = 1.0
-    """Scores are divided by it; 0 takes the likeliest token always."""
+    """Logits are divided by it; 0 always takes the likeliest token."""
     top_k: int | None = None
     """Draw among this many likeliest tokens."""
     top_p: float = 1.0
@@ -52,15 +52,15 @@ class Sampling:
     def draws(self, prompt: int, sample: int, count: int) -> torch.Tensor:
         """The random numbers of one sequence, uniform in [0, 1): float64 [count].
 
-        They follow from the seed and the numbers of prompt and sample alone, so a sequence is the same whatever it is made beside,
-        at every layout and on every device (but for rounding of the scores).
+        They depend only on the seed and the indices of prompt and sample. So a sequence is the same whatever other sequences are
+        made beside it, at every layout and on every device (but for rounding of the logits).
         """
         generator = torch.Generator().manual_seed(stable_seed(self.seed, "sample", prompt, sample))
         return torch.rand(count, generator=generator, dtype=torch.float64)
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> torch.Tensor:
-    """Token ids [b] from scores [b, v].
+    """Choose token ids [b] from logits [b, v].
 
     Args:
         uniform: a random number in [0, 1) for each row: float64 [b].
@@ -72,7 +72,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> t
         logits, ids = logits.topk(sampling.top_k)
     elif sampling.top_p < 1:
         logits, ids = logits.sort(descending=True)
-    # In float64: a sum over a large vocabulary must not end before 1.
+    # in float64: a sum over a large vocabulary must not end before 1
     probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
     sums = probabilities.cumsum(-1)
     if sampling.top_p < 1:  # up to the token with which the sum reaches top_p
@@ -80,33 +80,33 @@ def choose(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> t
     else:
         kept = torch.full_like(sums[:, :1], sums.shape[-1], dtype=torch.long)
     wanted = uniform.unsqueeze(-1) * sums.gather(-1, kept - 1)
-    # The first token whose sum is above what was drawn, so never one of probability 0.
+    # the first token whose sum is above the drawn number, so never one of probability 0
     place = torch.minimum(torch.searchsorted(sums, wanted, right=True), kept - 1)
     return (place if ids is None else ids.gather(-1, place)).squeeze(-1)
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What is to be made."""
+    """The prompts, and how to continue them."""
 
     prompts: Sequence[Sequence[int]]
-    """Token ids; none empty."""
+    """Token ids of each prompt; none may be empty."""
     max_new_tokens: int
     sampling: Sampling
     num_samples: int = 1
-    """Sequences for each prompt."""
+    """How many sequences to make for each prompt."""
     eod: int | None = None
-    """Id with which a sequence ends."""
+    """Id of the token that ends a sequence."""
     num_ids: int | None = None
-    """Ids from this one on are never chosen: rows of the vocabulary that the tokenizer has no text for."""
+    """Ids from this one on are never chosen: the tokenizer has no text for these rows of the vocabulary."""
     first_prompt: int = 0
-    """Number of the first prompt, where prompts are worked off in groups."""
+    """Index of the first prompt, where prompts are processed in groups."""
 
 
 def generate(model: Model, context: ParallelContext, request: GenerationRequest) -> Iterator[list[int | None]]:
     """Yield the next token of every sequence, prompt by prompt, samples of a prompt side by side; None for those that have ended.
 
-    All ranks of the model call it together and get the same. Ends when all sequences have.
+    All ranks of the model call it together and get the same. It stops when all sequences have ended.
 
     Raises:
         ValueError: a prompt is empty, holds an id outside the vocabulary, or leaves no room for the new tokens.
@@ -133,7 +133,7 @@ def generate(model: Model, context: ParallelContext, request: GenerationRequest)
 def _next_ids(
     model: Model, context: ParallelContext, request: GenerationRequest, logits: torch.Tensor | None, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """Ids [b] on every rank, chosen by one: on a GPU, sums of other ranks may differ in the last bit."""
+    """Choose ids [b] on one rank and send them to every rank: on a GPU, sums on other ranks may differ in the last bit."""
     if logits is None:
         ids = torch.empty(uniform.shape, dtype=torch.long, device=context.device)
     else:
@@ -149,7 +149,7 @@ def check_request(model: Model, request: GenerationRequest) -> None:
     """Refuse what `generate` would refuse.
 
     Raises:
-        ValueError: see there.
+        ValueError: as in `generate`.
     """
     for prompt in request.prompts:
         if not prompt:

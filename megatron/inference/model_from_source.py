@@ -1,4 +1,4 @@
-"""A model ready for use, from any source of weights."""
+"""Builds a model from any source of weights, ready for use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtyp
 
     Raises:
         CheckpointError: the source does not hold the model that it describes, or is damaged.
-        ValueError: the model cannot be cut so.
+        ValueError: the model cannot be split over this layout.
     """
     _check_layout(source, context)
     model = build_model(
@@ -37,7 +37,7 @@ def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtyp
 
 
 def _check_layout(source: WeightSource, context: ParallelContext) -> None:
-    """The rules of training that say which models can be cut over tensor ranks."""
+    """Apply the rules of training about which models can be split over tensor ranks."""
     config = Config(model=source.model, parallel=ParallelConfig(tensor_model_parallel_size=context.topology.tp))
     for rule in (heads_divide_by_tensor, query_groups_divide_by_tensor, mlp_divides_by_tensor):
         for finding in rule(config, context.topology.world_size):

@@ -1,1 +1,1 @@
-"""What a run tells of itself: FLOPs, device peaks, timers, loggers."""
+"""What a run reports of itself: FLOPs, device peaks, timers, loggers."""

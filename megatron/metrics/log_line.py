@@ -38,7 +38,7 @@ def training_log_line(
         train_iterations: Steps of the whole run.
         consumed_samples: Sequences read so far.
         elapsed_ms: Milliseconds for one iteration, mean over the interval.
-        learning_rate: Of the last update.
+        learning_rate: Learning rate of the last update.
         global_batch_size: Sequences of the last step.
         lm_loss: Mean over the interval; None when no step of it had a loss.
         loss_scale: Scale of the loss.

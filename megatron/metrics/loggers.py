@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: a file of JSON lines, TensorBoard, Weights & Biases, behind one small interface."""
+"""Writes the numbers of a run to a file of JSON lines, TensorBoard, Weights & Biases, all through one small interface."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Sink(Protocol):
     """
 
     def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
-        """Record values as of `iteration`, after `samples` sequences."""
+        """Record values of step `iteration`, after `samples` sequences."""
 
     def close(self) -> None:
         """Write what is still in memory."""
 
 
 class MetricsFile:
-    """One JSON object a line, with full digits, flushed at each line.
+    """A file with one JSON object a line, with full digits, flushed at each line.
 
-    JSON has no NaN and no infinity, and readers that are strict stop at them: such a value is written as null, and the
-    line then also has "nonfinite": true.
+    JSON has no NaN and no infinity, and strict readers stop at them. Such a value is written as null, and the line then also has
+    "nonfinite": true.
 
     Args:
         path: The file; its folder is made.
@@ -80,7 +80,7 @@ _TAGS = {
     "validation_loss": "lm loss validation",
     "test_loss": "lm loss test",
 }
-"""Megatron's TensorBoard tags. Other names are written as they are, by iteration only."""
+"""Megatron's TensorBoard tags. Other names are used as they are, by iteration only."""
 
 
 class TensorBoard:
@@ -154,7 +154,7 @@ class WandB:
 
 
 def curve_sinks(config: LoggingConfig, settings: Mapping[str, Any] | None = None) -> list[Sink]:
-    """TensorBoard and Weights & Biases, as far as they are asked for. `settings` is the run's configuration."""
+    """TensorBoard and Weights & Biases, where the settings ask for them. `settings` is the run's configuration."""
     sinks: list[Sink] = []
     if config.tensorboard_dir is not None:
         sinks.append(TensorBoard(config.tensorboard_dir))

@@ -37,7 +37,7 @@ class Timer:
         self._started_at = None
 
     def take_ms(self) -> float:
-        """Milliseconds since the last call, the running interval included; then count from zero."""
+        """Milliseconds since the last call, the running interval included. Counting starts anew."""
         if self._started_at is not None:
             self.stop()
             self.start()
@@ -59,7 +59,7 @@ class Timer:
 
 
 class _NoTimer:
-    """Stands for a timer above the level: does nothing, and never makes the device wait."""
+    """Takes the place of a timer above the level: does nothing, and never makes the device wait."""
 
     def start(self) -> None: ...
 
@@ -100,7 +100,7 @@ class Timers:
         return self._timers[name]
 
     def elapsed_ms(self) -> dict[str, float]:
-        """Milliseconds of every timer since the last call; then all count from zero."""
+        """Milliseconds of every timer since the last call. All start anew."""
         return {name: timer.take_ms() for name, timer in self._timers.items()}
 
 
