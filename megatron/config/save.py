@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import platform
 from collections.abc import Sequence
 from importlib import metadata
@@ -76,9 +77,10 @@ def run_record(config: Config, argv: Sequence[str]) -> dict[str, Any]:
         ``config`` (see `to_dict`), ``command`` (the words of the command line) and ``versions`` of Python and of the packages
         that are installed.
     """
-    return {"config": to_dict(config), "command": list(argv), "versions": _versions()}
+    return {"config": to_dict(config), "command": list(argv), "versions": dict(_versions())}
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in _PACKAGES:

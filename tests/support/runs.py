@@ -34,6 +34,7 @@ from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.save_folder import read_manifest, read_state
 from megatron.config.flags import flags
+from megatron.config.save import _versions
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.training.step import TrainStep
@@ -45,6 +46,7 @@ for _folder in ("audit", "checkpoint", "data_parallel", "training"):
     for _module in pkgutil.iter_modules([str(ROOT / "megatron" / _folder)]):
         importlib.import_module(f"megatron.{_folder}.{_module.name}")
 flags()
+_versions()
 
 TINY: dict[str, Any] = {
     "num_layers": 2,
