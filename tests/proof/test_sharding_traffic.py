@@ -100,7 +100,7 @@ def counted(context: ParallelContext, layout: Layout, style: str, num_microbatch
     step.finish_publishing()
     dist.barrier()
     buckets = [bucket for provider in step.providers if isinstance(provider, Buckets) for bucket in provider.buckets]
-    return dict(counting.sent), sum(bucket.plan.padding for bucket in buckets)
+    return dict(counting.sent), sum(bucket.plan.size - sum(placed.numel for placed in bucket.plan.params) for bucket in buckets)
 
 
 def layout(sharding: str, **settings: Any) -> Layout:
