@@ -1,1 +1,1 @@
-"""From text to the microbatches of a step."""
+"""Turns text into the microbatches of a step: tokenizers, preprocessing, indexed datasets, order of samples, loader."""

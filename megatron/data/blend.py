@@ -1,6 +1,6 @@
-"""Samples that are drawn from several datasets.
+"""Draws samples from several datasets.
 
-Which dataset a sample comes from is a closed formula, exact for any sample number, without state or tables.
+A closed formula says which dataset a sample comes from. It is exact for any sample number, without state or tables.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ _ONE = 1 << 2 * _HALF_BITS
 
 
 class SampleDraw(Protocol):
-    """A sequence of samples that are drawn from several datasets, each of them in its own order."""
+    """A sequence of samples drawn from several datasets, from each in its own order."""
 
     weights: list[float]
-    """Share of each dataset; together 1."""
+    """The share of each dataset; together they are 1."""
 
     def place(self, numbers: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """Dataset of each of these samples, and which of its samples it is.
+        """The dataset of each sample, and its sample number within that dataset.
 
         Raises:
             ValueError: the blend ends before one of them.
         """
 
     def counts(self, num_samples: int) -> list[int]:
-        """Samples of each dataset among the first `num_samples`."""
+        """How many of the first `num_samples` come from each dataset."""
 
 
 class Blend(SampleDraw):
     """A binary tree that splits the samples in two, again and again, until each part is one dataset.
 
     A node with the left share a = A / 2**62 sends its sample i to the left if floor((i + 1) a + 1/2) > floor(i a + 1/2). So
-    floor(n a + 1/2) of its first n samples go left: never further than half a sample from n a. The tree joins the two smallest
-    weights first (as a Huffman code does), so the weights of the nodes above a dataset grow at least like Fibonacci numbers. The
-    half sample of a node reaches a dataset scaled by its share of the node, which makes at most half the sum of the reciprocal
-    Fibonacci numbers: a dataset is never further than 3.36 / 2 = 1.68 samples from its share of the first n, for any n and any
-    number of datasets. That holds exactly for the weights that the shares make; rounding to floating point moves those by some
-    2**-53, which is far less than a sample for any run.
+    floor(n a + 1/2) of its first n samples go left, which is never further than half a sample from n a. The tree joins the two
+    smallest weights first (as a Huffman code does), so the weights of the nodes above a dataset grow at least like Fibonacci
+    numbers. A node's error of half a sample reaches a dataset scaled by the dataset's share of the node. So a dataset is never
+    further than half the sum of the reciprocal Fibonacci numbers, 3.36 / 2 = 1.68 samples, from its share of the first n samples,
+    for any n and any number of datasets. This holds exactly for weights that are multiples of the unit of the shares; rounding to
+    floating point moves weights by some 2**-53, which is far less than a sample for any run.
 
     Args:
         weights: Not negative, finite, not all 0; a dataset of weight 0 is never read. Only their ratios count.
 
     Raises:
-        ValueError: such weights.
+        ValueError: the weights are not so.
     """
 
     MAX_ERROR = 1.7
-    """Samples by which a dataset may be away from its share of the first n samples, for any n."""
+    """The most samples by which a dataset may be away from its share of the first n samples, for any n."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         check_weights(weights)
@@ -98,13 +98,13 @@ class Blend(SampleDraw):
 @dataclass(frozen=True)
 class _Node:
     left: _Node | int
-    """A dataset is a number."""
+    """A dataset (its number), or a node of its own."""
     right: _Node | int
     share: int
-    """Share of the left part, in units of 2**-62; at most a half."""
+    """The share of the left part, in units of 2**-62; at most a half."""
 
     def lefts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Samples that go left among the first ones: floor(count * share / 2**62 + 1/2), by halves that do not overflow."""
+        """How many of the first `counts` samples go left: floor(count * share / 2**62 + 1/2), by halves that do not overflow."""
         count_high, count_low = counts >> _HALF_BITS, counts & _LOW
         high, low = self.share >> _HALF_BITS, self.share & _LOW
         middle = count_high * low + count_low * high + (count_low * low >> _HALF_BITS) + (1 << _HALF_BITS - 1)
@@ -112,7 +112,7 @@ class _Node:
 
 
 def check_weights(weights: Sequence[float]) -> None:
-    """Weights of a blend.
+    """Check the weights of a blend.
 
     Raises:
         ValueError: there are none, one is negative or not finite, or all are 0.
@@ -129,7 +129,7 @@ def check_weights(weights: Sequence[float]) -> None:
 
 
 def _join(weights: Sequence[float]) -> _Node | int:
-    """The tree; of equal weights the lower numbers are joined first."""
+    """Build the tree. Among equal weights, those of lower numbers are joined first."""
     waiting: list[tuple[float, int, _Node | int]] = [(weight, at, at) for at, weight in enumerate(weights) if weight > 0]
     heapq.heapify(waiting)
     for number in range(len(weights), len(weights) + len(waiting) - 1):
@@ -150,7 +150,7 @@ def _spread(node: _Node | int, weight: float, weights: list[float]) -> None:
 
 
 class BlendedDataset(SampleSource):
-    """Samples that are drawn from several sources.
+    """Samples drawn from several sources.
 
     Args:
         sources: All with the same sequence length.
@@ -159,7 +159,7 @@ class BlendedDataset(SampleSource):
         first_sample: Number of the first sample: a phase of a run begins where the phase before it ended.
 
     Raises:
-        ValueError: weights that make no blend.
+        ValueError: the weights make no blend.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class BlendedDataset(SampleSource):
         datasets, indices = self._blend.place(np.arange(first, first + count))
         found = np.empty((count, self.seq_length + 1), dtype=np.int64)
         for dataset in np.unique(datasets).tolist():
-            of_it = datasets == dataset  # neighbouring samples of the source, since the numbers are neighbours
+            of_it = datasets == dataset  # samples of one source, whose numbers are consecutive
             found[of_it] = self._sources[dataset].samples(int(indices[of_it][0]), int(of_it.sum()))
         return found
 

@@ -1,4 +1,4 @@
-"""The training, validation and test data that the flags ask for: what each split is read from, and the samples that this makes."""
+"""The training, validation and test data that the flags ask for: which datasets each split reads, and its samples."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Datasets:
-    """What a run reads; a split that is not needed is None."""
+    """The splits that a run reads; a split that is not needed is None."""
 
     train: SplitData
     valid: SplitData | None
     test: SplitData | None
 
     def all(self) -> list[SplitData]:
-        """Those that are needed."""
+        """The splits that are needed."""
         return [data for data in (self.train, self.valid, self.test) if data is not None]
 
 
@@ -41,7 +41,7 @@ def open_datasets(
     """Open and check the data before anything else is built. Only ranks that need samples call this.
 
     Raises:
-        ValueError: no dataset, words that are no blend, a damaged file, or a needed split that holds less than one sample.
+        ValueError: no dataset, flags that are no blend, a damaged file, or a needed split that holds less than one sample.
     """
     opened: dict[str, IndexedDataset] = {}
     own_splits, per_split = split_words(config)
@@ -60,7 +60,7 @@ def open_datasets(
                 blending = "sizes" if given[0].weight is None else "weights"
             components = _components(given, split, opened, None if own_splits else config.split, config, seq_length)
         data = SplitData(split, config, seed, seq_length, tokenizer.vocab_size, tokenizer.eod, tuple(components), blending)
-        data.source(num_samples=1)  # an empty split is found now
+        data.source(num_samples=1)  # so that an empty split is found now
         return data
 
     return Datasets(make(0), make(1) if need_validation else None, make(2) if need_test else None)
@@ -74,7 +74,7 @@ def _components(
     config: DataConfig,
     seq_length: int,
 ) -> list[Component]:
-    """The datasets of a blend with their documents of a split and their weights."""
+    """The datasets of a blend, with their documents of a split and their weights."""
     found: list[Component] = []
     for each in given:
         if each.weight == 0:
@@ -82,17 +82,17 @@ def _components(
             continue
         dataset = opened.get(each.prefix) or opened.setdefault(each.prefix, IndexedDataset(each.prefix))
         documents = range(dataset.num_documents) if shares is None else split_documents(shares, dataset.num_documents)[split]
-        size = max(dataset.num_tokens(documents) - 1, 0) // seq_length  # samples of an epoch
+        size = max(dataset.num_tokens(documents) - 1, 0) // seq_length  # the number of samples in an epoch
         found.append(Component(dataset, documents, float(size) if each.weight is None else each.weight))
     _refuse_repeats([component.dataset for component in found], config)
     return found
 
 
 def _refuse_repeats(datasets: list[IndexedDataset], config: DataConfig) -> None:
-    """A dataset named twice would give the same samples twice, in the same order.
+    """Refuse a dataset that is named twice: it would give the same samples twice, in the same order.
 
     Raises:
-        DatasetError: so it is.
+        DatasetError: one is.
     """
     if config.data_order == "megatron":
         return  # exactly what it does there
@@ -109,22 +109,22 @@ def _refuse_repeats(datasets: list[IndexedDataset], config: DataConfig) -> None:
 
 @dataclass(frozen=True)
 class Component:
-    """A dataset of a blend: its documents of one split."""
+    """One dataset of a blend, with its documents of one split."""
 
     dataset: IndexedDataset
     documents: range
     weight: float
-    """As given, or the samples of an epoch; only the ratios in a blend count."""
+    """The given weight, or the number of samples in an epoch; only the ratios in a blend count."""
 
     def part(self) -> BlendPart:
-        """As it is written down in the history of a run."""
+        """The form in which the history of a run records it."""
         first, count = self.documents.start, len(self.documents)
         return BlendPart(self.dataset.prefix, fingerprint(self.dataset), first, count, self.weight)
 
 
 @dataclass(frozen=True)
 class SplitData:
-    """What one split is read from: a blend of datasets, or made-up tokens where there are none."""
+    """The data of one split: a blend of datasets, or made-up tokens where there are none."""
 
     split: int
     """0 training, 1 validation, 2 test."""
@@ -141,12 +141,12 @@ class SplitData:
         return tuple(component.part() for component in self.components)
 
     def source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_read: int | None = None) -> SampleSource:
-        """The samples.
+        """The samples of the split.
 
         Args:
             num_samples: length of the run; with --data-order megatron it decides the order.
             phases: the run's history, whose last phase reads these samples; empty where they are read from the start.
-            num_read: samples that are read, if that is fewer.
+            num_read: samples that are read, if fewer.
 
         Raises:
             DatasetError: the split of a dataset holds less than one sample.
@@ -170,7 +170,7 @@ class SplitData:
         weights = [each.weight for each in self.components]
         by_size = self.blending == "sizes"
         if by_size:
-            num_samples = min(num_samples, int(sum(weights)))  # an epoch of each
+            num_samples = min(num_samples, int(sum(weights)))  # one epoch of each
             if num_read > num_samples:
                 raise DatasetError(
                     f"{SPLIT_NAMES[self.split]} reads {num_read:,} samples, but in Megatron's order a blend by sizes has one epoch "
@@ -208,14 +208,14 @@ def build_index(
     num_samples: Sequence[int | None] = (None, None, None),
     data_cache_path: str | None = None,
 ) -> list[str]:
-    """Make what training with these settings would make at its start.
+    """Make the indexes that training with these settings would make at its start.
 
     Args:
         prefix: An indexed dataset.
         split: Shares as in --split; None gives all documents to training, as --train-data-path does.
-        seed: Of the run (--seed).
-        seq_length: Of the run.
-        epochs: How many, from the first on; the megatron order has all in one index.
+        seed: The seed of the run (--seed).
+        seq_length: The sequence length of the run.
+        epochs: How many epochs, from the first on; the megatron order has all in one index.
         order: As --data-order.
         num_samples: Samples that training, validation and test are asked for, on which the megatron order depends.
         data_cache_path: As in training; by default the folder `cache` beside the dataset.
@@ -239,7 +239,7 @@ def build_index(
 
 
 def _build_split(selection: Selection, num_passes: int, order: DataOrder, num_samples: int | None, cache: IndexCache) -> str:
-    """Make the first passes; says what was made."""
+    """Make the indexes of the first passes; returns a line that says what was made."""
     try:
         samples = make_order(order, selection, num_samples=num_samples, earlier=(), cache=cache)
     except DatasetError as error:

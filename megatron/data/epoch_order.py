@@ -1,7 +1,7 @@
-"""`--data-order epoch`: each epoch is shuffled apart, so a longer run only appends to what a shorter one reads.
+"""`--data-order epoch`: each epoch is shuffled by itself, so a longer run only appends to what a shorter one reads.
 
-Where the sequence length of a run changes, the epoch in which it changed is finished first: what was left unread is cut into
-windows of the new length. So what was read stays read, and no token is predicted twice in an epoch.
+Where a run changes its sequence length, the current epoch is finished first: what is unread of it is cut into windows of the new
+length. So no token is predicted twice in an epoch, and what was read stays read.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ _MUCH = 0.05
 
 
 class EpochOrder(SampleOrder):
-    """An order in which each epoch stands alone, and epochs go on for ever.
+    """An order in which each epoch is independent, and epochs never end.
 
-    In each epoch the documents are permuted by a key of (seed, split, epoch), cut into windows that overlap by one token (so that
-    every token but the first is predicted once), and the windows are permuted by the same key. The last tokens, too few for a
-    window, are left out: other ones in each epoch.
+    In each epoch the documents are permuted by a key of (seed, split, epoch) and cut into windows that overlap by one token (so
+    that
+    every token but the first is predicted once). The windows are permuted by the same key. The last tokens, too few for a window,
+    are left out; these are other tokens in each epoch.
 
     Args:
-        selection: What is put into the order, of at least one window.
+        selection: The documents to be ordered, of at least one window.
         earlier: What was read before at other sequence lengths.
         cache: Where large indexes are kept.
     """
@@ -48,7 +49,7 @@ class EpochOrder(SampleOrder):
         self._cache = cache
         self._cutter = EpochCutter(selection.num_tokens, selection.seed, selection.split)
         stretches = merged(earlier)
-        # At the same sequence length this is no new stretch, but goes on with the last one.
+        # At the same sequence length this is no new stretch, but continues the last one.
         self._offset = stretches.pop().num_samples if stretches and stretches[-1].seq_length == selection.seq_length else 0
         self._start = resume(stretches, self._cutter)
         self._num_resumed = self._cutter.num_windows(self._start, selection.seq_length) if self._start.levels else 0
@@ -103,7 +104,7 @@ class EpochOrder(SampleOrder):
         return lines
 
     def _epochs_at(self, number: int) -> float:
-        """Epochs before a sample: whole ones, and the share of its own that was read."""
+        """Epochs read before a sample: whole ones, and the share that is read of the sample's own epoch."""
         place = self.place(number)
         if self._start.levels and place.pass_number == self._start.epoch:
             read = sum(level.num_read * level.seq_length for level in self._start.levels) + place.position * self._of.seq_length
@@ -128,28 +129,28 @@ class Stretch:
 
     seq_length: int
     num_samples: int
-    """Samples that were read of the dataset."""
+    """Samples of the dataset that were read."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """What one stretch read of an epoch that it did not finish."""
+    """The part of an unfinished epoch that one stretch read."""
 
     stretch: int
-    """Its number in the run."""
+    """The stretch's index in the run."""
     seq_length: int
     num_read: int
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a stretch starts."""
+    """The point in the epochs at which a stretch starts."""
 
     epoch: int
     levels: tuple[Level, ...]
-    """What was read of this epoch before; empty if it starts with a whole one."""
+    """What earlier stretches read of this epoch; empty if a new epoch begins."""
     stretch: int
-    """The number of the stretch in the run."""
+    """The stretch's index in the run."""
 
 
 class EpochCutter:
@@ -161,26 +162,26 @@ class EpochCutter:
         self._split = split
 
     def samples_per_epoch(self, seq_length: int) -> int:
-        """Windows of a whole epoch."""
+        """The number of windows in a whole epoch."""
         return (self._num_tokens - 1) // seq_length
 
     def windows(self, at: Resumption, seq_length: int) -> Windows:
-        """The windows of what is left of an epoch."""
+        """The windows of what is unread of an epoch."""
         return cut(self.left(at), seq_length, self._key(at.epoch, at.stretch if at.levels else 0))
 
     def num_windows(self, at: Resumption, seq_length: int) -> int:
-        """How many windows that makes."""
+        """The number of these windows."""
         return int(cut_points(self.left(at), seq_length)[1][-1])
 
     def left(self, at: Resumption) -> Intervals:
-        """What the levels leave of an epoch."""
+        """The tokens of an epoch that no level has read."""
         left = whole(self._num_tokens)
         for number, level in enumerate(at.levels):
             left = cut(left, level.seq_length, self._key(at.epoch, level.stretch if number else 0)).left(level.num_read)
         return left
 
     def _key(self, epoch: int, stretch: int) -> Key:
-        """Key of a permutation. Stretch 0 stands for a whole epoch: the same as in a run that always had this sequence length."""
+        """Key of a permutation. Stretch 0 stands for a whole epoch, as in a run that always had this sequence length."""
         if not stretch:
             return (WINDOWS, self._seed, self._split, epoch)
         return (LEFT_WINDOWS, self._seed, self._split, epoch, stretch)
@@ -205,7 +206,7 @@ def resume(earlier: Sequence[Stretch], cutter: EpochCutter) -> Resumption:
 
 
 def merged(earlier: Sequence[Stretch]) -> list[Stretch]:
-    """Stretches without empty ones, and with neighbours of one sequence length joined."""
+    """The stretches without empty ones; consecutive ones of one sequence length are joined."""
     found: list[Stretch] = []
     for stretch in earlier:
         if found and found[-1].seq_length == stretch.seq_length:

@@ -62,7 +62,7 @@ class GPTDataset(SampleSource):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of one pass over the split."""
+        """The number of samples in one pass over the split."""
         return self._order.samples_per_epoch
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
@@ -95,7 +95,7 @@ _NUM_KEPT = 2  # reading ahead crosses the end of an epoch
 
 
 class KeptPasses:
-    """Builds the index of a pass at its first use and keeps the two used last.
+    """Builds the index of a pass at its first use, and keeps the two that were used last.
 
     Threads that want the same pass wait for the one that builds it; others read on.
     """
@@ -132,7 +132,7 @@ _OWN_PATHS = ("--train-data-path", "--valid-data-path", "--test-data-path")
 def make_order(
     order: DataOrder, selection: Selection, *, num_samples: int | None, earlier: Sequence[Stretch], cache: IndexCache
 ) -> SampleOrder:
-    """The order of a split's samples; for the arguments see `GPTDataset`. Its indexes are built when they are asked for.
+    """The order of a split's samples. For the arguments see `GPTDataset`. Indexes are built when they are first needed.
 
     Raises:
         DatasetError: the split is shorter than one window.

@@ -1,8 +1,9 @@
-"""What a run has read: a list of phases, in each of which the settings of the data stayed the same.
+"""What a run has read: a list of phases, in each of which the data settings stayed the same.
 
 A run may change its blend, weights, sequence length or batch size when it is resumed. What was consumed stays consumed: each
-dataset goes on after the samples that it gave in earlier phases. The list is saved with every checkpoint, and with the number of
-consumed samples it is the whole state of the data.
+dataset continues after the samples that it gave in earlier phases. The list is saved with every checkpoint. Together with the
+number
+of consumed samples it is the whole state of the data.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron.data.blend import Blend
 from megatron.data.epoch_order import Stretch, merged
 
 Blending = Literal["none", "sizes", "weights"]
-"""Whether one prefix is read, several by their sizes, or some by their weights. Only Megatron's order makes a difference."""
+"""How datasets are blended: one prefix, several by their sizes, or several by weights. It matters only in Megatron's order."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,15 @@ class BlendPart:
 
     prefix: str
     fingerprint: str
-    """Hash of its content: the dataset is the same wherever its files lie."""
+    """Hash of the content, so that a dataset is recognised wherever its files lie."""
     first_document: int
     num_documents: int
     weight: float
-    """Only the ratios within a phase count."""
+    """Weight in the blend; only the ratios within a phase count."""
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What makes it the same documents."""
+        """What identifies the documents."""
         return self.fingerprint, self.first_document, self.num_documents
 
 
@@ -43,44 +44,44 @@ class Phase:
     """A stretch of the run in which the data settings stayed the same."""
 
     first_iteration: int
-    """Iterations before it."""
+    """Number of iterations before the phase."""
     first_sample: int
-    """Samples consumed before it."""
+    """Number of samples consumed before the phase."""
     order: DataOrder
     seed: int
     seq_length: int
     global_batch_size: int
     rampup_batch_size: tuple[int, int, int] | None
     parts: tuple[BlendPart, ...]
-    """Empty for made-up data."""
+    """The datasets; empty for made-up data."""
     blending: Blending = "none"
     num_samples: int | None = None
-    """Length of the run, where the order depends on it (megatron)."""
+    """Length of the run in samples, where the order depends on it (megatron)."""
 
     def settings(self) -> dict[str, Any]:
-        """What must stay the same for the phase to go on, by name."""
+        """The settings whose change begins a new phase, by name."""
         fields = {name: value for name, value in vars(self).items() if name not in ("first_iteration", "first_sample")}
         total = sum(part.weight for part in self.parts)
         return fields | {"parts": tuple((part.key, part.weight / total) for part in self.parts)}
 
     def reading(self) -> dict[str, Any]:
-        """The settings that decide which samples follow each other, whatever the batches."""
+        """The settings that decide the order of samples, whatever the batches."""
         return {name: value for name, value in self.settings().items() if name not in ("global_batch_size", "rampup_batch_size")}
 
     def to_json(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The phase as a checkpoint holds it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Phase:
-        """From a checkpoint."""
+        """The phase that a checkpoint holds."""
         ramp = saved["rampup_batch_size"]
         parts = tuple(BlendPart(**part) for part in saved["parts"])
         return cls(**{**saved, "rampup_batch_size": tuple(ramp) if ramp else None, "parts": parts})
 
 
 def go_on(before: Sequence[Phase], now: Phase) -> list[Phase]:
-    """The phases of a run that goes on with the settings of `now`.
+    """The phases of a run that continues with the settings of `now`.
 
     Args:
         before: Phases up to the checkpoint.
@@ -95,7 +96,7 @@ def go_on(before: Sequence[Phase], now: Phase) -> list[Phase]:
 
 
 def readings(phases: Sequence[Phase]) -> list[Phase]:
-    """Phases joined where the samples just follow each other: other batches do not begin a blend anew."""
+    """Phases, joined where only the batches changed: these do not begin a blend anew."""
     found: list[Phase] = []
     for phase in phases:
         if not found or found[-1].reading() != phase.reading():
@@ -104,12 +105,12 @@ def readings(phases: Sequence[Phase]) -> list[Phase]:
 
 
 def samples_of_parts(phase: Phase, num_samples: int) -> list[int]:
-    """How many of the first samples of a phase each of its datasets gives (in the order of epochs)."""
+    """How many of the first samples of a phase come from each of its datasets (in the epoch order)."""
     return [int(count) for count in Blend([part.weight for part in phase.parts]).counts(num_samples)] if phase.parts else []
 
 
 def read_before(phases: Sequence[Phase], part: BlendPart) -> list[Stretch]:
-    """What a dataset of the last phase gave in earlier phases that read it in the same order, in time."""
+    """What a dataset of the last phase gave in earlier phases that read it in the same order, the earliest first."""
     last = phases[-1]
     found: list[Stretch] = []
     for phase, following in pairwise(readings(phases)):
@@ -122,7 +123,7 @@ def read_before(phases: Sequence[Phase], part: BlendPart) -> list[Stretch]:
 
 
 def describe_phases(phases: Sequence[Phase]) -> list[str]:
-    """Lines of the start-up log on a run whose data settings were changed; none where they were not."""
+    """Lines of the start-up log for a run whose data settings were changed; empty where they were not."""
     joined = readings(phases)
     if len(joined) < 2:
         return []
@@ -134,7 +135,7 @@ def describe_phases(phases: Sequence[Phase]) -> list[str]:
 
 
 def _going_on(phases: Sequence[Phase], part: BlendPart) -> str:
-    """Where a dataset of the last phase goes on."""
+    """Words for where a dataset of the last phase continues."""
     if before := merged(read_before(phases, part)):
         given = [f"{each.num_samples:,} samples of {each.seq_length} tokens" for each in before]
         return f"goes on after {' and '.join(given)}"

@@ -1,8 +1,8 @@
-"""Indexes of large datasets, kept in files so that they are made once and shared by the processes of a machine.
+"""Keeps indexes of large datasets in files, so that they are made once and shared by the processes of a machine.
 
-A file is found by a hash of what its content follows from, appears under its name only when it is complete, and is checked before
-use. So a cache may be deleted, copied, or shared by machines and runs at any time. Where it does not work, every process computes
-the same arrays in its own memory.
+A file is found by a hash of everything that its content depends on. It appears under its name only when it is complete, and is
+checked before use. So a cache may be deleted, copied, or shared by machines and runs at any time. Where it does not work, every
+process computes the same arrays in its own memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 VERSION = 1
-"""Part of every key: raise it when the content of the arrays changes its meaning."""
+"""Part of every key. Raise it when the content of the arrays changes its meaning."""
 MIN_ENTRIES = 1 << 20
-"""Smaller indexes are computed in a blink."""
+"""Indexes with fewer entries are not kept: they are computed in no time."""
 
 _OLD_S = 24 * 3600.0
 
@@ -45,7 +45,7 @@ class IndexCache:
 
     Args:
         folder: Made at the first use; None keeps nothing.
-        note: Told, once each, what keeps the cache from working; prints to stderr by default.
+        note: Called, once for each, with what keeps the cache from working; prints to stderr by default.
     """
 
     def __init__(self, folder: Path | None, note: Callable[[str], None] | None = None) -> None:
@@ -53,21 +53,21 @@ class IndexCache:
         self.made: list[Path] = []
         """Files that this object wrote."""
         self.found: list[Path] = []
-        """Files that it read instead of building."""
+        """Files that it read instead of building the arrays."""
         self.fault: str | None = None
         """What keeps the cache from working, once it is known."""
         self._note = note or _print_note
         self._told: set[str] = set()
 
     def get(self, name: str, arrays: Sequence[str], key: Callable[[], Key], num_entries: int, build: Build) -> tuple[NDArray, ...]:
-        """The arrays that `build` makes: out of the cache, or built by one process while the others wait.
+        """The arrays that `build` makes: read from the cache, or built by one process while the others wait.
 
         Args:
-            name: Begin of the file names.
+            name: Beginning of the file names.
             arrays: Names of the arrays, in the order in which `build` returns them; they are one-dimensional.
-            key: What their content follows from, as numbers and texts; called only if the cache is used.
-            num_entries: About how many entries the largest has; few are never kept.
-            build: Makes them.
+            key: All that their content depends on, as numbers and texts; called only if the cache is used.
+            num_entries: Approximate size of the largest array; small ones are never kept.
+            build: Makes the arrays.
         """
         if self.folder is None or num_entries < MIN_ENTRIES:
             return build()
@@ -136,7 +136,7 @@ class IndexCache:
 
 
 def _sweep(folder: Path, mark: str) -> None:
-    """Remove what killed processes left: whoever holds the lock is the only one of this machine that writes."""
+    """Remove what killed processes left. Whoever holds the lock is the only writer on this machine."""
     for partial in folder.glob("*.partial-*"):
         try:
             if mark in partial.name or time.time() - partial.stat().st_mtime > _OLD_S:
@@ -154,11 +154,11 @@ _MAGIC = b"mindex1\0"
 
 
 class DamagedIndexError(Exception):
-    """The message names the file and what is wrong with it."""
+    """A damaged file; the message names it and says what is wrong."""
 
 
 def write_array(path: Path, digest: bytes, array: NDArray) -> None:
-    """Write an array.
+    """Write an array to a file.
 
     Args:
         path: Written in place: give a temporary name.

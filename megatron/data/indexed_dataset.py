@@ -36,20 +36,20 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 COUNTS_OFFSET = 18
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
-_BLOCK = 1 << 20  # entries of the index that are handled at once
+_BLOCK = 1 << 20  # entries of the index that are processed at once
 
 
 class DatasetError(ValueError):
-    """A dataset that cannot be used; the message says which file, what is wrong and what to do."""
+    """A dataset that cannot be used. The message says which file, what is wrong and what to do."""
 
 
 def token_dtype(vocab_size: int) -> type[np.integer]:
-    """Type in which a vocabulary is written: uint16 below 65,500 ids, otherwise int32 (Megatron's rule)."""
+    """The integer type in which a vocabulary is written: uint16 below 65,500 ids, otherwise int32 (Megatron's rule)."""
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
 class IndexedDataset:
-    """Documents of tokens behind a memory map. Safe to read from several threads.
+    """Documents of tokens, read through a memory map. Safe to use from several threads.
 
     Args:
         prefix: Path without ``.bin`` and ``.idx``.
@@ -67,7 +67,7 @@ class IndexedDataset:
     document_index: NDArray[np.int64]
     """0, then the number of sequences up to the end of each document."""
 
-    # The arrays are views of the file, where they are not aligned: index them; searchsorted and take would copy them whole.
+    # These are unaligned views of the file: index them; searchsorted and take would copy them whole.
 
     def __init__(self, prefix: str) -> None:
         if "://" in prefix:
@@ -111,7 +111,7 @@ class IndexedDataset:
         self.document_index = np.frombuffer(index, "<i8", num_entries, second)
 
     def _check_index(self) -> None:
-        """Every number of the index, in blocks, so that a large index does not need its size again in memory."""
+        """Check every number of the index, in blocks, so that a large index does not need its size again in memory."""
         path, num_sequences = f"{self.prefix}.idx", len(self.lengths)
         entries = self.document_index
         rising, single = True, len(entries) == num_sequences + 1
@@ -125,7 +125,7 @@ class IndexedDataset:
                 "  It is damaged: make or copy it again."
             )
         self.one_sequence_each = single
-        """Whether each document is one sequence, as almost everywhere."""
+        """Whether each document is one sequence, as in almost all datasets."""
         size, width = len(self.data), self.dtype.itemsize
         for block in blocks(num_sequences):
             lengths, offsets = self.lengths[block].astype(np.int64), self.offsets[block]
@@ -152,12 +152,12 @@ class IndexedDataset:
         return len(self.document_index) - 1
 
     def num_tokens(self, documents: range) -> int:
-        """Tokens in a range of neighbouring documents."""
+        """Number of tokens in a range of consecutive documents."""
         first, stop = self.document_index[documents.start], self.document_index[documents.stop]
         return int(self.lengths[first:stop].sum(dtype=np.int64))
 
     def sequences(self, documents: NDArray[np.integer]) -> NDArray[np.integer]:
-        """Numbers of all sequences of these documents, in their order."""
+        """Indices of all sequences of these documents, in order."""
         dtype = index_dtype(len(self.lengths))
         if self.one_sequence_each:
             return documents.astype(dtype, copy=False)
@@ -182,14 +182,14 @@ class IndexedDataset:
         return np.concatenate([np.empty(0, self.dtype), *parts])
 
     def document_of(self, sequence: int) -> int:
-        """Document that a sequence belongs to."""
+        """The document that a sequence belongs to."""
         if self.one_sequence_each:
             return sequence
         return bisect.bisect_right(self.document_index, sequence) - 1
 
 
 def blocks(count: int) -> Iterator[slice]:
-    """Neighbouring parts of so many entries of an index, of bounded size."""
+    """Consecutive slices of the entries of an index, each of bounded size."""
     return (slice(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK))
 
 
@@ -200,7 +200,7 @@ def _map(path: Path) -> mmap.mmap | bytes:
 
 
 def _forget(mapped: mmap.mmap | bytes) -> None:
-    """Count the pages that were read no longer as memory of this process; what is used again is mapped again."""
+    """Stop counting the pages that were read as memory of this process. Pages that are used again are mapped again."""
     if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -223,7 +223,7 @@ def fingerprint(dataset: IndexedDataset) -> str:
     """Hash (XXH3, 128 bits) of the .idx file, the size of .bin and some of its bytes: 256 blocks of 4 KiB, evenly spread, the first
     and the last among them.
 
-    The index alone does not tell datasets apart whose documents are all of one length, and .bin is too large to be read at a start.
+    The index alone cannot tell two datasets apart whose documents all have one length, and .bin is too large to read at start-up.
     """
     state = xxhash.xxh3_128(f"{dataset.digest} {len(dataset.data)} ".encode())
     for start in np.linspace(0, max(len(dataset.data) - _BLOCK_BYTES, 0), _BLOCKS).astype(np.int64).tolist():

@@ -1,5 +1,5 @@
-"""Writes the token files PREFIX.bin and PREFIX.idx, of documents or of whole datasets: complete under their final names, or not
-at all. Where datasets are joined, the system copies the .bin files, and the index is put together in blocks."""
+"""Writes the token files PREFIX.bin and PREFIX.idx, from documents or from whole datasets: complete under their final names, or not
+at all. To join datasets, the system copies the .bin files, and the index is put together in blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.data.indexed_dataset import COUNTS_OFFSET, HEADER, MAGIC, TOKEN_TY
 
 
 def unfinished(suffix: str) -> str:
-    """End of the name of a file that is being written; no other process writes one of this name, on other machines neither."""
+    """The end of the name of a file that is being written. No other process uses the same one, on other machines either."""
     return f"{suffix}.partial-{socket.gethostname()}-{os.getpid()}"
 
 
@@ -33,22 +33,22 @@ def _header(dtype: np.dtype[Any], num_sequences: int, num_entries: int) -> bytes
 
 
 def _publish(partial: Mapping[str, Path], prefix: str) -> None:
-    """Give both files their final names. An index never lies beside a .bin of another dataset, whenever we are interrupted."""
+    """Give both files their final names. Whenever we are interrupted, no index lies beside a .bin of another dataset."""
     Path(f"{prefix}.idx").unlink(missing_ok=True)
     for suffix in (".bin", ".idx"):
         partial[suffix].replace(f"{prefix}{suffix}")
 
 
 class IndexedDatasetWriter:
-    """Writes documents of one sequence each; memory use does not grow with what is written.
+    """Writes documents of one sequence each. Memory use does not grow with what is written.
 
     Until `finalise` both files lie under temporary names beside the final ones. As a context manager it finalises at the end of
-    the block and removes the temporary files if the block failed.
+    the block, and removes the temporary files if the block failed.
 
     Args:
         prefix: Path without ``.bin`` and ``.idx``; its folder must exist.
         dtype: Type of the tokens, for example `token_dtype(vocab_size)`.
-        sync: Have them on the disk before they get their final names, so that a loss of power leaves no empty ones.
+        sync: Write both to the disk before they get their final names, so that a loss of power leaves no empty files.
     """
 
     def __init__(self, prefix: str, dtype: DTypeLike, sync: bool = True) -> None:
@@ -77,7 +77,7 @@ class IndexedDatasetWriter:
         self.add_documents(array, [array.size])
 
     def add_documents(self, tokens: ArrayLike, lengths: Sequence[int] | NDArray[np.integer]) -> None:
-        """Append several documents: their tokens one after another, and how many each has.
+        """Append several documents: all their tokens, one document after another, and the length of each.
 
         Raises:
             ValueError: a token does not fit the type of the file, or a document has 2**31 tokens or more.
@@ -113,7 +113,7 @@ class IndexedDatasetWriter:
     def discard(self) -> None:
         """Remove what was written."""
         for file in (self._tokens, self._index):
-            with contextlib.suppress(OSError):  # what is still in the buffer may not fit on the disk either
+            with contextlib.suppress(OSError):  # the rest of the buffer may not fit on the disk either
                 file.close()
         for path in self._partial.values():
             path.unlink(missing_ok=True)
@@ -147,31 +147,31 @@ class IndexedDatasetWriter:
 _COPIED_AT_ONCE = 1 << 30
 _READ_AT_ONCE = 1 << 20
 _CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ETXTBSY)
-"""What the system says if it cannot copy between these two files; reading and writing can."""
+"""Errors of a system that cannot copy between these two files; they can still be read and written."""
 
 
 @dataclass(frozen=True)
 class JoinedSize:
-    """What a dataset was joined from."""
+    """Sizes of a joined dataset."""
 
     num_sequences: int
     num_documents: int
     num_tokens: int
     num_bytes: int
-    """Size of .bin and .idx together."""
+    """Bytes of .bin and .idx together."""
 
 
 def join(prefixes: Sequence[str], output: str, folder: str | None = None, remedy: str = "Write to another disk.") -> JoinedSize:
-    """Write OUTPUT.bin and OUTPUT.idx, the documents of all datasets in this order; complete, or not at all.
+    """Write OUTPUT.bin and OUTPUT.idx, the documents of all datasets in this order: complete, or not at all.
 
-    No token passes through this process's memory where the system copies files itself; the index goes through it in blocks. What is
-    written depends on the documents alone, not on how they were divided.
+    No token passes through this process's memory if the system copies files itself; the index goes through it in blocks. The result
+    depends on the documents alone, not on how they were divided.
 
     Args:
         prefixes: datasets, without .bin and .idx; at least one.
         output: the joined dataset, which must not be one of them; its folder must exist.
         folder: where the files lie until they are complete, on the same disk; None: beside the output.
-        remedy: what else to do where there is no room.
+        remedy: what else to do where there is no room, for the message.
 
     Raises:
         DatasetError: a dataset is damaged, or they differ in the type of their tokens.
@@ -201,7 +201,7 @@ def join(prefixes: Sequence[str], output: str, folder: str | None = None, remedy
 
 
 def _measure(prefixes: Sequence[str]) -> tuple[np.dtype[Any], JoinedSize]:
-    """The common type, and the sums; every dataset is checked before anything is written."""
+    """The common token type, and the sizes. Every dataset is checked before anything is written."""
     dtype: np.dtype[Any] = IndexedDataset(prefixes[0]).dtype
     sequences = documents = tokens = num_bytes = 0
     for prefix in prefixes:
@@ -226,7 +226,7 @@ def _measure(prefixes: Sequence[str]) -> tuple[np.dtype[Any], JoinedSize]:
 
 
 def _write_index(prefixes: Sequence[str], path: Path, dtype: np.dtype[Any], joined: JoinedSize) -> None:
-    """The three lists of the index side by side, each with a file handle of its own."""
+    """Write the three lists of the index at once, each through a file handle of its own."""
     first, second = HEADER.size + 4 * joined.num_sequences, HEADER.size + 12 * joined.num_sequences
     with path.open("wb") as lengths:
         lengths.write(_header(dtype, joined.num_sequences, joined.num_documents + 1))
@@ -251,7 +251,7 @@ def _write_index(prefixes: Sequence[str], path: Path, dtype: np.dtype[Any], join
 
 
 def copy(source: BinaryIO, target: BinaryIO) -> None:
-    """Append what is left of a file to another, by the system if it can (some file systems then share the blocks)."""
+    """Append the rest of a file to another, by the system if it can (some file systems then share the blocks)."""
     target.flush()
     for way in _ways():
         try:
@@ -268,7 +268,7 @@ def copy(source: BinaryIO, target: BinaryIO) -> None:
 
 
 def _ways() -> Iterator[Callable[[int, int], int]]:
-    """Functions that copy some bytes from one file to another and say how many; the fastest first."""
+    """Functions that copy some bytes from one file to another and return how many; the fastest first."""
     if hasattr(os, "copy_file_range"):
         yield lambda source, target: os.copy_file_range(source, target, _COPIED_AT_ONCE)
     if sys.platform == "linux":
@@ -277,7 +277,7 @@ def _ways() -> Iterator[Callable[[int, int], int]]:
 
 
 def _send(source: int, target: int) -> int:
-    """By sendfile, which is told the place in the source and does not move it."""
+    """Copy by sendfile, which is given the place in the source and does not move it."""
     place = os.lseek(source, 0, os.SEEK_CUR)
     sent = os.sendfile(target, source, place, _COPIED_AT_ONCE)
     os.lseek(source, sent, os.SEEK_CUR)

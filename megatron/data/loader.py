@@ -1,4 +1,4 @@
-"""The microbatches of a data rank, a whole step at a time, read ahead by threads."""
+"""Gives a data rank its microbatches, a whole step at a time; threads read ahead."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from megatron.data.samples import DocumentRules, Microbatch, SampleSource, read_
 
 T = TypeVar("T")
 _TASK_SAMPLES = 64
-"""A thread reads neighbouring microbatches of about so many samples at a time. While one thread keeps up, the others then sleep;
+"""A thread reads consecutive microbatches of about this many samples at a time. So the other threads sleep while one is enough:
 several at once would take Python's lock from each other so often that together they are slower than one."""
 _STEPS_AHEAD = 2
 _TASKS_AHEAD = 2
-"""For each thread, where two steps are too few to keep all of them busy."""
+"""How many tasks are read ahead for each thread, where two steps are too few to keep all threads busy."""
 
 
 class StepLoader(Iterator[list[T]], Generic[T]):
     """Iterates over steps; each is the list of this data rank's microbatches.
 
     The step at `consumed` samples is made of the next `global_batch_size_at(consumed)` samples. Microbatch m of data rank r holds
-    the `micro_batch_size` samples from consumed + (m * data_size + r) * micro_batch_size on. So which samples a step holds does not
-    depend on the layout, and `consumed_samples`, the samples of all steps given out so far, is the whole state.
+    the `micro_batch_size` samples from consumed + (m * data_size + r) * micro_batch_size on. So the samples of a step do not depend
+    on the layout. The whole state is `consumed_samples`, the number of samples in all steps given out so far.
 
-    Threads read two steps ahead, or, if that is more, two tasks for each thread of some 64 samples; so much is in memory beside the
+    Threads read ahead two steps or, if that is more, two tasks of some 64 samples for each thread. So much is in memory beside the
     step that was given out.
 
     Args:
         dataset: Where samples come from.
-        rules: What the end of a document means.
-        prepare: Makes of a microbatch what is given out; runs in the thread that has read it.
+        rules: The meaning of the end of a document.
+        prepare: Turns a microbatch into what is given out; runs in the thread that has read it.
         micro_batch_size: Samples in a microbatch.
         data_rank: This rank's place on the data axis.
         data_size: Number of data ranks.
@@ -100,9 +100,9 @@ class StepLoader(Iterator[list[T]], Generic[T]):
         return step
 
     def read_ahead(self) -> None:
-        """Have the threads read what comes after the last step given out; to be called when that is on its way to the device.
+        """Have the threads read what comes after the last step given out. Call this when that step is on its way to the device.
 
-        Not at once: a thread that begins to read slows down whatever else runs in Python, and nobody should wait for that.
+        It is not done at once: a thread that begins to read slows down whatever else runs in Python.
         """
         while self._threads is not None and not self._closed and self._planned < self._total_samples and self._wants_more():
             size, firsts = self._plan(self._planned)
@@ -112,14 +112,14 @@ class StepLoader(Iterator[list[T]], Generic[T]):
             self._planned += size
 
     def close(self) -> None:
-        """End the threads without waiting for them; what they have not begun is not read."""
+        """End the threads without waiting for them. What they have not begun is not read."""
         self._closed = True
         self._ahead.clear()
         if self._threads is not None:
             self._threads.close()
 
     def _plan(self, consumed: int) -> tuple[int, range]:
-        """Samples of the step, and the first sample of each microbatch of this rank."""
+        """The number of samples in the step, and the first sample of each of this rank's microbatches."""
         size = self._global_batch_size_at(consumed)
         row = self._micro_batch_size * self._data_size
         if size < 1 or size % row:
@@ -136,7 +136,7 @@ class StepLoader(Iterator[list[T]], Generic[T]):
 
 
 class _Reader(Generic[T]):
-    """Reads and prepares microbatches. The threads hold this and not the loader, so that a dropped loader ends them."""
+    """Reads and prepares microbatches. The threads hold this object and not the loader, so that a dropped loader ends them."""
 
     def __init__(
         self, dataset: SampleSource, rules: DocumentRules, prepare: Callable[[Microbatch], T], micro_batch_size: int
@@ -152,14 +152,14 @@ _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 _Tasks = queue.SimpleQueue[_Task | None]
 
 _GRACE_S = 2.0
-"""How long the end of the process waits for what is being read."""
+"""Seconds that the end of the process waits for reads under way."""
 
 
 class ReadingThreads:
-    """Runs functions in the order in which they are handed in, several at once.
+    """Runs functions in threads, in the order in which they are handed in, several at once.
 
     The threads start with the first function. They know their tasks but not this object, so dropping it ends them. A read that
-    never returns (a file server that is gone) holds neither `close` nor, for long, the end of the process.
+    never returns (a file server that is gone) delays neither `close` nor, for long, the end of the process.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -172,7 +172,7 @@ class ReadingThreads:
         _open_pools.add(self)
 
     def submit(self, function: Callable[..., _T], *args: Any) -> Future[_T]:
-        """Have a thread call a function; its result, or its exception, arrives in the future."""
+        """Have a thread call a function. Its result, or its exception, arrives in the future."""
         future: Future[_T] = Future()
         self._tasks.put((future, function, args))
         for thread in self._threads:
@@ -181,12 +181,12 @@ class ReadingThreads:
         return future
 
     def close(self) -> None:
-        """End the threads after what they are doing now; what they have not begun is cancelled. Does not wait."""
+        """End the threads after what they are doing now, without waiting. What they have not begun is cancelled."""
         if self._dropped.detach():
             _stop(self._tasks, len(self._threads))
 
     def wait(self, timeout: float) -> None:
-        """Wait until the threads have ended, at most so many seconds."""
+        """Wait until the threads have ended, at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             if thread.ident is not None:
@@ -201,7 +201,7 @@ def _work(tasks: _Tasks) -> None:
                 future.set_result(function(*args))
             except BaseException as error:  # noqa: BLE001 - belongs to whoever waits for the result
                 future.set_exception(error)
-        del task, future, function, args  # while this thread waits, nothing is kept
+        del task, future, function, args  # while this thread waits, it keeps no result alive
 
 
 def _stop(tasks: _Tasks, count: int) -> None:
@@ -217,7 +217,7 @@ _open_pools: weakref.WeakSet[ReadingThreads] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that comes back from a library into an interpreter that is gone would abort the process."""
+    """End all threads: one that returns from a library into an interpreter that is gone would abort the process."""
     pools, deadline = list(_open_pools), time.monotonic() + _GRACE_S
     for pool in pools:
         pool.close()

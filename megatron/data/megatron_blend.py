@@ -1,4 +1,4 @@
-"""Megatron-LM's blend: each sample comes from the dataset that is furthest behind its weight."""
+"""Megatron-LM's blend: each sample comes from the dataset that lacks most samples to its weight."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _BLOCK = 1 << 12
 
 
 def requested_samples(weights: Sequence[float], num_samples: int) -> list[int]:
-    """Samples that each dataset is asked for: ceil(ceil(num_samples w) 1.005).
+    """How many samples each dataset is asked for: ceil(ceil(num_samples w) 1.005).
 
     Args:
-        weights: As given to the run: they are divided by their sum here, and rounding matters.
-        num_samples: Of the blend.
+        weights: As given to the run. They are divided by their sum here, since rounding matters.
+        num_samples: Samples of the blend.
     """
     return [math.ceil(math.ceil(num_samples * weight) * (1 + _SURPLUS)) for weight in _normalised(weights)]
 
 
 class GreedyBlend(SampleDraw):
-    """Sample i comes from the dataset with the largest weight * max(i, 1) - (its samples so far), of equal ones from the first.
+    """Sample i comes from the dataset with the largest weight * max(i, 1) - (its samples so far); if several, from the first.
 
-    Exact in floating point, so the same choices as there. They are computed for the whole run and cached.
+    The choices equal Megatron-LM's, floating-point rounding included. They are computed for the whole run and cached.
 
     Args:
-        weights: As given to the run: they are divided by their sum here.
-        num_samples: Of the blend.
+        weights: As given to the run. They are divided by their sum here.
+        num_samples: Samples of the blend.
         cache: Where the choices are kept (nowhere by default).
-        by_size: The weights are samples of an epoch, since none were given to the run.
+        by_size: The weights are numbers of samples in an epoch, since none were given to the run.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class GreedyBlend(SampleDraw):
     ) -> None:
         check_weights(weights)
         self._num_samples = num_samples
-        # Megatron-LM knows no weight of 0: such a dataset is left out.
+        # Megatron-LM knows no weight of 0: such a dataset is left out
         used = [dataset for dataset, weight in enumerate(weights) if weight > 0]
         shares = _normalised([weights[dataset] for dataset in used])
         if not by_size:
@@ -91,7 +91,7 @@ def _normalised(weights: Sequence[float]) -> list[float]:
 
 
 def _ranks(choices: NDArray[np.integer], before: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Which sample of its dataset each choice is."""
+    """For each choice, the number of the sample within its dataset."""
     order = np.argsort(choices, kind="stable")
     counts = np.bincount(choices, minlength=len(before))
     ranks = np.empty(len(choices), dtype=np.int64)
@@ -101,17 +101,17 @@ def _ranks(choices: NDArray[np.integer], before: NDArray[np.int64]) -> NDArray[n
 
 _LANES = 1024
 _STEPS = 2048
-"""Choices of a lane."""
+"""Choices that one lane computes."""
 _FEWEST_LANES = 16
 _WARM_UP = 128
-"""Choices before its part in which a lane may forget its guess; at most _STEPS."""
+"""Choices before its part that a lane computes to get rid of the error of its guess; at most _STEPS."""
 
 Counts = NDArray[np.float64]
-"""Samples taken of each dataset: whole numbers, in the type in which the rule computes."""
+"""Samples taken so far from each dataset: whole numbers, in the floating-point type of the rule."""
 
 
 def greedy_choices(weights: Sequence[float], num_samples: int) -> NDArray[np.uint16]:
-    """Dataset of each sample: that with the largest weight * max(i, 1) - (its samples so far), of equal ones the first.
+    """The dataset of each sample: the one with the largest weight * max(i, 1) - (its samples so far); if several, the first.
 
     Args:
         weights: All above 0; together 1.
@@ -143,7 +143,7 @@ def _one_by_one(shares: Counts, taken: Counts, first: int, choices: NDArray[np.u
 
 
 def _in_lanes(shares: Counts, taken: Counts, first: int, choices: NDArray[np.uint16]) -> Counts:
-    """Fill in choices from number `first` on, [lanes, steps]; returns the counts after them."""
+    """Fill in choices from number `first` on, [lanes, steps], with all lanes at once; returns the counts after them."""
     lanes, steps = choices.shape
     starts = first + steps * np.arange(lanes)
     counts = _guess(shares, starts - _WARM_UP)
@@ -164,7 +164,7 @@ def _in_lanes(shares: Counts, taken: Counts, first: int, choices: NDArray[np.uin
 
 
 def _step_all(shares: Counts, counts: NDArray[np.float64], starts: NDArray[np.int64], steps: int, found: NDArray | None) -> None:
-    """Take `steps` choices in every lane; brings the counts, [datasets, lanes], up to date and puts the choices into `found`."""
+    """Make `steps` choices in every lane. Updates the counts, [datasets, lanes], and puts the choices into `found`."""
     lanes = counts.shape[1]
     numbers = starts.astype(np.float64)
     flat, columns = counts.reshape(-1), np.arange(lanes)
@@ -188,7 +188,7 @@ def _step_all(shares: Counts, counts: NDArray[np.float64], starts: NDArray[np.in
 
 
 def _guess(shares: Counts, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Likely counts after so many choices, [datasets, lanes]: the exact shares rounded down, the rest to the largest fractions."""
+    """Likely counts after `numbers` choices, [datasets, lanes]: exact shares rounded down, the rest to the largest fractions."""
     exact = shares[:, None] * numbers
     counts = np.floor(exact)
     rank = np.argsort(np.argsort(counts - exact, axis=0, kind="stable"), axis=0, kind="stable")

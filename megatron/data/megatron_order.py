@@ -1,6 +1,6 @@
-"""`--data-order megatron`: the order of Megatron-LM's GPTDataset, for those who must read what they read there.
+"""`--data-order megatron`: the order of Megatron-LM's GPTDataset, for runs that must read what a run of Megatron-LM reads.
 
-It follows from numpy's legacy random stream, which never changes, from the seed, and from the number of samples asked for: another
+It depends on the seed, on numpy's legacy random stream (which never changes), and on the number of samples asked for. So another
 length of the run shuffles what was already read.
 """
 
@@ -19,7 +19,7 @@ from megatron.data.split import SPLIT_NAMES, Selection
 from megatron.data.windows import DocumentLayout, PassIndex, SampleOrder, SamplePlace, Windows, lay_out
 
 _LEAST_SHARE = 0.80
-"""An epoch of whose samples a smaller share is asked for is shuffled apart."""
+"""If a smaller share of the last epoch's samples is needed, that epoch is shuffled separately."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class MegatronPlan:
     """How many epochs are shuffled, and which samples they hold.
 
     Args:
-        num_tokens: Of an epoch; more than one window.
+        num_tokens: Tokens of an epoch; more than one window.
         seq_length: Tokens that the model reads at once.
         num_samples: Samples asked for; None for those of one epoch.
     """
@@ -38,17 +38,17 @@ class MegatronPlan:
 
     @property
     def num_epochs(self) -> int:
-        """Fewest epochs that hold the samples asked for, which overlap by one token."""
+        """The fewest epochs that hold the samples asked for; samples overlap by one token."""
         asked = 0 if self.num_samples is None else self.num_samples * self.seq_length + 1
         return max(1, -(-asked // self.num_tokens))
 
     def samples_of(self, epochs: int) -> int:
-        """Samples in so many epochs, laid end to end."""
+        """Number of samples in `epochs` epochs, laid end to end."""
         return (epochs * self.num_tokens - 1) // self.seq_length
 
     @property
     def last_is_apart(self) -> bool:
-        """Whether the last epoch is shuffled apart from those before."""
+        """Whether the last epoch is shuffled separately from those before."""
         if self.num_epochs == 1 or self.num_samples is None:
             return False
         of_last = self.num_samples - self.samples_of(self.num_epochs - 1)
@@ -56,19 +56,19 @@ class MegatronPlan:
 
     @property
     def num_together(self) -> int:
-        """Epochs that are shuffled together."""
+        """Number of epochs that are shuffled together."""
         return self.num_epochs - self.last_is_apart
 
 
 class MegatronOrder(SampleOrder):
     """One shuffle of the documents of all epochs, cut into windows that overlap by one token, and one shuffle of the windows.
 
-    Both go on with the same random stream. The last epoch has shuffles of its own if less than 80 % of its samples are asked for.
-    Megatron-LM splits and shuffles sequences, here it is documents: the same where each document is one sequence, as its tools
-    write them for GPT. Other datasets are refused.
+    Both shuffles use the same random stream, one after the other. The last epoch has shuffles of its own if less than 80 % of its
+    samples are asked for. Megatron-LM splits and shuffles sequences, this class documents: the same where each document is one
+    sequence, as its tools write them for GPT. Other datasets are refused.
 
     Args:
-        selection: What is put into the order; each split starts its random stream, which the seed makes, anew.
+        selection: The documents to be ordered. Each split starts the random stream of the seed anew.
         num_samples: Samples asked for; None for those of one epoch.
         cache: Where large indexes are kept.
 
@@ -139,7 +139,7 @@ class MegatronOrder(SampleOrder):
 
 
 def _shuffled(stream: np.random.RandomState, numbers: range, times: int) -> NDArray[np.integer]:
-    """Numbers, repeated so many times, in an order that the stream draws."""
+    """`numbers`, repeated `times` times, in an order that the stream draws."""
     array = np.tile(np.arange(numbers.start, numbers.stop, dtype=index_dtype(numbers.stop)), times)
     stream.shuffle(array)
     return array

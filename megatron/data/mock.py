@@ -17,9 +17,9 @@ class MockDataset(SampleSource):
     """Samples in which each token follows from the one before, except after the end of a document.
 
     The tokens run around a fixed circle of up to 64 ids, spread over the whole vocabulary so that every part of a split embedding
-    is used. One position in ten, at random, holds the end of a document instead, after which the run goes on anywhere. A model
-    needs to learn 64 pairs, so the loss falls quickly: from log(vocab_size) to about 0.7 at 64 ids. The circle depends on the seed
-    alone, so the validation loss falls too.
+    is used. One position in ten, at random, holds the end of a document instead, after which the run starts anywhere on the circle.
+    A model needs to learn 64 pairs, so the loss falls quickly: from log(vocab_size) to about 0.7 at 64 ids. The circle depends on
+    the seed alone, so the validation loss falls too.
 
     Args:
         split: 0 training, 1 validation, 2 test.

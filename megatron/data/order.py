@@ -1,8 +1,9 @@
-"""The order of the data as arithmetic: permutations that follow from a key.
+"""The order of the data as arithmetic: permutations that depend on a key.
 
-Everything follows from integers, so no state is kept and neither restarts nor layouts can change what is read. Only the raw
-64-bit stream of PCG64 and the hash of SeedSequence are used: numpy promises both for ever, while ``Generator.permutation`` may
-change from one numpy to the next.
+All inputs are integers, so no state is kept, and neither restarts nor layouts can change what is read. Only the raw 64-bit
+stream of
+PCG64 and the hash of SeedSequence are used: numpy promises both for ever, while ``Generator.permutation`` may change from one numpy
+to the next.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ def random_numbers(count: int, key: Key) -> NDArray[np.uint64]:
 
 
 def permutation(count: int, key: Key) -> NDArray[np.integer]:
-    """The numbers below `count` in an order that follows from the key; int32 where that suffices.
+    """The numbers below `count` in an order that depends on the key; int32 if that suffices.
 
-    Sorts (random bits, number) packed into one 64-bit word: unique words, so every sort gives the same result, at the speed of a
-    plain sort. Equal random bits (39 of them at 30 million) leave a pair in order: a bias far below anything that can be seen.
+    It sorts (random bits, number) packed into one 64-bit word. The words are unique, so every sort gives the same result, at the
+    speed of a plain sort. Equal random bits (39 of them at 30 million) leave a pair in order: a bias far below anything visible.
     """
     bits = max(count - 1, 1).bit_length()
     words = random_numbers(count, key)
@@ -39,5 +40,5 @@ def permutation(count: int, key: Key) -> NDArray[np.integer]:
 
 
 def index_dtype(count: int) -> type[np.integer]:
-    """Smallest type that numbers `count` things (half the memory for all but the largest datasets)."""
+    """The smallest type that numbers `count` things (half the memory for all but the largest datasets)."""
     return np.int32 if count <= 2**31 else np.int64

@@ -1,6 +1,6 @@
-"""From samples to the arrays of a microbatch, and what the end of a document means there.
+"""Turns samples into the arrays of a microbatch, and says what the end of a document means there.
 
-Shape legend: `b` micro-batch size, `s` sequence length, `D` documents in a microbatch.
+Shapes: `b` microbatch size, `s` sequence length, `D` documents in a microbatch.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from megatron.data.indexed_dataset import IndexedDataset
 
 @dataclass(frozen=True)
 class SamplePiece:
-    """Neighbouring tokens of one document within a sample."""
+    """Consecutive tokens of one document within a sample."""
 
     prefix: str
     """Path of the indexed dataset without .bin and .idx."""
     document: int
     first_token: int
-    """Within the document."""
+    """Index of its first token within the document."""
     num_tokens: int
 
 
 class SampleSource(Protocol):
-    """Numbered samples: the same number always gives the same tokens. Numbers go on for ever, epoch after epoch.
+    """Numbered samples: the same number always gives the same tokens. Numbers never end, epoch after epoch.
 
     Safe to use from several threads.
     """
@@ -42,10 +42,10 @@ class SampleSource(Protocol):
         """
 
     def lineage(self, number: int) -> list[SamplePiece]:
-        """Where the tokens of a sample come from, in their order."""
+        """Where the tokens of a sample come from, in order."""
 
     def describe(self, num_samples: int) -> list[str]:
-        """Lines of the start-up log for a run that takes so many samples."""
+        """Lines of the start-up log for a run that reads `num_samples` samples."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class DocumentRules:
     reset_attention_mask: bool = False
     """A token attends only to its own document."""
     eod_mask_loss: bool = False
-    """Positions whose *input* is the token do not count in the loss: what starts the next document cannot be predicted."""
+    """Positions whose *input* is the token do not count in the loss: the start of the next document cannot be predicted."""
 
     @property
     def every_stage_reads(self) -> bool:
@@ -68,7 +68,7 @@ class DocumentRules:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward pass of one data rank reads."""
+    """What one data rank reads in one forward pass."""
 
     tokens: NDArray[np.int64]
     """Input ids, [b, s]."""
@@ -81,12 +81,12 @@ class Microbatch:
     positions: NDArray[np.int64] | None = None
     """Position of each token, [b, s]; None where each sample counts from 0 to s - 1."""
     bounds: NDArray[np.int32] | None = None
-    """Bounds of attention, [D + 1]: the token at which each document starts, with the samples laid end to end, and their end b x s.
-    None where a token attends to its whole sample."""
+    """Bounds of attention, [D + 1]: the token at which each document starts, with the samples laid end to end, and b x s. None
+    where a token attends to its whole sample."""
 
 
 def read_microbatch(source: SampleSource, first_sample: int, size: int, rules: DocumentRules) -> Microbatch:
-    """The `size` samples from `first_sample` on."""
+    """The microbatch of the `size` samples from `first_sample` on."""
     windows = source.samples(first_sample, size)
     tokens, labels = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
     loss_mask = np.ones(tokens.shape, dtype=np.float32)
@@ -101,7 +101,7 @@ def read_microbatch(source: SampleSource, first_sample: int, size: int, rules: D
 
 
 def document_bounds(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int32]:
-    """Where the documents of [b, s] tokens begin, and b x s: [D + 1]. A sample ends its last document, whole or not."""
+    """Where the documents of tokens [b, s] begin, and b x s: [D + 1]. A sample ends its last document, whole or not."""
     ends = tokens == eod
     ends[:, -1] = True
     return np.concatenate([[0], np.flatnonzero(ends) + 1]).astype(np.int32)
@@ -114,11 +114,11 @@ def _positions(bounds: NDArray[np.int32]) -> NDArray[np.int64]:
 
 _LOOKED_AT = 64
 _TOKENS_LOOKED_AT = 2**22
-"""Tokens that are read of documents that do not end with the token: it may stand within (several texts in one document)."""
+"""How many tokens to search in documents that do not end with the token: it may stand inside (several texts in one document)."""
 
 
 def missing_ends(dataset: IndexedDataset, documents: range, rules: DocumentRules) -> str | None:
-    """A warning, if rules about documents are on and some 64 documents, spread over the range, hold no end of document."""
+    """A warning if rules about documents are on but no end of document is found in some 64 documents, spread over the range."""
     flags = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(rules, name)]
     if not flags or not documents or _has_end(dataset, documents, rules.eod):
         return None

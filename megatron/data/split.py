@@ -1,4 +1,4 @@
-"""Which documents are for training, validation and test, and in what length and order a split is read."""
+"""Which documents are for training, validation and test, and in which length and order a split is read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def split_documents(text: str, num_documents: int) -> tuple[range, range, range]:
-    """Documents of each split: neighbouring ranges whose bounds are rounded fractions of all documents.
+    """The documents of each split: consecutive ranges whose bounds are rounded fractions of all documents.
 
     Rounding (halves to even, of a running sum of shares) is Megatron's, so the same file splits at the same documents.
     """
@@ -43,11 +43,11 @@ def split_documents(text: str, num_documents: int) -> tuple[range, range, range]
 
 @dataclass(frozen=True)
 class Selection:
-    """The documents of a split, the seed of their order, and the length in which they are read."""
+    """The documents of a split, the seed of their order, and the sequence length."""
 
     dataset: IndexedDataset
     documents: range
-    """Neighbouring documents that belong to the split."""
+    """Consecutive documents that belong to the split."""
     split: int
     """0 training, 1 validation, 2 test."""
     seed: int
@@ -56,5 +56,5 @@ class Selection:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens of the split."""
+        """Number of tokens in the split."""
         return self.dataset.num_tokens(self.documents)

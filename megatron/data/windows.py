@@ -18,7 +18,7 @@ class DocumentLayout:
     """Documents laid end to end."""
 
     sequences: NDArray[np.integer]
-    """Sequences of the indexed dataset, in the order in which they are laid."""
+    """Indices of sequences of the dataset, in the order in which they are laid."""
     starts: NDArray[np.int64]
     """Token at which each of them starts, and the end of the last."""
 
@@ -33,19 +33,19 @@ def lay_out(dataset: IndexedDataset, documents: NDArray[np.integer]) -> Document
 
 @dataclass(frozen=True)
 class Intervals:
-    """Neighbouring tokens of a layout, disjoint and rising: `begins` included, `ends` excluded."""
+    """Disjoint ranges of tokens of a layout, in rising order: `begins` included, `ends` excluded."""
 
     begins: NDArray[np.int64]
     ends: NDArray[np.int64]
 
     @property
     def num_predicted(self) -> int:
-        """Tokens that follow another one of their interval."""
+        """Number of tokens that follow another token of their interval."""
         return int((self.ends - self.begins - 1).sum())
 
 
 def whole(num_tokens: int) -> Intervals:
-    """All tokens of a layout."""
+    """One interval with all tokens of a layout."""
     return Intervals(np.array([0], np.int64), np.array([num_tokens], np.int64))
 
 
@@ -60,21 +60,21 @@ class Windows:
     begins: NDArray[np.int64]
     """Token at which each interval begins."""
     firsts: NDArray[np.int64]
-    """Number of the first window of each interval, and the number of all windows."""
+    """Index of the first window of each interval, and the number of all windows."""
     order: NDArray[np.integer]
-    """Window at each position."""
+    """Index of the window at each position of the order."""
 
     def starts(self, windows: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Token at which windows start."""
+        """The token at which each window starts."""
         at = self.firsts.searchsorted(windows, side="right") - 1
         return self.begins[at] + (windows - self.firsts[at]) * self.seq_length
 
     def left(self, num_read: int) -> Intervals:
-        """What is not read after the first `num_read` positions; neighbouring windows are joined again."""
+        """What is unread after the first `num_read` positions. Consecutive windows are joined again."""
         unread = np.ones(len(self.order), dtype=bool)
         unread[self.order[:num_read]] = False
         starts = self.starts(np.flatnonzero(unread))
-        # Windows of two intervals never stand as close as neighbours: at least one window that was read lies between them.
+        # Windows of two intervals are never neighbours: at least one window that was read lies between them.
         breaks = np.flatnonzero(np.diff(starts) != self.seq_length)
         return Intervals(
             starts[np.concatenate([[0], breaks + 1])[: len(starts)]],
@@ -83,7 +83,7 @@ class Windows:
 
 
 def cut(intervals: Intervals, seq_length: int, key: Key) -> Windows:
-    """Cut each interval into windows, and permute them by the key; what is too short for a window is left out."""
+    """Cut each interval into windows, and permute them by the key. What is too short for a window is left out."""
     begins, firsts = cut_points(intervals, seq_length)
     return Windows(seq_length, begins, firsts, permutation(int(firsts[-1]), key))
 
@@ -94,21 +94,21 @@ def cut_points(intervals: Intervals, seq_length: int) -> tuple[NDArray[np.int64]
     return intervals.begins, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
 
-_TOKENS_AT_ONCE = 1 << 17  # stays in the cache of a core
+_TOKENS_AT_ONCE = 1 << 17  # fits the cache of a core
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Parts of sequences, one after another, that make up windows."""
+    """Parts of sequences that, one after another, make up windows."""
 
     sequences: NDArray[np.integer]
     first: NDArray[np.int64]
-    """First token, within the sequence."""
+    """Index of the first token within the sequence."""
     counts: NDArray[np.int64]
 
 
 class WindowReader:
-    """Windows of an indexed dataset; every token id must be below the vocabulary size. Safe to use from several threads."""
+    """Reads windows of an indexed dataset; every token id must be below the vocabulary size. Safe to use from several threads."""
 
     def __init__(self, dataset: IndexedDataset, vocab_size: int) -> None:
         self._dataset = dataset
@@ -117,7 +117,7 @@ class WindowReader:
         self._may_be_beyond = self._may_be_negative or 1 << 8 * dataset.dtype.itemsize > vocab_size
 
     def read(self, layout: DocumentLayout, starts: NDArray[np.int64], windows: NDArray[np.int64]) -> None:
-        """Fill in windows of neighbouring tokens, [len(starts), length], that start at these tokens of the layout.
+        """Fill in windows of consecutive tokens, [len(starts), length], that start at these tokens of the layout.
 
         Raises:
             DatasetError: a token id is not below the vocabulary size.
@@ -129,7 +129,7 @@ class WindowReader:
             windows[begin : begin + step] = self._tokens(pieces).reshape(-1, length)
 
     def lineage(self, layout: DocumentLayout, start: int, length: int) -> list[SamplePiece]:
-        """Documents of a window. Neighbouring sequences of a document are one piece."""
+        """The documents of a window. Consecutive sequences of a document are one piece."""
         dataset, pieces = self._dataset, self._pieces(layout, np.array([start], np.int64), length)
         found: list[SamplePiece] = []
         for sequence, first, count in zip(pieces.sequences.tolist(), pieces.first.tolist(), pieces.counts.tolist(), strict=True):
@@ -188,17 +188,17 @@ class PassIndex:
 
 @dataclass(frozen=True)
 class SamplePlace:
-    """Where a sample stands."""
+    """The place of a sample in the passes."""
 
     pass_number: int
     position: int
-    """In the pass."""
+    """Position in the pass."""
     num_left: int
-    """Samples of the pass from there on."""
+    """Samples of the pass from this one on."""
 
 
 class SampleOrder(Protocol):
-    """Which window of which pass each sample is."""
+    """Says which window of which pass each sample is."""
 
     samples_per_epoch: int
 
@@ -210,7 +210,7 @@ class SampleOrder(Protocol):
         """
 
     def index(self, pass_number: int) -> PassIndex:
-        """The order of a pass; takes seconds for a large dataset that is not in the cache."""
+        """The order of a pass. Takes seconds for a large dataset that is not in the cache."""
 
     def describe(self, num_samples: int) -> list[str]:
-        """Which epochs so many samples take, and what is left out: a line, and a second one where there is more to say."""
+        """Words for the log: which epochs `num_samples` samples take, and what is left out. One line, or two."""

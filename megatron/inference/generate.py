@@ -72,7 +72,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> t
         logits, ids = logits.topk(sampling.top_k)
     elif sampling.top_p < 1:
         logits, ids = logits.sort(descending=True)
-    # in float64: a sum over a large vocabulary must not end before 1
+    # In float64: a sum over a large vocabulary must not end before 1.
     probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
     sums = probabilities.cumsum(-1)
     if sampling.top_p < 1:  # up to the token with which the sum reaches top_p
@@ -80,7 +80,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> t
     else:
         kept = torch.full_like(sums[:, :1], sums.shape[-1], dtype=torch.long)
     wanted = uniform.unsqueeze(-1) * sums.gather(-1, kept - 1)
-    # the first token whose sum is above the drawn number, so never one of probability 0
+    # The first token whose sum is above the drawn number, so never one of probability 0.
     place = torch.minimum(torch.searchsorted(sums, wanted, right=True), kept - 1)
     return (place if ids is None else ids.gather(-1, place)).squeeze(-1)
 

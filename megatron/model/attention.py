@@ -70,7 +70,7 @@ class Attention(nn.Module):
         """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the same shape."""
         qkv = self.qkv(x)
         qkv = qkv.view(*qkv.shape[:2], -1, self.queries_per_group + 2, self.head_size)  # [s, b, g, r + 2, d]
-        # one split, whose backward is one concatenation
+        # One split, whose backward is one concatenation.
         q, k, v = (x.flatten(2, 3) for x in qkv.split([self.queries_per_group, 1, 1], dim=3))  # [s, b, n or g, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

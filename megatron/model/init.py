@@ -59,7 +59,7 @@ def fill(flat: torch.Tensor, record: ParamRecord, boxes: Sequence[PlacedBox], se
 
 def _fill_box(flat: torch.Tensor, record: ParamRecord, box: Box, seed: int) -> None:
     rows, columns = tile_size(record)
-    # the box as ranges of rows: all leading dimensions but the last of them are walked one index at a time
+    # The box as ranges of rows: all leading dimensions but the last of them are walked one index at a time.
     wanted = np.arange(math.prod(record.shape[:-1])).reshape(record.shape[:-1])
     wanted = wanted[tuple(slice(o, o + n) for o, n in zip(box.offsets[:-1], box.sizes[:-1], strict=True))].ravel()
     target = flat.view(-1, box.sizes[-1])

@@ -41,7 +41,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    # type promotion does the products in the table's (wider) dtype
+    # Type promotion does the products in the table's (wider) dtype.
     out[..., :half] = first * cos - second * sin
     out[..., half : 2 * half] = second * cos + first * sin
     out[..., 2 * half :] = rest

@@ -237,7 +237,7 @@ def _shifts(values: _Array, starts: _Ints, step: int) -> _Array:
     """
     bounds = np.arange(1, len(starts) - 1)
     crossing = starts[bounds] if step > 0 else starts[bounds] - 1
-    # a bound at an end has no layer to cross; the value here is not used, since the exchange would leave a chunk with -1 layers
+    # A bound at an end has no layer to cross; the value here is not used, since the exchange would leave a chunk with -1 layers.
     crossed = step * values[np.clip(crossing, 0, len(values) - 1)]
     changes = np.zeros((len(starts) - 1, len(starts) - 1))
     changes[bounds, bounds - 1] = crossed

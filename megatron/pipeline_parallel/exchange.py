@@ -173,7 +173,7 @@ def _arrivals(
     begins = [[span.start for span in row] for row in spans]
     patience = 2.0 * schedule.num_stages
     user = {linked.needs: (stage, place) for stage, ops in enumerate(schedule.linked_ops) for place, linked in enumerate(ops)}
-    # for each (stage, peer), in the peer's order: (index of the peer's operation that gives a message, index of ours that needs it)
+    # For each (stage, peer), in the peer's order: (index of the peer's operation that gives a message, index of ours that needs it)
     answers: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for stage, arriving in enumerate(deliveries):
         for peer, place, message in arriving:

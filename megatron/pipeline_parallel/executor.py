@@ -110,7 +110,7 @@ class Executor:
                 recorder.end(step.op)
             if step.gives is not None:
                 messenger.send(step.gives, step.destination, given)
-            # only now: the result may lie in a buffer that was received
+            # Only now: the result may lie in a buffer that was received.
             if not training:
                 messenger.recycle(received)
             elif step.op.kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):

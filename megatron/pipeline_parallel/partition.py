@@ -116,7 +116,7 @@ def layer_table(
             max_layers=most,
         )
     stops = list(accumulate(counts))
-    # a last check, whatever is done above: no table may lose or double a layer
+    # A last check, whatever is done above: no table may lose or double a layer.
     if len(counts) != len(places) or min(counts) < 0 or stops[-1] != num_layers:
         raise RuntimeError(f"the layer table is wrong: chunks of {counts} layers on stages {places} for {num_layers} layers")
     return [

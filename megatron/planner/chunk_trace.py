@@ -216,7 +216,7 @@ class ChunkRun:
         found: dict[OpKind, list[MemorySpan]] = {}
         with self._operation(found, OpKind.FORWARD):
             out = self._module(self._inputs, self._received)
-            # as the executor does: only the gradient edge is kept
+            # As the executor does: only the gradient edge is kept.
             edge = get_gradient_edge(out if self._gradient is not None else out * self._scale)
             del out
         if not splits:

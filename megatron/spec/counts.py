@@ -103,7 +103,7 @@ def _product_flops(model: ModelConfig, layer: LayerSpec) -> int:
 
 
 def _attention_flops(model: ModelConfig, layer: LayerSpec) -> int:
-    # two products over the sequence; causal: half of each
+    # Two products over the sequence; causal: half of each.
     return 2 * (2 * layer.attention.heads * layer.attention.head_size * model.seq_length) // 2
 
 

@@ -80,7 +80,7 @@ def interleaved(num_stages: int, num_microbatches: int, chunks_per_stage: int) -
     def stage_ops(stage: int) -> tuple[Op, ...]:
         forwards = [Op(OpKind.FORWARD, depth * num_stages + stage, m) for depth, m in down]
         backwards = [Op(OpKind.BACKWARD, depth * num_stages + stage, m) for depth, m in back]
-        # warm-up: a round through all chunks but the last, and the way from this stage to the last and back
+        # Warm-up: a round through all chunks but the last, and the way from this stage to the last and back.
         warmup = min(len(forwards), (chunks_per_stage - 1) * len(rounds[0]) + 2 * (num_stages - stage - 1))
         steady = [op for pair in zip(forwards[warmup:], backwards, strict=False) for op in pair]
         return tuple(forwards[:warmup] + steady + backwards[len(forwards) - warmup :])

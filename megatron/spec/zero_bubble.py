@@ -21,7 +21,7 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
             if warmup + m < num_microbatches:
                 ops.append(Op(OpKind.FORWARD, stage, warmup + m))
             ops.append(Op(OpKind.INPUT_GRAD, stage, m))
-            # in the drain an input gradient comes only every second turn: weight gradients fill the turns between
+            # In the drain an input gradient comes only every second turn: weight gradients fill the turns between.
             if m >= stage:
                 ops.append(Op(OpKind.WEIGHT_GRAD, stage, next_weight))
                 next_weight += 1
@@ -78,14 +78,14 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
                 done[kind, chunk] += 1
 
         forward, input_grad, weight_grad = OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
-        # until the first microbatch has come back up to this stage
+        # Until the first microbatch has come back up to this stage.
         for _ in range(2 * (num_stages - stage) - 1):
             add(down, forward)
-        # until it has gone from here to the end
+        # Until it has gone from here to the end.
         for _ in range(stage):
             add(up, forward)
             add(down, forward)
-        # until its gradient comes back to the lower chunk
+        # Until its gradient comes back to the lower chunk.
         for _ in range(num_stages - stage):
             add(up, forward, input_grad, weight_grad)
         while done[forward, up] < total:
@@ -93,7 +93,7 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
                 add(down, forward)
             add(down, input_grad, weight_grad)
             add(up, forward, input_grad, weight_grad)
-        # drain: first the input gradients that others wait for, then also the deferred weight gradients
+        # Drain: first the input gradients that others wait for, then also the deferred weight gradients.
         for _ in range(stage):
             add(down, input_grad)
             add(up, input_grad)

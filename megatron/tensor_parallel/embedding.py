@@ -25,7 +25,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
         (ids,) = ctx.saved_tensors
-        # repeated ids must be summed in the precision of the main gradient, or a frequent token's gradient is lost to rounding
+        # Repeated ids must be summed in the precision of the main gradient, or a frequent token's gradient is lost to rounding.
         wide = grad.to(grad_dtype(ctx.weight))
         accumulate(ctx.weight, torch.ops.aten.embedding_dense_backward(wide, ids, ctx.weight.shape[0], -1, False))
         return None, None

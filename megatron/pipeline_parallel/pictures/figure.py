@@ -81,7 +81,7 @@ def write_figure(panels: Sequence[Panel], path: Path) -> None:
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # whatever a matplotlibrc of the user says
-        # text stays text: small files, and words that can be searched
+        # Text stays text: small files, and words that can be searched.
         matplotlib.rcParams.update({"svg.hashsalt": "megatron", "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]})
         is_svg = path.suffix.lower() == ".svg"
         no_versions = {"Date": None, "Creator": None} if is_svg else {"Software": None}
@@ -93,7 +93,7 @@ def _draw(panels: Sequence[Panel]) -> Figure:
     from matplotlib.ticker import MultipleLocator
 
     drawing = look_at(panels)
-    # wide enough for the numbers of nearly all operations
+    # Wide enough for the numbers of nearly all operations.
     box = (len(str(drawing.largest_microbatch)) * _DIGIT * _AIM + _AROUND_NUMBER) / _POINTS
     across = drawing.step_time / duration_at(panels, 0.1) * box
     width = min(max(_NARROWEST, _BESIDE + across), _WIDEST)

@@ -54,7 +54,7 @@ def _cells(row: TimelineRow) -> tuple[str, ...]:
     timeline, live = row.panel.timeline, peak_live(row.panel.timeline)
     step = bubble = expected_live = "-"
     if row.expected is not None and row.expected.bubble_time is not None:
-        # all stages compute equally long where a formula holds
+        # All stages compute equally long where a formula holds.
         step_time = timeline.busy[0] + row.expected.bubble_time
         step, bubble = number(step_time), f"{row.expected.bubble_time / step_time:.1%}"
     if row.expected is not None and row.expected.peak_live is not None:

@@ -88,7 +88,7 @@ def _layout(panels: Sequence[Panel], drawing: Drawing, columns: int) -> _Layout:
     rows = sum(len(panel.timeline.spans) for panel in panels)
     for share in (0.1, 0.4):
         shortest = duration_at(panels, share)
-        # whole columns for each operation, so that equal ones look equal: as many as fit, or as many as it needs
+        # Whole columns for each operation, so that equal ones look equal: as many as fit, or as many as it needs.
         per_ms = max(int(columns * shortest / drawing.step_time * (1 + 1e-9)), _room(drawing)) / shortest
         needed = math.ceil(drawing.step_time * per_ms * (1 - 1e-9))
         parts = math.ceil(needed / columns)
