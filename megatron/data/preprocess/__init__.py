@@ -1,1 +1,1 @@
-"""From text to indexed datasets: inputs -> shards -> part files, made by any number of workers -> joined."""
+"""Turns text into indexed datasets: inputs are cut into shards, any number of workers make part files of them, these are joined."""

@@ -1,4 +1,4 @@
-"""Who makes the shards: this process, several that are forked from it and share the memory of its tokenizer, or a Ray cluster."""
+"""Runs shards: in this process, in several that are forked from it and share its tokenizer's memory, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.data.preprocess.part_files import PartFolder, ShardReport
 from megatron.data.preprocess.shard_work import PreprocessJob, ShardCounts, run_shard, tokenizer_of
 
 Listen = Callable[[int, ShardCounts | ShardReport], None]
-"""Told the number of a shard, and how far it is or what it became."""
+"""Called with the index of a shard, and its progress or its report."""
 
 _PR_SET_PDEATHSIG = 1
 _TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
@@ -31,11 +31,11 @@ _TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
 
 
 class ShardError(ValueError):
-    """What went wrong with a shard.
+    """The error of one shard.
 
     Args:
-        shard: Its number.
-        error: What its maker raised.
+        shard: Its index.
+        error: The exception that its worker raised.
     """
 
     def __init__(self, shard: int, error: Exception) -> None:
@@ -44,7 +44,7 @@ class ShardError(ValueError):
 
 
 def run_here(job: PreprocessJob, shards: Sequence[InputShard], folder: str, listen: Listen) -> None:
-    """All shards, one after another in this process.
+    """Make all shards, one after another in this process.
 
     Raises:
         ShardError: one cannot be made.
@@ -57,7 +57,7 @@ def run_here(job: PreprocessJob, shards: Sequence[InputShard], folder: str, list
 
 
 def run_in_processes(job: PreprocessJob, shards: Sequence[InputShard], folder: str, listen: Listen, num_workers: int) -> None:
-    """All shards, each by the first process that is free; they end when this one ends, however it does.
+    """Make all shards, each in the first process that is free. The processes end when this one ends, however it does.
 
     Raises:
         ShardError: a shard cannot be made.
@@ -71,7 +71,7 @@ def run_in_processes(job: PreprocessJob, shards: Sequence[InputShard], folder: s
         for _ in range(min(num_workers, len(shards))):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(job, shards, folder, theirs, [*workers, ours], os.getpid()), daemon=True)
-            # A signal in the midst of this would be lost in a hook, or end a worker in disorder.
+            # A signal in the midst of this would be lost in a hook, or leave a worker in disorder.
             signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_PARENT)
             try:
                 process.start()
@@ -95,7 +95,7 @@ def run_in_processes(job: PreprocessJob, shards: Sequence[InputShard], folder: s
                 if isinstance(found, ShardReport) and not _give_next(worker, waiting):
                     at_work.remove(worker)
     finally:
-        # At once: what they were writing has temporary names, and is removed by the caller.
+        # At once: what they were writing has temporary names, and the caller removes it.
         for worker, process in workers.items():
             process.kill()
             process.join()
@@ -103,10 +103,10 @@ def run_in_processes(job: PreprocessJob, shards: Sequence[InputShard], folder: s
 
 
 def _give_next(worker: Connection, waiting: object) -> bool:
-    """Send the number of the next shard to a worker; False if there is none."""
+    """Send the index of the next shard to a worker; False if there is none left."""
     number = next(waiting, None)  # type: ignore[call-overload]
     if number is not None:
-        # If it has died meanwhile, the next look at its connection tells.
+        # If the worker has died meanwhile, the next look at its connection shows it.
         with contextlib.suppress(BrokenPipeError):
             worker.send(number)
     return number is not None
@@ -131,7 +131,7 @@ def _how_it_ended(process: ForkProcess, num_workers: int) -> str:
 def _work(
     job: PreprocessJob, shards: Sequence[InputShard], folder: str, connection: Connection, others: Sequence[Connection], parent: int
 ) -> None:
-    """A worker: makes the shards whose numbers it is sent."""
+    """The loop of a worker: it makes the shards whose indices it is sent."""
     die_with(parent)
     for number in _TO_THE_PARENT:
         signal.signal(number, signal.SIG_IGN)
@@ -162,14 +162,14 @@ def die_with(parent: int) -> None:
 
 
 RETRIES = 3
-"""How often a shard is tried again whose node or worker is lost, or that meets an error of the network or the file system."""
+"""How often a shard is tried again after its node or worker is lost, or after an error of the network or the file system."""
 
 _AT_ONCE = 1000
-"""Tasks that are given to the cluster at most before one is done."""
+"""The most tasks that are given to the cluster at once."""
 
 
 def run_shard_remotely(job: PreprocessJob, shard: InputShard, folder: str) -> ShardReport | ValueError:
-    """`run_shard` for a task: what another try would not mend is returned, not raised, so that it is not tried again."""
+    """`run_shard` for a task. Errors that another try would not mend are returned, not raised, so that it is not tried again."""
     if PartFolder(folder, len(job.keys)).settings() is None:
         return ValueError(
             f"{folder} is not there on the node {platform.node()}.\n"
@@ -190,16 +190,16 @@ def run_on_ray(
     address: str | None,
     task: Callable[[PreprocessJob, InputShard, str], ShardReport | ValueError] = run_shard_remotely,
 ) -> None:
-    """All shards, as tasks of one CPU each.
+    """Make all shards, as tasks of one CPU each.
 
     Args:
-        job: what to do.
-        shards: with what; every node must see the input files under these paths.
+        job: what to do with each record.
+        shards: the inputs; every node must see the files under these paths.
         folder: for the parts; every node must see it.
         listen: called with each report.
         num_workers: tasks at the same time; None: as many as the cluster has CPUs.
-        address: of the cluster; None starts one on this machine that ends with the job.
-        task: what runs on the cluster.
+        address: address of the cluster; None starts one on this machine that ends with the job.
+        task: the function that runs on the cluster.
 
     Raises:
         ShardError: a shard cannot be made.
@@ -212,7 +212,7 @@ def run_on_ray(
     connected = ray.is_initialized()
     if not connected:
         _connect(ray, num_workers, address)
-    # OSError: errors of connections, time-outs and file systems are its kinds.
+    # OSError includes errors of connections, time-outs and file systems.
     remote: Any = ray.remote(task)
     remote = remote.options(num_cpus=1, max_retries=RETRIES, retry_exceptions=[OSError])
     under_way: dict[Any, int] = {}
@@ -237,7 +237,7 @@ def run_on_ray(
 
 
 def _from_any_folder(job: PreprocessJob) -> PreprocessJob:
-    """The same job with absolute paths: tasks run in other folders."""
+    """The same job with absolute paths, since tasks run in other folders."""
     names = [name for name in TOKENIZER_FILES if getattr(job.tokenizer, name) is not None]
     paths = {name: os.path.abspath(getattr(job.tokenizer, name)) for name in names}
     return dataclasses.replace(job, tokenizer=dataclasses.replace(job.tokenizer, **paths))
@@ -270,11 +270,12 @@ def _result(ray: Any, done: Any, number: int) -> ShardReport:
 
 @dataclass(frozen=True)
 class Engine:
-    """Who makes the shards; it has no influence on the result."""
+    """What makes the shards. It has no influence on the result."""
 
     kind: Literal["processes", "ray"] = "processes"
     num_workers: int | None = None
-    """Processes (None: 1, which works in this process), or tasks at the same time (None: what the cluster has)."""
+    """Number of processes (None: 1, which works in this process), or of tasks at the same time (None: as many as the cluster has
+    CPUs)."""
     ray_address: str | None = None
 
     def run(self, job: PreprocessJob, shards: Sequence[InputShard], folder: str, listen: Listen) -> None:

@@ -1,4 +1,4 @@
-"""The files that --input names, in an order that is always the same, cut into shards.
+"""Finds the files that --input names, in an order that is always the same, and cuts them into shards.
 
 The list of shards depends on the files and the shard size, and never on who works on it.
 """
@@ -30,45 +30,45 @@ SUFFIXES: dict[str, Kind] = {
     ".parquet": "parquet",
     **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
 }
-"""What a file is, by the end of its name: JSON lines, parquet, or plain text, of which each file is a document."""
+"""The kind of a file, by the end of its name: JSON lines, parquet, or plain text (each file is one document)."""
 
 _KNOWN = f"Known: {', '.join(SUFFIXES)}. For files of other names say what they are by --input-format."
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read."""
+    """An input file."""
 
     path: str
-    """Absolute, or a URL."""
+    """Absolute path, or a URL."""
     kind: Kind
     size: int
-    """In bytes, as it lies there."""
+    """Size in bytes, packed if it is packed."""
     version: str
-    """Changes with the content."""
+    """A text that changes with the content."""
 
 
 def kind_of(path: str) -> Kind | None:
-    """What a file is by its name; None if unknown."""
+    """The kind of a file by its name; None if unknown."""
     name = path.rpartition("/")[2].lower()
     return next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), None)
 
 
 def find_sources(inputs: Sequence[str], kind: Kind | None = None, own: Sequence[str] = ()) -> tuple[list[InputFile], list[str]]:
-    """The files of --input: words in the order given, the files of a folder or a pattern sorted by path.
+    """The files of --input: arguments in the order given, the files of a folder or a pattern sorted by path.
 
-    A file named itself must be of a known kind; in folders and patterns others are left out.
+    A file that is named itself must be of a known kind; in folders and patterns other files are left out.
 
     Args:
         inputs: paths, patterns and URLs.
-        kind: what all files are, whatever their names; None: what their names say.
+        kind: the kind of all files, whatever their names; None: as their names say.
         own: files that this tool writes, which are left out where a folder holds them.
 
     Returns:
         The files, and lines for the log about what was left out.
 
     Raises:
-        ValueError: a word names nothing, or nothing that can be read; a file is named twice.
+        ValueError: an argument names nothing, or nothing that can be read; a file is named twice.
     """
     sources: dict[str, InputFile] = {}  # by path, with links followed
     others: Counter[str] = Counter()
@@ -119,7 +119,7 @@ SMALLEST, LARGEST, ABOUT_SHARDS = 1 << 20, 256 << 20, 1024
 
 @dataclass(frozen=True)
 class InputPiece:
-    """Records of one file: the lines that begin in a range of bytes, the rows of some row groups, or all of it."""
+    """Records of one file: the lines that begin in a range of bytes, the rows of some row groups, or all of them."""
 
     path: str
     kind: Kind
@@ -127,11 +127,11 @@ class InputPiece:
     """Size and version of the whole file."""
     begin: int
     end: int
-    """Range of bytes, or of row groups."""
+    """The range [begin, end) of bytes, or of row groups."""
     num_bytes: int
     """Bytes of the file that are read for it."""
     records_before: int | None
-    """Records of the file before this piece; None where it takes reading."""
+    """Number of records of the file before this piece; None where counting them takes reading."""
 
     def unchanged(self) -> bool:
         """Whether the file is still the one that was cut."""
@@ -140,31 +140,31 @@ class InputPiece:
 
 @dataclass(frozen=True)
 class InputShard:
-    """Neighbouring pieces that one worker makes into one part of each dataset."""
+    """Consecutive pieces that one worker makes into one part of each dataset."""
 
     pieces: tuple[InputPiece, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Size of its input."""
+        """Bytes of its input."""
         return sum(piece.num_bytes for piece in self.pieces)
 
     @cached_property
     def name(self) -> str:
-        """A digest of its inputs: another shard, or another content of the files, has another name."""
+        """A digest of its inputs: another shard, or other content of the files, has another name."""
         return xxhash.xxh3_128_hexdigest(json.dumps([dataclasses.astuple(piece) for piece in self.pieces]).encode())
 
 
 def default_shard_size(sources: Sequence[InputFile]) -> int:
-    """About a thousand shards, each of 1 to 256 MiB: small enough to lose little, large enough to cost little."""
+    """Bytes for about a thousand shards, each of 1 to 256 MiB: small enough to lose little, large enough to cost little."""
     return min(max(sum(source.size for source in sources) // ABOUT_SHARDS, SMALLEST), LARGEST)
 
 
 def cut(sources: Iterable[InputFile], shard_size: int, keys: Sequence[str]) -> list[InputShard]:
-    """All shards, in the order of the inputs.
+    """Cut the inputs into shards, in their order.
 
-    Files above the shard size are cut where that is possible, and share no shard with others; smaller ones that are neighbours
-    are put together.
+    Files above the shard size are cut where that is possible, and share no shard with others. Smaller consecutive ones are put
+    together.
 
     Args:
         sources: files, in order.

@@ -1,4 +1,4 @@
-"""A whole job: find the inputs, cut them into shards, have them made, join the parts."""
+"""Runs a whole job: find the inputs, cut them into shards, have these made, join the parts."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def preprocess(
 ) -> Summary:
     """Write ``<output_prefix>_<key>_document.bin`` and ``.idx`` for each key; the same bytes for every engine and shard size.
 
-    Work under way lies in the folder ``<output_prefix>.parts``, and stays there if the job is ended by whatever means. The memory
+    Unfinished work lies in the folder ``<output_prefix>.parts``, and stays there if the job is ended by whatever means. The memory
     of a worker is bounded by its longest record (of parquet, its largest row group).
 
     Args:
         inputs: files, folders, patterns and URLs, read in this order.
         output_prefix: a path, whose folder must exist, or a URL.
         job: keys and tokenizer.
-        input_format: what all files are; None: what their names say.
-        engine: who does the work; None: this process.
+        input_format: the kind of all files; None: as their names say.
+        engine: what makes the shards; None: this process.
         shard_size: in bytes of the input; None: that of the job that is resumed, or about a thousandth of the input.
-        start: what to do with the folder of an earlier job: refuse it (new), go on with it or remove it.
-        note: given lines for the log.
-        progress: given a line every few seconds.
+        start: what to do with the folder of an earlier job: refuse it (new), continue it (resume) or remove it (restart).
+        note: called with lines for the log.
+        progress: called with a line every few seconds.
 
     Raises:
         ValueError: an input that is missing, damaged or bad, a tokenizer that cannot be built, an earlier job that was not
@@ -95,7 +95,7 @@ def _prepare(
     start: str,
     note: Callable[[str], None],
 ) -> list[InputShard]:
-    """The shards, once the folder is there and belongs to this job."""
+    """Make the folder, or check that it belongs to this job; returns the shards."""
     earlier = parts.settings()
     if earlier is None and start == "resume":
         note(f"{parts.folder} is not there: nothing to go on with, so this is a new job")
@@ -189,7 +189,7 @@ def _join(
     summary: Summary,
     note: Callable[[str], None],
 ) -> None:
-    """Put the parts together; a dataset behind a URL is joined here first and then uploaded, the index last."""
+    """Join the parts. A dataset whose prefix is a URL is joined here first and then uploaded, the index last."""
     for key, prefix in enumerate(summary.prefixes):
         if not sum(report.num_documents[key] for report in reports.values()):
             told = f"no document with a token for {prefix} (key {job.keys[key]!r}). No dataset is written."
@@ -201,7 +201,7 @@ def _join(
     for key, prefix in enumerate(summary.prefixes):
         names = [parts.prefix(shard.name, key) for number, shard in enumerate(shards) if reports[number].num_documents[key]]
         if not storage.is_url(prefix):
-            join(names, prefix, parts.folder, _RESUME)  # there what a killed run leaves is removed
+            join(names, prefix, parts.folder, _RESUME)  # what a killed run leaves in that folder is removed
             continue
         with tempfile.TemporaryDirectory(prefix="preprocess-") as folder, told_where_no_room(folder, _ON_DISK):
             local = [f"{folder}/{os.path.basename(name)}" for name in names]

@@ -1,4 +1,4 @@
-"""Readers of packed files: rows of parquet, one row group at a time, and the bytes that zstd packed."""
+"""Reads packed files: rows of parquet, one row group at a time, and the bytes that zstd packed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def row_groups(path: str, keys: Sequence[str]) -> list[tuple[int, int]]:
-    """Bytes in the file and rows of each row group.
+    """(bytes in the file, number of rows) of each row group.
 
     Raises:
         ValueError: no parquet file, a damaged one, or a column is missing or holds no strings.
@@ -35,7 +35,7 @@ def row_groups(path: str, keys: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def rows(path: str, file: Any, keys: Sequence[str], group: int) -> Iterator[tuple[object, ...]]:
-    """The values of these columns, row by row; memory holds the row group at most.
+    """The values of these columns, row by row. Memory holds the row group at most.
 
     A string that is not UTF-8 comes as bytes.
 
@@ -59,7 +59,7 @@ def _values(column: Any) -> list[object]:
 
     try:
         return list(column.to_pylist())
-    except UnicodeDecodeError:  # of one value; the others are good
+    except UnicodeDecodeError:  # only one value is bad; the others are good
         return [_text(value) for value in column.cast(pyarrow.large_binary()).to_pylist()]
 
 
@@ -78,7 +78,7 @@ def _holds_strings(column: Any) -> bool:
 
 
 def import_parquet(path: str) -> Any:
-    """pyarrow.parquet."""
+    """The module pyarrow.parquet."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -106,7 +106,7 @@ class ZstdReader(io.RawIOBase):
     """The unpacked bytes. (The stream reader of the library takes a truncated file for a complete one.)
 
     Args:
-        path: For messages.
+        path: The name for messages.
         file: The packed bytes.
 
     Raises:
@@ -129,7 +129,7 @@ class ZstdReader(io.RawIOBase):
         self._unpacked = memoryview(b"")
 
     def readable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def readinto(self, buffer: Any) -> int:

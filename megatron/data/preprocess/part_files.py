@@ -1,7 +1,7 @@
-"""The folder of a job under way, PREFIX.parts: its settings, and for each finished shard part files and a report.
+"""The folder of an unfinished job, PREFIX.parts: its settings, and for each finished shard part files and a report.
 
 The report is written last and whole, so a shard is finished when it has one. All writing goes to temporary names first. Nothing
-waits for the disk: what a loss of power does to a part shows when it is compared with its report.
+waits for the disk: the damage that a loss of power does to a part shows when it is compared with its report.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ _SUFFIXES = (".bin", ".idx")
 
 @dataclass
 class ShardReport:
-    """What one shard became."""
+    """The result of one shard."""
 
     num_documents: list[int]
-    """For each key."""
+    """Number of documents, for each key."""
     num_tokens: int
     num_empty: int
     num_bytes: int
-    """Size of the input."""
+    """Bytes of the input."""
     num_records: list[int]
-    """For each piece."""
+    """Number of records, for each piece."""
     num_bad: int
     bad: list[tuple[int, int, str]]
-    """Piece, number of the record in it, reason; the first ones."""
+    """(piece, number of the record in it, reason) of the first bad records."""
     files: dict[str, list[object]] = field(default_factory=dict)
-    """Ends of the names of the part files: bytes and xxh3."""
+    """Bytes and xxh3 of each part file, by the end of its name."""
     new: bool = True
-    """Made just now, not by an earlier run."""
+    """Whether it was made just now, not by an earlier run."""
 
 
 @dataclass(frozen=True)
 class PartFolder:
-    """The folder.
+    """The folder of a job.
 
     Args:
         folder: A path or a URL.
-        num_keys: Datasets that each shard is a part of.
+        num_keys: Number of datasets that each shard is a part of.
     """
 
     folder: str
@@ -61,7 +61,7 @@ class PartFolder:
         return f"{self.folder}/{shard}_{key}"
 
     def settings(self) -> dict[str, object] | None:
-        """What the job that made the folder was; None if there is no such folder, empty if it does not say."""
+        """The settings of the job that made the folder; None if there is no such folder, empty if it does not say."""
         path = f"{self.folder}/{storage.JOB_FILE}"
         if storage.stat(path) is None:
             return {} if storage.is_folder(self.folder) else None
@@ -73,7 +73,7 @@ class PartFolder:
         return found if isinstance(found, dict) else {}
 
     def make(self, settings: dict[str, object]) -> None:
-        """Make the folder, if it is not there, and note the settings."""
+        """Make the folder, if it is not there, and write the settings into it."""
         if not storage.is_url(self.folder):
             os.makedirs(self.folder, exist_ok=True)
         storage.write_text(f"{self.folder}/{storage.JOB_FILE}", json.dumps(settings, indent=1))
@@ -88,7 +88,7 @@ class PartFolder:
                 yield folder
 
     def finish(self, shard: str, workspace: str, report: ShardReport) -> None:
-        """Note a shard as finished whose part files lie in the workspace under their names."""
+        """Record that a shard is finished; its part files lie in the workspace under their names."""
         for key in range(self.num_keys):
             for suffix in _SUFFIXES:
                 name = f"_{key}{suffix}"
@@ -111,9 +111,9 @@ class PartFolder:
         return found
 
     def finished(self, shard: str) -> ShardReport | None:
-        """The report of a shard whose part files are what it says; None if it must be made.
+        """The report of a shard whose part files agree with it; None if the shard must be made.
 
-        Local files are read and compared by xxh3; of those behind a URL only the sizes are.
+        Local files are read and compared by xxh3; of those at a URL only the sizes are.
         """
         report = self.report(shard)
         if report is None or len(report.files) != self.num_keys * len(_SUFFIXES):
@@ -136,17 +136,17 @@ class PartFolder:
         return all(path.endswith((f"/{storage.JOB_FILE}", "/lock")) or ".partial-" in path for path in storage.find(self.folder))
 
     def remove(self) -> None:
-        """Remove the folder. It loses its name first: a folder that is half removed is never taken for a job under way."""
+        """Remove the folder. It loses its name first, so that a half removed folder is never taken for an unfinished job."""
         if storage.is_url(self.folder):
             storage.remove(self.folder)
         elif os.path.isdir(self.folder):
             os.rename(self.folder, f"{self.folder}.removed-{os.getpid()}")
-            for removed in glob.glob(f"{glob.escape(self.folder)}.removed-*"):  # also of a run that was killed here
+            for removed in glob.glob(f"{glob.escape(self.folder)}.removed-*"):  # also what a killed run left here
                 storage.remove(removed)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """No other run of this machine works in the folder meanwhile.
+        """Let no other run of this machine work in the folder meanwhile.
 
         Raises:
             ValueError: one does.

@@ -1,4 +1,4 @@
-"""What a job tells: a line on its progress every few seconds, whether the disk will hold it, bad records, a summary."""
+"""What a job reports: a line of progress every few seconds, whether the disk will hold it, bad records, a summary."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from megatron.data.preprocess.text_records import place
 
 @dataclass
 class Summary:
-    """What was done; documents and tokens are counted over all keys."""
+    """What was done. Documents and tokens are counted over all keys."""
 
     prefixes: tuple[str, ...]
     """Paths of the datasets without .bin and .idx."""
     num_bytes: int = 0
-    """Size of the input files."""
+    """Bytes of the input files."""
     num_documents: int = 0
     num_tokens: int = 0
     num_empty: int = 0
-    """Blank lines and texts without a token."""
+    """Number of blank lines and texts without a token."""
     num_bad_lines: int = 0
     bad_lines: list[str] = field(default_factory=list)
-    """FILE:LINE: what is wrong; the first ones."""
+    """"FILE:LINE: what is wrong" for the first bad records."""
     bad_lines_file: str | None = None
-    """Where all of them are written, if there are any."""
+    """The file with all of them, if there are any."""
     num_kept: int = 0
-    """Shards that an earlier run had finished."""
+    """Number of shards that an earlier run had finished."""
 
 
 class Meter:
-    """Follows all shards, and shows a line now and then.
+    """Follows all shards, and shows a line of progress now and then.
 
     Args:
-        shards: The job.
-        show: Given the line.
+        shards: The shards of the job.
+        show: Called with the line.
         every: Seconds between lines.
         clock: The time in seconds.
     """
@@ -65,7 +65,7 @@ class Meter:
         self._under_way: dict[int, ShardCounts] = {}
 
     def listen(self, number: int, found: ShardCounts | ShardReport) -> None:
-        """Take in how far a shard is, or what it became."""
+        """Take in the progress of a shard, or its report."""
         if isinstance(found, ShardCounts):
             self._under_way[number] = found
         else:
@@ -79,7 +79,7 @@ class Meter:
             self._show(self.line())
 
     def line(self) -> str:
-        """Share, speed and time left; the speed is that of this run alone."""
+        """The share done, the speed and the time left. The speed is that of this run alone."""
         seconds = max(self._clock() - self._start, 1e-9)
         done, new = (_sum(counts, *self._under_way.values()) for counts in (self._done, self._new))
         left = "unknown"
@@ -98,19 +98,19 @@ def _sum(*counts: ShardCounts) -> ShardCounts:
 
 
 class Screen:
-    """Lines on a stream; on a terminal a line of progress replaces the one before."""
+    """Writes lines to a stream; on a terminal a line of progress replaces the one before."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._open = ""
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Write a line that stays."""
         self._stream.write(f"{self._erase()}{text}\n")
         self._stream.flush()
 
     def progress(self, text: str) -> None:
-        """A line of progress."""
+        """Write a line of progress."""
         if not self._stream.isatty():
             self.note(text)
             return
@@ -128,12 +128,12 @@ _SHARE_TO_JUDGE_BY = 0.01
 
 
 class DiskRoom:
-    """Says once if there will not be enough: the parts and the joined files lie there together for a while.
+    """Warns once if the disk will be too small for the parts and the joined files, which lie there together for a while.
 
     Args:
-        folder: Of the parts.
-        num_bytes: Of the whole input.
-        warn: Given the line.
+        folder: The folder of the parts.
+        num_bytes: Bytes of the whole input.
+        warn: Called with the line.
     """
 
     def __init__(self, folder: str, num_bytes: int, warn: Callable[[str], None]) -> None:
@@ -142,7 +142,7 @@ class DiskRoom:
         self._told = storage.is_url(folder)
 
     def listen(self, report: ShardReport) -> None:
-        """Take in what a shard became."""
+        """Take in the report of a shard."""
         self._read += report.num_bytes
         self._written += sum(int(str(size)) for size, _ in report.files.values())
         if self._told or self._read < _SHARE_TO_JUDGE_BY * self._total:
@@ -163,7 +163,8 @@ _KEPT_FOR_THE_SUMMARY = 1000
 def write_bad_lines(
     parts: PartFolder, shards: Sequence[InputShard], reports: dict[int, ShardReport], path: str, summary: Summary
 ) -> None:
-    """All that were kept go to a file beside the datasets, the first ones into the summary; the file of an earlier job goes."""
+    """Write all bad records that were kept to a file beside the datasets, and the first into the summary. The file of an earlier
+    job is removed."""
     if not summary.num_bad_lines:
         storage.remove(path)
         return
@@ -183,7 +184,7 @@ def write_bad_lines(
 
 
 def bad_lines(parts: PartFolder, shards: Sequence[InputShard], reports: dict[int, ShardReport]) -> Iterator[str]:
-    """FILE:LINE: what is wrong, in the order of the input."""
+    """Lines "FILE:LINE: what is wrong", in the order of the input."""
     before: dict[str, int] = {}  # records of a file in earlier pieces
     for number, shard in enumerate(shards):
         report = parts.report(shard.name) if reports[number].num_bad else None
@@ -200,7 +201,7 @@ def bad_lines(parts: PartFolder, shards: Sequence[InputShard], reports: dict[int
 
 
 def records_before(shards: Sequence[InputShard], reports: dict[int, ShardReport], shard: int, piece: int) -> int:
-    """Records of a file before one of its pieces: counted by finished shards, or now."""
+    """Number of records of a file before one of its pieces: as finished shards counted them, or counted now."""
     wanted = shards[shard].pieces[piece]
     if wanted.records_before is not None:
         return wanted.records_before
@@ -214,7 +215,7 @@ def records_before(shards: Sequence[InputShard], reports: dict[int, ShardReport]
 
 
 def count_lines(path: str, begin: int, end: int) -> int:
-    """Lines that begin in a range of bytes."""
+    """Number of lines that begin in a range of bytes."""
     count, position = int(begin == 0), max(begin - 1, 0)
     with storage.open_binary(path) as file:
         file.seek(position)

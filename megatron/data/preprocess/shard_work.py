@@ -1,4 +1,4 @@
-"""One shard, from text to part files: what every engine runs, and the settings by which a later run knows the result again."""
+"""Makes one shard, from text to part files, for every engine; and the settings by which a later run recognises the result."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer
 
 FORMAT = 1
-"""Format of part files and reports; those of another one are not taken up again."""
+"""Version of part files and reports; those of another version are not used again."""
 
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """What to do with each record; every worker has a copy."""
+    """What to do with each record. Every worker has a copy."""
 
     tokenizer: DataConfig
     """Only its tokenizer settings are read."""
@@ -40,7 +40,7 @@ class PreprocessJob:
 
 
 def tokenizer_of(job: PreprocessJob) -> tuple[Tokenizer, type[np.integer]]:
-    """The tokenizer and the type in which its ids are written; made once in a process, and inherited by forked ones."""
+    """The tokenizer, and the integer type in which its ids are written. Made once in a process, and inherited by forked ones."""
     return _make(job.tokenizer, file_digests(job.tokenizer))
 
 
@@ -53,15 +53,15 @@ def _make(config: DataConfig, digests: tuple[tuple[str, str], ...]) -> tuple[Tok
 
 @functools.lru_cache(maxsize=1)
 def file_digests(config: DataConfig) -> tuple[tuple[str, str], ...]:
-    """Name and content of each setting that is a file of the tokenizer; looked at again after `file_digests.cache_clear()`."""
+    """Name and content digest of each setting that is a file of the tokenizer; read again after `file_digests.cache_clear()`."""
     given = ((name, getattr(config, name)) for name in TOKENIZER_FILES)
     return tuple((name, digest(path)) for name, path in given if path is not None and Path(path).exists())
 
 
 def settings(job: PreprocessJob) -> dict[str, object]:
-    """All that decides what a shard becomes, its inputs apart; files by their content.
+    """All that decides the result of a shard beside its inputs; files by their content.
 
-    How bad lines are met is not among them: a shard without any is the same either way.
+    How bad lines are treated is not among them: a shard without any is the same either way.
     """
     tokenizer, dtype = tokenizer_of(job)
     kind = job.tokenizer.tokenizer_type or ""
@@ -79,7 +79,7 @@ def settings(job: PreprocessJob) -> dict[str, object]:
 
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1
-"""The index holds lengths as int32."""
+"""The index holds lengths as int32, so no document may be longer."""
 
 _TOKENS_AT_ONCE = 1 << 18  # kept in memory until they are written
 _DOCUMENTS_AT_ONCE = 1 << 14
@@ -89,7 +89,7 @@ _SECONDS_BETWEEN_COUNTS = 0.5
 
 @dataclass(frozen=True)
 class ShardCounts:
-    """How far a shard is; documents and tokens over all keys."""
+    """The progress of a shard. Documents and tokens are counted over all keys."""
 
     num_bytes: int = 0
     num_documents: int = 0
@@ -101,13 +101,13 @@ def run_shard(
 ) -> ShardReport:
     """Make a shard into a part of each dataset in the folder, unless an earlier run has.
 
-    It depends on nothing but its arguments and the files that they name, and may be run again after any end.
+    The result depends on nothing but the arguments and the files that they name. It may be run again after any failure.
 
     Args:
-        job: what to do.
-        shard: with what.
+        job: what to do with each record.
+        shard: the inputs.
         folder: for the parts; a path or a URL.
-        listen: called now and then with what has been done.
+        listen: called now and then with the progress.
 
     Raises:
         BadShardError: the first bad record, unless they are skipped.
@@ -152,7 +152,7 @@ class _Work:
         self._told = time.monotonic()
 
     def add(self, number: int, piece: InputPiece) -> None:
-        """All records of a piece."""
+        """Add all records of a piece."""
         parse, keys, count = PARSERS[piece.kind], self._job.keys, 0
         with closing(records(piece, keys, self._at)) as found:
             for count, record in enumerate(found, start=1):
@@ -171,7 +171,7 @@ class _Work:
         self._at(0)
 
     def report(self) -> ShardReport:
-        """What the shard became, once everything is handed to the writers."""
+        """The report of the shard, once everything is handed to the writers."""
         self._write()
         self._report.num_bytes = self._bytes_before
         self._report.num_documents = [writer.num_documents for writer in self._writers]
@@ -179,7 +179,7 @@ class _Work:
         return self._report
 
     def _encode(self, texts: Sequence[str]) -> None:
-        """The documents of a record, all of them or none."""
+        """Encode and add the documents of a record, all of them or none."""
         job, tokenizer = self._job, self._tokenizer
         documents = [tokenizer.encode_array(text) for text in texts]
         for key, ids in zip(job.keys, documents, strict=True):
@@ -216,7 +216,7 @@ class _Work:
             self._report.bad.append((piece, record, reason))
 
     def _at(self, num_bytes: int) -> None:
-        """Tell how far it is, now and then."""
+        """Report the progress, now and then."""
         self._num_bytes = self._bytes_before + num_bytes
         now = time.monotonic()
         if now - self._told > _SECONDS_BETWEEN_COUNTS:

@@ -1,5 +1,5 @@
-"""Files by local path, or by URL through fsspec (s3://, gs://, hf://, memory:// and so on; file:// is a local path); and what can
-be wrong with an input or with where the output goes."""
+"""Files by local path, or by URL through fsspec (s3://, gs://, hf://, memory:// and so on; file:// is a local path); and the errors
+that inputs and full disks lead to."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from megatron.data.indexed_writer import unfinished
 
 BUFFER_BYTES = 1 << 20
 JOB_FILE = "job.json"
-"""By it the folder PREFIX.parts of a job is known."""
+"""A folder with this file is the PREFIX.parts of a job."""
 
 _VERSION_FIELDS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
 
 
 def is_url(path: str) -> bool:
-    """Whether fsspec is asked for it."""
+    """Whether the path is opened by fsspec."""
     return "://" in path
 
 
 def normal(path: str) -> str:
-    """The same path from any folder; a URL as it is, but a local one as a path."""
+    """The same path as seen from any folder: absolute. A URL stays as it is, but a local one becomes a path."""
     path = path.removeprefix("file://") if path.startswith("file:///") else path
     return path if is_url(path) else os.path.abspath(path)
 
@@ -82,7 +82,7 @@ def is_folder(path: str) -> bool:
 def find(folder: str) -> Iterator[str]:
     """Every file in a folder and below it; each folder once, however many links lead there.
 
-    Left out are names that begin with a dot, and folders in which a job of preprocessing is under way.
+    Names that begin with a dot are left out, and so are the folders of unfinished preprocessing jobs.
     """
     if is_url(folder):
         files, name = filesystem(folder)
@@ -104,7 +104,7 @@ def find(folder: str) -> Iterator[str]:
 
 
 def glob(pattern: str) -> list[str]:
-    """Files and folders that a pattern matches, but none of a job of preprocessing that is under way."""
+    """Files and folders that a pattern matches, without those of an unfinished preprocessing job."""
     if is_url(pattern):
         files, name = filesystem(pattern)
         return [files.unstrip_protocol(path) for path in files.glob(name) if ".parts/" not in path]
@@ -114,7 +114,7 @@ def glob(pattern: str) -> list[str]:
 
 
 def _is_of_a_job(folder: str) -> bool:
-    """Whether it is PREFIX.parts of a job under way, or what is left of one."""
+    """Whether it is the PREFIX.parts of an unfinished job, or what is left of one."""
     name, _, removed = folder.rpartition(".removed-")
     return (bool(removed) and name.endswith(".parts")) or (
         folder.endswith(".parts") and os.path.isfile(os.path.join(folder, JOB_FILE))
@@ -122,7 +122,7 @@ def _is_of_a_job(folder: str) -> bool:
 
 
 def open_binary(path: str) -> BinaryIO:
-    """A file to read and seek in, buffered."""
+    """Open a file to read and seek in, buffered."""
     if not is_url(path):
         return open(path, "rb", buffering=BUFFER_BYTES)
     files, name = filesystem(path)
@@ -130,7 +130,7 @@ def open_binary(path: str) -> BinaryIO:
 
 
 def write_text(path: str, text: str, sync: bool = True) -> None:
-    """Write a small file: whole, or not at all; without `sync` a loss of power may leave it empty."""
+    """Write a small file: whole, or not at all. Without `sync` a loss of power may leave it empty."""
     if is_url(path):
         files, name = filesystem(path)
         files.pipe_file(name, text.encode())
@@ -154,7 +154,7 @@ def upload(local: str, path: str) -> None:
 
 
 def download(path: str, local: str) -> None:
-    """Copy a URL to a local file."""
+    """Copy the file at a URL to a local file."""
     files, name = filesystem(path)
     files.get_file(name, local)
 
@@ -179,7 +179,7 @@ class BadShardError(ValueError):
     """The first bad record of a shard, where bad ones stop the job.
 
     Args:
-        piece: Which piece of the shard it is in.
+        piece: Index of the piece of the shard that holds it.
         record: Number of the record in the piece, from 0.
         reason: What is wrong with it.
     """
@@ -190,11 +190,11 @@ class BadShardError(ValueError):
 
 
 class DamagedFileError(ValueError):
-    """A file that cannot be read to its end; it stops the job, since nobody knows how much is missing."""
+    """A file that cannot be read to its end. It stops the job, since nobody knows how much is missing."""
 
 
 class NoDocumentError(ValueError):
-    """The whole input gives a dataset without a document; there is nothing to go on with."""
+    """The whole input gives a dataset without a document, so the job cannot continue."""
 
 
 _NO_ROOM = {
@@ -206,7 +206,7 @@ _NO_ROOM = {
 
 @contextmanager
 def told_where_no_room(folder: str, remedy: str) -> Iterator[None]:
-    """Say in which folder there is no room, and what to do about it.
+    """Turn an error of a full disk into a message with the folder and a remedy.
 
     Raises:
         ValueError: instead of an OSError that says that nothing more can be written.

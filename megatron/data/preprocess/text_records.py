@@ -1,4 +1,4 @@
-"""The records of a piece, streamed: memory holds a buffer and one record, of parquet one row group."""
+"""Streams the records of a piece. Memory holds a buffer and one record; for parquet, one row group."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def records(piece: InputPiece, keys: Sequence[str], at: Callable[[int], None]) -
     Args:
         piece: what to read.
         keys: columns to read of parquet.
-        at: called now and then with the bytes of the piece that have been read.
+        at: called now and then with the number of bytes of the piece that have been read.
 
     Raises:
-        DamagedFileError: the file ends too early, or is not what its name says.
+        DamagedFileError: the file ends too early, or is not of the kind that its name says.
     """
     with storage.open_binary(piece.path) as file:
         if piece.kind == "jsonl":
@@ -44,12 +44,12 @@ def records(piece: InputPiece, keys: Sequence[str], at: Callable[[int], None]) -
 
 
 def _lines(file: BinaryIO, piece: InputPiece, at: Callable[[int], None]) -> Records:
-    """Lines that begin in the range."""
+    """The lines that begin in the piece's range of bytes."""
     position = piece.begin
     if position:
         file.seek(position - 1)
         position -= 1
-        # Not beyond the range: a line may be longer than many of them.
+        # Do not read beyond the range: one line may be longer than many of them.
         while position < piece.end and (rest := file.readline(storage.BUFFER_BYTES)):
             position += len(rest)
             if rest.endswith(b"\n"):
@@ -78,7 +78,7 @@ def _unpacked_lines(file: BinaryIO, piece: InputPiece, at: Callable[[int], None]
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[str] | None:
-    """Texts of a JSON line; None if it is blank.
+    """The texts of a JSON line; None if it is blank.
 
     Raises:
         ValueError: it is not a JSON object that has a text for each key.
@@ -102,7 +102,7 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[str] | None:
 
 
 def parse_values(values: Sequence[object], keys: Sequence[str]) -> list[str]:
-    """Texts that have been read as such.
+    """The texts of a parquet row.
 
     Raises:
         BadRecordError: one is no string, or none that has a UTF-8 form.
@@ -123,7 +123,7 @@ def parse_values(values: Sequence[object], keys: Sequence[str]) -> list[str]:
 
 
 def parse_text(content: bytes, keys: Sequence[str]) -> list[str]:
-    """The content of a text file.
+    """The content of a text file as one text.
 
     Raises:
         BadRecordError: it is not UTF-8.
@@ -145,7 +145,7 @@ PARSERS: dict[Kind, Callable[[Any, Sequence[str]], list[str] | None]] = {
 
 
 def place(path: str, kind: Kind, number: int) -> str:
-    """Where the record with this number (from 0) in its file is: lines count from 1, rows from 0."""
+    """A record's place for messages. Records are numbered from 0 in their file; lines are shown from 1, rows from 0."""
     if kind == "text":
         return path
     return f"{path}: row {number}" if kind == "parquet" else f"{path}:{number + 1}"

@@ -1,8 +1,8 @@
-"""What the files of a byte-level BPE tokenizer mean, in the plainest form.
+"""The rules of a byte-level BPE tokenizer, in the plainest form, whatever files they come from.
 
-A text is split into pieces by a pattern, and the bytes of a piece are joined apart from those of the others. Which neighbours are
-joined first is said in one of two ways: by a list of merges (pairs of tokens; GPT-2, Hugging Face), or by the rank of the token
-that they make (the files of tiktoken).
+A pattern splits a text into pieces. Within a piece, neighbouring tokens are joined again and again, beginning with its bytes. The
+order is given in one of two ways: by a list of merges (pairs of tokens; GPT-2, Hugging Face), or by the rank of the token that a
+pair makes (the files of tiktoken).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _Text = TypeVar("_Text", str, bytes)
 
 
 class NotExactError(ValueError):
-    """tiktoken cannot do exactly what the files say; the message says why, without the name of a file."""
+    """tiktoken cannot do exactly what the files say. The message says why, without the name of a file."""
 
 
 @dataclass(frozen=True)
 class MergeRules:
-    """While there is one, make the earliest merge (Sennrich et al. 2016)."""
+    """Rules by merges: as long as there is one, make the earliest merge (Sennrich et al. 2016)."""
 
     ranks: Mapping[Pair, int]
     """Place of each merge in the order of merging."""
     whole: frozenset[bytes] = frozenset()
-    """Tokens that a piece becomes at once where it is the same, before any merge (``ignore_merges`` in tokenizer.json)."""
+    """Pieces that become one token at once, before any merge (``ignore_merges`` in tokenizer.json)."""
 
     def split(self, piece: bytes) -> list[bytes]:
-        """Tokens of a piece."""
+        """The tokens of a piece."""
         return [piece] if piece in self.whole else merge(piece, self.ranks)[0]
 
     def priorities(self) -> dict[bytes, int]:
@@ -60,12 +60,12 @@ class MergeRules:
 
 @dataclass(frozen=True)
 class RankRules:
-    """While there are any, join the neighbours that make the token of lowest rank; a piece that is a token stays whole."""
+    """Rules by rank: join the pair that makes the token of lowest rank, again and again. A piece that is a token stays."""
 
     ranks: dict[bytes, int]
 
     def split(self, piece: bytes) -> list[bytes]:
-        """Tokens of a piece."""
+        """The tokens of a piece."""
         if piece in self.ranks:
             return [piece]
         none = max(self.ranks.values()) + 1
@@ -81,9 +81,9 @@ class ByteVocabulary:
     """A byte-level BPE vocabulary, whatever files it came from."""
 
     source: str
-    """The flag and the file, for messages."""
+    """The flag and the file that it was read from, for messages."""
     pattern: str
-    """Splits a text into pieces; what it does not match between two pieces is a piece too."""
+    """Splits a text into pieces; what lies between two matches is a piece too."""
     rules: MergeRules | RankRules
     ids: dict[bytes, int]
     """Id of each token that the rules make."""
@@ -95,7 +95,7 @@ class ByteVocabulary:
     added: dict[str, int] = field(default_factory=dict)
     """Tokens that are found in a text before it is split, such as ``<think>``; never special ones."""
     normalise: bool = False
-    """Whether texts are brought to Unicode's form NFC first."""
+    """Whether texts are first brought to Unicode's form NFC."""
 
     def __post_init__(self) -> None:
         if self.eod in (*self.ids.values(), *self.added.values()):
@@ -105,7 +105,7 @@ class ByteVocabulary:
             )
 
     def encode_plainly(self, text: str) -> list[int]:
-        """Ids of a text without added tokens, by the rules themselves (slow; the measure of faster ways)."""
+        """Ids of a text without added tokens, by the rules themselves. Slow: faster ways are tested against it."""
         return [self.ids[token] for piece in pieces(self.pattern, text) for token in self.rules.split(piece.encode())]
 
 
@@ -117,13 +117,13 @@ def byte_characters() -> dict[str, int]:
 
 
 def token_bytes(token: str, to_byte: Mapping[str, int]) -> bytes | None:
-    """Bytes of a token that is written with one character a byte; None if a character stands for no byte."""
+    """The bytes of a token that is written with one character a byte; None if a character stands for no byte."""
     values = [to_byte.get(character, -1) for character in token]
     return None if -1 in values else bytes(values)
 
 
 def bytes_without(source: str, ids: Mapping[bytes, int]) -> str | None:
-    """Which of the 256 bytes have no id, as a message; None if all have one."""
+    """A message that names the bytes (of 256) that have no id; None if all have one."""
     missing = [byte for byte in range(256) if bytes([byte]) not in ids]
     if not missing:
         return None
@@ -132,13 +132,13 @@ def bytes_without(source: str, ids: Mapping[bytes, int]) -> str | None:
 
 
 def merges_by_rank(tokens: Sequence[_Text], ids: Mapping[_Text, int]) -> list[tuple[_Text, _Text]]:
-    """The pairs to be joined, the first to be joined first, where any two neighbours are joined that make a token.
+    """The pairs that make a token, the first to be joined first, for rules under which any two such neighbours are joined.
 
     All pairs that make the same token follow each other.
 
     Args:
-        tokens: those that are made, the first to be made first.
-        ids: of all tokens; they order the pairs that make the same.
+        tokens: the tokens that pairs make, the first to be made first.
+        ids: ids of all tokens; they order the pairs that make the same token.
     """
     found = []
     for token in tokens:
@@ -149,7 +149,7 @@ def merges_by_rank(tokens: Sequence[_Text], ids: Mapping[_Text, int]) -> list[tu
 
 
 def pieces(pattern: str, text: str) -> Iterator[str]:
-    """What the pattern matches, and what lies between."""
+    """The matches of the pattern, and the texts between them."""
     import regex
 
     end = 0
@@ -174,7 +174,7 @@ def merge(piece: bytes, ranks: Mapping[Pair, int]) -> tuple[list[bytes], int]:
 
 
 def _join(piece: bytes, rank_of: Callable[[Pair], int], none: int) -> tuple[list[bytes], int]:
-    """Join the neighbours of lowest rank (the first ones of several), over and over, until that is `none`."""
+    """Join the neighbours of lowest rank (the first of several), again and again, until the lowest rank is `none`."""
     tokens, last = [piece[at : at + 1] for at in range(len(piece))], -1
     ranks = [rank_of(pair) for pair in itertools.pairwise(tokens)]
     while ranks and (rank := min(ranks)) != none:
@@ -190,15 +190,15 @@ def last_merges(tokens: Iterable[bytes], ranks: Mapping[Pair, int]) -> dict[byte
     """Rank of the merge that completes each token; a token that the merges never make is left out.
 
     A text in which such a token seems to stand is merged otherwise: the same bytes inside a longer text go through the same merges
-    as alone, until one of them crosses the edge. So these tokens and their ranks are all that an encoder needs that joins any two
-    neighbours whose bytes make a token (as tiktoken does) to give exactly the result of the merges.
+    as alone, until one of them crosses the edge. So an encoder that joins any two neighbours whose bytes make a token (as tiktoken
+    does) gives exactly the result of the merges, if it has these tokens and their ranks.
     """
     completed = ((token, *merge(token, ranks)) for token in dict.fromkeys(tokens) if len(token) > 1)
     return {token: rank for token, parts, rank in completed if parts == [token]}
 
 
 def read_json(path: Path, source: str, what: str) -> Any:
-    """What the file holds.
+    """The content of a JSON file.
 
     Args:
         path: The file.
@@ -217,7 +217,7 @@ def read_json(path: Path, source: str, what: str) -> Any:
 
 
 def check_ids(source: str, vocabulary: object) -> dict[str, int]:
-    """A vocabulary that gives each token an id of its own.
+    """Check that a vocabulary gives each token an id of its own.
 
     Raises:
         ValueError: it is something else.

@@ -1,4 +1,4 @@
-"""The tokenizer of any byte-level BPE vocabulary: tiktoken, fed with what local files say and tried against their rules."""
+"""The tokenizer of any byte-level BPE vocabulary: tiktoken, built from local files and tested against their rules."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class ByteBPETokenizer(Tokenizer):
 
     ``decode`` gives back any text exactly (brought to NFC first, where the vocabulary asks for it).
 
-    The encoder is made and tried at its first use (some tenths of a second for 50,000 tokens), since a training run only needs the
+    The encoder is made and tested at its first use (some tenths of a second for 50,000 tokens), since a training run only needs the
     sizes.
 
     Args:
-        vocabulary: What the files say.
-        encoder: One made already.
+        vocabulary: The content of the files.
+        encoder: An encoder that has been made already.
     """
 
     def __init__(self, vocabulary: ByteVocabulary, encoder: TiktokenEncoder | None = None) -> None:
@@ -52,7 +52,7 @@ class ByteBPETokenizer(Tokenizer):
 
     @cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        """Any added token, the longest first."""
+        """Matches any added token, the longest first."""
         return re.compile(f"({'|'.join(re.escape(token) for token in sorted(self.vocabulary.added, key=len, reverse=True))})")
 
     def encode_array(self, text: str) -> NDArray[np.integer]:
@@ -87,12 +87,12 @@ _GROUP_REFERENCE = re.compile(r"\\[1-9]|\\k|\(\?P?[<'=]\w")  # the pattern stand
 
 
 class TiktokenEncoder:
-    """Ids of texts by tiktoken.
+    """Encodes texts by tiktoken.
 
-    In it the number of a token is its rank in joining, which need not be its id, so ids are looked up after.
+    Within tiktoken the number of a token is its rank in joining, which need not be its id. So ids are looked up afterwards.
 
     Raises:
-        NotExactError: tiktoken refuses the pattern, or does not do with a probe text what the files say.
+        NotExactError: tiktoken refuses the pattern, or encodes a probe text otherwise than the files say.
     """
 
     def __init__(self, vocabulary: ByteVocabulary) -> None:
@@ -107,7 +107,7 @@ class TiktokenEncoder:
         self._table[list(self._ranks.values())] = [vocabulary.ids[token] for token in self._ranks]
         self._ids_are_ranks = all(vocabulary.ids[token] == rank for token, rank in self._ranks.items())
         try:
-            # tiktoken drops what lies between two matches, so that is matched too.
+            # Tiktoken drops what lies between two matches, so that is matched too.
             self._encoding = self._encoding_of(rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+")
             expected = vocabulary.encode_plainly(_PROBE)
         except (regex.error, ValueError) as error:
@@ -125,7 +125,7 @@ class TiktokenEncoder:
 
     @cached_property
     def _whole(self) -> Encoding:
-        """Takes any text as one piece."""
+        """An encoder that takes any text as one piece."""
         return self._encoding_of(r"[\s\S]+")
 
     def encode(self, text: str) -> NDArray[np.uint32]:

@@ -1,4 +1,4 @@
-"""The two files of a GPT-2 BPE tokenizer.
+"""Reads the two files of a GPT-2 BPE tokenizer.
 
 vocab.json gives each token its id; merges.txt lists pairs of tokens, the first to be merged first. Tokens are written with one
 printable character a byte (`byte_characters`).

@@ -33,12 +33,12 @@ _log = logging.getLogger(__name__)
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json: byte-level BPE by tiktoken, everything else by the `tokenizers` library, which is slower.
 
-    The end of a document is eos (`find_special_ids`). Post-processors are not applied: a document gets no bos before it, only the
-    end of document after it where that is asked for. Special tokens written out in a text are ordinary text; added tokens that
-    are not special (such as ``<think>``) are found in it, as the file says.
+    The end of a document is eos (`find_special_ids`). Post-processors are not applied: a document gets no bos, and after it the end
+    of document only where that is asked for. Special tokens written out in a text are ordinary text; added tokens that are not
+    special (such as ``<think>``) are found in it, as the file says.
 
-    The ids are those of the `tokenizers` library, but for marks that Unicode has had since version 10, in another than the
-    canonical order, under a normaliser NFC: Python puts them in order, the library does not know them.
+    The ids are those of the `tokenizers` library, with one exception under a normaliser NFC: marks newer than Unicode 10 that are
+    not in canonical order. Python puts these in order; the library does not know them.
 
     Args:
         path: tokenizer.json; special tokens are looked up in the files beside it.
@@ -54,11 +54,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(file.ids.values()) + 1
         self.eod, self.bos, self.pad = self._special.eod, self._special.bos, self._special.pad
         with suppress(NotExactError):
-            byte_vocabulary(file, self._special)  # to say at once what is wrong; a training run needs no more, and keeps none of it
+            byte_vocabulary(file, self._special)  # to report errors at once; a training run needs no more, and keeps none of it
 
     @cached_property
     def backend(self) -> ByteBPETokenizer | LibraryTokenizer:
-        """What does the work; made at its first use.
+        """The tokenizer that does the work; made at its first use.
 
         Raises:
             ValueError: the `tokenizers` library is needed and not there.
@@ -82,13 +82,13 @@ class HuggingFaceTokenizer(Tokenizer):
 class LibraryTokenizer(Tokenizer):
     """A tokenizer.json run by the `tokenizers` library.
 
-    Special tokens written out in a text are ordinary text, as everywhere here: the library is told so, and the end of a document
-    gets a name in it that no text has. What ``decode`` gives back of a text is the file's own affair.
+    Special tokens written out in a text are ordinary text, as everywhere here: the library is configured so, and the end of a
+    document gets a name in it that no text has. Whether ``decode`` gives back a text exactly depends on the file.
 
     Args:
         file: The file.
         special: The ids with a role.
-        reason: Why tiktoken does not do, for messages.
+        reason: Why tiktoken cannot be used, for messages.
 
     Raises:
         ValueError: the library is not installed or refuses the file, or ordinary text could give the end of a document.

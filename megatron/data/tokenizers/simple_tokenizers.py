@@ -1,4 +1,4 @@
-"""What a tokenizer is, and the plain ones: raw bytes, ids written as numbers, sentencepiece's models."""
+"""The base class of tokenizers, and the plain ones: raw bytes, ids written as numbers, sentencepiece's models."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Tokenizer(ABC):
     eod: int
     """Id that ends a document."""
     bos: int | None = None
-    """Id that begins a text, where there is one. Only Llama2Tokenizer puts it there."""
+    """Id that begins a text, if there is one. Only Llama2Tokenizer puts it there."""
     pad: int | None = None
-    """Id that fills, where there is one."""
+    """Id for padding, if there is one."""
 
     @abstractmethod
     def encode_array(self, text: str) -> NDArray[np.integer]:
@@ -41,7 +41,7 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, and the end of a document."""
+    """The 256 bytes of UTF-8, and an id for the end of a document."""
 
     vocab_size = 257
     eod = 256
@@ -79,9 +79,9 @@ class NullTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model. The end of a document is the model's end-of-sentence id.
 
-    A model trained with byte_fallback and without any normalisation (as tools/train_tokenizer.py does) gives back every text
-    exactly, but for U+2581: that is sentencepiece's sign for a blank, and comes back as one. Other models give back what their
-    normalisation left.
+    A model trained with byte_fallback and without normalisation (as by tools/train_tokenizer.py) gives back every text exactly,
+    except U+2581: that is sentencepiece's sign for a blank, and comes back as one. Other models give back what their normalisation
+    left.
 
     Args:
         path: Model file (``--tokenizer-model``).

@@ -1,4 +1,4 @@
-"""The two kinds of files that hold a vocabulary for tiktoken."""
+"""Reads the two kinds of files that hold a vocabulary for tiktoken."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.data.tokenizers.bpe_rules import ByteVocabulary, RankRules, bytes_
 
 
 def _read_ranks(path: Path, source: str) -> tuple[dict[bytes, int], bool]:
-    """Ranks of tokens, which are also the order of joining, and whether the file is a JSON list as Megatron-LM reads it.
+    """Ranks of tokens, which are also the order of joining; and whether the file is a JSON list as Megatron-LM reads it.
 
     Raises:
         ValueError: it is neither, or broken.
@@ -27,7 +27,7 @@ def _read_ranks(path: Path, source: str) -> tuple[dict[bytes, int], bool]:
 
 
 def _from_list(path: Path, source: str) -> dict[bytes, int]:
-    """A list of {"rank": 0, "token_bytes": base64, "token_str": ...} in the order of the ranks."""
+    """Read a list of {"rank": 0, "token_bytes": base64, "token_str": ...} in the order of the ranks."""
     what = 'a JSON list of {"rank", "token_bytes", "token_str"}'
     entries = read_json(path, source, what)
     if not isinstance(entries, list):
@@ -41,7 +41,7 @@ def _from_list(path: Path, source: str) -> dict[bytes, int]:
 
 
 def _from_lines(path: Path, source: str) -> dict[bytes, int]:
-    """Lines of a token in base64, a blank and its rank."""
+    """Read lines of a token in base64, a blank and its rank."""
     ranks: dict[bytes, int] = {}
     taken: set[int] = set()
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
@@ -81,17 +81,17 @@ PATTERNS = {
         r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-"""How Megatron-LM's --tiktoken-pattern splits texts."""
+"""The patterns of Megatron-LM's --tiktoken-pattern, which split texts."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _OWN_SETTINGS = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
-_MEGATRON_SIZE = 2**17  # what Megatron-LM takes without --vocab-size
+_MEGATRON_SIZE = 2**17  # Megatron-LM's size without --vocab-size
 
 
 @dataclass(frozen=True)
 class KnownFile:
-    """A published file: the number of its tokens tells which it is, since only ranks are in it."""
+    """A published file. It holds only ranks; the number of its tokens tells which file it is."""
 
     name: str
     pattern: str
@@ -104,20 +104,21 @@ KNOWN_FILES = {
     128_000: KnownFile("Llama 3", _LLAMA3, 128_256, eod=128_001, bos=128_000),
     100_256: KnownFile("cl100k_base", _LLAMA3, 100_277, eod=100_257),
 }
-"""Llama 3: llama3/tokenizer.py of Meta; cl100k_base: tiktoken_ext/openai_public.py, whose pattern splits as Llama 3's does."""
+"""Sources: for Llama 3, llama3/tokenizer.py of Meta; for cl100k_base, tiktoken_ext/openai_public.py, whose pattern splits as Llama
+3's does."""
 
 
 def read_tiktoken(path: Path, config: DataConfig) -> ByteVocabulary:
     """Read a vocabulary for tiktoken, in one of two kinds of files.
 
-    A JSON list of ranks has ids as in Megatron-LM: first come --tiktoken-num-special-tokens special ones, of which the first are
-    named (the others are fillers), then the tokens by rank, as many as --vocab-size leaves room for (of 131,072 without it).
+    A JSON list of ranks has ids as in Megatron-LM. First come --tiktoken-num-special-tokens special ones, of which the first are
+    named (the others are fillers). Then come the tokens by rank, as many as --vocab-size leaves room for (of 131,072 without it).
 
-    A file of lines, each a token in base64 and its rank, has its ranks as ids. If it is of one of the sizes in `KNOWN_FILES`,
-    pattern and special tokens are those of that file, as long as no setting says otherwise; if not, the special tokens come after
-    the last rank.
+    A file of lines, each a token in base64 and its rank, has its ranks as ids. If its size is one of those in `KNOWN_FILES`,
+    pattern and special tokens are those of that file, unless a setting says otherwise. If not, the special tokens come after the
+    last rank.
 
-    The end of a document is ``</s>`` (or what the known file has), bos is ``<s>`` and pad is ``<pad>`` if they are among the names.
+    The end of a document is ``</s>`` (or that of the known file); bos is ``<s>`` and pad is ``<pad>`` if they are among the names.
 
     Raises:
         ValueError: the file is not what it should be, or the settings do not fit it.

@@ -1,4 +1,4 @@
-"""The tokenizer that the flags ask for, and the rows of the word embedding."""
+"""Builds the tokenizer that the flags ask for, and says how many rows the word embedding has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.data.tokenizers.tiktoken_model import read_tiktoken
 
 
 def required_tokenizer_json(path: str | None, tokenizer_type: str) -> Path:
-    """The tokenizer.json that --tokenizer-model names, itself or by its folder.
+    """The tokenizer.json that --tokenizer-model names: the file, or its folder.
 
     Raises:
         ValueError: the flag is missing, or the file.
@@ -61,7 +61,7 @@ def embedding_rows(tokenizer: Tokenizer, config: DataConfig) -> int:
 
 
 def planned_rows(config: DataConfig) -> int:
-    """Rows of the word embedding, from --vocab-size alone where it says so: of a job that is only laid out.
+    """Rows of the word embedding for a dry run: from --vocab-size alone where that says so, without the tokenizer's files.
 
     Raises:
         ValueError: no size is known, or a file is missing or of another kind.

@@ -1,4 +1,4 @@
-"""The tokenizer's flags for tools: the same names and meanings as in training."""
+"""The tokenizer's flags for tools, with the same names and meanings as in training."""
 
 from __future__ import annotations
 

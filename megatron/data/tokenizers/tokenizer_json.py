@@ -1,4 +1,4 @@
-"""Hugging Face's tokenizer.json as far as tiktoken can follow it, and the files beside it that name special tokens."""
+"""Reads Hugging Face's tokenizer.json as far as tiktoken can follow it, and the files beside it that name special tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.data.tokenizers.bpe_rules import (
 
 @dataclass(frozen=True)
 class TokenizerJson:
-    """The file and the ids in it."""
+    """A tokenizer.json and the ids in it."""
 
     path: Path
     document: dict[str, Any]
@@ -33,18 +33,18 @@ class TokenizerJson:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The model's part of the file."""
+        """The entry `model` of the file."""
         model: dict[str, Any] = self.document["model"]
         return model
 
     @property
     def is_bpe(self) -> bool:
-        """Old files do not name the type."""
+        """Whether the model is BPE; old files do not name the type."""
         return self.model.get("type", "BPE" if "merges" in self.model else None) == "BPE"
 
 
 def read_tokenizer_json(path: Path) -> TokenizerJson:
-    """Read the file.
+    """Read a tokenizer.json.
 
     Raises:
         ValueError: it is broken or something else.
@@ -78,7 +78,7 @@ def merge_parts(merge: Any) -> list[str]:
 
 
 def spells_all_bytes(file: TokenizerJson) -> bool:
-    """Whether texts are split to bytes and each has a token."""
+    """Whether texts are split to bytes, each of which has a token."""
     return _kinds(file.document.get("pre_tokenizer"))[-1] == "ByteLevel" and byte_characters().keys() <= file.model["vocab"].keys()
 
 
@@ -87,7 +87,7 @@ def byte_vocabulary(file: TokenizerJson, special: SpecialIds) -> ByteVocabulary:
 
     Raises:
         ValueError: the parts of the file do not belong together.
-        NotExactError: the file asks for something else than what `ByteVocabulary` can say.
+        NotExactError: the file asks for something that `ByteVocabulary` cannot express.
     """
     model, source = file.model, f"--tokenizer-model {file.path}"
     if not file.is_bpe:
@@ -142,7 +142,7 @@ def _kinds(pre_tokenizer: Any) -> list[str | None]:
 
 
 def _pattern(pre_tokenizer: Any) -> str:
-    """How the file splits a text into pieces."""
+    """The pattern by which the file splits a text into pieces."""
     parts, kinds = _parts(pre_tokenizer), _kinds(pre_tokenizer)
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
         raise NotExactError(f"its pre-tokenizer is {' and '.join(map(str, kinds))}, not ByteLevel or Split and ByteLevel")
@@ -161,7 +161,7 @@ def _pattern(pre_tokenizer: Any) -> str:
 
 
 def _normalises(normalizer: Any) -> bool:
-    """Whether texts are brought to NFC."""
+    """Whether texts are first brought to Unicode's form NFC."""
     if not normalizer:
         return False
     several = normalizer.get("normalizers") if isinstance(normalizer, dict) else None
@@ -192,7 +192,7 @@ _KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids with a role."""
+    """Ids of tokens with a role."""
 
     eod: int
     bos: int | None
@@ -202,16 +202,17 @@ class SpecialIds:
 def find_special_ids(path: Path, ids: Mapping[str, int]) -> SpecialIds:
     """Read the roles from the files beside tokenizer.json.
 
-    They are asked in this order: tokenizer_config.json and special_tokens_map.json (names), generation_config.json and config.json
-    (ids; of several the first). A document ends with eos; where no file says which that is, with ``<|endoftext|>``,
-    ``<|end_of_text|>`` or ``</s>`` if exactly one of them is there.
+    The order of the files: tokenizer_config.json and special_tokens_map.json (names), generation_config.json and config.json
+    (ids; if
+    several, the first). A document ends with eos. Where no file names it, it ends with ``<|endoftext|>``, ``<|end_of_text|>`` or
+    ``</s>`` if exactly one of them is a token.
 
     Args:
         path: tokenizer.json.
         ids: Id of each token.
 
     Raises:
-        ValueError: no end of document is found, or a file beside is broken.
+        ValueError: no end of document is found, or one of these files is broken.
     """
     eod = _find("eos", path, ids)
     if eod is None:
@@ -241,14 +242,14 @@ def _find(role: str, path: Path, ids: Mapping[str, int]) -> int | None:
 
 
 def _sayings(role: str, folder: Path) -> Iterator[tuple[Path, Any]]:
-    """What the files say of a role: a name or an id."""
+    """What each file names for a role: a name or an id."""
     for name in _NAMING + _NUMBERING:
         file = folder / name
         if not file.is_file():
             continue
         content = read_json(file, str(file), "a JSON object")
         value = content.get(f"{role}_token" if name in _NAMING else f"{role}_token_id") if isinstance(content, dict) else None
-        if isinstance(value, dict):  # an added token written out
+        if isinstance(value, dict):  # an added token written out in full
             value = value.get("content")
         elif isinstance(value, list):
             value = value[0] if value else None
