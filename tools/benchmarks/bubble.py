@@ -96,7 +96,7 @@ class _Clock:
 
 
 class _Sleep(torch.autograd.Function):
-    """A chunk: adds one and sleeps. Its backward sleeps for the input gradient; the weight gradient may be put off.
+    """A chunk: adds one and sleeps. Its backward sleeps for the input gradient; the weight gradient may be deferred.
 
     What autograd does before it comes to the sleep is a part of the operation, as it is of one that computes.
     """

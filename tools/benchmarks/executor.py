@@ -31,7 +31,7 @@ _CHUNKS = 4
 
 
 class _Tiny(torch.autograd.Function):
-    """A chunk that does nothing: one operation forward, one backward, a weight gradient that may be put off."""
+    """A chunk that does nothing: one operation forward, one backward, a weight gradient that may be deferred."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -1,7 +1,7 @@
 """The optimizer's step against torch's fused AdamW on the same tensors, in processes that update at the same time.
 
-They share what limits an update, the bandwidth of memory. The two take turns on the same mains, gradients and moments, so that
-nothing but the code differs.
+They share what limits an update, the bandwidth of memory. The two take turns on the same main parameters, gradients and moments,
+so that nothing but the code differs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def slice_groups(elements: int, dtype: torch.dtype, device: torch.device) -> lis
 
 
 def torch_on_the_same(optimizer: ShardedOptimizer, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """torch's fused AdamW on the mains, moments and gradients of another optimizer, all of them in two param groups."""
+    """torch's fused AdamW on the main parameters, moments and gradients of another optimizer, all of them in two param groups."""
     groups = []
     for decays in (True, False):
         mains = [shard.main for shard in optimizer.shards if shard.record.decay is decays]

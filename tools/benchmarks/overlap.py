@@ -1,11 +1,11 @@
 """Overlap of the data ranks' communication with computation, where communication takes as long as computation.
 
-Two ranks train a GPT by the framework's own training step, with real collectives behind an emulated slow link (`slow_link`).
+Two ranks train a GPT by the framework's own training step, with real collectives over an emulated slow link (`slow_link`).
 In each round the computation of a step is timed first, with no collective of the data ranks at all; then the link gets the
 bandwidth at which the bytes of a step take just as long; then steps with overlap off and with overlap on are timed. What a step
 takes beyond its computation is exposed communication.
 
-A step cannot always hide as much: an all-reduce, for one, has only the last backward to hide behind. So what a step takes with
+A step cannot always hide as much: an all-reduce, for one, can be hidden only by the last backward. So what a step takes with
 perfect overlap is simulated from the measured times of the model's units (`overlap_bound`), and the bound is asked for where
 perfect overlap keeps it.
 """

@@ -1,4 +1,4 @@
-"""Two things measured in turns, since disks and shared machines are noisy: the ratio counts, as the median over pairs."""
+"""Measures two things in turns, since disks and shared machines are noisy. The result is the median ratio over pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benches train."""
+"""The model shapes that the benches train."""
 
 from __future__ import annotations
 

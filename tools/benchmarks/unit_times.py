@@ -1,4 +1,4 @@
-"""When each unit of a model (embedding, blocks, final norm, output) computes, forward and backward."""
+"""Measures when each unit of a model (embedding, blocks, final norm, output) computes, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two tensors against each other: whether they are the same, where they first differ, and where most."""
+"""Compares two tensors: whether they are the same, where they first differ, and where most."""
 
 from __future__ import annotations
 

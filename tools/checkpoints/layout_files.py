@@ -1,4 +1,4 @@
-"""Which boxes each rank of a layout holds, for any layout, without any rank: what its own files would hold."""
+"""Which boxes of which tensors each rank of a layout holds, computed for any layout without its ranks."""
 
 from __future__ import annotations
 

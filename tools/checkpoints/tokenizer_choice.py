@@ -1,4 +1,4 @@
-"""The tokenizer that goes with a model on its way to another format."""
+"""Chooses the tokenizer that goes with a model to another format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of a cluster, step by step, as every node goes through it; one of them, the head, compares and judges."""
+"""The steps of a cluster check as every node goes through them. One node, the head, compares the results and judges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node says about itself, and what it finds wrong without asking another."""
+"""What a node reports about itself, and the faults that it finds without asking another node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nodes of a job find each other at one of them, the head, which keeps a store of texts. Nothing waits longer than told."""
+"""Lets the nodes of a job meet at one of them, the head, which keeps a store of texts. No wait is longer than its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a cluster, from what its nodes said: pure functions from facts to words. Nodes are named by their hosts."""
+"""Finds what is wrong with a cluster from the facts that its nodes reported. Pure functions; the words name hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks through a whole dataset: every token, and how the sequences lie in the file."""
+"""Checks a whole dataset: every token, and how the sequences lie in the file."""
 
 from __future__ import annotations
 
