@@ -173,16 +173,20 @@ def step_work(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], sched
 
 def idle_share(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], schedule: Schedule) -> float:
     """The share of their time in which stages wait, for each other and for the slowest of them."""
-    costs = [chunk_costs(model, vocab_size, chunk) for chunk in table]
+    costs = chunk_costs(model, vocab_size, table)
     return simulate(schedule, lambda op: costs[op.chunk].of(op)).bubble_share
 
 
-def chunk_costs(model: ModelConfig, vocab_size: int, chunk: Chunk) -> Costs:
-    """FLOPs of the operations on a chunk for one token. The two products in attention have no weights, so both their gradients
+def chunk_costs(model: ModelConfig, vocab_size: int, table: Sequence[Chunk]) -> list[Costs]:
+    """FLOPs of the operations on each chunk for one token. The two products in attention have no weights, so both their gradients
     count as input gradients."""
-    attention, whole = (sum(flops(model)[layer] for layer in chunk.layers) for flops in (attention_flops, layer_flops))
-    products = whole - attention + chunk.last * output_flops(model, vocab_size)
-    return Costs(products + attention, products + 2 * attention, products)
+    layers, scores = layer_flops(model), attention_flops(model)
+    costs = []
+    for chunk in table:
+        attention = sum(scores[layer] for layer in chunk.layers)
+        products = sum(layers[layer] for layer in chunk.layers) - attention + chunk.last * output_flops(model, vocab_size)
+        costs.append(Costs(products + attention, products + 2 * attention, products))
+    return costs
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def test_work_is_that_of_the_metrics() -> None:
     found = step_work(model, 100, table, make_schedule("1f1b", 2, 4), 24)
     assert (found.tokens, found.flops_per_token) == (24 * 32, flops_per_token(model, 100))
     assert found.flops == flops_per_step(model, 100, 24) and found.flops_per_rank(4) == found.flops / 4
-    costs = [chunk_costs(model, 100, chunk) for chunk in table]
+    costs = chunk_costs(model, 100, table)
     assert sum(one.forward + one.input_grad + one.weight_grad for one in costs) == flops_per_token(model, 100)
     even = step_work(dataclasses.replace(model, num_layers=2), 0, layer_table(2, (0, 1)), make_schedule("1f1b", 2, 4), 8)
     assert even.bubble == pytest.approx(1 / 5)  # (p - 1) / (m + p - 1), where no stage has more to do
