@@ -1,1 +1,1 @@
-"""Copy the model over the ranks of a data group and sum its gradients."""
+"""Copies the model over the ranks of a data group, or shards its state over them, and sums gradients."""

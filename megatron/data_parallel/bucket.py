@@ -1,8 +1,9 @@
 """One bucket: parameters in one flat buffer, their gradients in another, reduced and gathered together.
 
-`WholeBucket` keeps the gradients of all its parameters through the step and reduces them once, when the last microbatch is through:
-by an all-reduce, or by a reduce-scatter where each rank updates only its slice. `SlicedBucket` keeps only this rank's slice: what a
-microbatch gives lies in a buffer, borrowed from a `BufferPool`, until it is reduced.
+`WholeBucket` keeps the gradients of all its parameters through the step and reduces them once, after the last microbatch: by an
+all-reduce, or by a reduce-scatter where each rank updates only its slice. `SlicedBucket` keeps only this rank's slice. The
+gradients
+of a microbatch lie in a buffer borrowed from a `BufferPool` until they are reduced.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _MOST_ELEMENTS = 160_000_000
 
 
 class BufferPool:
-    """Flat buffers of one dtype.
+    """Flat buffers of one dtype, lent to buckets.
 
-    A buffer is lent, given back while a reduction still reads it, and lent again once that is through. Where too many wait for
-    their reductions and one more is needed, the oldest is waited for: so the memory is bounded whatever the network's speed, and
-    nobody waits before there is need.
+    A buffer is given back while a reduction still reads it, and lent again when that has ended. If too many wait for their
+    reductions and one more is needed, the pool waits for the oldest. So memory is bounded whatever the network's speed, and nobody
+    waits before there is need.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -46,11 +47,11 @@ class BufferPool:
         self._free: list[torch.Tensor] = []
         self._in_flight: deque[tuple[torch.Tensor, Callable[[], object]]] = deque()
         self.buffers: list[torch.Tensor] = []
-        """All that there are."""
+        """All buffers that exist, lent or not."""
 
     def take(self, size: int) -> torch.Tensor:
-        """A buffer of at least `size` elements with any content: the smallest free one that is large enough, else a new one, in the
-        place of the largest free one if there is any. So in the end there are no more than are needed at once."""
+        """Lend a buffer of at least `size` elements with any content: the smallest free one that is large enough, else a new one,
+        which replaces the largest free one if there is any. So in the end there are no more than are needed at once."""
         while not (fitting := [buffer for buffer in self._free if buffer.numel() >= size]) and self._is_full(size):
             self._settle()
         if not fitting:
@@ -64,11 +65,11 @@ class BufferPool:
         return found
 
     def give_back(self, buffer: torch.Tensor, wait: Callable[[], object]) -> None:
-        """Return a buffer that may be written again after `wait()`."""
+        """Take back a buffer, which may be written again after `wait()`."""
         self._in_flight.append((buffer, wait))
 
     def settle(self) -> None:
-        """Wait for all that is in flight."""
+        """Wait for all reductions that still read a buffer."""
         while self._in_flight:
             self._settle()
 
@@ -90,7 +91,7 @@ def _without(buffers: list[torch.Tensor], one: torch.Tensor) -> list[torch.Tenso
 
 
 Fill = Callable[[torch.Tensor, ParamRecord, Sequence[PlacedBox]], None]
-"""Gives boxes of a parameter, flat, their initial values."""
+"""Writes initial values into a flat tensor, given the parameter's record and the boxes of the parameter that it holds."""
 
 
 def main_grad_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -99,10 +100,10 @@ def main_grad_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Bucket(ABC):
-    """What all buckets have: weights, sinks, and the count of the gradients that reached them.
+    """The common part of all buckets: weights, sinks, and the count of the gradients that reached them.
 
     Args:
-        plan: what lies where.
+        plan: which parameter lies where.
         sharded: this rank updates only its slice; else all.
         fill: initial values for parameters that have no memory yet; others keep their values.
     """
@@ -141,10 +142,10 @@ class Bucket(ABC):
 
     @abstractmethod
     def _complete(self, microbatches: int) -> None:
-        """Every parameter's gradient of so many microbatches of this step is written."""
+        """Called when every parameter's gradient of this many microbatches of the step is written."""
 
     def close_step(self) -> None:
-        """All backward passes are through: check that nothing is missing, and start what is left to reduce.
+        """After all backwards of a step: check that nothing is missing, and start what is left to reduce.
 
         Raises:
             RuntimeError: a parameter got no gradient, or one too many.
@@ -154,10 +155,11 @@ class Bucket(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until the gradients of this rank's elements are complete, but for other pipeline stages' part."""
+        """Wait until the gradients of this rank's elements are complete, except for the part of another pipeline stage (tied
+        embedding)."""
 
     def make_group(self) -> ShardGroup:
-        """This rank's shards."""
+        """The shards that this rank owns."""
         own, grads = self.own, self.own_grads
         pieces = self.plan.pieces(self.group.index) if self.sharded else [(p, FlatPiece(0, p.numel)) for p in self.plan.params]
         slice_of = {placed.entry.record.name: piece for placed, piece in self.plan.pieces(self.group.index)}
@@ -173,11 +175,11 @@ class Bucket(ABC):
         return self.shard_group
 
     def start_step(self, num_microbatches: int, *, early: bool, inspect: Inspect | None) -> None:
-        """Forget the last step's gradients.
+        """Begin a step: forget the last one's gradients.
 
         Args:
             early: reduce what is complete while backward goes on.
-            inspect: is handed the gradients instead; each gets memory of its own, and is not reduced.
+            inspect: receives each gradient instead. Each then gets memory of its own, and nothing is reduced.
         """
         self._microbatches, self._early, self._inspect = num_microbatches, early, inspect
         self._count.start()
@@ -185,13 +187,14 @@ class Bucket(ABC):
             sink.main_grad, sink.written = None, False
 
     def join_ends(self) -> None:
-        """Add the gradient of the other pipeline stage that holds the parameters: sums commute, so only this rank's elements."""
+        """Add the gradient of the other pipeline stage that holds the parameters. Sums commute, so only this rank's elements
+        travel."""
         if self.plan.tied:
             all_reduce(self.own_grads, self.context.pipeline_ends)
             self.shard_group.announce(Pending(self.own_grads))
 
     def finish_publishing(self) -> None:
-        """Wait for the other ranks' weights."""
+        """Wait until the other ranks' weights have arrived."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
@@ -237,7 +240,7 @@ class Bucket(ABC):
         )
 
     def _counts(self, record: ParamRecord) -> bool:
-        """Whether this rank's slice counts in global norms: of ranks that hold the same slice, one does."""
+        """Whether this rank's slice counts in global norms: among ranks that hold the same slice, one does."""
         at = self.context.coordinates
         replicated = [axis for axis in record.replicated_axes if axis not in self.plan.axes]
         return all(at[axis] == 0 for axis in replicated) and not (self.plan.tied and self.context.pipeline_ends.index > 0)
@@ -248,7 +251,7 @@ class Bucket(ABC):
 
 
 class WholeBucket(Bucket):
-    """Gradients of all parameters stay through the step (no_shard, optim)."""
+    """A bucket that keeps the gradients of all its parameters through the step (no_shard, optim)."""
 
     def __init__(self, plan: BucketPlan, context: ParallelContext, *, sharded: bool, fill: Fill) -> None:
         super().__init__(plan, context, sharded=sharded, fill=fill)
@@ -259,11 +262,11 @@ class WholeBucket(Bucket):
 
     @property
     def own_grads(self) -> torch.Tensor:
-        """A view of the buffer."""
+        """This rank's elements: a view of the buffer."""
         return self.grads[self.own]
 
     def close_step(self) -> None:
-        """Start the reduction, if that is not under way."""
+        """Start the reduction, unless it has started already."""
         super().close_step()
         if self._reducing is None:
             self._reduce()
@@ -292,7 +295,7 @@ class WholeBucket(Bucket):
 
 
 class SlicedBucket(Bucket):
-    """Only this rank's slice of the gradients stays (optim_grads): reduced after each microbatch."""
+    """A bucket that keeps only this rank's slice of the gradients (optim_grads): it reduces after each microbatch."""
 
     def __init__(self, plan: BucketPlan, context: ParallelContext, *, fill: Fill, pool: BufferPool) -> None:
         super().__init__(plan, context, sharded=True, fill=fill)
@@ -305,11 +308,11 @@ class SlicedBucket(Bucket):
 
     @property
     def own_grads(self) -> torch.Tensor:
-        """The slice."""
+        """This rank's slice."""
         return self._grads
 
     def start_step(self, num_microbatches: int, *, early: bool, inspect: Inspect | None) -> None:
-        """Forget the last step's gradients, and what a step that failed has left."""
+        """Begin a step: forget the last one's gradients, and what a failed step has left."""
         super().start_step(num_microbatches, early=early, inspect=inspect)
         self._settle()
         self._reduced_once = False
@@ -329,10 +332,10 @@ class SlicedBucket(Bucket):
         buffer = self._borrowed
         assert buffer is not None
         for placed, sink in zip(self.plan.params, self._sinks, strict=True):
-            if not sink.written:  # it was ahead
+            if not sink.written:  # this parameter was a microbatch ahead
                 self._view(buffer, placed).zero_()
         self._settle()
-        if self._reduced_once:  # what was reduced before goes along as this rank's own
+        if self._reduced_once:  # this rank's own summand carries the sum of the microbatches before
             buffer[self.own].add_(self._grads)
         self._reduced_once = True
         self._reducing = start_reduce_scatter(buffer[: self.plan.size], self.group, out=self._grads)
@@ -356,7 +359,7 @@ class SlicedBucket(Bucket):
 
 
 def _move(placed: Placed, view: torch.Tensor, context: ParallelContext, fill: Fill) -> nn.Parameter:
-    """The parameter in its place in the bucket, with its values or, where it had no memory, initial ones."""
+    """Move a parameter to its place in the bucket, with its values or, where it had no memory, initial ones."""
     entry: ParamEntry = placed.entry
     old = entry.param
     if not old.is_meta:

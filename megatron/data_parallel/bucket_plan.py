@@ -1,9 +1,9 @@
 """Which parameters lie where in which bucket, and how a bucket is cut into one slice for each rank of its group. Pure arithmetic.
 
 Parameters are packed in the reverse order of their declaration, which is about the order in which backward completes them. A bucket
-holds parameters of one pipeline chunk whose gradients are partial over the same axes; vectors lie apart from matrices, whose
-gradients some pipeline schedules put off, and what an update rule must see whole apart from what may be cut. The layout is the same
-whatever is sharded and scheduled, so that neither changes a sum.
+holds parameters of one pipeline chunk whose gradients are partial over the same axes. Vectors have buckets of their own, since some
+schedules defer the gradients of matrices; so have parameters that an update rule must see whole. The layout is the same whatever is
+sharded and scheduled, so that neither changes a sum.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ALIGN = 64
 
 
 def default_bucket_size(data_size: int) -> int:
-    """Elements: large enough that many ranks still send long messages, and no larger than keeps 1,024 of them at 0.6 MB, since a
-    bucket that holds most of a model cannot be reduced while backward goes on, nor pass through little memory."""
+    """The default number of elements in a bucket. Many ranks then still send long messages: it grows with the data ranks until each
+    of 1,024 sends 0.6 MB. No more, since a bucket that holds most of a model cannot be reduced while backward goes on."""
     return min(max(40_000_000, 1_000_000 * data_size), 160_000_000)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter in a bucket."""
+    """A parameter's place in a bucket."""
 
     entry: ParamEntry
     start: int
@@ -40,20 +40,20 @@ class BucketPlan:
     """Parameters that are reduced and gathered together, in one contiguous buffer of equal slices."""
 
     axes: tuple[str, ...]
-    """Over which the gradients are summed; the ranks along them hold a slice each, if the bucket is sharded."""
+    """Axes over which the gradients are summed. The ranks along them hold a slice each, if the bucket is sharded."""
     num_slices: int
     tied: bool
-    """The parameters are held by the first and the last pipeline stage, whose gradients are added."""
+    """Whether the first and the last pipeline stage both hold the parameters, so that their gradients are added."""
     params: tuple[Placed, ...]
     slice_size: int
 
     @property
     def size(self) -> int:
-        """Elements of the buffer."""
+        """Number of elements of the buffer, padding included."""
         return self.num_slices * self.slice_size
 
     def pieces(self, index: int) -> list[tuple[Placed, FlatPiece]]:
-        """What slice `index` holds: parameters, and which of their elements."""
+        """The content of slice `index`: its parameters, and which of their elements."""
         low, high = index * self.slice_size, (index + 1) * self.slice_size
         found = []
         for placed in self.params:
@@ -70,11 +70,11 @@ def plan_buckets(
     bucket_size: int | None,
     granularity: Granularity = by_elements,
 ) -> list[BucketPlan]:
-    """Buckets in the order in which backward completes them. Parameters may be on the meta device.
+    """Plan buckets, in the order in which backward completes them. Parameters may be on the meta device.
 
     Args:
-        bucket_size: elements in a bucket at most, unless one parameter has more; None for a default that grows with the data group.
-        granularity: which parameters a slice holds whole. They lie in buckets of their own.
+        bucket_size: most elements in a bucket, unless one parameter has more; None for a default that grows with the data group.
+        granularity: which parameters a slice must hold whole. They lie in buckets of their own.
     """
     limit = bucket_size or default_bucket_size(context.topology.dp)
     open_buckets: dict[tuple[object, ...], list[ParamEntry]] = {}
@@ -104,7 +104,7 @@ def _lay_out(entries: Sequence[ParamEntry], context: ParallelContext, granularit
 
 
 def _in_a_row(entries: Sequence[ParamEntry], ranks: int) -> tuple[list[Placed], int]:
-    """One after the other, cut into slices anywhere."""
+    """Place parameters one after the other; slices may cut them anywhere."""
     placed, end = [], 0
     for entry in entries:
         start = _up(end, _ALIGN)
@@ -114,7 +114,8 @@ def _in_a_row(entries: Sequence[ParamEntry], ranks: int) -> tuple[list[Placed], 
 
 
 def _whole(entries: Sequence[ParamEntry], ranks: int) -> tuple[list[Placed], int]:
-    """Each parameter in one slice: the largest first, always into the emptiest (Graham 1969); slices are as long as the fullest."""
+    """Place each parameter whole in one slice: the largest first, always into the emptiest slice (Graham 1969). All slices are as
+    long as the fullest."""
     ends = [0] * ranks
     where: list[tuple[ParamEntry, int, int]] = []
     for entry in sorted(entries, key=lambda entry: -entry.param.numel()):

@@ -1,8 +1,8 @@
 """The provider of shards whose parameters every data rank holds whole: no_shard, optim (ZeRO-1), optim_grads (ZeRO-2).
 
-ZeRO: Rajbhandari et al. 2019, sections 5.1 and 5.2. What lies where is the same under every strategy, and with overlap on and off.
-So no_shard and optim give the same sums, bit for bit, where the communication library's reduce-scatter sums in the order of its
-all-reduce. optim_grads does with one microbatch; with several it adds them after the sum over ranks, the others before.
+ZeRO: Rajbhandari et al. 2019, sections 5.1 and 5.2. Buckets are laid out in the same way under every strategy, with overlap on and
+off. So no_shard and optim give the same sums, bit for bit, if the communication library's reduce-scatter sums in the order of its
+all-reduce. So does optim_grads with one microbatch; with several, it adds them after the sum over ranks, the others before.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Buckets(Provider):
         self._overlap_reduce, self._overlap_gather = config.overlap_grad_reduce, config.overlap_param_gather
         self._pools: dict[Any, BufferPool] = {}
         self.buckets = [self._make(plan, context, fill, sharding) for plan in plans]
-        # In the order of the forward: what is needed first is updated and sent first.
+        # In the order of the forward: the weights that are needed first are updated and sent first.
         place = {entry.record.name: number for number, entry in enumerate(entries)}
         needed = sorted(self.buckets, key=lambda b: min(place[placed.entry.record.name] for placed in b.plan.params))
         self.groups: list[ShardGroup] = [bucket.make_group() for bucket in needed]
@@ -62,7 +62,7 @@ class Buckets(Provider):
             bucket.start_step(num_microbatches, early=self._overlap_reduce, inspect=inspect)
 
     def finish_gradients(self) -> None:
-        """See `Provider`. With overlap most reductions are under way or through."""
+        """See `Provider`. With overlap most reductions have started, or ended, before."""
         for bucket in self.buckets:
             bucket.close_step()
         for bucket in self.buckets:
@@ -91,7 +91,7 @@ class Buckets(Provider):
         return SlicedBucket(plan, context, fill=fill, pool=pool)
 
     def _wait_in(self, units: Sequence[nn.Module]) -> None:
-        """Let each unit wait for its own parameters before its forward."""
+        """Let each unit wait, before its forward, for its own parameters."""
         for unit in units:
             modules = set(unit.modules())
             needed = [

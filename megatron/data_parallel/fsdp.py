@@ -1,14 +1,15 @@
 """The provider of shards whose parameters are sharded too (ZeRO-3, Rajbhandari et al. 2019, section 5.3), on torch's `fully_shard`.
 
-A unit (a block; the embedding; the final norm with the output layer) is gathered in front of its use, while the unit before it
-computes, and freed behind it: so two units are there at a time. With --fsdp-reshard-after-forward never, all units of the rank are,
-from their first use in a step to their last. `traffic.py` says what either sends. With replicas (hybrid sharding, Zhao et al. 2023,
-section 3.2.2) each rank's part of the gradient is summed over them once a step.
+A unit (a block; the embedding; the final norm with the output layer) is gathered before its use, while the unit before it computes,
+and freed afterwards: so two units are gathered at a time. With --fsdp-reshard-after-forward never, all units of the rank stay
+gathered from their first use in a step to their last. `traffic.py` says what each mode sends. With replicas (hybrid sharding,
+Zhao et
+al. 2023, section 3.2.2) each rank's part of the gradient is summed over them once a step.
 
 The sharded parameter is its own main parameter, in float32 or wider. FSDP gathers it in the model's dtype into an unsharded
-parameter, which is the same object in every step. Layers hand its gradients to that object's sink, not to autograd: each gets new
-memory and is left as the parameter's `.grad`, where FSDP takes it once backward has left the unit. It sums over the data ranks, and
-adds this rank's part to a buffer that is allocated once.
+parameter, which is the same object in every step. Layers hand gradients to that object's sink, not to autograd. Each gradient gets
+new memory and becomes the parameter's `.grad`, where FSDP finds it once backward has left the unit. FSDP sums it over the data
+ranks, and adds this rank's part to a buffer that is allocated once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class FsdpUnit:
 
     Args:
         mesh: the data ranks; with replicas two-dimensional, replicas first.
-        dtype: in which parameters are gathered and used.
+        dtype: dtype in which parameters are gathered and used.
         fill: initial values of parameters on the meta device; others keep their values.
         reshard_after_forward: free the gathered parameters when the forward has left the unit.
         outside: parameters of the modules that are not sharded.
@@ -86,7 +87,7 @@ class FsdpUnit:
                 self._fill(shard, fill)
 
     def start_step(self, num_microbatches: int, *, inspect: Inspect | None) -> None:
-        """Forget the last step's gradients, and what a step that failed has left."""
+        """Begin a step: forget the last one's gradients, and what a failed step has left."""
         if inspect is None:
             self.grads.zero_()
         self._microbatches, self._rounds, self._num_added = num_microbatches, 0, 0
@@ -97,11 +98,11 @@ class FsdpUnit:
             sink.written = False
 
     def before_backward(self) -> None:
-        """The next backward goes through the unit."""
+        """Called before each backward that goes through the unit."""
         self._rounds += 1
 
     def counts(self) -> list[tuple[str, int, int]]:
-        """Each parameter's name, how many gradients reached it in this step, and how many should."""
+        """(name, gradients that reached it in this step, gradients that should have) of each parameter."""
         return [(entry.record.name, found, self._microbatches) for entry, found in zip(self._entries, self._writes, strict=True)]
 
     def gathered(self) -> list[torch.Tensor]:
@@ -123,8 +124,8 @@ class FsdpUnit:
             mp_policy=MixedPrecisionPolicy(self._dtype, self._main_dtype, cast_forward_inputs=False),
             ignored_params=outside,
         )
-        module = wrapped[0]  # of modules wrapped together, any speaks for all
-        # Sums, without any division: the loss carries the scale. The two hold for this unit alone.
+        module = wrapped[0]  # modules that are wrapped together share it
+        # Gradients are sums, without any division: the loss carries the scale. The two calls act on this unit alone.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         return module
@@ -132,13 +133,13 @@ class FsdpUnit:
     def _attach(self, number: int, param: nn.Parameter) -> GradSink:
         sink = GradSink(self._main_dtype, partial(self._wrote, number), provide=partial(self._provide, number))
         param.grad_sink = sink  # type: ignore[attr-defined]
-        param.grad_dtype = self._main_dtype  # of `.grad`, which is wider than a 16-bit parameter
+        param.grad_dtype = self._main_dtype  # the dtype of `.grad`, which is wider than a 16-bit parameter
         return sink
 
     def _make_shard(self, entry: ParamEntry, grad: torch.Tensor) -> Shard:
         param, local = entry.param, _local(entry)
         assert isinstance(param, DTensor) and local.is_contiguous()
-        # To a gradient that is there FSDP adds in place.
+        # FSDP adds in place to a gradient that exists.
         param.grad = DTensor.from_local(
             grad.view(local.shape), param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
         )
@@ -152,7 +153,7 @@ class FsdpUnit:
         return self._context.fsdp_replica.index == 0 and all(at[axis] == 0 for axis in record.replicated_axes)
 
     def _fill(self, shard: Shard, fill: Fill) -> None:
-        """Initial values, rounded to the model's dtype first: the same as under every other strategy."""
+        """Write initial values, rounded to the model's dtype first, so that they are the same as under every other strategy."""
         values = torch.empty_like(shard.weights, dtype=self._dtype)
         fill(values, shard.record, shard.boxes(self._context))
         shard.weights.copy_(values)
@@ -175,7 +176,8 @@ class FsdpUnit:
             self._inspect(entry, grad)
 
     def _added(self, param: torch.Tensor) -> None:
-        """FSDP has added a sum to a shard's gradient (on CUDA: is about to, on the current stream, which is a side stream)."""
+        """Called when FSDP has added a sum to a shard's gradient (on CUDA: is about to, on the current stream, which is a side
+        stream)."""
         if self._rounds < self._microbatches:
             return
         self._num_added += 1
@@ -198,28 +200,28 @@ class HasUnits(Protocol):
     """A module that is gathered and freed in units."""
 
     def units(self) -> list[nn.Module]:
-        """Its parts that hold parameters, in the order of the forward."""
+        """Its submodules that hold parameters, in the order of the forward."""
 
 
 @dataclass
 class _Root:
-    """A chunk, its units in the order of the forward, and how far its step is."""
+    """A chunk, its units in the order of the forward, and the progress of its step."""
 
     module: FSDPModule
     units: list[FsdpUnit]
     rounds: int = 0
-    """Backward passes that were begun in this step."""
+    """Number of backwards begun in this step."""
     at_end: bool = True
     """Whether FSDP takes the next backward for the last of a step."""
 
 
 class FullyShardedParams(Provider):
-    """Parameters under `fully_shard`.
+    """The provider of parameters under `fully_shard`.
 
     Args:
         entries: the parameters, on the meta device or with values; those that `is_fully_sharded` names.
-        chunks: the modules of this rank that hold them, by number of the chunk. What else they hold is left alone.
-        dtype: in which parameters are gathered and used.
+        chunks: the modules of this rank that hold them, by chunk index. Their other parameters are left alone.
+        dtype: dtype in which parameters are gathered and used.
         fill: initial values of parameters on the meta device.
         reshard: when gathered parameters are freed.
     """
@@ -301,7 +303,7 @@ class FullyShardedParams(Provider):
 
 
 def _mesh(context: ParallelContext) -> DeviceMesh:
-    """The data ranks as FSDP sees them."""
+    """The data ranks as a device mesh: one-dimensional, or [replicas, ranks]."""
     shard, replica = context.fsdp_shard, context.fsdp_replica
     assert shard.process_group is not None, "nobody to shard with"
     if replica.process_group is None:
@@ -312,7 +314,7 @@ def _mesh(context: ParallelContext) -> DeviceMesh:
 
 
 def _prefetch(units: list[FsdpUnit]) -> None:
-    """Each unit fetches the next one ahead, in forward and in backward."""
+    """Let each unit gather the next one ahead, in forward and in backward."""
     for before, after in pairwise(units):
         before.module.set_modules_to_forward_prefetch([after.module])
         after.module.set_modules_to_backward_prefetch([before.module])

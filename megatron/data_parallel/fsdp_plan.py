@@ -1,4 +1,4 @@
-"""Which parameters `fully_shard` takes, what is gathered together, and which part of it a rank keeps. Pure arithmetic."""
+"""Which parameters `fully_shard` takes, which are gathered together, and which part of each a rank keeps. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron.parallel.params import ParamEntry
 
 
 def is_fully_sharded(entry: ParamEntry, context: ParallelContext) -> bool:
-    """Whether `fully_shard` takes the parameter. Not so:
+    """Whether `fully_shard` takes the parameter. It does not take:
 
-    - tied parameters: one that two modules share, wrapped apart, would silently be two;
-    - those whose gradient is a partial sum over the tensor ranks too (under sequence parallelism norms, learned positions and some
-      biases): FSDP reduces over the data ranks alone;
-    - any, where there is nobody to share with.
+    - tied parameters: one that two modules share would silently become two when they are wrapped separately;
+    - those whose gradient is also partial over the tensor ranks (under sequence parallelism norms, learned positions and some
+      biases), because FSDP reduces over the data ranks alone;
+    - any parameter, if there is only one data rank.
     """
     tied = len(entry.record.chunks) > 1 or len(entry.holders) > 1
     return context.fsdp_shard.size > 1 and not tied and "tp" not in entry.record.partial_over
@@ -33,12 +33,12 @@ class UnitPlan:
 
 
 def plan_units(modules: Sequence[nn.Module], entries: Sequence[ParamEntry]) -> list[UnitPlan]:
-    """Units of one chunk, in the order of its forward.
+    """Plan the units of one chunk, in the order of its forward.
 
     A module that holds only vectors (the final norm) joins the one after it: a message of its own would be latency alone.
 
     Args:
-        modules: of the chunk, in the order of the forward; none inside another.
+        modules: modules of the chunk, in the order of the forward; none lies inside another.
         entries: the parameters that are sharded.
     """
     inside = [set(module.modules()) for module in modules]
@@ -56,7 +56,7 @@ def plan_units(modules: Sequence[nn.Module], entries: Sequence[ParamEntry]) -> l
 
 
 def own_piece(entry: ParamEntry, group: Group) -> DimPiece:
-    """What the rank keeps of its part of a parameter: like `torch.chunk`, rows for the last ranks may be fewer, or none."""
+    """The part of a local parameter that this rank keeps. As in `torch.chunk`, the last ranks may have fewer rows, or none."""
     dim = entry.record.fsdp_dim
     size = entry.param.shape[dim]
     most = -(-size // group.size)
@@ -64,6 +64,6 @@ def own_piece(entry: ParamEntry, group: Group) -> DimPiece:
 
 
 def padded_part(entry: ParamEntry, ranks: int) -> int:
-    """Elements of a parameter that each of so many ranks has room for: those of the first rank."""
+    """Elements of a parameter that each of `ranks` ranks has room for: as many as the first rank keeps."""
     length = entry.param.shape[entry.record.fsdp_dim]
     return entry.param.numel() // length * -(-length // ranks)

@@ -1,7 +1,8 @@
-"""What the training step sees of data parallelism: a provider of shards. Buckets and `fully_shard` are two; a step may use both.
+"""The training step's view of data parallelism: a provider of shards. There are two, buckets and `fully_shard`; a step may use
+both.
 
-Every provider counts the gradients that reach its parameters, to know when those of a microbatch are complete, and that a step
-leaves none out.
+Every provider counts the gradients that reach its parameters, to know when those of a microbatch are complete, and to check that a
+step leaves none out.
 """
 
 from __future__ import annotations
@@ -17,40 +18,40 @@ from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import ShardGroup
 
 Inspect = Callable[[ParamEntry, torch.Tensor], None]
-"""Is handed a parameter and one gradient of it on this rank: of one use in one microbatch, in the parameter's local shape."""
+"""Receives a parameter and one gradient of it on this rank: that of one use in one microbatch, in the parameter's local shape."""
 
 
 @dataclass
 class HeldTensors:
-    """Tensors that a provider keeps, by what they are for. Their bytes are what the report at the start counts."""
+    """Tensors that a provider keeps, by purpose. Their bytes are those that the report at the start counts."""
 
     parameters: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
-    """What only passes through: gradients of a bucket before they are reduced."""
+    """Memory that tensors only pass through: gradients of a bucket before they are reduced."""
 
 
 class Provider(ABC):
     """Divides the state of some of the model's parameters over the data ranks, and moves gradients and weights between them.
 
-    In each step, in this order: `start_step`; forwards, and `before_backward` in front of each backward; `finish_gradients`; the
+    Order of calls in each step: `start_step`; forwards, with `before_backward` before each backward; `finish_gradients`; then the
     optimizer updates the shards of one group after another and calls the group's `publish`; `finish_publishing`.
     """
 
     groups: list[ShardGroup]
-    """This rank's shards, in about the order in which the forward needs them: the optimizer updates and publishes them so."""
+    """This rank's shards, in about the order in which the forward needs them. The optimizer updates and publishes in this order."""
 
     @abstractmethod
     def start_step(self, num_microbatches: int, *, inspect: Inspect | None = None) -> None:
-        """Forget the last step's gradients and expect this many microbatches.
+        """Begin a step: forget the last one's gradients and expect this many microbatches.
 
         Args:
-            inspect: is handed each gradient as it is written. Nothing is summed or reduced then, and the shards keep the gradients
+            inspect: receives each gradient as it is written. Nothing is summed or reduced then, and the shards keep the gradients
                 that they have.
         """
 
     def before_backward(self, chunk: int) -> None:  # noqa: B027
-        """The next backward is of this chunk. Nothing where the gradients that arrive say it all."""
+        """Called before a backward of this chunk. Does nothing where the gradients that arrive are enough to follow the step."""
 
     @abstractmethod
     def finish_gradients(self) -> None:
@@ -61,23 +62,23 @@ class Provider(ABC):
         """
 
     def nonfinite(self) -> set[str]:
-        """Parameters whose gradient, this rank's part of the sum, is not finite."""
+        """Names of parameters whose gradient, this rank's part of the sum, is not finite."""
         shards = [shard for group in self.groups for shard in group.shards]
         return {shard.record.name for shard in shards if not torch.isfinite(shard.grad).all()}
 
     def finish_publishing(self) -> None:  # noqa: B027
-        """Wait until every parameter holds its new values. Nothing where parameters are gathered in front of their use."""
+        """Wait until every parameter holds its new values. Does nothing where parameters are gathered before their use."""
 
     def finish_evaluation(self) -> None:  # noqa: B027
-        """Forwards without backwards are through: let go of what is kept for a backward, if anything is."""
+        """After forwards without backwards: free what is kept for a backward, if anything is."""
 
     @abstractmethod
     def held(self) -> HeldTensors:
-        """What is kept now."""
+        """The tensors that are kept now."""
 
 
 class WriteCount:
-    """How often the parameters of a bucket got a gradient in a step.
+    """Counts how often the parameters of a bucket got a gradient in a step.
 
     Args:
         uses: how often each gets one in a microbatch.
@@ -88,25 +89,25 @@ class WriteCount:
         self.start()
 
     def start(self) -> None:
-        """A new step."""
+        """Begin a new step."""
         self.writes = [0] * len(self.uses)
         self.rounds = 0
-        """Microbatches of which all gradients are there."""
-        self._behind = len(self.uses)
+        """Number of microbatches whose gradients are all there."""
+        self._left = len(self.uses)
 
     def add(self, number: int) -> bool:
-        """Count one; returns whether the gradients of one microbatch more are complete now.
+        """Count one gradient; returns whether this completes the gradients of one more microbatch.
 
-        With late weight gradients, those that are not late are microbatches ahead of the others.
+        With deferred weight gradients, other gradients may be microbatches ahead of these.
         """
         self.writes[number] += 1
         if self.writes[number] != self.uses[number] * (self.rounds + 1):
             return False
-        self._behind -= 1
-        if self._behind:
+        self._left -= 1
+        if self._left:
             return False
         self.rounds += 1
-        self._behind = sum(writes < uses * (self.rounds + 1) for writes, uses in zip(self.writes, self.uses, strict=True))
+        self._left = sum(writes < uses * (self.rounds + 1) for writes, uses in zip(self.writes, self.uses, strict=True))
         return True
 
 

@@ -1,4 +1,4 @@
-"""What the state of a model takes on one rank, by arithmetic: nothing is allocated, and parameters may be on the meta device.
+"""The memory that a model's state takes on one rank, by arithmetic: nothing is allocated; parameters may be on the meta device.
 
 For a model in 16 bits with Adam, on each of N data ranks, bytes for each parameter (Rajbhandari et al. 2019, section 5; here
 gradients are float32):
@@ -12,7 +12,7 @@ optim_grads        2          4/N       4/N         8/N     2 + 16/N
 optim_grads_params 4/N        4/N       themselves  8/N     16/N
 ================== ========== ========= =========== ======= ========
 
-Beside it there is padding, and what only passes through: under optim_grads the gradients of a bucket until they are reduced, under
+Added to this are padding and what only passes through: under optim_grads the gradients of a bucket until they are reduced, under
 optim_grads_params the parameters and gradients of a unit while it computes.
 """
 
@@ -37,16 +37,16 @@ from megatron.parallel.shards import Granularity
 
 @dataclass(frozen=True)
 class Bytes:
-    """What one kind of state takes on a rank."""
+    """Bytes that one kind of state takes on a rank, on its device and in host memory."""
 
     device: int = 0
     host: int = 0
     padding: int = 0
-    """What of both together belongs to no parameter."""
+    """The part of both together that belongs to no parameter."""
 
     @property
     def total(self) -> int:
-        """On the device and in host memory."""
+        """Bytes on the device and in host memory together."""
         return self.device + self.host
 
     def __add__(self, other: Bytes) -> Bytes:
@@ -63,7 +63,7 @@ class StateMemory:
     """Main parameters that are not the parameters themselves."""
     moments: Bytes = Bytes()
     buffers: Bytes = Bytes()
-    """What only passes through, at most."""
+    """The most that passes through without being kept."""
 
     @property
     def total(self) -> Bytes:
@@ -82,31 +82,32 @@ class StateMemory:
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """Shards that the optimizer gets."""
+    """Sizes of the shards that the optimizer gets."""
 
     shards: tuple[tuple[ParamRecord, int], ...]
-    """Each one's parameter, and how many of its elements it has."""
+    """(parameter, number of its elements) of each shard."""
     dtype: torch.dtype
-    """The weights' dtype."""
+    """Dtype of the weights."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps for each element that it updates, in the dtype of the mains."""
+    """What an optimizer keeps for each element that it updates, in the dtype of the main parameters."""
 
     num_moments: Callable[[ParamRecord], int]
-    """Adam 2; SGD 1 with momentum, else 0."""
+    """The number of moments: 2 for Adam; 1 for SGD with momentum, else 0."""
     align: int
-    """Each shard's place in a buffer is a multiple of so many elements long."""
+    """Each shard's place in a buffer is padded to a multiple of this many elements."""
     offloaded: Callable[[Sequence[int]], Collection[int]]
-    """Which of shards of so many elements, by index, have their mains and moments in host memory."""
+    """Which shards have main parameters and moments in host memory: takes the sizes of shards in elements, returns indices."""
     apart: bool
-    """What is offloaded of some shards does not depend on what others there are."""
+    """Whether a shard is offloaded or not independently of the other shards."""
     staged: bool
-    """Host memory is apart from the device's: what is offloaded has copies of its parameters and gradients there."""
+    """Whether host memory is separate from the device's, so that it holds copies of the parameters and gradients of offloaded
+    shards."""
 
     def memory(self, shards: Sequence[ShardSizes]) -> StateMemory:
-        """Mains and moments, and the host's copies of gradients."""
+        """Memory of main parameters and moments, and of the host's copies of gradients."""
         each = [(record, size, some.dtype) for some in shards for record, size in some.shards]
         offloaded = self.offloaded([size for _, size, _ in each])
         total = StateMemory()
@@ -128,19 +129,19 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class BucketPart:
-    """A bucket, divided as one thing: which part of it a rank keeps follows from its place in the group that divides it."""
+    """A bucket that a group divides: a rank's place in the group decides which part of it the rank keeps."""
 
     plan: BucketPlan
     sharding: ShardingStrategy
     dtype: torch.dtype
-    """The parameters' dtype."""
+    """Dtype of the parameters."""
 
     def group(self, context: ParallelContext) -> Group:
         """The ranks that divide it."""
         return context.group(*self.plan.axes)
 
     def memory(self, index: int) -> tuple[StateMemory, ShardSizes]:
-        """Parameters and gradients that the rank at a place of the group keeps, and the shards that it updates."""
+        """The parameters and gradients that the rank at place `index` of the group keeps, and the shards that it updates."""
         plan, main = self.plan, main_grad_dtype(self.dtype)
         own = [(placed.entry.record, piece.stop - piece.start) for placed, piece in plan.pieces(index)]
         whole = [(placed.entry.record, placed.numel) for placed in plan.params]
@@ -150,7 +151,7 @@ class BucketPart:
         return StateMemory(_padded(plan.size, whole, self.dtype), gradients), shards
 
     def cuts(self) -> set[int]:
-        """Places from which on ranks may keep pieces of other sizes: around the begin and the end of a parameter."""
+        """Places at which the sizes of the pieces may change: around the begin and the end of a parameter."""
         if self.sharding == "no_shard":
             return set()
         ends = [place for placed in self.plan.params for place in (placed.start, placed.start + placed.numel - 1)]
@@ -159,26 +160,28 @@ class BucketPart:
 
 @dataclass(frozen=True)
 class UnitsPart:
-    """The parameters under `fully_shard`, with the units at work, of all chunks: divided as one thing too."""
+    """All parameters under `fully_shard`, of all chunks, with the units at work. One group divides them all."""
 
     chunks: Sequence[Sequence[UnitPlan]]
-    """The units of each, in the order of the forward."""
+    """The units of each chunk, in the order of the forward."""
     shard: Group
     replicas: int
-    """How often there is what the group holds."""
+    """How many copies there are of what the group holds."""
     reshard: FsdpReshard
     dtype: torch.dtype
-    """In which parameters are gathered."""
+    """Dtype in which parameters are gathered."""
 
     def group(self, context: ParallelContext) -> Group:
         """The ranks that divide it."""
         return context.fsdp_shard
 
     def memory(self, index: int) -> tuple[StateMemory, ShardSizes]:
-        """Sharded parameters, which are their own mains, their gradients, and units at work; and the shards that the rank updates.
+        """Sharded parameters (which are their own main parameters), gradients and units at work; and the shards that the rank
+        updates.
 
-        Most is at work when a backward leaves a unit: its gathered parameters and those of the unit that comes next (or of all
-        units, if they are kept), its gradients, torch's copy of gradients that is reduced, and this rank's part of the sum. With
+        Most memory is at work when a backward leaves a unit: its gathered parameters and those of the unit that comes next (or of
+        all units, if they are kept), its gradients, torch's copy of gradients that is reduced, and this rank's part of the sum.
+        With
         replicas, such parts of all units wait for the end of the step, to be summed over the replicas.
         """
         group, main = replace(self.shard, index=index), main_grad_dtype(self.dtype)
@@ -207,7 +210,7 @@ class UnitsPart:
         return memory, ShardSizes(tuple(shards), main)
 
     def cuts(self) -> set[int]:
-        """Places from which on ranks may keep pieces of other sizes: where a parameter's rows are all given away."""
+        """Places at which the sizes of the pieces may change: where all rows of a parameter have been given away."""
         entries = [entry for units in self.chunks for unit in units for entry in unit.entries]
         lengths = {entry.param.shape[entry.record.fsdp_dim] for entry in entries}
         full = {length // -(-length // self.shard.size) for length in lengths}
@@ -218,22 +221,22 @@ StatePart = BucketPart | UnitsPart
 
 
 def _padded(size: int, held: Iterable[tuple[ParamRecord, int]], dtype: torch.dtype) -> Bytes:
-    """A buffer of `size` elements with shards in it."""
+    """Bytes of a buffer of `size` elements that holds these shards."""
     return Bytes(size * dtype.itemsize, padding=(size - sum(numel for _, numel in held)) * dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class StateReport:
-    """What one rank keeps and sends."""
+    """The state that one rank keeps, and what it sends in a step."""
 
     memory: StateMemory
     sent: tuple[Sent, ...]
-    """In a step, by group and kind."""
+    """What it sends in a step, by group and kind."""
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How the state of a pipeline stage is cut: the same for all of its ranks, of which each keeps some pieces."""
+    """How the state of a pipeline stage is cut. All its ranks share this; each keeps some of the pieces."""
 
     parts: Sequence[StatePart]
     buffers: Bytes
@@ -242,11 +245,11 @@ class StateLayout:
     """What every rank sends in a step."""
 
     def memory(self, context: ParallelContext, state: OptimizerState) -> StateMemory:
-        """What a rank keeps, by its places in its data groups."""
+        """The memory of a rank, by its places in its data groups."""
         return self.memory_of([part.memory(part.group(context).index) for part in self.parts], state)
 
     def memory_of(self, kept: Iterable[tuple[StateMemory, ShardSizes]], state: OptimizerState) -> StateMemory:
-        """What is kept in all, where this is kept of each part."""
+        """The memory of a rank that keeps these pieces."""
         kept = list(kept)
         state_of_optimizer = state.memory([shards for _, shards in kept])
         return sum((memory for memory, _ in kept), StateMemory(buffers=self.buffers)) + state_of_optimizer
@@ -263,14 +266,14 @@ def state_layout(
     writes: Iterable[str],
     granularity: Granularity,
 ) -> StateLayout:
-    """What the strategy of the settings means for a pipeline stage.
+    """Compute how the settings' sharding strategy cuts the state of a pipeline stage.
 
     Args:
         entries: the parameters of a rank of the stage, perhaps on the meta device.
-        modules: those that hold them, in the order of the forward, by number of the chunk.
-        dtype: of the parameters where they are used.
-        num_microbatches: of a step.
-        writes: names of parameters in the order in which the backward passes of a step write their gradients.
+        modules: those that hold them, in the order of the forward, by chunk index.
+        dtype: dtype of the parameters where they are used.
+        num_microbatches: microbatches of one data rank in a step.
+        writes: names of parameters in the order in which the backwards of a step write their gradients.
         granularity: which parameters the optimizer must see whole.
     """
     entries, sharding, reshard = list(entries), config.sharding, config.fsdp_reshard_after_forward
@@ -298,12 +301,12 @@ def play_steps(plans: Sequence[BucketPlan], writes: Iterable[str], dtype: torch.
     """Borrow and return buffers as a step does, again and again until no step needs another buffer.
 
     Args:
-        writes: names of parameters in the order in which the backward passes of a step write their gradients; others are left out.
-        dtype: of the gradients.
+        writes: names of parameters in the order in which the backwards of a step write their gradients; others are left out.
+        dtype: dtype of the gradients.
         overlap: reductions go on beside the backward.
 
     Returns:
-        elements of all buffers, and how often each bucket is reduced in a step.
+        the number of elements in all buffers, and how often each bucket is reduced in a step.
     """
     pool = BufferPool(dtype, torch.device("meta"))
     # With one rank there is nothing to slice, so nothing is passed through.

@@ -1,6 +1,6 @@
 """What one rank sends in a step to reduce gradients and to gather parameters, by arithmetic.
 
-Counted as in a ring: of n ranks, each sends (n - 1)/n of the tensor in a reduce-scatter and in an all-gather, and twice that in an
+Counts are those of a ring: of n ranks, each sends (n - 1)/n of the tensor in a reduce-scatter and in an all-gather, and twice that in an
 all-reduce, which is one after the other (Rajbhandari et al. 2019, section 7). In elements of the model, over N data ranks and for M
 microbatches:
 
@@ -15,7 +15,7 @@ optim_grads_params, never  M (N - 1)/N    (N - 1)/N    (M + 1) (N - 1)/N
 ========================== ============== ============ ===================
 
 With R replicas of N ranks, optim_grads_params sums each rank's part of the gradient, 1/N, over them once a step: 2 (R - 1)/R of it.
-Gradients travel in the dtype of the mains, parameters in the model's.
+Gradients travel in the dtype of the main parameters, parameters in the model's.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ class Sent:
     """What one rank sends in one step."""
 
     over: str
-    """The group, by its axes."""
+    """The group, named by its axes."""
     kind: Kind
     elements: int
-    """Padding included."""
+    """Number of elements, padding included."""
     bytes: int
 
 
 def bucket_traffic(
     plans: Sequence[BucketPlan], context: ParallelContext, sharding: str, dtype: torch.dtype, reductions: Sequence[int]
 ) -> list[Sent]:
-    """What is sent for buckets of parameters.
+    """What is sent for the parameters in buckets.
 
     Args:
         sharding: no_shard, optim or optim_grads.
-        dtype: of the parameters.
-        reductions: of each bucket.
+        dtype: dtype of the parameters.
+        reductions: number of reductions of each bucket in a step.
     """
     sent = []
     for plan, times in zip(plans, reductions, strict=True):
@@ -78,7 +78,7 @@ def fsdp_traffic(
     """What is sent for parameters under `fully_shard`.
 
     Args:
-        dtype: in which they are gathered.
+        dtype: dtype in which they are gathered.
     """
     ranks, replicas = context.fsdp_shard.size, context.fsdp_replica.size
     over = axes_in_words(GRADIENT_AXES, context)
@@ -96,7 +96,7 @@ def fsdp_traffic(
 
 
 def joined(sent: Iterable[Sent]) -> list[Sent]:
-    """One entry for each group and kind of those over which anything is sent."""
+    """Sum up: one entry for each group and kind over which anything is sent."""
     totals: dict[tuple[str, Kind], tuple[int, int]] = {}
     for one in sent:
         elements, num_bytes = totals.get((one.over, one.kind), (0, 0))
@@ -105,7 +105,7 @@ def joined(sent: Iterable[Sent]) -> list[Sent]:
 
 
 def axes_in_words(axes: tuple[str, ...], context: ParallelContext) -> str:
-    """Such as "dp" or "tp x dp": axes of one rank are left out."""
+    """A group's axes in words, such as "dp" or "tp x dp"; axes of one rank are left out."""
     return " x ".join(axis for axis in axes if context.topology.size(axis) > 1)
 
 
