@@ -1,1 +1,1 @@
-"""Who talks to whom: rank arithmetic, process groups, communication pairs, the table of parameters, random numbers."""
+"""Rank arithmetic, process groups, collectives, parameter records, shards, random numbers."""

@@ -2,8 +2,8 @@
 
 A parameter that takes part in training carries a `GradSink`. Layers hand their gradients to `accumulate` (a ready gradient) or
 `accumulate_product` (a weight gradient that is still a matrix product); `through(param)` does the same for parameters that are used
-in ordinary torch operations. Autograd itself never sees a parameter's gradient, so nothing is allocated twice and a schedule says
-when a weight gradient is computed: inside `deferring()` products are not computed but put off.
+in ordinary torch operations. Autograd itself never sees a parameter's gradient, so nothing is allocated twice. And a schedule
+decides when a weight gradient is computed: inside `deferring()` products are deferred.
 
 A parameter without a sink (a layer used on its own) gets its gradient in `.grad`, as usual in torch.
 """
@@ -22,33 +22,33 @@ from torch import nn
 from megatron.parallel.products import weight_product
 
 Work = Callable[[], Callable[[], None] | None]
-"""Does something, or starts the communication that it needs and returns the rest."""
+"""Does a piece of work; or starts the communication that it needs, and returns the rest of the work."""
 
 
 Start = Callable[[], Callable[[], tuple[torch.Tensor, torch.Tensor]]]
-"""Begins to gather, and returns what waits for (gradient of the output, input)."""
+"""Begins to gather, and returns a function that waits for (gradient of the output, input)."""
 
 
 class Deferred:
-    """Work put off, in order, and the memory that waits with it."""
+    """Deferred work, in order, and the memory that waits with it."""
 
     def __init__(self) -> None:
         self._work: deque[tuple[Work, int]] = deque()
         self.num_bytes = 0
-        """Bytes of the tensors that the work still to do keeps."""
+        """Bytes of the tensors that are kept for the work still to do."""
 
     def __len__(self) -> int:
         return len(self._work)
 
     def add(self, work: Work, num_bytes: int) -> None:
-        """Put off one piece."""
+        """Defer one piece."""
         self._work.append((work, num_bytes))
         self.num_bytes += num_bytes
 
     def run(self) -> None:
-        """Do it all, first come, first served; the communication of a piece begins before the one before it is finished.
+        """Do all pieces, first come, first served. The communication of a piece begins before the piece before it is finished.
 
-        What a piece keeps is let go as soon as it is done.
+        The tensors of a piece are freed as soon as it is done.
         """
         rest: Callable[[], None] | None = None
         kept = 0
@@ -94,7 +94,7 @@ class GradSink:
         self.dtype, self.main_grad, self.on_write, self.provide, self.written = dtype, main_grad, on_write, provide, False
 
     def add(self, grad: torch.Tensor) -> None:
-        """Add a gradient of the parameter's shape."""
+        """Add a gradient, which has the parameter's shape."""
         main_grad = self._open()
         if self.written:
             main_grad.add_(grad)
@@ -131,12 +131,12 @@ def grad_dtype(param: torch.Tensor) -> torch.dtype:
 
 
 def is_deferring() -> bool:
-    """Whether weight-gradient products are being put off."""
+    """Whether weight-gradient products are being deferred."""
     return _deferred is not None
 
 
 def accumulate(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add a ready gradient of the parameter's shape."""
+    """Add a ready gradient, which has the parameter's shape."""
     sink = sink_of(param)
     if sink is not None:
         sink.add(grad)
@@ -190,7 +190,7 @@ def accumulate_product(param: torch.Tensor, grad_output: torch.Tensor, x: torch.
 
 @contextmanager
 def deferring() -> Iterator[Deferred]:
-    """Put weight-gradient products off instead of computing them; whoever opened it runs them."""
+    """Defer weight-gradient products instead of computing them. The caller runs them later."""
     global _deferred
     assert _deferred is None, "deferring() does not nest"
     _deferred = deferred = Deferred()
@@ -214,5 +214,5 @@ class _Through(torch.autograd.Function):
 
 
 def through(param: nn.Parameter) -> torch.Tensor:
-    """The parameter for use in an ordinary torch operation, its gradient going to `accumulate`."""
+    """The parameter for use in an ordinary torch operation. Its gradient goes to `accumulate`."""
     return _Through.apply(param)

@@ -1,7 +1,7 @@
 """Boxes: which part of a global tensor a rank holds. Pure arithmetic, so any rank can compute any other's.
 
-A box is a rectangular slice of a global tensor, given by an offset and a size in each dimension: the word of docs/checkpoints.md,
-where such slices are stored.
+A box is a rectangular slice of a global tensor, given by an offset and a size in each dimension. docs/checkpoints.md uses the same
+word, since such slices are stored.
 
 A contiguous range of a flattened tensor is a few boxes: of a matrix at most three (the tail of a row, whole rows, the head of a
 row), of an N-dimensional tensor at most 2N - 1. So flat optimizer shards need no gather to be described in global terms.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a global tensor."""
+    """A rectangular slice of a global tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -26,7 +26,7 @@ class Box:
         return math.prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None if there is none."""
+        """The intersection, or None if it is empty."""
         low = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
         high = tuple(min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
         if any(end <= start for start, end in zip(low, high, strict=True)):
@@ -36,7 +36,7 @@ class Box:
 
 @dataclass(frozen=True)
 class PlacedBox:
-    """A box and where its elements (contiguous, row-major) begin in the holder's flat data."""
+    """A box, and where its elements (contiguous, row-major) begin in the holder's flat data."""
 
     box: Box
     start: int
@@ -101,7 +101,7 @@ def place(local_shape: tuple[int, ...], held: Box, piece: Piece) -> list[PlacedB
     Args:
         local_shape: the local tensor's shape; its first dimension may be padded beyond the box.
         held: the global, unpadded box that the local tensor holds (perhaps empty).
-        piece: what of the local tensor is meant.
+        piece: a part of the local tensor.
 
     Returns:
         boxes in global coordinates, each with its start in the flat data of the piece; padding is left out.
@@ -120,7 +120,7 @@ def place(local_shape: tuple[int, ...], held: Box, piece: Piece) -> list[PlacedB
 
 
 def _range_of(held: Box, piece: DimPiece) -> Box:
-    """The part of a box along one dimension; what lies beyond the box is padding."""
+    """The part of a box along one dimension. What lies beyond the box is padding."""
     offsets, sizes = list(held.offsets), list(held.sizes)
     low, high = (min(end, sizes[piece.dim]) for end in (piece.start, piece.stop))
     offsets[piece.dim] += low

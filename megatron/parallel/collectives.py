@@ -19,7 +19,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Pending:
-    """A collective under way. `wait()` returns its result."""
+    """A collective that has started. `wait()` returns its result."""
 
     def __init__(self, result: torch.Tensor, work: dist.Work | None = None) -> None:
         self._result, self._work = result, work
@@ -42,7 +42,7 @@ def start_all_gather(tensor: torch.Tensor, group: Group, out: torch.Tensor | Non
     """Begin to join the ranks' tensors along dimension 0: [s/n, ...] to [s, ...].
 
     Args:
-        out: where to; `tensor` may be this rank's part of it.
+        out: the result; `tensor` may be this rank's part of it.
     """
     if group.size == 1:
         return Pending(tensor)
@@ -54,7 +54,7 @@ def start_reduce_scatter(tensor: torch.Tensor, group: Group, out: torch.Tensor |
     """Begin to sum over the ranks and keep this rank's part of dimension 0: [s, ...] to [s/n, ...].
 
     Args:
-        out: where to; it may be this rank's part of `tensor`.
+        out: the result; it may be this rank's part of `tensor`.
     """
     if group.size == 1:
         return Pending(tensor)
@@ -68,12 +68,12 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType =
 
 
 def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """[s/n, ...] to [s, ...], in the order of the group's ranks."""
+    """Join the ranks' tensors along dimension 0, in the order of the ranks: [s/n, ...] to [s, ...]."""
     return start_all_gather(tensor, group).wait()
 
 
 def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum over the ranks, then this rank's part: [s, ...] to [s/n, ...]."""
+    """Sum over the ranks and keep this rank's part of dimension 0: [s, ...] to [s/n, ...]."""
     return start_reduce_scatter(tensor, group).wait()
 
 

@@ -1,7 +1,7 @@
 """Process groups, made once and passed on. A layer receives the group that it needs: ``context.group("tp")``.
 
-A rank is an argument, not a fact of the process: with the "fake" backend (``connect_fake``) any rank of any world can be built on
-the meta device by the same code. A group of one needs no branch in the caller: every collective does nothing for it.
+The rank is an argument, not a fact of the process. So with the "fake" backend (``connect_fake``) the same code builds any rank of
+any world on the meta device. A group of one needs no branch in the caller: every collective does nothing for it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _GROUP_AXES = (("tp",), ("cp",), DATA_AXES, ("pp",), GRADIENT_AXES, ("tp", *GRAD
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, seen from one of them."""
+    """Ranks that communicate, as one of them sees them."""
 
     name: str
     ranks: tuple[int, ...]
     index: int
     """This rank's position in `ranks`."""
     process_group: dist.ProcessGroup | None = None
-    """None for a group of one."""
+    """torch's group; None for a group of one."""
 
     @property
     def size(self) -> int:
@@ -43,7 +43,7 @@ SELF_GROUP = Group("self", (0,), 0)
 
 @dataclass
 class ParallelContext:
-    """Where this rank sits, and its groups."""
+    """The place of this rank in the grid, and its groups."""
 
     topology: Topology
     rank: int
@@ -53,7 +53,7 @@ class ParallelContext:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """Place on every axis."""
+        """Place of this rank on every axis."""
         return self.topology.coordinates(self.rank)
 
     @property
@@ -71,23 +71,23 @@ class ParallelContext:
 
     @property
     def world(self) -> Group:
-        """All ranks."""
+        """The group of all ranks."""
         return self.group(*AXES)
 
     @property
     def data_group(self) -> Group:
-        """Ranks that read different samples. Whoever cuts the global batch cuts it among these."""
+        """Ranks that read different samples. The global batch is divided among these."""
         return self.group(*DATA_AXES)
 
     @property
     def gradient_group(self) -> Group:
-        """Ranks whose gradients are summed and that share out the model's state: the data ranks with the context ranks of each."""
+        """Ranks whose gradients are summed and over which state is sharded: the data ranks with the context ranks of each."""
         return self.group(*GRADIENT_AXES)
 
     def pipeline_channel(self, source: int, destination: int) -> Group:
-        """Group for messages from one pipeline rank (position on the pp axis) to another.
+        """The group for messages from one pipeline rank (position on the pp axis) to another.
 
-        Messages towards higher and towards lower ranks have a group each: NCCL runs the sends and receives of a pair in the order
+        Messages towards higher and towards lower ranks have a group each. NCCL runs the sends and receives of a pair in the order
         in which they were issued, so two directions on one communicator could wait for each other.
         """
         return self._groups[("pp_up",) if source < destination else ("pp_down",)]
@@ -108,10 +108,11 @@ class ParallelContext:
         return self._groups.get(("fsdp_replica",)) or Group("fsdp_replica", (self.rank,), 0)
 
     def elsewhere(self, *, tensor: int | None = None, data: int | None = None, stage: int | None = None) -> ParallelContext:
-        """The rank at other places of the grid, for arithmetic alone: of its groups along the axes only sizes and places are right.
+        """This context for a rank at another place of the grid. For arithmetic only: its groups have right sizes and places, no
+        more.
 
         Args:
-            tensor: place on the tensor axis; as each, by default this rank's.
+            tensor: place on the tensor axis; this and the others are by default this rank's.
             data: place in the gradient group.
             stage: place on the pipeline axis.
         """
@@ -150,8 +151,8 @@ def make_context(
     """Make every group of the topology. All ranks of the default process group call this together; a world of one needs none.
 
     Args:
-        fsdp_shard_size: data ranks in a part (see `fsdp_shard`); by default all.
-        alone: there are no other ranks that must take part: make only the groups that this one belongs to.
+        fsdp_shard_size: data ranks that share one copy of the model (see `fsdp_shard`); by default all.
+        alone: make only the groups of this rank, since no other ranks take part.
 
     Raises:
         ValueError: the data ranks do not divide into such parts.
@@ -232,7 +233,7 @@ def connect(config: ParallelConfig) -> ParallelContext:
 
 
 def connect_fake(topology: Topology, rank: int, fsdp_shard_size: int | None = None) -> ParallelContext:
-    """Be any rank of any world on the meta device: its groups are real objects, collectives return at once.
+    """Take the place of any rank of any world on the meta device: its groups are real objects, collectives return at once.
 
     No other rank's groups are made, so that a world of a million takes half a second.
     """

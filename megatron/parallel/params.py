@@ -1,7 +1,7 @@
 """One record per parameter, in a table keyed by the global name.
 
-Everything that is done to a parameter beside using it (initial values, gradient reduction, the global norm, weight decay,
-sharding, checkpoints, export, memory reports) reads its record. Nothing codes these facts a second time.
+Everything that happens to a parameter beside its use (initial values, gradient reduction, the global norm, weight decay, sharding,
+checkpoints, export, memory reports) reads its record. Nothing codes these facts a second time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Split:
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """What is true of a parameter in the whole model, whatever the layout."""
+    """The facts about one parameter of the whole model, the same on every rank."""
 
     name: str
     """Global name; the layer number counts over the whole model."""
@@ -49,15 +49,15 @@ class ParamRecord:
     fsdp_dim: int = 0
     """Dimension that FSDP splits."""
     matrix_dims: tuple[int, int] | None = None
-    """The two dimensions that are the matrix, for optimizers that need one."""
+    """The two dimensions that form the matrix, for optimizers that need one."""
 
     @classmethod
     def of(cls, weight: Weight, *, tensor_size: int, sequence_parallel: bool, chunks: tuple[int, ...]) -> ParamRecord:
         """The record of a weight at a layout.
 
         Args:
-            tensor_size: ranks that divide what is split.
-            sequence_parallel: tensor ranks divide the sequence too.
+            tensor_size: number of ranks that divide what is split.
+            sequence_parallel: whether tensor ranks divide the sequence too.
             chunks: pipeline chunks that hold it.
         """
         return cls(
@@ -98,7 +98,7 @@ class ParamRecord:
 
 
 def global_records(model: ModelConfig, vocab_size: int) -> dict[str, ParamRecord]:
-    """What a complete source of weights holds: the record of every parameter by its global name, in the order of the forward.
+    """The record of every parameter by its global name, in the order of the forward: what a complete source of weights holds.
 
     Args:
         vocab_size: rows of the word embedding, without padding.
@@ -109,11 +109,11 @@ def global_records(model: ModelConfig, vocab_size: int) -> dict[str, ParamRecord
 
 @dataclass
 class ParamEntry:
-    """A parameter that this rank holds: its record, and the module attributes under which it is reached."""
+    """A parameter that this rank holds: its record, and the module attributes under which it is found."""
 
     record: ParamRecord
     holders: list[tuple[nn.Module, str]]
-    """More than one when two modules of this rank share the parameter."""
+    """(module, attribute); several when modules of this rank share the parameter."""
     uses_per_microbatch: int = 1
     """How often backward writes its gradient in one microbatch on this rank."""
     chunk: int = 0

@@ -1,8 +1,7 @@
-"""Matrix products, as the device computes them well.
+"""Matrix products in the form that the device computes fast.
 
-float16 products on CPU run at about 1 GFLOP/s (measured, one thread, against 95 in float32), so there they are computed in float32
-and
-rounded back: also what a tensor core computes.
+On CPU, float16 products run at about 1 GFLOP/s (measured, one thread, against 95 in float32). So there they are computed in float32
+and rounded back, which is also what a tensor core computes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Randomness as a function: every draw is keyed by what it is for, so there is no generator state to save or to lose."""
+"""Random numbers without generator state: every draw has a key that says what it is for, so there is nothing to save or to lose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def stable_seed(*parts: int | str) -> int:
-    """A 63-bit seed from its parts; the same in every process, on every machine, in every version."""
+    """A 63-bit seed made of `parts`; the same in every process, on every machine, in every version."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -18,8 +18,8 @@ def stable_seed(*parts: int | str) -> int:
 class DropoutKey:
     """What dropout masks depend on within a run: the step and the microbatch.
 
-    The step is known by the samples consumed before it, the microbatch by its first sample. So the masks
-    do not depend on the data rank or the pipeline stage that happens to compute them.
+    The samples consumed before it identify the step, and its first sample the microbatch. So the masks do not depend on the data
+    rank or the pipeline stage that computes them.
     """
 
     seed: int

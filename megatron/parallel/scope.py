@@ -1,4 +1,4 @@
-"""A scope: what a module needs to declare its parameters. It carries their names, what the spec says of them, dtype and table."""
+"""A scope: what a module needs to declare its parameters. It carries their names, the spec's weights, dtype and table."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron.spec.weights import Weight
 
 @dataclass(frozen=True)
 class Scope:
-    """Passed to every module that holds parameters; `child` goes one name deeper."""
+    """Passed to every module that holds parameters. `child` goes one name deeper."""
 
     context: ParallelContext
     table: ParamTable
     weights: Mapping[str, Weight]
-    """The parameters of the whole model, by global name."""
+    """The weights of the whole model in the spec, by global name."""
     dtype: torch.dtype
     sequence_parallel: bool = False
     prefix: str = ""
@@ -37,14 +37,14 @@ class Scope:
         return self.context.group("tp")
 
     def weight(self, attribute: str) -> Weight:
-        """What the spec says of a parameter of this module."""
+        """The spec's entry for a parameter of this module."""
         return self.weights[f"{self.prefix}{attribute}"]
 
     def parameter(self, module: nn.Module, attribute: str, weight: Weight | None = None) -> None:
         """Declare a parameter: enter its record in the table and register the local part on the module, on the meta device.
 
         Args:
-            weight: what the spec says of it; by default what it says of this name.
+            weight: its entry in the spec; by default the one of this name.
         """
         weight = weight or self.weight(attribute)
         ends = (0, self.num_chunks - 1) if self.num_chunks > 1 else (0,)
@@ -59,7 +59,7 @@ class Scope:
         self.table.add(record, module, attribute, self.chunk)
 
     def optional(self, module: nn.Module, attribute: str) -> None:
-        """Declare a parameter where the spec has it; else the attribute is None."""
+        """Declare a parameter if the spec has it; else the attribute is None."""
         if f"{self.prefix}{attribute}" in self.weights:
             self.parameter(module, attribute)
         else:

@@ -1,7 +1,7 @@
 """A shard: the part of a parameter that this rank updates. The optimizer, clipping and checkpoints see only shards.
 
 Whoever divides the model's state over the data ranks (a provider, see `data_parallel`) makes the shards, in groups that are
-published together; the optimizer makes the mains, and says where they live.
+published together; the optimizer makes their main parameters, and decides where these lie.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 
 Granularity = Callable[[ParamRecord], bool]
-"""Whether the rule that updates a parameter must see all of this rank's tensor at once (orthogonalised updates, as Muon's), so that
-its state may not be cut among the data ranks. If not (Adam, SGD), it may be cut at any element, and all slices are equal."""
+"""Whether the rule that updates a parameter must see all of this rank's tensor at once, so that its state may not be cut among the
+data ranks (orthogonalised updates such as Muon's). If not (Adam, SGD), it may be cut at any element, and all slices are equal."""
 
 
 def by_elements(record: ParamRecord) -> bool:
@@ -32,27 +32,27 @@ class Shard:
 
     record: ParamRecord
     piece: Piece
-    """Which elements of the local parameter."""
+    """The elements of the local parameter that the shard covers."""
     weights: torch.Tensor
-    """These elements of the compute parameter: a view, so writing here changes the model."""
+    """These elements of the parameter: a view, so writing here changes the model."""
     grad: torch.Tensor
-    """Their gradient, complete once the provider has finished a step; in the dtype of the main."""
+    """Their gradient, complete once the provider has finished a step; in the dtype of `main`."""
     counted: range
-    """Elements that this rank counts in global norms, of 0 .. numel - 1. Each element of the model is counted once in the world,
-    and by the same rank whether its state is sliced or not: so norms are the same, bit for bit."""
+    """Indices of the elements that this rank counts in global norms. Each element of the model is counted once in the world, and by
+    the same rank whether its state is sliced or not. So norms are the same, bit for bit."""
     copied: range = range(0)
-    """Elements that another rank counts, which should have computed the same gradient: on all tensor ranks but one, where the
-    parameter is not split over them. A NaN may be in this copy alone."""
+    """Indices of the elements that another rank counts, which should have the same gradient there: on all tensor ranks but one,
+    where the parameter is not split over them. A NaN may be in this copy alone."""
     main: torch.Tensor = field(init=False)
-    """What is updated, in float32 or wider: the weights themselves where dtypes agree, else a copy, perhaps in host memory. Made by
-    the optimizer."""
+    """The main parameter, in float32 or wider: the weights themselves where dtypes agree, else a copy, perhaps in host memory. The
+    optimizer makes it."""
 
     def boxes(self, context: ParallelContext) -> list[PlacedBox]:
-        """Which boxes of the global tensor the shard holds, padding left out."""
+        """The boxes of the global tensor that the shard holds, without padding."""
         return self._place(self.piece, context)
 
     def counted_boxes(self, context: ParallelContext) -> list[PlacedBox]:
-        """Which boxes this rank counts in global norms."""
+        """The boxes of the global tensor that this rank counts in global norms."""
         if len(self.counted) == self.grad.numel():
             return self.boxes(context)
         if not self.counted:
@@ -63,17 +63,17 @@ class Shard:
 
     @property
     def counted_grad(self) -> torch.Tensor:
-        """The gradient of the counted elements, a view."""
+        """A view of the gradient of the counted elements."""
         return self.grad[self.counted.start : self.counted.stop]
 
     @property
     def copied_grad(self) -> torch.Tensor:
-        """The gradient of the copied elements, a view."""
+        """A view of the gradient of the copied elements."""
         return self.grad[self.copied.start : self.copied.stop]
 
     @property
     def counted_main(self) -> torch.Tensor:
-        """The mains of the counted elements, a view."""
+        """A view of the main parameter's counted elements."""
         return self.main[self.counted.start : self.counted.stop]
 
     def _place(self, piece: Piece, context: ParallelContext) -> list[PlacedBox]:
@@ -90,11 +90,11 @@ class ShardGroup:
 
     shards: list[Shard]
     publish: Callable[[], None] = _nothing
-    """Begin to carry this rank's new weights to the ranks that hold them too. Called once the weights of all shards are written."""
+    """Begin to send this rank's new weights to the other ranks that hold them. Called once the weights of all shards are written."""
     on_reduced: list[Callable[[Pending], None]] = field(default_factory=list)
-    """Those who want to know, before a step's end, that the group's gradients are on their way to being complete."""
+    """Called before a step's end, when the group's gradients are on their way to being complete."""
 
     def announce(self, pending: Pending) -> None:
-        """Tell them, once a step, what to wait for (on CUDA, on any stream)."""
+        """Call these, once a step, with what they must wait for (on CUDA, on any stream)."""
         for listen in self.on_reduced:
             listen(pending)
