@@ -1,6 +1,6 @@
 """What one rank sends in a step to reduce gradients and to gather parameters, by arithmetic.
 
-Counts are those of a ring: of n ranks, each sends (n - 1)/n of the tensor in a reduce-scatter and in an all-gather, and twice that in an
+Counted as in a ring: of n ranks, each sends (n - 1)/n of the tensor in a reduce-scatter and in an all-gather, and twice that in an
 all-reduce, which is one after the other (Rajbhandari et al. 2019, section 7). In elements of the model, over N data ranks and for M
 microbatches:
 

@@ -1,1 +1,1 @@
-"""Updates of shards: main parameters, loss scale, clipping, schedules of learning rate and weight decay."""
+"""Updates shards: main parameters, loss scale, clipping, schedules of learning rate and weight decay."""

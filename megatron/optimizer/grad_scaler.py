@@ -25,7 +25,7 @@ class LossScaleError(RuntimeError):
 
 
 class GradScaler(ABC):
-    """A loss scale, a number on the host: it meets tensors only as a factor of one, which costs no synchronisation."""
+    """A loss scale. It is a number on the host and meets tensors only as a factor, which costs no synchronisation."""
 
     def __init__(self, scale: float) -> None:
         if not 0.0 < scale <= _LARGEST_SCALE:
@@ -39,7 +39,7 @@ class GradScaler(ABC):
 
     @abstractmethod
     def update(self, found_inf: bool) -> None:
-        """Note whether the gradients of a step overflowed (on any rank)."""
+        """Take in whether the gradients of a step overflowed (on any rank)."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -57,14 +57,14 @@ class ConstantGradScaler(GradScaler):
     """A scale that never changes. After a resume the scale is the one of the command line."""
 
     def update(self, found_inf: bool) -> None:
-        """Nothing: the step is skipped, the scale stays."""
+        """Do nothing: the step is skipped, the scale stays."""
 
     def state_dict(self) -> dict[str, Any]:
         """The kind and the scale, for the reader of a checkpoint."""
         return {"kind": "constant", "scale": self._scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: there is no history."""
+        """Do nothing: there is no history."""
 
 
 class DynamicGradScaler(GradScaler):
@@ -111,7 +111,7 @@ class DynamicGradScaler(GradScaler):
         self._hysteresis_left = hysteresis
 
     def update(self, found_inf: bool) -> None:
-        """Note whether the gradients of a step overflowed (on any rank).
+        """Take in whether the gradients of a step overflowed (on any rank).
 
         Raises:
             LossScaleError: They did, and the scale is already at its minimum.

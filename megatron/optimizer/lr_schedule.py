@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as pure functions of the samples of the updates that were made.
+"""Learning rate and weight decay as pure functions of the samples read in the updates so far.
 
 A skipped step makes no update, so it moves neither schedule. The first update takes the values at 0 samples.
 The formulas are those of Megatron-Core's OptimizerParamScheduler, so that a launch script keeps its curve.
@@ -18,13 +18,13 @@ class ScheduleLengths:
     """Lengths of the schedules, in samples."""
 
     warmup_samples: float
-    """Linear warm-up. A fraction of the decay length need not be a whole number."""
+    """Length of the linear warm-up. A fraction of the decay length need not be a whole number."""
     decay_samples: int
-    """Place where the rate reaches its floor, counted from the start of the run (warm-up included)."""
+    """Where the rate reaches its floor, counted from the start of the run (warm-up included)."""
     wsd_decay_samples: int
-    """The final decay of WSD, which ends at `decay_samples`; 0 for other styles."""
+    """Length of the final decay of WSD, which ends at `decay_samples`; 0 for other styles."""
     total_samples: int
-    """The whole run: weight decay grows over it."""
+    """Length of the whole run, over which weight decay grows."""
 
 
 def schedule_lengths(
@@ -35,7 +35,7 @@ def schedule_lengths(
     Args:
         optimizer: The settings of the schedules.
         training: Says whether the run is counted in iterations (--train-iters) or in samples (--train-samples).
-        samples_after: Samples of the first iterations of the run, as many as it is given; those of a ramp-up are small.
+        samples_after: Gives the samples in the first n iterations of the run (during a ramp-up, batches are small).
         total_samples: Samples of the whole run; the rate decays over them unless a decay length is given.
 
     Raises:
@@ -118,7 +118,7 @@ def weight_decay(samples: int, config: OptimizerConfig, lengths: ScheduleLengths
 
 
 def _share_above_floor(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
-    """How much of (peak - floor) is left between warm-up and the end of the decay: 1 at its start, 0 at its end."""
+    """The share of (peak - floor) that is left between warm-up and the end of the decay: 1 at its start, 0 at its end."""
     if config.lr_decay_style == "WSD":
         decay_start = lengths.decay_samples - lengths.wsd_decay_samples
         if samples <= decay_start:

@@ -1,8 +1,8 @@
 """One optimizer over shards. Parameters in float32 or wider are their own main parameters; those in 16 bits have float32 copies.
 
-It makes the mains and moments of each group of shards, on the device or in host memory, each by the rule of its parameter, and
-updates one group after the other: so gathering the parameters of one group overlaps the update of the next. Unscaling and clipping
-are one factor on the gradient, which torch's fused kernels apply while they update, so it costs no pass over memory.
+It makes the main parameters and moments of each group of shards, on the device or in host memory, by the rule of each parameter. It
+updates one group after the other, so that gathering the parameters of one group overlaps the update of the next. Unscaling and
+clipping are one factor on the gradient, which torch's fused kernels apply while they update, so it costs no pass over memory.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron.parallel.shards import Shard, ShardGroup
 class ShardedOptimizer:
     """Makes and updates the `main` of each shard of some groups.
 
-    Gradients and weights must stay where they are for its life.
+    Gradients and weights must stay at the same place in memory as long as the optimizer lives.
 
     Args:
-        context: for the shapes of parameters, and the groups over which a rule may communicate.
-        staged: whether what is offloaded has gradients and weights copied from and to the device; by default where that is not the
-            CPU, whose memory is the host's.
+        context: gives the shapes of parameters, and the groups over which a rule may communicate.
+        staged: whether the gradients and weights of offloaded shards are copied from and to the device; by default on every device
+            but the CPU, whose memory is the host's.
 
     Raises:
-        ValueError: something that the settings ask for is not installed.
+        ValueError: a package that the settings need is not installed.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ShardedOptimizer:
         self._placements: list[list[StatePlacement]] = []
         at = 0
         for group in self.groups:
-            # Those on the device first: its kernels only have to be started, and run while the host updates the others.
+            # Placements on the device come first: its kernels only have to be started, and run while the host updates the others.
             together: dict[tuple[bool, UpdateRule], list[Shard]] = {}
             for index, shard in sorted(enumerate(group.shards, at), key=lambda each: each[0] in chosen):
                 together.setdefault((index in chosen, rule_of(shard.record)), []).append(shard)
@@ -68,7 +68,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float, weight_decay: float, factor: float) -> None:
-        """One update.
+        """Make one update.
 
         Args:
             factor: multiplies every gradient: clip coefficient / loss scale.
@@ -82,7 +82,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Carry the mains as they are to the weights, here and on the ranks that hold them too."""
+        """Copy the main parameters as they are to the weights, here and on the other ranks that hold them."""
         for group, placements in zip(self.groups, self._placements, strict=True):
             for placement in placements:
                 placement.write()
@@ -98,7 +98,7 @@ class ShardedOptimizer:
         self.num_updates = count
 
     def held(self) -> tuple[HeldState, HeldState]:
-        """Memory on the device, and memory of the host by way of offloading."""
+        """The memory that is kept on the device, and the host memory that offloading takes."""
         device, host = HeldState(), HeldState()
         for placement in self._each_placement():
             kept = host if placement.offloaded else device

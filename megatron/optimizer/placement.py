@@ -6,7 +6,8 @@ goes on, each group's as soon as it is reduced, into memory that keeps them unti
 into one of two buffers, and cross from there while the next ones are updated and rounded into the other. Each way has a stream of
 its own. The host waits for gradients to arrive, and for a buffer to be free if it is ahead; for nothing else.
 
-Another placement (disk) would bring mains and moments in when its update begins and take them out after it; nothing else moves.
+Another placement (disk) would read main parameters and moments when its update begins and write them after it. Nothing else
+changes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.parallel.shards import Shard, ShardGroup
 
 # Each view of a flat buffer starts at a multiple of this many elements, so that vector kernels are aligned.
 ALIGN = 64
-# Elements that a thread updates before it rounds them to the model's dtype: so few that the mains are then still in its cache (Adam
+# Elements that a thread updates before it rounds them to the model's dtype: so few that `main` is then still in its cache (Adam
 # touches 4 MiB), so many that the calls cost little. In one thread in bfloat16 the whole step takes so many times the update alone:
 # 1.23 (1.1 on a machine with other work); with a quarter 1.43 (1.45); with all updated before any is rounded 1.25 (1.4).
 _BATCH = 2**18
@@ -32,13 +33,13 @@ _BATCH = 2**18
 
 @dataclass
 class HeldState:
-    """Memory that an optimizer keeps, by what it is for."""
+    """Memory that an optimizer keeps, by purpose."""
 
     mains: list[torch.Tensor] = field(default_factory=list)
-    """Apart from the weights."""
+    """Main parameters that are not the weights themselves."""
     moments: list[torch.Tensor] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
-    """Host memory through which gradients and weights pass."""
+    """Host memory that gradients and weights pass through."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,13 @@ class MainSpan:
     stop: int
 
     def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The span of one of the flat tensors that stand for the main parameters."""
+        """This span of the flat tensor that belongs to its main parameter."""
         return tensors[self.index][self.start : self.stop]
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """What is updated together and then written to the weights."""
+    """Targets that are updated together and then written to the weights."""
 
     updater: Updater
     write: Callable[[], None]
@@ -66,9 +67,9 @@ class StatePlacement(ABC):
     """Some shards of one group that one rule updates, with their main parameters and moments in one place.
 
     Args:
-        mains: of each shard, flat.
-        grads: beside the mains; complete after `fetch`.
-        held: memory of the mains, where they are not the weights, and of gradients that are not the shards' own.
+        mains: the main parameter of each shard, flat.
+        grads: the gradients in the same memory as the main parameters; complete after `fetch`.
+        held: memory of main parameters that are not the weights, and of gradients that are not the shards' own.
         offloaded: whether the shards were chosen for host memory.
     """
 
@@ -106,7 +107,7 @@ class StatePlacement(ABC):
         ]
 
     def update(self, update: Update) -> None:
-        """One update; the weights follow, in the order of the current stream."""
+        """Make one update. The weights follow, in the order of the current stream."""
         self.fetch()
         for batch in self._batches:
             batch.updater.step(update)
@@ -114,32 +115,32 @@ class StatePlacement(ABC):
         self.finish()
 
     def write(self) -> None:
-        """Carry the mains to the weights as they are."""
+        """Copy the main parameters to the weights as they are."""
         for batch in self._batches:
             batch.write()
         self.finish()
 
     def moments(self, index: int) -> dict[str, torch.Tensor]:
-        """State of one of the shards, by name."""
+        """The moments of one of the shards, by name."""
         return {name: tensors[index] for name, tensors in self._moments.items()}
 
     @abstractmethod
     def fetch(self) -> None:
-        """See to it that the gradients can be read."""
+        """Make sure that the gradients can be read."""
 
     @abstractmethod
     def writer(self, spans: Sequence[MainSpan]) -> Callable[[], None]:
-        """What begins to carry these spans of the mains to the weights."""
+        """A function that begins to copy these spans of the main parameters to the weights."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Have whatever is issued from now on see the weights that were written."""
+        """Let everything that is issued from now on see the weights that were written."""
 
 
 class OnDevice(StatePlacement):
-    """Mains on the device of the weights: the weights themselves where dtypes agree, else copies.
+    """Main parameters on the device of the weights: the weights themselves where dtypes agree, else copies.
 
-    Offloaded shards are here too where the device's memory is the host's.
+    Offloaded shards are here too if the device's memory is the host's.
     """
 
     def __init__(self, shards: Sequence[Shard], rule: UpdateRule, context: ParallelContext, *, offloaded: bool = False) -> None:
@@ -150,10 +151,10 @@ class OnDevice(StatePlacement):
         super().__init__(shards, mains, [shard.grad for shard in shards], held, rule, context, offloaded=offloaded)
 
     def fetch(self) -> None:
-        """They lie there."""
+        """Do nothing: the gradients are on the device."""
 
     def writer(self, spans: Sequence[MainSpan]) -> Callable[[], None]:
-        """Rounds to the model's dtype, where they are apart."""
+        """A function that rounds main parameters to the model's dtype, where they are not the weights."""
         if not self.held.mains:
             return lambda: None
         whole = [shard.weights for shard in self.shards]
@@ -161,13 +162,13 @@ class OnDevice(StatePlacement):
         return lambda: torch._foreach_copy_(weights, mains)
 
     def finish(self) -> None:
-        """All is in the order of the stream."""
+        """Do nothing: all happens in the order of the stream."""
 
 
 class OnHost(StatePlacement):
-    """Mains in host memory, beside the weights also where dtypes agree.
+    """Main parameters in host memory; they are copies even where dtypes agree.
 
-    Mains and moments take no part in any copy, so they are not pinned: torch rounds pinned memory up to a power of two.
+    Main parameters and moments take no part in any copy, so they are not pinned: torch rounds pinned memory up to a power of two.
     """
 
     def __init__(self, group: ShardGroup, shards: Sequence[Shard], rule: UpdateRule, context: ParallelContext, link: Link) -> None:
@@ -181,7 +182,7 @@ class OnHost(StatePlacement):
         group.on_reduced.append(self._bring)
 
     def fetch(self) -> None:
-        """Wait for the gradients. Where nobody said when they were reduced, they are taken as they are now."""
+        """Wait for the gradients. Without notice of their reduction, they are taken as they are now."""
         if self._wait is None:
             self._bring(Pending(self._sources[0]))
         assert self._wait is not None
@@ -189,14 +190,14 @@ class OnHost(StatePlacement):
         self._wait = None
 
     def writer(self, spans: Sequence[MainSpan]) -> Callable[[], None]:
-        """Sends them."""
+        """A function that sends the spans to the device."""
         whole = [shard.weights for shard in self.shards]
         weights, mains = [span.of(whole) for span in spans], [span.of(self.mains) for span in spans]
         self._link.reserve(room_for(weights))
         return lambda: self._link.send(mains, weights)
 
     def finish(self) -> None:
-        """The weights are on the device before anything that is issued from now on."""
+        """Let everything that is issued from now on wait for the weights."""
         self._link.finish()
 
     def _bring(self, pending: Pending) -> None:
@@ -204,26 +205,27 @@ class OnHost(StatePlacement):
 
 
 class Link:
-    """The ways between one device and host memory. On the CPU device the streams are torch's dummies, and copies happen at once."""
+    """Copies between one device and host memory, one stream each way. On the CPU device streams are torch's dummies; copies happen
+    at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.pins = device.type != "cpu"
-        """Whether what crosses must lie in pinned host memory for that to go on beside other work."""
+        """Whether host memory must be pinned for copies to go on beside other work."""
         self._device, self._streams = device, torch.get_device_module(device)
         self._down, self._up = self._streams.Stream(device), self._streams.Stream(device)
         self.buffers = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
-        """The two buffers for weights on their way."""
+        """The two buffers for weights on their way to the device."""
         self._sent = [self._streams.Event(), self._streams.Event()]
-        """When the weights in each buffer have left it."""
+        """Events: when the weights in each buffer have left it."""
         self._next = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Have room for so many bytes of weights at once. Not while any are on their way."""
+        """Make room for this many bytes of weights at once. Not to be called while any are on their way."""
         if self.buffers[0].numel() < num_bytes:
             self.buffers = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.pins) for _ in self.buffers]
 
     def bring(self, pending: Pending, grads: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Begin to copy gradients to the host once they are complete; returns what waits for them there."""
+        """Begin to copy gradients to the host once they are complete; returns a function that waits for them there."""
         event = self._streams.Event()
         self._down.wait_stream(self._streams.current_stream(self._device))
         with self._streams.stream(self._down):
@@ -233,7 +235,7 @@ class Link:
         return event.synchronize
 
     def send(self, mains: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
-        """Round mains to the dtype of the weights, and begin to copy them there. They may change again on return."""
+        """Round main parameters to the dtype of the weights, and begin to copy them there. They may change again on return."""
         which, self._next = self._next, 1 - self._next
         self._sent[which].synchronize()
         staged = views_like(self.buffers[which], weights)
@@ -249,9 +251,9 @@ class Link:
 
 
 def choose_offloaded(sizes: Sequence[int], fraction: float) -> set[int]:
-    """Indices of the shards that go to host memory: whole ones, whose elements come near to the fraction.
+    """Indices of the shards that go to host memory: whole ones, with about this fraction of all elements.
 
-    The largest first, as long as they fit; then one is added or taken back as long as that comes nearer.
+    The largest are taken first, as long as they fit. Then one is added or taken back as long as that comes nearer.
     """
     missing = fraction * sum(sizes)
     chosen: set[int] = set()
@@ -296,7 +298,7 @@ def batches(sizes: Sequence[int], limit: int | None) -> list[list[MainSpan]]:
 def flat_views(
     like: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device | None = None, *, pinned: bool = False
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One buffer, and for each flat tensor a view of it of the same length.
+    """One buffer, and views of it with the lengths of these flat tensors.
 
     Args:
         device: None for host memory.
@@ -307,7 +309,7 @@ def flat_views(
 
 
 def room_for(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of a buffer that holds these, each of them aligned."""
+    """Bytes of a buffer that holds these tensors, each of them aligned."""
     return _starts(tensors)[1] * tensors[0].itemsize
 
 

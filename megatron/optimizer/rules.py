@@ -1,14 +1,16 @@
-"""Update rules: what each must see of a parameter, what it keeps for it, and what carries the update out.
+"""Update rules: what each must see of a parameter, which state it keeps, and the code that updates.
 
 A rule is chosen for each parameter by its record, so an optimizer may treat some parameters differently (as Muon leaves vectors and
-embeddings to AdamW). It gets targets: the main parameters that lie on this rank, with the record of what each is a part of. How
-state is cut over the data ranks, reduced, published, saved or kept in host memory is not the rule's affair; and none of those who
-see to that know the rule. To add one, write a subclass of UpdateRule and enter in RULES which parameters it gets.
+embeddings to AdamW). It gets targets: the main parameters that lie on this rank, each with its parameter's record. A rule does not
+know how state is cut over the data ranks, reduced, published, saved or kept in host memory; and the code that does these things
+does
+not know the rule. To add one, write a subclass of UpdateRule and enter in RULES which parameters it gets.
 
 A target is a view of the main parameter with a view of its gradient. It is flat and any part of the parameter, and may be cut
-further, so the rule may not sum over it; unless the rule `sees_whole`: then it is this rank's whole tensor in its shape, and the
-matrix, or matrices, are `record.matrix_dims`. Tensor parallelism has cut the parameter before that, see `record.splits`; where it
-does, rows of padding may follow, whose gradient is zero.
+further, so the rule may not sum over it. If the rule `sees_whole`, it is this rank's whole tensor in its shape instead, and the
+matrix, or matrices, are `record.matrix_dims`. Tensor parallelism has cut the parameter before that, see `record.splits`; there,
+rows
+of padding may follow, whose gradient is zero.
 
 torch's fused kernels are called directly because an update in host memory calls them for a few hundred thousand elements at a time:
 there the bookkeeping of `torch.optim.AdamW.step`, driven out of the cache by the data, takes a third as long as the kernel.
@@ -35,35 +37,35 @@ class Target:
     """One main parameter, or a part of one, as an update rule sees it."""
 
     main: torch.Tensor
-    """What is updated in place."""
+    """The elements, which are updated in place."""
     grad: torch.Tensor
-    """Neither unscaled nor clipped; see `Update.factor`."""
+    """Their gradient, neither unscaled nor clipped; see `Update.factor`."""
     moments: dict[str, torch.Tensor]
-    """By the names that the rule gave; zeros at first, updated in place. All have the shape and dtype of the main."""
+    """Tensors by the names that the rule gave; zeros at first, updated in place, in shape and dtype like `main`."""
     record: ParamRecord
 
 
 @dataclass
 class Update:
-    """One update of everything."""
+    """The numbers of one update of all parameters."""
 
     learning_rate: float
     weight_decay: float
-    """For what decays."""
+    """Weight decay of the parameters that decay."""
     factor: float
     """Multiplies every gradient: clip coefficient / loss scale."""
     number: int
-    """Counted from 1."""
+    """Number of the update, counted from 1."""
     _made: dict[tuple[float, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def scalar(self, value: float, device: torch.device) -> torch.Tensor:
-        """A float32 scalar on a device, made once."""
+        """A float32 scalar on a device, made once for each value."""
         if (value, device) not in self._made:
             self._made[value, device] = torch.full((), value, dtype=torch.float32, device=device)
         return self._made[value, device]
 
     def decay(self, decays: bool) -> float:
-        """Weight decay of what decays, or not."""
+        """The weight decay of a parameter that decays, or of one that does not."""
         return self.weight_decay if decays else 0.0
 
 
@@ -72,28 +74,28 @@ class Updater(ABC):
 
     @abstractmethod
     def step(self, update: Update) -> None:
-        """One update."""
+        """Make one update."""
 
 
 class UpdateRule(ABC):
-    """One way to update."""
+    """One way to update parameters."""
 
     sees_whole = False
-    """Whether a target must be all of this rank's tensor; else it may be any of its elements."""
+    """Whether a target must be all of this rank's tensor. If not, it may be any of its elements."""
     moments: tuple[str, ...] = ()
-    """Names of the tensors that the rule keeps for each target, which is given them."""
+    """Names of the tensors that the rule keeps for each target."""
 
     @abstractmethod
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """What updates these targets.
+        """Make the updater of these targets.
 
         Raises:
-            ValueError: something that the settings ask for is not installed.
+            ValueError: a package that the settings need is not installed.
         """
 
 
 def as_seen(tensor: torch.Tensor, rule: UpdateRule, shard: Shard, context: ParallelContext) -> torch.Tensor:
-    """A shard's flat tensor in the shape that the rule is promised."""
+    """A shard's flat tensor in the shape in which the rule sees it."""
     if not rule.sees_whole:
         return tensor
     shape = shard.record.local_shape(context.axis_sizes)
@@ -116,7 +118,7 @@ class Fused(Updater):
 
     Args:
         moments: their names, in the order in which the kernel takes them.
-        kernel: updates the targets of one decay class, whose gradients it divides by a float32 scalar on their device, if given.
+        kernel: updates the targets of one decay class. It divides their gradients by a float32 scalar on their device, if given.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class Fused(Updater):
                 self._classes.append(_Lists(decays, [target.main for target in some], [target.grad for target in some], lists))
 
     def step(self, update: Update) -> None:
-        """One update. For float64 a float32 scalar is too coarse, so there the gradients are multiplied before."""
+        """Make one update. For float64 a float32 scalar is too coarse, so there the gradients are multiplied before."""
         for lists in self._classes:
             scale: torch.Tensor | None = None
             if update.factor != 1.0:
@@ -158,17 +160,17 @@ class ByTorch(Updater):
             optimizer.state[target.main].update(target.moments)
 
     def step(self, update: Update) -> None:
-        """One update; the factor costs a pass over the gradients."""
+        """Make one update. The factor costs a pass over the gradients."""
         if update.factor != 1.0:
             torch._foreach_mul_(self._grads, update.factor)
         for group in self._optimizer.param_groups:
             group["lr"], group["weight_decay"] = update.learning_rate, update.decay(group["decays"])
-            group["step"] = update.number - 1  # NVIDIA apex counts here
+            group["step"] = update.number - 1  # NVIDIA apex counts updates here
         self._optimizer.step()
 
 
 def by_decay(targets: Sequence[Target]) -> list[dict[str, Any]]:
-    """Param groups for `ByTorch`: those that decay, and the others."""
+    """Param groups for `ByTorch`: the targets that decay, and the others."""
     groups = [
         {"params": [target.main for target in targets if target.record.decay is decays], "decays": decays}
         for decays in (True, False)
@@ -193,7 +195,7 @@ class AdamW(UpdateRule):
         return Fused(targets, self.moments, self._kernel)
 
     def _kernel(self, lists: _Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
-        """The kernel takes the number of the update for each tensor, from its device."""
+        """Update by torch's fused AdamW, which takes the number of the update for each tensor, from its device."""
         number = update.scalar(float(update.number), lists.mains[0].device)
         first, second = lists.moments
         torch._fused_adamw_(
@@ -215,7 +217,7 @@ class AdamW(UpdateRule):
 
 
 class SGD(UpdateRule):
-    """Gradient descent with momentum, the weight decay added to the gradient."""
+    """Gradient descent with momentum. The weight decay is added to the gradient."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._momentum, self._apex = config.sgd_momentum, config.use_apex
@@ -228,7 +230,7 @@ class SGD(UpdateRule):
         return Fused(targets, self.moments, self._kernel)
 
     def _kernel(self, lists: _Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
-        """The first update finds zeros in the momentum, so it needs no case of its own."""
+        """Update by torch's fused SGD. At the first update the momentum is zero, so no case of its own is needed."""
         torch._fused_sgd_(
             lists.mains,
             lists.grads,
@@ -245,11 +247,11 @@ class SGD(UpdateRule):
 
 
 RuleOf = Callable[[ParamRecord], UpdateRule]
-"""The rule that updates a parameter."""
+"""Gives the rule that updates a parameter."""
 
 
 def for_all(rule: UpdateRule) -> RuleOf:
-    """One rule for every parameter."""
+    """Use one rule for every parameter."""
     return lambda record: rule
 
 
@@ -257,7 +259,7 @@ RULES: dict[str, Callable[[OptimizerConfig], RuleOf]] = {
     "adam": lambda config: for_all(AdamW(config)),
     "sgd": lambda config: for_all(SGD(config)),
 }
-"""By the value of --optimizer."""
+"""The rules by the value of --optimizer."""
 
 
 def rules_of(config: OptimizerConfig) -> RuleOf:

@@ -90,7 +90,7 @@ class ShardGroup:
 
     shards: list[Shard]
     publish: Callable[[], None] = _nothing
-    """Begin to send this rank's new weights to the other ranks that hold them. Called once the weights of all shards are written."""
+    """Begin to send this rank's new weights to the other ranks that hold them. Called once all shards' weights are written."""
     on_reduced: list[Callable[[Pending], None]] = field(default_factory=list)
     """Called before a step's end, when the group's gradients are on their way to being complete."""
 
