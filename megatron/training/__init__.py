@@ -1,1 +1,1 @@
-"""The step, the loop around it, evaluation and exits."""
+"""The training step, the loop around it, evaluation, saving, resuming and exits."""

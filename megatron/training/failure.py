@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 
 class SetupError(ValueError):
-    """Something that the user can mend was wrong on at least one rank."""
+    """Something that the user can fix was wrong on at least one rank."""
 
 
 def together(context: ParallelContext, action: Callable[[], T]) -> T:
-    """Run an action without collectives on every rank, and agree on how it went.
+    """Run an action without collectives on every rank, and agree on whether it succeeded.
 
     Raises:
         SetupError: on every rank, if the action raised ValueError or OSError on any; names the ranks and gives each message once.
@@ -65,11 +65,11 @@ class NonFiniteError(RuntimeError):
 def raise_nonfinite(
     iteration: int, loss_sum: float, bad: Sequence[str], again: Sequence[str], context: ParallelContext
 ) -> NoReturn:
-    """Gather what every rank sees and raise the same error everywhere. All ranks call it together.
+    """Gather what every rank found and raise the same error everywhere. All ranks call it together.
 
     Args:
         bad: parameters whose gradient is not finite on this rank after the sums over ranks.
-        again: the same when the step is run again, before any sum over ranks: so where it began.
+        again: the same when the step is run again, before any sum over ranks: these show where it began.
 
     Raises:
         NonFiniteError: always.
@@ -98,7 +98,7 @@ def raise_nonfinite(
 
 
 def raise_uncounted(iteration: int) -> NoReturn:
-    """The loss mask of the whole global batch is zero, so there is no mean. Every rank knows and calls this.
+    """Raise an error because the loss mask of the whole global batch is zero, so there is no mean. All ranks call it.
 
     Raises:
         NonFiniteError: always.
@@ -111,10 +111,10 @@ def raise_uncounted(iteration: int) -> NoReturn:
 
 
 class ExitSignal:
-    """Notes a signal instead of dying of it, inside a `with` block of the main thread. The loop looks at it between two steps.
+    """Records a signal instead of ending the process, inside a `with` block of the main thread. The loop asks between two steps.
 
-    Schedulers send SIGTERM some time before they kill a job. Only some ranks may have received it when the loop looks, so the
-    ranks agree on the answer with a reduction; that is the loop's part.
+    Schedulers send SIGTERM some time before they kill a job. Only some ranks may have received it when the loop asks, so the loop
+    makes the ranks agree by a reduction.
 
     Args:
         number: The signal.
@@ -142,7 +142,7 @@ class ExitSignal:
         self._requested = True  # nothing more: a handler that prints or saves can interrupt another print or save
 
 
-# Raised on every rank with the same words, so one rank's voice is enough.
+# Raised on every rank with the same words, so one rank prints them.
 _SHARED = (SetupError, NonFiniteError, LossScaleError, CheckpointError, AuditError)
 _LOST_CONTACT = (
     "connection closed by peer",
@@ -156,7 +156,7 @@ _LOST_CONTACT = (
 
 @contextmanager
 def reported_failures() -> Iterator[None]:
-    """Turn an exception into words for the user and leave at once: the launcher then ends the other ranks.
+    """Turn an exception into a message for the user and leave at once: the launcher then ends the other ranks.
 
     The process does not wait for a collective or for the process group's own shutdown, in which it would hang.
     """
@@ -171,9 +171,9 @@ def reported_failures() -> Iterator[None]:
 
 
 def leave_well() -> None:
-    """End a rank of a parallel job that is done, at once.
+    """End this rank of a parallel job at once, after it has succeeded.
 
-    A thread of gloo that lets go of a tensor while Python shuts down aborts the process (seen in one of 30 runs), and the launcher
+    A thread of gloo that frees a tensor while Python shuts down aborts the process (seen in one of 30 runs), and the launcher
     would report a failed job.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -191,13 +191,13 @@ def _words(error: BaseException) -> str:
         where = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in where if "megatron" in frame.filename] or list(where)
         call = f"{os.path.basename(ours[-1].filename)}:{ours[-1].lineno} in {ours[-1].name}"
-        first_line = str(error).splitlines()[0].split(". This is typically caused by")[0]  # what gloo advises is no help here
+        first_line = str(error).splitlines()[0].split(". This is typically caused by")[0]  # gloo's own advice is no help here
         return f"rank {rank}: lost contact with another rank at {call}: {first_line}. The rank that failed first says why."
     return f"rank {rank}:\n{''.join(traceback.format_exception(error))}"
 
 
 def _raised_by_us(error: BaseException) -> bool:
-    """Whether the framework itself found the fault and says what to do; any other error needs its traceback."""
+    """Whether the framework itself found the fault and its message says what to do. Any other error needs its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, OSError) or (bool(frames) and f"{os.sep}megatron{os.sep}" in frames[-1].filename)
 

@@ -33,7 +33,7 @@ from megatron.training.progress import BatchSizePlan, Progress
 
 @dataclass(frozen=True)
 class HostInputs:
-    """The arrays of a microbatch as tensors [s, b] in host memory, ready to go to the device; made by the thread that reads."""
+    """The arrays of a microbatch as tensors [s, b] in host memory, ready to go to the device. The reading thread makes them."""
 
     first_sample: int
     tokens: torch.Tensor
@@ -45,7 +45,7 @@ class HostInputs:
 
     @classmethod
     def of(cls, microbatch: Microbatch, device: torch.device) -> HostInputs:
-        """Copy the arrays, for CUDA into pinned memory, from which the device fetches them while the host goes on."""
+        """Copy the arrays; for CUDA into pinned memory, from which the device fetches them while the host goes on."""
 
         def tensor(array: np.ndarray) -> torch.Tensor:
             made = torch.from_numpy(np.ascontiguousarray(array.T))
@@ -68,10 +68,10 @@ class BatchMaker:
     """Makes the inputs of whole steps for one rank.
 
     Args:
-        seed: of dropout.
+        seed: seed of dropout.
         seq_length: tokens in a sample.
         micro_batch_size: samples in a microbatch.
-        rules: what the end of a document means.
+        rules: the meaning of the end of a document.
     """
 
     context: ParallelContext
@@ -89,7 +89,7 @@ class BatchMaker:
         total_samples: int,
         num_workers: int,
     ) -> Iterator[list[ModelInputs]]:
-        """Steps from `consumed_samples` on, with dropout keys.
+        """Training steps from `consumed_samples` on, with dropout keys.
 
         Args:
             source: the samples; None on a rank that reads none.
@@ -100,7 +100,7 @@ class BatchMaker:
     def evaluation(
         self, source: SampleSource | None, *, global_batch_size: int, num_batches: int, num_workers: int = 0
     ) -> Iterator[list[ModelInputs]]:
-        """The first samples of a split, always the same, without dropout."""
+        """Steps over the first samples of a split, always the same, without dropout."""
         total = global_batch_size * num_batches
         return self._steps(source, lambda _: global_batch_size, 0, total, num_workers, dropout=False)
 
@@ -166,7 +166,7 @@ class BatchMaker:
 
     @functools.cached_property
     def _whole_positions(self) -> torch.Tensor:
-        """0 to s - 1 in every sample, [s, b]; one tensor for all microbatches."""
+        """Positions 0 to s - 1 of every sample, [s, b]; one tensor for all microbatches."""
         positions = torch.arange(self.seq_length, device=self.context.device)
         return positions.unsqueeze(1).expand(-1, self.micro_batch_size)
 
@@ -181,7 +181,7 @@ Batches = Iterator[list[ModelInputs]]
 
 @dataclass(frozen=True)
 class Sources:
-    """The samples of each split that is read."""
+    """The samples of each split that the run reads."""
 
     train: SampleSource
     valid: SampleSource | None
@@ -190,7 +190,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class RunData:
-    """What this rank reads, and how it becomes the inputs of a step."""
+    """The datasets that this rank reads, and how they become the inputs of a step."""
 
     vocab_size: int
     datasets: Datasets | None
@@ -200,11 +200,11 @@ class RunData:
     has_validation: bool
     has_test: bool
     sources: Sources | None = None
-    """Known once the place in the run is (`at`); None where nothing is read."""
+    """Set by `at`, which knows the place in the run; None where nothing is read."""
 
     def at(self, progress: Progress, plan: BatchSizePlan, context: ParallelContext) -> RunData:
-        """The data of the rest of the run. What was consumed under other settings stays consumed; `progress.phases` is brought up
-        to date. All ranks call it together.
+        """The data of the rest of the run. What was consumed under other settings stays consumed; `progress.phases` is updated. All
+        ranks call it together.
 
         Raises:
             SetupError: an index cannot be made.
@@ -282,7 +282,7 @@ class RunData:
         return self.config.training.eval_iters * plan.final_global_batch_size
 
     def _num_evaluations(self, plan: BatchSizePlan) -> int:
-        """Megatron's count, on which its order of the validation samples depends."""
+        """The number of evaluations as Megatron-LM counts them; its order of the validation samples depends on it."""
         interval = self.config.training.eval_interval
         return plan.total_iterations // interval + 1 if interval else 1
 

@@ -25,12 +25,12 @@ from megatron.training.step import StepResult, TrainStep
 from megatron.training.watch import Watcher, watchers
 
 _SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError)
-"""Raised by a step on every rank at once."""
+"""Errors that a step raises on every rank at once."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What the loop runs with."""
+    """Everything that the loop needs."""
 
     config: Config
     context: ParallelContext
@@ -41,7 +41,7 @@ class Loop:
     reporter: Reporter
     timers: Timers
     train_batches: Callable[[int], Batches]
-    """Steps from a number of consumed samples on."""
+    """Gives the training steps from a number of consumed samples on."""
     valid_batches: Callable[[], Batches] | None
     test_batches: Callable[[], Batches] | None
     started_at: float
@@ -57,8 +57,8 @@ class Loop:
             try:
                 stopped = self._train(progress, signal, watching)
                 if progress.iteration > began_at:  # a finished run that is started again leaves its checkpoint as it is
-                    self._save(progress, watching)  # inside, for a further signal must not cut off the save
-            except _SHARED_FAILURES:  # on every rank alike, so the save that is under way can be finished
+                    self._save(progress, watching)  # inside the block: a further signal must not cut off the save
+            except _SHARED_FAILURES:  # on every rank alike, so the save under way can be finished
                 self.saver.finish(self.reporter.say)
                 raise
             for watcher in watching:
@@ -67,7 +67,7 @@ class Loop:
             self._finish(progress, stopped)
 
     def _train(self, progress: Progress, signal: ExitSignal, watching: list[Watcher]) -> str | None:
-        """All steps. Returns why they stopped before the end of the run, or None."""
+        """Train until the run or something else ends it. Returns why it stopped before the end of the run, or None."""
         stopped = None
         with self._profiler() as profiler, self._pipeline_profiler() as pipeline_profiler:
             batches = self.train_batches(progress.consumed_samples)
@@ -92,7 +92,7 @@ class Loop:
     def _advance(
         self, progress: Progress, batch: list[ModelInputs], exit_votes: tuple[bool, bool], watching: list[Watcher]
     ) -> StepResult | None:
-        """One step, or none where the user leaves the iteration out."""
+        """Make one step, or none where the user skips the iteration."""
         rate = learning_rate(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
         decay = weight_decay(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
         samples = self.plan.global_batch_size(progress.consumed_samples)
@@ -114,7 +114,7 @@ class Loop:
         return result
 
     def _extras(self, result: StepResult | None) -> dict[str, float]:
-        """Further numbers of a log line; collective."""
+        """Further numbers of a log line. All ranks call it together."""
         found: dict[str, float] = {}
         shards, logging, model = self.step.counted_shards, self.config.logging, self.config.model
         if logging.log_params_norm:
@@ -170,7 +170,7 @@ class Loop:
 
     def _save(self, progress: Progress, watching: list[Watcher]) -> None:
         paused = self.reporter.pause()
-        self.step.finish_publishing()  # nothing may write where is read
+        self.step.finish_publishing()  # no result may be written where it is still read
         if self.config.checkpoint.save is not None:
             for watcher in watching:
                 watcher.before_save(progress)
@@ -186,7 +186,7 @@ class Loop:
 
 
 def evaluate(step: TrainStep, batches: Iterable[list[ModelInputs]]) -> float:
-    """Sum of mask x loss over all tokens of all batches, divided by the sum of the mask; the same on every rank."""
+    """The mean loss: sum of mask x loss over all tokens of all batches, divided by the sum of the mask; the same on every rank."""
     loss, count = 0.0, 0.0
     for batch in batches:
         batch_loss, batch_count = step.evaluate(batch)

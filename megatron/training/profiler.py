@@ -27,7 +27,7 @@ from megatron.training.step import TrainStep
 logger = logging.getLogger(__name__)
 
 _MEMORY_EVENTS = 1_000_000
-"""Allocations and releases that the memory history holds; older ones are forgotten."""
+"""Number of allocations and releases in the memory history; older ones are forgotten."""
 
 
 class StepProfiler:
@@ -69,7 +69,7 @@ class StepProfiler:
             raise ValueError(f"--profile-dir {self._folder} cannot be made ({error.strerror}).") from error
 
     def step(self, iteration: int) -> None:
-        """Say that `iteration` (the first is 1) is about to begin."""
+        """Called before step `iteration` begins (the first is 1)."""
         if not self._active:
             return
         if self._profile is None and self._start <= iteration < self._end:
@@ -115,11 +115,11 @@ class StepProfiler:
 
 
 class _Measured(NamedTuple):
-    """What one rank measured. Times in seconds of its host's clock."""
+    """What one rank measured. Times are seconds of its host's clock."""
 
     host: str
     began: float
-    """When it left the barrier before the step."""
+    """Time when it left the barrier before the step."""
     spans: list[OpSpan]
     deferred_bytes: int
 
@@ -128,7 +128,7 @@ _Moment = float | torch.cuda.Event
 
 
 class SpanRecorder:
-    """Notes when operations compute; on CUDA by events, so that nothing waits for the device."""
+    """Records when operations compute; on CUDA by events, so that nothing waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -141,15 +141,15 @@ class SpanRecorder:
         self.began = time.perf_counter()
 
     def begin(self, op: Op) -> None:
-        """An operation begins to compute."""
+        """Called when an operation begins to compute."""
         self._open = self._now()
 
     def end(self, op: Op) -> None:
-        """It has ended."""
+        """Called when it has ended."""
         self._moments.append((op, self._open, self._now()))
 
     def spans(self) -> list[OpSpan]:
-        """All of them, in seconds of this host's clock. Waits for the device."""
+        """The times of all operations, in seconds of this host's clock. Waits for the device."""
         if self._on_cuda:
             torch.cuda.synchronize()
         return [OpSpan(op, self._seconds(start), self._seconds(end)) for op, start, end in self._moments]
@@ -168,7 +168,7 @@ class SpanRecorder:
 
 
 class PipelineProfiler:
-    """Compares the pipeline of one step as it really ran with what the schedule promises.
+    """Compares the pipeline of one step as it really ran with the schedule.
 
     It measures step --profile-step-start, or the first after it where a run resumes later, on the pipeline that rank 0 belongs to.
 
@@ -177,9 +177,10 @@ class PipelineProfiler:
                 profiler.step(iteration)
                 ...
 
-    It writes the timeline into --profile-dir, under a planned one that takes the mean duration that each kind of operation had on
-    each chunk, and messages that take no time: what the measured one needs beyond it is communication, waiting, and the spread of
-    the durations. Off, or on ranks of other pipelines, it does nothing.
+    It writes the measured timeline into --profile-dir, below a planned one. In the planned one each kind of operation takes its
+    mean
+    duration on each chunk, and messages take no time. So what the measured one takes beyond it is communication, waiting, and the
+    spread of the durations. Off, or on ranks of other pipelines, it does nothing.
 
     Raises:
         ValueError: the folder cannot be made.
@@ -204,7 +205,7 @@ class PipelineProfiler:
                     logger.warning("--profile-pipeline writes no %s picture: %s", suffix, error)
 
     def step(self, iteration: int) -> None:
-        """Say that `iteration` (the first is 1) is about to begin."""
+        """Called before step `iteration` begins (the first is 1)."""
         if not self._active:
             return
         if self._recorder is not None:
@@ -260,7 +261,7 @@ class PipelineProfiler:
 
 
 def mean_costs(timeline: Timeline) -> Callable[[Op], float]:
-    """The mean duration of each kind of operation on each chunk."""
+    """Gives the mean duration of each kind of operation on each chunk."""
     found: dict[tuple[OpKind, int], list[float]] = {}
     for spans in timeline.spans:
         for span in spans:
@@ -270,7 +271,8 @@ def mean_costs(timeline: Timeline) -> Callable[[Op], float]:
 
 
 def _on_one_clock(ranks: list[_Measured]) -> tuple[tuple[OpSpan, ...], ...]:
-    """Milliseconds since the barrier. The ranks of a host share its clock; its zero is when the first of them left the barrier."""
+    """The operations of all stages in milliseconds since the barrier. The ranks of a host share its clock; its zero is when the
+    first of them left the barrier."""
     zero: dict[str, float] = {}
     for rank in ranks:
         zero[rank.host] = min(rank.began, zero.get(rank.host, rank.began))

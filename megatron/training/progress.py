@@ -1,4 +1,4 @@
-"""The course of a run: how far it has come, and how many sequences each step takes. Pure.
+"""The progress of a run, and how many sequences each step takes. Pure arithmetic.
 
 With a ramp-up of the batch size the run goes through stages of one batch size each. There are at most as many stages as increments,
 so every question is answered from the list of stages, however long the run is.
@@ -33,12 +33,12 @@ class Progress:
     """Data settings since the start of the run; filled on ranks that read samples."""
 
     def to_json(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The counts as a checkpoint holds them."""
         return {name: getattr(self, name) for name in _COUNTS} | {"phases": [phase.to_json() for phase in self.phases]}
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> Progress:
-        """From a checkpoint."""
+        """The counts that a checkpoint holds."""
         return cls(
             **{name: int(state[name]) for name in _COUNTS}, phases=[Phase.from_json(saved) for saved in state.get("phases", ())]
         )
@@ -79,7 +79,7 @@ class BatchSizePlan:
         self._stages = self._list_stages(_Stage(iteration, consumed_samples, self.global_batch_size(consumed_samples)))
 
     def resumed_at(self, iteration: int, consumed_samples: int) -> BatchSizePlan:
-        """The plan of the rest of the run."""
+        """The plan of the rest of a run that resumes here."""
         return BatchSizePlan(self._training, self._data_size, iteration=iteration, consumed_samples=consumed_samples)
 
     def global_batch_size(self, consumed_samples: int) -> int:
@@ -96,14 +96,14 @@ class BatchSizePlan:
         return self.global_batch_size(consumed_samples) // self._samples_per_microstep
 
     def samples_after(self, iterations: int) -> int:
-        """Samples consumed by the first `iterations` steps of a run, ramp-up included; not asked for steps before a resume."""
+        """Samples consumed by the first `iterations` steps of a run, ramp-up included. It cannot tell those before a resume."""
         found = bisect_right(self._stages, iterations, key=lambda stage: stage.first_iteration)
         stage = self._stages[max(0, found - 1)]
         return stage.first_sample + (iterations - stage.first_iteration) * stage.batch_size
 
     @property
     def total_iterations(self) -> int:
-        """Steps of the run. Of --train-samples a last incomplete batch is dropped."""
+        """Number of steps of the run. With --train-samples, a last incomplete batch is dropped."""
         if self._training.train_samples is None:
             assert self._training.train_iters is not None, "the length is required and checked with the configuration"
             return self._training.train_iters
@@ -114,7 +114,7 @@ class BatchSizePlan:
 
     @property
     def total_samples(self) -> int:
-        """Length of the run for the schedules: --train-samples, or what --train-iters steps consume."""
+        """Length of the run for the schedules: --train-samples, or the samples that --train-iters steps consume."""
         if self._training.train_samples is not None:
             return self._training.train_samples
         return self.samples_after(self.total_iterations)

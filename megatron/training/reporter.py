@@ -1,4 +1,4 @@
-"""What a run says while it trains: the log line, validation lines, timers, norms, and the sinks of curves. Only rank 0 speaks."""
+"""What a run reports while it trains: the log line, validation lines, timers, norms and curves. Only rank 0 prints and writes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Gather = Callable[[Any], Sequence[Any]]
 
 
 class Reporter:
-    """Collects the results of steps and speaks at intervals.
+    """Collects the results of steps and logs them at intervals.
 
     Args:
         speaks: whether this rank prints and writes; the others only take part in gathering times.
-        gather: a value of every rank, in the order of ranks.
-        total_iterations: of the whole run.
-        flops_of: model FLOPs of steps over a number of sequences, whose attention is as that of a number of whole ones.
+        gather: gives a value of every rank, in the order of ranks.
+        total_iterations: number of steps of the whole run.
+        flops_of: model FLOPs of a number of sequences, whose attention takes as much as a number of whole ones.
         tokens_per_sample: the sequence length.
-        num_devices: over which throughput is divided.
+        num_devices: throughput is divided by it.
         peak: FLOP/s of one device, if known.
         resumed: continue the metrics file instead of beginning it.
         settings: saved with the curves where the sink can.
@@ -70,7 +70,7 @@ class Reporter:
     def step(
         self, progress: Progress, result: StepResult | None, learning_rate: float, batch: int, extras: Callable[[], dict]
     ) -> None:
-        """Take the result of a step (None for one that was left out on request) and speak if it is time.
+        """Take the result of a step (None for one that the user skips), and log if it is time.
 
         Args:
             batch: sequences of the step.
@@ -95,18 +95,18 @@ class Reporter:
             self._start_interval()
 
     def evaluation(self, progress: Progress, loss: float, split: Literal["validation", "test"]) -> None:
-        """Print and record the loss of a held-out split."""
+        """Log the loss of a held-out split."""
         for line in validation_lines(progress.iteration, loss, split):
             self.say(line)
         for sink in self._sinks():
             sink.scalars(progress.iteration, progress.consumed_samples, {f"{split}_loss": loss})
 
     def pause(self) -> float:
-        """Begin something that is no training; give the result to `resume`."""
+        """Call before work that is not training; give the result to `resume`."""
         return time.perf_counter()
 
     def resume(self, paused_at: float) -> None:
-        """Leave the time since `pause` out of the time of iterations."""
+        """Leave the time since `pause` out of the times of steps."""
         away = time.perf_counter() - paused_at
         self._started += away
         self._last_step += away
@@ -215,7 +215,7 @@ class Reporter:
 
 
 def _attended(result: StepResult | None, batch: int) -> float:
-    """Whole sequences that take as much attention as the step."""
+    """How many whole sequences need as much attention as the step."""
     return batch if result is None or result.attended_sequences is None else result.attended_sequences
 
 
@@ -229,7 +229,7 @@ def place_of(name: str) -> str:
 
 
 def places(num_layers: int, tied: bool) -> list[str]:
-    """Every part, in the order of the depth."""
+    """Every part of the model, in the order of the depth."""
     return ["embedding", *(f"layers.{i}" for i in range(num_layers)), "final_norm", *([] if tied else ["output"])]
 
 
@@ -241,7 +241,7 @@ def layer_norms(
     Args:
         shards: those that this rank counts.
         gradient_squares: sums of squares of their gradients, float64 [len(shards)].
-        loss_scale: by which the gradients are multiplied.
+        loss_scale: the gradients are multiplied by it.
         parts: see `places`; the same on every rank.
     """
     index = torch.tensor([parts.index(place_of(s.record.name)) for s in shards], dtype=torch.long, device=context.device)
@@ -256,7 +256,7 @@ def layer_norms(
 
 
 def params_norm(shards: Sequence[Shard], context: ParallelContext) -> float:
-    """Norm of all parameters, each element once.
+    """Norm of all parameters, with each element counted once.
 
     Args:
         shards: those that this rank counts.

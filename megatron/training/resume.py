@@ -1,4 +1,4 @@
-"""Where a run begins: at a checkpoint of its own, with the weights of another, or afresh; and whether its settings go with that."""
+"""Where a run begins: at a checkpoint of its own, with the weights of another, or afresh; and whether its settings fit."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from megatron.training.saver import LearningSchedule, global_tensors
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on."""
+    """The place where a run continues."""
 
     progress: Progress
     schedule: LearningSchedule
     path: Place | None
-    """The checkpoint; None when the run begins, be it with the weights of another."""
+    """The checkpoint; None for a run that begins, also with the weights of another run."""
     notes: tuple[str, ...] = ()
 
 
@@ -55,7 +55,7 @@ def resume(
 ) -> Resumed:
     """Fill weights and state from the checkpoint that --load names, or else weights from --pretrained-checkpoint.
 
-    All ranks call it together. A checkpoint that turns out to be damaged is passed over for the one before it, and that is told.
+    All ranks call it together. If a checkpoint turns out to be damaged, the one before it is taken, and the log says so.
 
     Raises:
         ValueError: there is none and there must be, it belongs to another model, all are damaged, or its schedules differ.
@@ -81,7 +81,7 @@ def resume(
                     f"the state.json of {chosen.path} is not that of a run of this program ({error!r}): add --finetune to take its "
                     "weights alone"
                 ) from error
-        # Who wants only a part of a checkpoint does not want none.
+        # A user who wants a part of a checkpoint needs one.
         needs = {
             "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
             "--finetune": checkpoint.finetune,
@@ -135,7 +135,8 @@ def _fill(
     """Load the first checkpoint that is sound to its last byte.
 
     Args:
-        look: chooses one, passing over the iterations of which it is told why they cannot be read; None if there is none at all.
+        look: chooses a checkpoint. It is given the iterations that cannot be read, with the reasons, and passes these over. None
+            means that there is no checkpoint at all.
 
     Returns:
         what was loaded, and notes.
@@ -145,7 +146,7 @@ def _fill(
     """
     damaged: dict[int, str] = {}
     while True:
-        # One rank looks and tells the others: thousands need not ask the file system, and all take the same one.
+        # One rank looks and tells the others: so thousands need not ask the file system, and all take the same checkpoint.
         chosen = broadcast_object(together(context, lambda: look(damaged) if context.rank == 0 else None), context.world)
         if chosen is None:
             return None
@@ -171,7 +172,7 @@ def _fill(
 def _look(
     config: Config, folder: str, step: int | None, vocab_size: int, damaged: dict[int, str], *, goes_on: bool
 ) -> _Chosen | None:
-    """The checkpoint of a run to take, and what is in it beside tensors; checks that it fits."""
+    """The checkpoint of a run to take, with its content beside tensors; checks that it fits."""
     while True:
         told: list[str] = []
         try:
@@ -192,7 +193,7 @@ def _look(
 
 
 def _refuse_foreign(folder: str) -> None:
-    """What is no save folder at all is no reason to begin with random weights."""
+    """Refuse a folder that is no save folder: it is no reason to begin with random weights."""
     storage = open_storage(folder)
     if storage.local is not None and storage.local.is_file():
         raise CheckpointError(f"{folder} is a file: give the --save folder of a run")
@@ -231,7 +232,7 @@ def _fitting(config: Config, path: Place, vocab_size: int, notes: list[str], *, 
 
 
 def _told(loaded: Loaded) -> str:
-    """What the comparison with the checkpoint's content has shown."""
+    """The result of the comparison with the checkpoint's content, in words."""
     compared = loaded.compared
     text = f"{compared.equal} tensors in memory equal what was saved"
     if loaded.digest is not None:
@@ -245,9 +246,9 @@ def _told(loaded: Loaded) -> str:
 
 # ---- whether the settings go with those of the checkpoint
 
-# What changes the numbers of a run that goes on: it may, but the user should know. Of the other topics it is all settings.
+# Settings that change the numbers of a run that continues: they may differ, but the user should know. All of the other topics.
 _TOLD = ("data", "training", "optimizer", "precision", "parallel")
-# These say where and how long, not what; or another check speaks of them.
+# These decide where and how long, not what; or another check treats them.
 _NOT_TOLD = {
     "num_workers",
     "data_cache_path",
@@ -261,14 +262,14 @@ _NOT_TOLD = {
 
 
 def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: Place, *, goes_on: bool) -> list[str]:
-    """Compare the settings.
+    """Compare the settings of this run with those of a checkpoint.
 
     Args:
-        config: of this run.
+        config: settings of this run.
         record: `config.json` of the checkpoint.
-        vocab_size: of this run's tokenizer.
+        vocab_size: that of this run's tokenizer.
         path: the checkpoint.
-        goes_on: whether the run goes on where the checkpoint stands; else it takes the weights alone, and only the model counts.
+        goes_on: whether the run continues from the checkpoint; else it takes the weights alone, and only the model counts.
 
     Returns:
         A note for each setting that differs and may.
@@ -301,7 +302,7 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
 
 
 def agreed_schedule(here: LearningSchedule, saved: dict[str, Any], path: Place) -> LearningSchedule:
-    """The schedule to go on with.
+    """The schedule to continue with.
 
     Raises:
         CheckpointError: the two differ and no flag says which one counts.
@@ -312,7 +313,7 @@ def agreed_schedule(here: LearningSchedule, saved: dict[str, Any], path: Place) 
     if here.optimizer.override_opt_param_scheduler or mine == saved:
         return here
     flat_mine, flat_saved = ({**d, **d["lengths"]} for d in (mine, saved))
-    idle = {"lengths"}  # the run may be longer or shorter where no schedule follows its length
+    idle = {"lengths"}  # the run may be longer or shorter where no schedule depends on its length
     if here.optimizer.weight_decay_incr_style == "constant":
         idle.add("total_samples")
     if here.optimizer.lr_decay_style == "constant":
@@ -332,7 +333,7 @@ def agreed_schedule(here: LearningSchedule, saved: dict[str, Any], path: Place) 
 
 
 def _differences(saved: Any, here: Any) -> dict[str, str]:
-    """Fields with another value, each as a text."""
+    """Fields whose values differ, with the difference as text."""
     values = {field.name: (_effective(saved, field.name), _effective(here, field.name)) for field in dataclasses.fields(saved)}
     return {
         name: f"--{name.replace('_', '-')} {there} there, {this} here" for name, (there, this) in values.items() if there != this
@@ -348,11 +349,12 @@ _EFFECTIVE = {
 
 
 def _effective(part: Any, name: str) -> Any:
-    """A setting after its default: left out and given as its default are the same. None where it has no effect."""
+    """A setting with its default filled in, so that leaving it out and giving the default are the same. None where it has no
+    effect."""
     if not isinstance(part, ModelConfig):
         return getattr(part, name)
     if name == "max_position_embeddings" and part.position_embedding_type != "learned_absolute":
         return None
     if name == "group_query_attention":
-        return None  # what counts is the number of key-value heads
+        return None  # only the number of key-value heads counts
     return getattr(part, _EFFECTIVE.get(name, name))

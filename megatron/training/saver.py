@@ -1,8 +1,8 @@
 """Saves of a run: what goes into a checkpoint, and when it is written.
 
-Weights are stored once, in their most exact form: the float32 mains where the model computes in 16 bits, else the parameters
-themselves. So a checkpoint does not depend on the model's dtype, and the 16-bit parameters are the mains rounded, as they were in
-the run.
+Weights are stored once, in their most exact form: the float32 main parameters where the model computes in 16 bits, else the
+parameters themselves. So a checkpoint does not depend on the model's dtype. The 16-bit parameters are the main parameters rounded,
+as they were in the run.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class LearningSchedule:
     lengths: ScheduleLengths
 
     def to_json(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The schedules as a checkpoint holds them."""
         fields = {name: getattr(self.optimizer, name) for name in _SCHEDULE_FIELDS}
         return {**fields, "lengths": dataclasses.asdict(self.lengths)}
 
     def with_saved(self, saved: dict[str, Any]) -> LearningSchedule:
-        """The schedule that a checkpoint was trained with."""
+        """The schedules with which a checkpoint was trained."""
         fields = {name: saved[name] for name in _SCHEDULE_FIELDS}
         return LearningSchedule(dataclasses.replace(self.optimizer, **fields), ScheduleLengths(**saved["lengths"]))
 
@@ -84,12 +84,12 @@ def _to_nobody(line: str) -> None: ...
 
 
 class Saver:
-    """Saves a run's state, unless that is written already; checks first that it can.
+    """Saves a run's state, unless that is written already. It first checks that it can.
 
     Args:
-        run_record: the resolved settings, versions and command line, kept in each checkpoint, and in the save folder as run.json
-            already at the start.
-        patience_s: with --async-save, a writer that has made no progress for so long, while training waits for it, is ended.
+        run_record: the resolved settings, versions and command line, kept in each checkpoint, and from the start in the save folder
+            as run.json.
+        patience_s: with --async-save, a writer that makes no progress for so many seconds, while training waits for it, is ended.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Saver:
         return written.location
 
     def poll(self, say: Say) -> None:
-        """After each step, on every rank: say how a save in the background has ended, if it has. It waits for nothing.
+        """Called after each step, on every rank: log how a save in the background has ended, if it has. It does not wait.
 
         Args:
             say: writes a line into the log, on the first rank.
@@ -167,7 +167,7 @@ class Saver:
             self._background.poll(say)
 
     def finish(self, say: Say) -> None:
-        """At the end of the run: wait for the save in the background. All ranks call it together.
+        """Called at the end of the run: wait for the save in the background. All ranks call it together.
 
         Args:
             say: writes a line into the log, on the first rank.

@@ -38,7 +38,7 @@ from megatron.training.step import TrainStep
 
 
 def set_logging(rank: int) -> None:
-    """Let what library code has to say reach the screen, once: from rank 0, and errors from all."""
+    """Show the log messages of libraries once: from rank 0, and errors from all ranks."""
     logging.basicConfig(format="  %(message)s", level=logging.WARNING)
     logging.getLogger("megatron").setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
@@ -52,14 +52,14 @@ def set_numerics(deterministic: bool) -> None:
 
 
 def with_batch_size(config: Config, plan: BatchSizePlan) -> Config:
-    """Settings with --global-batch-size written out, whose default follows the number of data ranks: so it is saved, and compared
-    when the run is resumed on another number of them."""
+    """The settings with --global-batch-size written out, since its default depends on the number of data ranks. So it is saved, and
+    compared when the run is resumed on another number of them."""
     training = dataclasses.replace(config.training, global_batch_size=plan.final_global_batch_size)
     return dataclasses.replace(config, training=training)
 
 
 def check_parameter_count(config: ModelConfig, vocab_size: int, shards: Sequence[Shard], context: ParallelContext) -> int:
-    """Parameters of the model as built, summed over all ranks, each element once and without padding.
+    """Number of parameters of the built model, summed over all ranks, each element once and without padding.
 
     Args:
         shards: those that this rank counts.
@@ -78,7 +78,7 @@ def check_parameter_count(config: ModelConfig, vocab_size: int, shards: Sequence
 
 
 def device_peak(context: ParallelContext, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of this rank's device in a dtype, if its table knows it."""
+    """Peak FLOP/s of this rank's device in a dtype, if the table has it."""
     if context.device.type != "cuda":
         return None
     return peak_flops(torch.cuda.get_device_name(context.device), str(dtype).removeprefix("torch."))
@@ -87,7 +87,7 @@ def device_peak(context: ParallelContext, dtype: torch.dtype) -> float | None:
 def describe(
     config: Config, context: ParallelContext, step: TrainStep, num_parameters: int, plan: BatchSizePlan, consumed_samples: int
 ) -> list[str]:
-    """Lines of the start-up log: layout, model, layer table, state, pipeline, batch. All ranks of a pipeline together."""
+    """Lines of the start-up log: layout, model, layer table, state, pipeline, batch. All ranks of a pipeline call it together."""
     model = step.model
     topology = context.topology
     peak = device_peak(context, model.dtype)
@@ -114,7 +114,8 @@ def describe(
 
 
 def describe_sharding(config: Config, context: ParallelContext, step: TrainStep, plan: BatchSizePlan) -> list[str]:
-    """What the model's state takes and a step sends for it, after any ramp-up of the batch. All ranks of a pipeline together."""
+    """Lines on what the model's state takes and a step sends for it, after any ramp-up of the batch. All ranks of a pipeline call
+    it together."""
     schedule = step.schedule(plan.num_microbatches(plan.total_samples))
     report = state_report(step.model, context, config.parallel, config.optimizer, schedule)
     reports = gather_objects(report, context.group("pp"))
@@ -122,7 +123,7 @@ def describe_sharding(config: Config, context: ParallelContext, step: TrainStep,
 
 
 def describe_pipeline(schedule: Schedule) -> list[str]:
-    """What the order of operations costs in time and memory."""
+    """Lines on what the schedule costs in time and memory."""
     stages, batch = schedule.num_stages, schedule.num_microbatches
     chunks = schedule.num_chunks // stages
     bubble = simulate(schedule, Costs().divided(chunks)).bubble_share
@@ -136,7 +137,7 @@ def describe_pipeline(schedule: Schedule) -> list[str]:
 
 
 def describe_deferred(schedule: Schedule, model: Model, micro_batch_size: int, tensor_size: int) -> list[str]:
-    """What deferred weight gradients keep in memory, if there are any."""
+    """Lines on the memory that deferred weight gradients keep, if there are any."""
     token_bytes = micro_batch_size * model.config.seq_length * model.dtype.itemsize
     kept = [
         kept_per_token(
@@ -172,7 +173,7 @@ def make_schedule(optimizer: OptimizerConfig, training: TrainingConfig, plan: Ba
 def make_reporter(
     config: Config, context: ParallelContext, model: Model, plan: BatchSizePlan, timers: Timers, *, resumed: bool
 ) -> Reporter:
-    """The voice of the run. All ranks call it together.
+    """Make the reporter of the run. All ranks call it together.
 
     Raises:
         SetupError: the metrics file or another sink cannot be opened.

@@ -35,7 +35,7 @@ from megatron.training.failure import raise_nonfinite, raise_uncounted
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank."""
+    """The results of a step, the same on every rank."""
 
     loss: float
     """Sum over all tokens of the global batch of mask x loss, divided by the sum of the mask."""
@@ -45,17 +45,17 @@ class StepResult:
     """Global norm of the unscaled gradient, before clipping."""
     num_zeros: float | None
     skipped: bool
-    """No update was made, because the gradient overflowed."""
+    """Whether the update was skipped because the gradient overflowed."""
     loss_scale: float
     """The scale that this step used."""
     attended_sequences: float | None = None
-    """Where attention stays within documents: as many samples of one document each take as much of it."""
+    """How many samples of one document each need as much attention, where attention stays within documents."""
     exit_votes: tuple[bool, bool] = (False, False)
     """Whether any rank was asked to exit by a signal, and whether any rank's time is up."""
 
 
 class TrainStep:
-    """Everything that a step needs, made once."""
+    """Makes training steps, and holds everything that they need."""
 
     def __init__(
         self,
@@ -70,22 +70,22 @@ class TrainStep:
         count_zeros: bool = False,
         timers: Timers | None = None,
     ) -> None:
-        """Divide the model's state over the data ranks, and allocate parameters that have no memory yet, gradients, mains, moments.
+        """Divide the model's state over the data ranks, and allocate missing parameters, gradients, main parameters, moments.
 
         Args:
             skip_overflow: a gradient that is not finite skips the update (float16); else it is an error.
             count_zeros: count the zeros of the gradient in every step.
-            timers: where the parts of a step are timed.
+            timers: for the parts of a step.
         """
         self.model, self.context, self.scaler = model, context, scaler
         self._pipeline, self._clip = parallel.schedule, optimizer.clip_grad
         self.overlaps_publishing = parallel.overlap_param_gather
-        """Whether the new values of parameters may still be on their way when `run` is through."""
+        """Whether the new values of parameters may still be on their way when `run` returns."""
         self._skip_overflow, self._count_zeros = skip_overflow, count_zeros
         self._wide = torch.promote_types(model.dtype, torch.float32)
         self._timers = timers or Timers(level=0)
         self.before_update: list[Callable[[StepResult], None]] = []
-        """Called before each update: the gradients of the shards are complete, neither unscaled nor clipped."""
+        """Called before each update, when the gradients of the shards are complete but neither unscaled nor clipped."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self.providers = make_providers(model, context, parallel, granularity=granularity_of(optimizer))
         groups = [group for provider in self.providers for group in provider.groups]
@@ -157,25 +157,25 @@ class TrainStep:
         return result
 
     def _sums(self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool], attended: float) -> list[float]:
-        """Loss, mask, squares, zeros, votes and attended sequences summed over the world: the step's only reduction of scalars and
-        only host synchronisation. A NaN or infinity in any gradient makes the squares so everywhere: also in one that is not
-        counted, because another tensor rank should have the same."""
+        """Loss, mask, squares, zeros, votes and attended sequences, summed over the world. It is the step's only reduction of
+        scalars and only host synchronisation. A NaN or infinity in any gradient shows in the squares, also one in a copy that is
+        not counted."""
         device = self.context.device
         found = square_sums([*self._counted_grads, *self._copied_grads], device)
         self.counted_squares, copied = found.split([len(self._counted_grads), len(self._copied_grads)])
         squares = self.counted_squares.sum()
-        if self._copied_grads:  # adds nothing as long as they are finite
+        if self._copied_grads:  # this adds nothing as long as they are finite
             squares += torch.where(copied.isfinite(), 0.0, copied).sum()
         zeros = torch.zeros_like(squares)
         if self._count_zeros:  # the gradient of padding is always zero, and how much padding there is depends on the layout
             zeros = count_zeros(self._counted_grads, device) - self._num_padding
         numbers = [
             torch.full_like(squares, number) for number in (*exit_votes, attended)
-        ]  # filled on the device: nothing to wait for
+        ]  # filled on the device, so that nothing waits
         return all_reduce(torch.stack([loss_sum, count, squares, zeros, *numbers]), self.context.world).tolist()
 
     def _attended(self, batch: Sequence[ModelInputs]) -> float:
-        """This rank's share of the attended sequences of a step: those of its data rank on one rank of each, else 0."""
+        """This rank's share of a step's attended sequences: of the ranks with the same samples, one counts them, others have 0."""
         counts = self.model.computes_loss and self._counts_loss
         return sum(inputs.documents.attended_sequences for inputs in batch if inputs.documents is not None) if counts else 0.0
 
@@ -184,7 +184,7 @@ class TrainStep:
 
         Args:
             batch: this data rank's microbatches.
-            inspect: is handed this rank's own gradients as they are written; they are then not summed, and the shards' stay as they
+            inspect: receives this rank's own gradients as they are written. They are then not summed, and the shards' stay as they
                 are.
 
         Returns:
@@ -221,7 +221,8 @@ class TrainStep:
             provider.before_backward(chunk)
 
     def _own_nonfinite_gradients(self, batch: Sequence[ModelInputs]) -> list[str]:
-        """Parameters of which some gradient is not finite on this rank before it is summed over ranks, which hides where it began.
+        """Names of parameters with a gradient that is not finite on this rank before the sum over ranks, which hides where it
+        began.
 
         For that the step is run again (it is a function of its inputs, dropout included).
         """
@@ -260,7 +261,8 @@ class TrainStep:
         return total
 
     def prepare(self, num_microbatches: int) -> None:
-        """Prove the schedules of training and evaluation, and connect the stages, before the first step. All ranks together.
+        """Prove the schedules of training and evaluation, and connect the stages, before the first step. All ranks call it
+        together.
 
         Raises:
             ValueError: a schedule is incomplete or would deadlock.
@@ -269,7 +271,7 @@ class TrainStep:
             self.executor.prepare(self.schedule(num_microbatches, training=training))
 
     def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
-        """The order of operations of a step with so many microbatches, or of its forwards alone."""
+        """The operations of a step with so many microbatches, or of its forwards alone."""
         key = (num_microbatches, training)
         if key not in self._schedules:
             stages = self.context.topology.pp
@@ -290,9 +292,9 @@ class TrainStep:
 
 
 def make_providers(model: Model, context: ParallelContext, config: ParallelConfig, *, granularity: Granularity) -> list[Provider]:
-    """What holds the model's state under the sharding strategy.
+    """Make the providers that divide the model's state under the sharding strategy.
 
-    Each provider gives its parameters memory, of which this rank keeps its part, and initial values where they have none.
+    Each gives its parameters memory, of which this rank keeps its part, and initial values where they have none.
 
     Args:
         granularity: which parameters the optimizer must see whole.
@@ -309,7 +311,7 @@ def make_providers(model: Model, context: ParallelContext, config: ParallelConfi
     outside = [entry for entry in model.params if not is_fully_sharded(entry, context)]
     providers: list[Provider] = [buckets(outside, "optim_grads")] if outside else []
     if inside:
-        from megatron.data_parallel.fsdp import FullyShardedParams  # a second of imports, for those who need it
+        from megatron.data_parallel.fsdp import FullyShardedParams  # a second of imports, only for those who need it
 
         made = FullyShardedParams(
             inside, model.chunks, context, dtype=model.dtype, fill=values, reshard=config.fsdp_reshard_after_forward

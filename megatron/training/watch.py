@@ -1,4 +1,4 @@
-"""What a run does to be checked, beside training: by --check-replicas-every and by --save-trace. Nothing without them."""
+"""Checks that a run makes beside training: --check-replicas-every and --save-trace. Without these flags it makes none."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _ADVICE = "Training stops before the update. tools/verify_layout.py with the sam
 
 
 class Watcher:
-    """Looks on at a run. Every rank calls every method, together. What it finds wrong is raised as an AuditError on all of them."""
+    """Observes a run. All ranks call every method together. A fault is raised as an AuditError on all of them."""
 
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
-        """The next step is of this batch."""
+        """Called before the step over this batch."""
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """A step was made, of so many samples; `progress` is what it has led to."""
+        """Called after a step over so many samples; `progress` includes it."""
 
     def before_save(self, progress: Progress) -> None:
-        """A checkpoint is about to be written."""
+        """Called before a checkpoint is written."""
 
     def close(self) -> None:
-        """The run ends."""
+        """Called when the run ends."""
 
 
 class RunChecks(Watcher):
@@ -59,12 +59,12 @@ class RunChecks(Watcher):
         say(f"  copies of weights that must be equal, compared {often}: {self._replicas.describe()}")
 
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
-        """Run the step that is audited without sums over ranks first: every parameter must get its whole gradient."""
+        """Before the step that is audited, run it without sums over ranks: every parameter must get its whole gradient."""
         if self._audited:
             return
         step = self._step
         self._own = OwnGradients(step.model.params, step.optimizer.shards, self._records, step.context)
-        recorder, step.executor.recorder = step.executor.recorder, None  # what is profiled is the step itself
+        recorder, step.executor.recorder = step.executor.recorder, None  # the profile shows the step alone
         step.gradients(batch, inspect=self._own.look)
         step.executor.recorder = recorder
         raise_audit(f"iteration {iteration}: gradients are incomplete.", self._own.missing(len(batch)), _ADVICE)
@@ -79,11 +79,11 @@ class RunChecks(Watcher):
             self._compare(progress.iteration)
 
     def before_save(self, progress: Progress) -> None:
-        """What is saved was compared."""
+        """Compare, so that what is saved was compared."""
         self._compare(progress.iteration)
 
     def close(self) -> None:
-        """The run ends. Say so if nothing was audited, because every step was skipped or left out."""
+        """Log it if no step was audited, because every one was skipped or left out."""
         if not self._audited:
             self._say("  no step made an update: gradients were not audited")
 
@@ -115,7 +115,7 @@ class RunChecks(Watcher):
 
 
 class Tracing(Watcher):
-    """--save-trace: writes what came of the first steps of a run, the same at every layout. The first rank writes.
+    """--save-trace: writes the results of the first steps of a run, the same at every layout. The first rank writes.
 
     Args:
         progress: at the start; a run that resumes appends to the file.
@@ -153,7 +153,7 @@ class Tracing(Watcher):
         return self._look not in self._step.before_update
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """Write a step."""
+        """Write the step."""
         if self.ended:
             return
         gradients, weights = self._recorder.collect()
@@ -178,7 +178,7 @@ class Tracing(Watcher):
             self.close()
 
     def close(self) -> None:
-        """Leave the step alone from now on, and close the file."""
+        """Stop observing the step, and close the file."""
         if self.ended:
             return
         self._step.before_update.remove(self._look)
