@@ -1,1 +1,1 @@
-"""What a run checks of itself while it goes: replicas that must be equal, sums that must have been made."""
+"""Checks that a run makes of itself while it trains: replicas must be equal, and sums must have been made."""

@@ -1,10 +1,11 @@
-"""The audit of a step: what the optimizer is about to use is the sum of what all ranks computed, each element counted once.
+"""The audit of a step: the optimizer must be about to use the sum of what all ranks computed, with each element counted once.
 
-`OwnGradients` knows what each rank's backward gave by itself, before any sum over ranks: how often each gradient was written, and
+`OwnGradients` records what each rank's backward gave by itself, before any sum over ranks: how often each gradient was written, and
 its signature. The signed sums of a signature are linear, so those of all microbatches and uses add up to those of the whole
-gradient. For every parameter the signatures of the ranks' own gradients, summed over the ranks that its record names, must be the
-signature of the gradients in the shards. And the boxes that the ranks count in the global norm must make up the whole parameter,
-and the norm be that of what is counted.
+gradient. For every parameter there are two checks. The signatures of the ranks' own gradients, summed over the ranks that its
+record
+names, must be the signature of the gradients in the shards. And the boxes that the ranks count in the global norm must make up the
+whole parameter, and the norm be that of what is counted.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ from megatron.parallel.topology import GRADIENT_AXES, Topology
 
 
 def whole_over(record: ParamRecord) -> tuple[str, ...]:
-    """Axes along which every rank should find the same gradient, so that none is summed over them."""
+    """Axes along which every rank should have the same gradient, so that it is not summed over them."""
     split = {split.axis for split in record.splits}
     return tuple(axis for axis in ("tp", *GRADIENT_AXES) if axis not in split and axis not in record.partial_over)
 
 
 @dataclass(frozen=True)
 class ShardView:
-    """What a rank knows of the gradient in its shard of a parameter."""
+    """What one rank knows of the gradient in its shard of a parameter."""
 
     partial_over: tuple[str, ...]
-    """As the record says here; a rank that does not hold the parameter does not know."""
+    """The axes of the sum in this rank's record. A rank that does not hold the parameter does not know them."""
     tied: bool
     only_own: bool
-    """It is what this rank alone computed."""
+    """Whether the shard holds what this rank alone computed."""
 
 
 class OwnGradients:
-    """Is handed every gradient of one step (`look`), on this rank.
+    """Receives every gradient of one step on this rank (`look`).
 
     Args:
-        params: this rank's.
-        shards: this rank's.
-        records: of the whole model; the rows of all signatures are in their order.
+        params: this rank's parameters.
+        shards: this rank's shards.
+        records: those of the whole model; the rows of all signatures are in their order.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class OwnGradients:
         self._row_of = {name: row for row, name in enumerate(records)}
         self._writes = dict.fromkeys((entry.record.name for entry in params), 0)
         self.signatures = torch.zeros(len(records), SIGNATURE_SIZE, dtype=torch.float64, device=context.device)
-        """Those of the parameters. In place of the sum of squares its sum over the writes: it says how large rounding may be."""
+        """Signatures of the parameters' gradients. The sum of squares is that of the single writes: it bounds the rounding."""
         self._of_shards = torch.zeros_like(self.signatures)
-        """Those of the part that this rank updates."""
+        """Signatures of the parts that this rank updates."""
 
     def look(self, entry: ParamEntry, grad: torch.Tensor) -> None:
-        """One gradient of a parameter, of one use in one microbatch."""
+        """Take in one gradient of a parameter: that of one use in one microbatch."""
         name = entry.record.name
         row, shard = self._row_of[name], self._shards.get(name)
         held = entry.record.held_box(self._context.axis_sizes, self._context.coordinates)
@@ -76,7 +77,7 @@ class OwnGradients:
             self._of_shards[row] += placed_signature(name, shard.boxes(self._context), _piece_of(grad, shard.piece))
 
     def missing(self, num_microbatches: int) -> list[str]:
-        """What is wrong with the number of gradients that reached the parameters, on any rank. All ranks call it together."""
+        """Messages on wrong numbers of gradients that reached the parameters, on any rank. All ranks call it together."""
         wrong = {}
         for entry in self._params:
             name, wanted = entry.record.name, entry.uses_per_microbatch * num_microbatches
@@ -89,7 +90,7 @@ class OwnGradients:
         return [f"{name}: {words} on {ranks_in_words(ranks)}" for (name, words), ranks in found.items()]
 
     def addends(self) -> torch.Tensor:
-        """This rank's part of what the sums over ranks should give: its signatures, but 0 where another rank's are the same."""
+        """This rank's summand of what the sums over ranks should give: its signatures, but 0 where another rank has the same."""
         at = self._context.coordinates
         part = torch.zeros_like(self.signatures)
         for entry in self._params:
@@ -99,7 +100,7 @@ class OwnGradients:
         return part
 
     def spread_over_tensor_ranks(self) -> torch.Tensor:
-        """How far the signed sums lie apart, at most, on the tensor ranks that should each have a whole gradient: [parameters]."""
+        """The largest difference of the signed sums on tensor ranks that should each have a whole gradient: [parameters]."""
         ends = torch.zeros(2, len(self._row_of), NUM_SIGNS, dtype=torch.float64, device=self._context.device)
         for entry in self._params:
             if "tp" in whole_over(entry.record):
@@ -109,7 +110,7 @@ class OwnGradients:
         return all_reduce((most[0] + most[1]).amax(1), self._context.world, dist.ReduceOp.MAX)
 
     def seen(self, name: str, band: float) -> ShardView | None:
-        """What this rank knows of the gradient in its shard of a parameter; None if it has none."""
+        """What this rank knows of the gradient in its shard of a parameter; None if it has no shard of it."""
         shard, own = self._shards.get(name), self._of_shards[self._row_of[name]]
         if shard is None or not shard.grad.numel():
             return None
@@ -127,7 +128,7 @@ def _piece_of(grad: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Audited:
-    """What an audit found; the same on every rank."""
+    """The findings of an audit, the same on every rank."""
 
     problems: list[str]
     all_zero: list[str]
@@ -147,11 +148,11 @@ def audit(
     """Compare what the ranks computed with what they are about to use. All ranks call it together, before the update.
 
     Args:
-        own: of the same step, run without sums.
+        own: gradients of the same step, run without sums.
         shards: those that the step counts in the norm, their gradients complete.
-        norm: the global norm as the step has it, of the gradients as they are (with the loss scale).
+        norm: the step's global norm of the gradients as they are (with the loss scale).
         squares: this rank's terms of its square.
-        dtype: of the model. Gradients of the same step computed twice may differ by as much as its rounding.
+        dtype: the model's. Gradients of the same step computed twice may differ by as much as its rounding.
     """
     uncounted = _not_counted_once(shards, records, context)
     found = shard_signatures(shards, records, context, lambda shard: shard.counted_grad)
@@ -184,7 +185,7 @@ def audit(
 
 
 def _not_counted_once(shards: Sequence[Shard], records: Mapping[str, ParamRecord], context: ParallelContext) -> dict[str, str]:
-    """Parameters some elements of which are counted in the norm by no rank, or by several."""
+    """Parameters with elements that no rank counts in the norm, or several do; with the reason in words."""
     mine = [(shard.record.name, placed.box) for shard in shards for placed in shard.counted_boxes(context)]
     boxes: dict[str, list[tuple[int, Box]]] = {name: [] for name in records}
     for rank, theirs in enumerate(gather_objects(mine, context.world)):
@@ -198,7 +199,7 @@ def _not_counted_once(shards: Sequence[Shard], records: Mapping[str, ParamRecord
 
 
 def _counted_in_words(record: ParamRecord, held: Sequence[tuple[int, Box]]) -> str:
-    """Which ranks count what twice, or how much nobody counts."""
+    """Which ranks count the same elements, or how many elements no rank counts."""
     for at, (rank, box) in enumerate(held):
         for other, second in held[at + 1 :]:
             common = box.intersect(second)
@@ -215,7 +216,7 @@ def _counted_in_words(record: ParamRecord, held: Sequence[tuple[int, Box]]) -> s
 
 
 def _wrong_sum(expected: torch.Tensor, here: torch.Tensor, held: Mapping[int, ShardView], topology: Topology) -> str:
-    """In what way the gradients in the shards are not the sum of the ranks' own.
+    """How the gradients in the shards differ from the sum of the ranks' own, in words.
 
     Args:
         expected: signature of the sum.
@@ -243,7 +244,7 @@ _RANKS = {"tp": "tensor ranks", "cp": "context ranks", "dp": "data ranks"}
 
 
 def _fact(factor: float, topology: Topology) -> str:
-    """Sizes of the layout that are the factor, or one over it."""
+    """Sizes of the layout that equal the factor, or its inverse."""
     sizes = {"tensor": topology.tp, "data": topology.dp, "pipeline": topology.pp}
     for words, number in (("", factor), ("one over ", 1 / factor if factor else 0.0)):
         same = [f"the {axis} size" for axis, size in sizes.items() if size > 1 and math.isclose(number, size, rel_tol=1e-3)]
@@ -257,7 +258,7 @@ def _wrongly_counted(terms: float, counted: Mapping[str, float], band: float) ->
 
     Args:
         terms: the sum of its terms.
-        counted: square of what it should count of each parameter.
+        counted: square of the norm of what it should count, by parameter.
     """
     total = sum(counted.values())
     excess = terms - total

@@ -1,10 +1,10 @@
-"""Weights that several ranks hold are the same, bit for bit: on tensor ranks, data ranks, and both holders of a tied embedding.
+"""Checks that weights on several ranks are equal in every bit: on tensor ranks, data ranks, and both holders of a tied embedding.
 
-A digest of each is compared by one small reduction a group. Only where something differs, ranks tell each other what they have, and
-all raise the same error.
+One small reduction for each group compares digests. Only where one differs, ranks tell each other what they have, and all raise the
+same error.
 
 A digest is a wrapping 64-bit sum of a tensor's words, each times an odd weight, computed where the tensor is. One changed word
-always changes it, since an odd weight times a difference is not 0; other changes go unseen once in about 2^63.
+always changes it, since an odd weight times a difference is not 0. Other changes are missed once in about 2^63.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.parallel.shards import Shard
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 
 MOST_LINES = 8
-"""Findings that an error tells in full."""
+"""The most findings that an error shows in full."""
 
 
 class AuditError(RuntimeError):
@@ -35,7 +35,7 @@ class AuditError(RuntimeError):
 
 
 def raise_audit(head: str, findings: Sequence[str], advice: str) -> None:
-    """Say what was found; nothing if there is nothing.
+    """Raise an error with the findings, if there are any.
 
     Raises:
         AuditError: there are findings. Every rank must come here with the same ones.
@@ -55,7 +55,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 _ROW = 1 << 14
-"""Words with a weight each; each row of so many words has a further weight."""
+"""Words in a row. Each word of a row has a weight, and each row has a further weight."""
 
 _ROWS_AT_ONCE = 64
 
@@ -76,7 +76,7 @@ def bit_digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes as 64-bit words, zeros behind them."""
+    """The bytes as 64-bit words, padded with zeros."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if raw.numel() % 8 or raw.storage_offset() % 8:
         padded = raw.new_zeros(-(-raw.numel() // 8) * 8)
@@ -93,24 +93,24 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _odd_numbers(count: int) -> torch.Tensor:
-    """Drawn once and for all: int64 [count], in host memory; a longer list begins with a shorter one."""
+    """Fixed random odd numbers: int64 [count], in host memory. A longer list begins with a shorter one."""
     drawn = np.random.Generator(np.random.Philox(stable_seed("bits"))).bytes(8 * count)
     return torch.from_numpy(np.frombuffer(drawn, dtype=np.int64) | 1)
 
 
 @dataclass(frozen=True)
 class ReplicatedPart:
-    """Some boxes of a parameter that this rank holds, and perhaps others too."""
+    """Boxes of a parameter that this rank holds, and that others may hold too."""
 
     name: str
     what: str
-    """`weights`, or `main weights` where those are kept apart."""
+    """`weights`, or `main weights` where main parameters are separate."""
     boxes: tuple[Box, ...]
     tensor: Callable[[], torch.Tensor]
 
     @property
     def key(self) -> int:
-        """The same for the same part of the model, on whatever rank."""
+        """The same for the same part of the model, on every rank."""
         return stable_seed(self.what, self.name, repr(self.boxes))
 
     def __str__(self) -> str:
@@ -118,8 +118,8 @@ class ReplicatedPart:
 
 
 def copies_held(params: ParamTable, shards: Sequence[Shard], context: ParallelContext) -> list[ReplicatedPart]:
-    """What this rank holds that another may hold too: its parameters (of those that data ranks share out, its part), and the mains
-    that are kept apart from them."""
+    """What this rank holds that another may hold too: its parameters (if sharded, its part), and the main parameters that are
+    separate from them."""
     shared_out = {shard.record.name for shard in shards if isinstance(shard.piece, DimPiece)}
     copies = [_whole(entry, context) for entry in params if entry.record.name not in shared_out]
     for shard in shards:
@@ -137,10 +137,10 @@ def _whole(entry: ParamEntry, context: ParallelContext) -> ReplicatedPart:
 
 
 class Replicas:
-    """The copies of each group of ranks, and their comparison. All ranks make it together, and compare together.
+    """The copies in each group of ranks, and their comparison. All ranks make it together, and compare together.
 
     Args:
-        copies: this rank's.
+        copies: those of this rank.
     """
 
     def __init__(self, copies: Sequence[ReplicatedPart], context: ParallelContext) -> None:
@@ -178,13 +178,13 @@ class Replicas:
             if indices:
                 mine = digests[indices]
                 largest = all_reduce(mine.clone(), group, dist.ReduceOp.MAX)
-                differs[indices] |= (mine != largest).to(torch.int64)  # on one rank at least, if they are not all the same
+                differs[indices] |= (mine != largest).to(torch.int64)  # on at least one rank, if they are not all the same
         anywhere = all_reduce(differs.sum(), self._context.world, dist.ReduceOp.MAX)
         if anywhere.item():
             self._explain(digests.tolist(), differs.tolist(), iteration, checked_before)
 
     def _held_by_all(self, group: Group) -> list[int]:
-        """Indices of the copies that every rank of the group holds, in an order that all agree on."""
+        """Indices of the copies that every rank of the group holds, in an order that is the same on all."""
         mine = {copy.key: index for index, copy in enumerate(self._copies)}
         common = set.intersection(*map(set, gather_objects(list(mine), group)))
         return [mine[key] for key in sorted(common)]
@@ -209,10 +209,10 @@ class Replicas:
 
 
 def _odd_ones(by_rank: dict[int, int], topology: Topology) -> str:
-    """Which ranks have something else than most, and the groups in which they do.
+    """Which ranks differ from the majority, and in which groups.
 
     Args:
-        by_rank: digest by rank, of the ranks that must have the same.
+        by_rank: digest by rank, for the ranks that must have the same.
     """
     counts = Counter(by_rank.values()).most_common()
     if len(counts) > 1 and counts[0][1] == counts[1][1]:

@@ -1,9 +1,9 @@
-"""A few numbers of a tensor of the whole model that do not depend on how it is cut: what a trace keeps of gradients and weights.
+"""Signatures: a few numbers of a global tensor that do not depend on how it is split. A trace keeps them of gradients and weights.
 
-For k = 0 .. 3, the sum over all elements of the element times a sign; the sign is a product of one sign for each dimension, which
-depends on the name, on k and on the index along the dimension. And the sum of squares. All are sums over elements, in float64, so
-those of disjoint boxes add up; the first four are linear in the tensor too. For two tensors x and y the mean of
-(s_k(x) - s_k(y))^2 is an unbiased estimate of ||x - y||^2 (Alon, Matias and Szegedy 1996, section 2.2).
+A signature has the sum of squares and, for k = 0 .. 3, the signed sum s_k: the sum over all elements of the element times a sign.
+The sign is a product of one sign for each dimension, which depends on the name, on k and on the index along the dimension. All are
+sums over elements, in float64, so those of disjoint boxes add up; the signed sums are linear in the tensor too. For two tensors x
+and y the mean of (s_k(x) - s_k(y))^2 is an unbiased estimate of ||x - y||^2 (Alon, Matias and Szegedy 1996, section 2.2).
 `TraceRecorder` takes the signatures of gradients and weights of the whole model, from the shards of every rank.
 """
 
@@ -25,12 +25,12 @@ from megatron.parallel.shards import Shard
 
 NUM_SIGNS = 4
 SIGNATURE_SIZE = NUM_SIGNS + 1
-"""The signed sums, then the sum of squares."""
+"""Numbers in a signature: the signed sums, then the sum of squares."""
 
 _BLOCK = 1 << 20
-"""Elements that are looked at together: what is taken in memory beside the tensor is a few times this."""
+"""Elements that are processed at once; the memory taken beside the tensor is a few times this."""
 _PERIOD = 1 << 12
-"""Indices whose signs are drawn at once."""
+"""Number of indices whose signs are drawn at once."""
 
 
 def box_signature(name: str, box: Box, part: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def signature_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placed_signature(name: str, boxes: Sequence[PlacedBox], flat: torch.Tensor) -> torch.Tensor:
-    """Signature of several boxes whose elements lie in one flat tensor; what no box covers (padding) is left out."""
+    """Signature of several boxes whose elements lie in one flat tensor. What no box covers (padding) is left out."""
     total = torch.zeros(SIGNATURE_SIZE, dtype=torch.float64, device=flat.device)
     for placed in boxes:
         total += box_signature(name, placed.box, flat[placed.start : placed.start + placed.box.numel])
@@ -79,8 +79,8 @@ def shard_signatures(
     context's device. The sum over the world has each element once.
 
     Args:
-        records: of the whole model; the rows are in their order.
-        tensor_of: something of the shard's counted elements, flat: `lambda shard: shard.counted_grad`.
+        records: those of the whole model; the rows are in their order.
+        tensor_of: a flat tensor of the shard's counted elements: `lambda shard: shard.counted_grad`.
     """
     row_of = {name: row for row, name in enumerate(records)}
     found = torch.zeros(len(records), SIGNATURE_SIZE, dtype=torch.float64, device=context.device)
@@ -91,7 +91,7 @@ def shard_signatures(
 
 
 def named(signature: torch.Tensor) -> tuple[float, ...]:
-    """The signature as a trace has it: the norm, then the signed sums."""
+    """The signature as a trace stores it: the norm, then the signed sums."""
     *signed, squares = signature.tolist()
     return (squares**0.5, *signed)
 
@@ -123,11 +123,11 @@ def _drawn(name: str, dim: int, part: int) -> np.ndarray:
 
 
 class TraceRecorder:
-    """Looks at the elements that this rank counts; `collect` puts the ranks' parts together.
+    """Takes signatures of the elements that this rank counts; `collect` puts the ranks' parts together.
 
     Args:
-        shards: this rank's.
-        records: of the whole model, the same on every rank.
+        shards: this rank's shards.
+        records: those of the whole model, the same on every rank.
     """
 
     def __init__(self, shards: Sequence[Shard], records: Mapping[str, ParamRecord], context: ParallelContext) -> None:
@@ -135,16 +135,15 @@ class TraceRecorder:
         self._gradients: torch.Tensor | None = None
 
     def gradients(self, loss_scale: float) -> None:
-        """Look at the gradients: complete, not clipped, still multiplied by the loss scale."""
+        """Take the signatures of the gradients: complete, not clipped, still multiplied by the loss scale."""
         found = shard_signatures(self._shards, self._records, self._context, lambda shard: shard.counted_grad)
         found /= loss_scale
         found[:, -1] /= loss_scale
         self._gradients = found
 
     def collect(self) -> tuple[dict[str, Signature], dict[str, Signature]]:
-        """Signatures by name, the same on every rank: of the gradients that were looked at since the last time (none if nobody
-        did), and of the weights as they are now. One reduction over the world; all ranks call it together.
-        """
+        """Signatures by name, the same on every rank: of the gradients since the last call (none if `gradients` was not called),
+        and of the weights as they are now. One reduction over the world; all ranks call it together."""
         parts = [shard_signatures(self._shards, self._records, self._context, lambda shard: shard.counted_main)]
         if self._gradients is not None:
             parts.append(self._gradients)

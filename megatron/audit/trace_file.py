@@ -1,7 +1,7 @@
 """The file of a trace (--save-trace): JSON lines, one header for each start of the run, then one line a step. Needs no torch.
 
-A header says how the run was set up, a start line what the weights were, a step line what came of the step. What is told of a
-tensor is its norm and the four signed sums of its signature (see `signature.py`), the same at every layout to rounding. Numbers
+A header has the settings of the run, a start line the weights, a step line the results of the step. A tensor is described by its
+norm and the four signed sums of its signature (see `signature.py`), which are the same at every layout but for rounding. Numbers
 have full digits; one that is not finite is written as null. A run that resumes appends to the file.
 """
 
@@ -18,23 +18,23 @@ from typing import Any
 VERSION = 1
 
 Signature = tuple[float, ...]
-"""Norm, and the signed sums."""
+"""A tensor's norm, then its signed sums."""
 _SIGNATURE_SIZE = 5
-"""That of `signature.py`, which needs torch."""
+"""As in `signature.py`, which needs torch."""
 
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """How a run was set up."""
+    """The settings of a run."""
 
     settings: dict[str, Any]
     """All settings by topic, as `config.save.to_dict` makes them."""
     layout: dict[str, int]
     """Sizes of the axes tp, cp, dp and pp."""
     layers: list[tuple[int, list[int]]]
-    """Each chunk's pipeline stage and layers, in order."""
+    """Pipeline stage and layers of each chunk, in order."""
     dtype: str
-    """The model's, e.g. bfloat16."""
+    """The model's dtype, e.g. bfloat16."""
     torch: str
     vocab_size: int
     parameters: dict[str, list[int]]
@@ -43,13 +43,13 @@ class TraceHeader:
 
 @dataclass(frozen=True)
 class TraceStep:
-    """One training step."""
+    """The results of one training step."""
 
     iteration: int
     samples: int
     """Sequences of the global batch."""
     consumed_samples: int
-    """After it."""
+    """Samples consumed after the step."""
     loss: float
     tokens: float
     """Sum of the loss mask over the global batch."""
@@ -58,22 +58,22 @@ class TraceStep:
     weight_decay: float
     loss_scale: float
     skipped: bool
-    """No update was made, because the gradient overflowed; the line then has no gradients."""
+    """Whether the update was skipped because the gradient overflowed; the line then has no gradients."""
     gradients: dict[str, Signature]
-    """Gradients of the mean loss, before clipping."""
+    """Signatures of the gradients of the mean loss, before clipping."""
     weights: dict[str, Signature]
-    """After the update, as exact as the run keeps them."""
+    """Signatures of the weights after the update, as exact as the run keeps them."""
 
 
 @dataclass
 class TraceRun:
-    """What one start of a run wrote."""
+    """The lines that one start of a run wrote."""
 
     header: TraceHeader
     iteration: int = 0
-    """Steps that were done at the start."""
+    """Number of steps done at the start."""
     weights: dict[str, Signature] = field(default_factory=dict)
-    """Before the first step."""
+    """Signatures of the weights before the first step."""
     steps: list[TraceStep] = field(default_factory=list)
 
 
@@ -101,15 +101,15 @@ class TraceWriter:
             self._file.write("\n")
 
     def header(self, header: TraceHeader) -> None:
-        """Begin a run."""
+        """Write the header of a run."""
         self._write({"kind": "header", "version": VERSION, **dataclasses.asdict(header)})
 
     def start(self, iteration: int, weights: Mapping[str, Signature]) -> None:
-        """The weights before the first step."""
+        """Write the weights before the first step."""
         self._write({"kind": "start", "iteration": iteration, "weights": dict(weights)})
 
     def step(self, step: TraceStep) -> None:
-        """One step."""
+        """Write one step."""
         self._write({"kind": "step", **dataclasses.asdict(step)})
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class TraceWriter:
 
 
 def read_trace(path: str | Path) -> list[TraceRun]:
-    """Every start of a run that is in a trace file. A last line that was cut off, and lines of another kind, are left out.
+    """Read every start of a run in a trace file. A last line that was cut off, and lines of another kind, are left out.
 
     Raises:
         ValueError: it is no trace; names the file and the line.
@@ -206,11 +206,11 @@ _READS: dict[str, Callable[[str, Any], Any]] = {
     "bool": _truth,
     "dict[str, Signature]": lambda _, value: _signatures(value),
 }
-"""How a value of a step is read, by the type of its field."""
+"""How to read a value of a step, by the type of its field."""
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for numbers that JSON does not have."""
+    """The same value, with null for numbers that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
