@@ -75,14 +75,14 @@ class Started:
         lines = notes.read_text().splitlines() if notes.exists() else []
         return [line for line in lines if re.search(pattern, line)]
 
-    def wait_for(self, pattern: str, timeout: float = 20.0) -> None:
+    def wait_for(self, pattern: str, timeout: float = 90.0) -> None:
         """Until such a command was run."""
         end = time.monotonic() + timeout
         while not self.noted(pattern):
             assert time.monotonic() < end and self.process.poll() is None, f"no {pattern}: {self.noted('')}"
             time.sleep(0.02)
 
-    def ended(self, timeout: float = 30.0) -> tuple[int, str]:
+    def ended(self, timeout: float = 120.0) -> tuple[int, str]:
         """Exit status and what it said on stderr."""
         try:
             return self.process.wait(timeout), (self.folder / "said").read_text()
