@@ -1,1 +1,1 @@
-"""Whether a layout trains as one plain process does: the reference, runs at a layout on local processes, and what differs."""
+"""Proves that a layout trains as one plain process does: a reference, runs at a layout on local processes, their comparison."""

@@ -1,4 +1,4 @@
-"""Both runs side by side: every tensor joined and measured once, for those who look for the cause of a difference."""
+"""Both runs side by side. Every tensor is joined from its ranks and measured once, for all code that looks for a cause."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ComparisonRow:
 
     step: int
     what: str
-    """gradient or weight."""
+    """What is compared: gradient or weight."""
     name: str
     stages: tuple[int, ...]
     measured: Measured
@@ -40,19 +40,19 @@ class ComparedTensors:
     """Tensors of one kind at one moment."""
 
     joined: Mapping[str, JoinedTensor]
-    """What the layout has."""
+    """The tensors of the layout's run."""
     reference: Mapping[str, Tensor]
     measured: Mapping[str, Measured]
-    """Those that both have, in the order of the forward."""
+    """The measures of tensors that both runs have, in the order of the forward."""
 
     @property
     def differing(self) -> list[str]:
-        """In the order in which backward reaches them."""
+        """Names of the tensors that differ, in the order in which backward reaches them."""
         return [name for name, found in self.measured.items() if found.differs][::-1]
 
 
 class Comparison:
-    """What is compared, made when it is first asked for."""
+    """The comparison of two runs. Each part is made when it is first asked for."""
 
     def __init__(self, observation: Observation) -> None:
         self.observation = observation
@@ -64,11 +64,11 @@ class Comparison:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Ranks along each axis."""
+        """Number of ranks along each axis."""
         return {axis: 1 + max(rank.coordinates[axis] for rank in self.ranks) for axis in ("tp", "dp", "pp")}
 
     def facts(self, index: int) -> Facts:
-        """The numbers of a step from which wrong factors are made."""
+        """The numbers of a step that a wrong factor may be made of."""
         config, sizes = self.observation.config, self.sizes
         precision = config.precision
         microbatches = self.ranks[0].steps[index].num_microbatches
@@ -85,25 +85,25 @@ class Comparison:
         )
 
     def initial(self) -> ComparedTensors:
-        """The values that the layout initialises, and one process."""
+        """The initial values of the layout, and those of one process."""
         return self._compare("initial", 0, lambda rank: rank.initial, self.observation.initial)
 
     def start(self) -> ComparedTensors:
-        """The values before the first step, and those that were given."""
+        """The values before the first step, and the start weights that were given."""
         return self._compare("start", 0, lambda rank: rank.start, self.observation.start)
 
     def gradients(self, index: int) -> ComparedTensors:
-        """As the optimizer gets them in the step of this index."""
+        """The gradients that the optimizer gets in the step of this index."""
         return self._compare("gradient", index, lambda rank: rank.steps[index].gradients, self.plain.steps[index].gradients)
 
     def weights(self, index: int) -> ComparedTensors:
-        """What the optimizer holds after the step."""
+        """The weights that the optimizer holds after the step."""
         return self._compare(
             "weight", index, lambda rank: rank.steps[index].mains, self.plain.steps[index].weights, self._slack(index)
         )
 
     def parameters(self, index: int) -> ComparedTensors:
-        """What the next forward will use, of ranks that hold parameters whole."""
+        """The parameters that the next forward will use, on ranks that hold parameters whole."""
         return self._compare(
             "parameter", index, lambda rank: rank.steps[index].parameters, self.plain.steps[index].weights, self._slack(index)
         )
@@ -123,11 +123,11 @@ class Comparison:
         group: str = "",
         ranks: Sequence[int] = (),
     ) -> ProofFinding:
-        """What differs in the step of this index, or before the first.
+        """A difference in the step of this index, or before the first.
 
         Args:
             where: names of parameters or activations, the first of which is the place; or the place in words.
-            far: the difference, in parts of the reference.
+            far: the difference, as a share of the reference.
         """
         step = 0 if index is None else self.plain.steps[index].iteration
         if isinstance(where, str):
@@ -136,22 +136,22 @@ class Comparison:
         return ProofFinding(kind, step, self.place(where[0]), text, far, tuple(where), stages, group, tuple(ranks))
 
     def activations(self) -> dict[str, JoinedTensor]:
-        """What the modules gave in the first step."""
+        """The outputs of modules in the first step."""
         return join(self.ranks, lambda rank: rank.activations)
 
     def place(self, name: str) -> str:
-        """A parameter or module with its layer and stage."""
+        """A parameter or module, with its layer and stage."""
         return place_words(name, self.table, stages=self.stages(name))
 
     def stages(self, name: str) -> tuple[int, ...]:
-        """The pipeline stages whose ranks hold a parameter; of a module, those that the layer table tells."""
+        """The pipeline stages whose ranks hold a parameter; for a module, those of the layer table."""
         held = self.start().joined.get(name)
         if held is not None:
             return tuple(sorted({each.coordinates["pp"] for each in held.held}))
         return tuple(stages_of(name, self.table))
 
     def rows(self) -> list[ComparisonRow]:
-        """Every gradient and weight of every step, the worst first; but those of the first step in which any differs before all
+        """Every gradient and weight of every step, the worst first. Those of the first step in which any differs come before all
         others, which are their consequences."""
         found = [
             ComparisonRow(self.plain.steps[index].iteration, what, name, self.stages(name), measured)
@@ -163,7 +163,7 @@ class Comparison:
         return sorted(found, key=lambda row: (row.step == first, row.measured.excess), reverse=True)
 
     def numbers(self) -> list[tuple[int, str, float]]:
-        """Step, what, and relative difference of every loss, gradient norm and evaluation."""
+        """(step, name, relative difference) of every loss, gradient norm and evaluation."""
         found = []
         for index in range(self.num_steps):
             mine, plain = self.steps(index)
@@ -175,8 +175,9 @@ class Comparison:
         return found
 
     def _slack(self, index: int) -> dict[str, float]:
-        """How far weights may be apart because Adam divides rounding by little: the true gradient of some elements is zero (of a
-        key bias without rotary positions), what is computed is not, and the update is that over no less than its epsilon."""
+        """How far weights may be apart because Adam divides rounding errors by little. The true gradient of some elements is zero
+        (of a key bias without rotary positions). The computed one is not, and the update is its quotient by no less than Adam's
+        epsilon."""
         optimizer = self.observation.config.optimizer
         slack = dict.fromkeys(self.plain.steps[index].gradients, 0.0)
         if optimizer.optimizer == "adam":
@@ -208,16 +209,16 @@ class Comparison:
 
 
 def _worst_of(joined: JoinedTensor, wanted: Tensor, global_norm: float, slack: float) -> Measured:
-    """The tensor as the worst of its holders has it: where replicas differ, one may be right and another not."""
+    """The measure of the holder whose values are worst: where replicas differ, one may be right and another not."""
     found = [measure(tensor, wanted, global_norm=global_norm, slack=slack) for tensor in joined.versions()]
     return max(found, key=lambda each: each.excess)
 
 
 class FindingKind(StrEnum):
-    """What differs, in the order in which one is the cause of the next."""
+    """Kinds of difference, in the order in which one is the cause of the next."""
 
     PARAMETERS = "parameters"
-    """Some are missing, unknown, of another shape."""
+    """Parameters are missing, unknown, or of another shape."""
     START = "start weights"
     INITIAL = "initial weights"
     FORWARD = "forward"
@@ -233,26 +234,26 @@ class FindingKind(StrEnum):
 
 @dataclass(frozen=True)
 class ProofFinding:
-    """One thing that differs."""
+    """One difference."""
 
     kind: FindingKind
     step: int
-    """Counted from 1; 0 is before the first."""
+    """The step, counted from 1; 0 is before the first."""
     place: str
-    """Parameter or module, with layer and stage."""
+    """The parameter or module, with layer and stage."""
     text: str
     """What is wrong there and what it means, in plain words."""
     relative: float
-    """The difference, in parts of the reference."""
+    """The difference, as a share of the reference."""
     names: tuple[str, ...] = ()
-    """Parameters or activations that it is true of, the place's own first."""
+    """Parameters or activations that have this difference, the place's own first."""
     stages: tuple[int, ...] = ()
     group: str = ""
-    """The ranks along which it shows (tensor, data, pipeline), if it does along some."""
+    """The ranks (tensor, data, pipeline) along which values differ, if they do."""
     ranks: tuple[int, ...] = ()
-    """Ranks on which it shows, if not on all."""
+    """Ranks on which it is seen, if not on all."""
 
     def line(self) -> str:
-        """In one line."""
+        """The difference in one line."""
         when = f"step {self.step}" if self.step else "before step 1"
         return f"{self.kind} of {self.place}, {when}: {self.text}"

@@ -1,7 +1,8 @@
-"""Whether a run at a layout is that of one process and, where it is not, what the cause is. Functions of what was observed alone.
+"""Whether a run at a layout equals that of one process and, if not, what the cause is. Pure functions of what was observed.
 
-One difference makes others: a wrong activation makes a wrong loss, that wrong gradients, those wrong weights, and all of the steps
-that follow. So things are looked at in the order in which one is the cause of the next, and the first that differs is what is told.
+One difference makes others: a wrong activation makes a wrong loss, that wrong gradients, those wrong weights, and these make all
+the
+following steps wrong. So things are compared in the order in which one causes the next, and the first that differs is reported.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from megatron.verification.wording import TOLERANCE, layer_of, listing, place_wo
 
 @dataclass(frozen=True)
 class Worst:
-    """The relative difference that is largest, measured by what is allowed."""
+    """The largest relative difference, measured by what is allowed."""
 
     relative: float
     allowed: float
     what: str
-    """What it is the difference of: `loss of step 2`, `gradient of layers.0.mlp.up.weight in step 1`."""
+    """The quantity that differs: `loss of step 2`, `gradient of layers.0.mlp.up.weight in step 1`."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the comparison of two runs gives."""
+    """The result of comparing two runs."""
 
     findings: tuple[ProofFinding, ...]
-    """In the order of cause: the first is what to look at."""
+    """Differences in the order of cause: the first is the one to look at."""
     worst: Worst
     rows: tuple[ComparisonRow, ...]
     """Every gradient and weight of every step, the worst first."""
@@ -68,7 +69,7 @@ def diagnose(observation: Observation) -> Diagnosis:
 
 
 def _step_findings(runs: Comparison) -> list[ProofFinding]:
-    """What differs in the first step in which anything does, and in the evaluations until then."""
+    """Differences in the first step that has any, and in the evaluations until then."""
     found: list[ProofFinding] = []
     agreed = 0
     for index in range(runs.num_steps):
@@ -93,7 +94,7 @@ def _step_findings(runs: Comparison) -> list[ProofFinding]:
 
 
 def _worst(runs: Comparison, rows: list[ComparisonRow]) -> Worst:
-    """Over numbers and tensors, measured by what is allowed."""
+    """The largest difference over numbers and tensors, measured by what is allowed."""
     told = [
         Worst(far, TOLERANCE, f"{what} {'of step ' + str(step) if step else 'before step 1'}") for step, what, far in runs.numbers()
     ]
@@ -103,7 +104,7 @@ def _worst(runs: Comparison, rows: list[ComparisonRow]) -> Worst:
 
 
 def start_findings(runs: Comparison) -> Iterator[ProofFinding]:
-    """What is wrong before anything is computed."""
+    """Differences before anything is computed."""
     start = runs.observation.start
     yield from layer_findings(runs.table, runs.observation.config.model.num_layers, start)
     yield from _parameters(runs)
@@ -119,10 +120,10 @@ def start_findings(runs: Comparison) -> Iterator[ProofFinding]:
 
 
 def layer_findings(table: Sequence[Chunk], num_layers: int, parameters: Iterable[str] = ()) -> Iterator[ProofFinding]:
-    """Whether the table gives each layer to one chunk, in order.
+    """Check that the table gives each layer to one chunk, in order.
 
     Args:
-        parameters: names of the model's.
+        parameters: names of the model's parameters.
     """
 
     def finding(names: Sequence[str], text: str) -> ProofFinding:
@@ -146,11 +147,11 @@ def layer_findings(table: Sequence[Chunk], num_layers: int, parameters: Iterable
 
 
 def _parameters(runs: Comparison) -> Iterator[ProofFinding]:
-    """Each is held, whole, and no other is."""
+    """Check that each parameter is held whole, and no other is."""
     held, wanted = runs.start().joined, runs.observation.start
     for name, tensor in wanted.items():
         if layer_of(name) is not None and not stages_of(name, runs.table):
-            continue  # told of the whole layer
+            continue  # a finding about the whole layer says it already
         text, shape = "", tuple(tensor.shape)
         if name not in held:
             text = "no rank holds it"
@@ -167,7 +168,7 @@ def _parameters(runs: Comparison) -> Iterator[ProofFinding]:
 
 
 def _values(runs: Comparison, kind: FindingKind, compared: ComparedTensors, text: str) -> Iterator[ProofFinding]:
-    """One finding for all that differ, named after the first in the order of the forward."""
+    """One finding for all tensors that differ, named after the first in the order of the forward."""
     if differing := compared.differing[::-1]:
         worst = max(compared.measured[name].relative for name in differing)
         yield runs.finding(kind, None, differing, f"{text} ({compared.measured[differing[0]].words()})", worst)

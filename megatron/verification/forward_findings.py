@@ -1,4 +1,4 @@
-"""The forward of the first step: the first module that gives something else, then the loss and the count of tokens."""
+"""The forward of the first step: the first module with another output, then the loss and the count of tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARTS = {"embedding": "what the embedding gives", "attention": "what the attent
 
 
 def forward_findings(runs: Comparison) -> Iterator[ProofFinding]:
-    """The first module, in the order of the forward, that is not computed once or gives something else."""
+    """The first module, in the order of the forward, that is not computed once or has another output."""
     seen = runs.activations()
     for name in forward_order(runs.observation.config.model.num_layers):
         if (whole := runs.plain.activations.get(name)) is not None:
@@ -28,7 +28,7 @@ def forward_findings(runs: Comparison) -> Iterator[ProofFinding]:
 
 
 def loss_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
-    """The count of tokens, the sum of the loss, and their quotient in the step of this index."""
+    """Differences in the count of tokens, the sum of the loss and their quotient, in the step of this index."""
     mine, plain = runs.steps(index)
     facts = runs.facts(index)
     batch = "the global batch"
@@ -67,12 +67,12 @@ def loss_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
 
 
 def differ(found: float, wanted: float) -> bool:
-    """Whether two numbers are apart by more than rounding."""
+    """Whether two numbers differ by more than rounding."""
     return not abs(found - wanted) <= TOLERANCE * abs(wanted)
 
 
 def _wrong_times(runs: Comparison, joined: JoinedTensor) -> ProofFinding | None:
-    """Each data rank computes each of its microbatches once, on each rank of one tensor group."""
+    """Check that each data rank computes each of its microbatches once, on each rank of one tensor group."""
     times = Counter(_microbatch(runs, each) for each in joined.held if each.coordinates["tp"] == 0)
     wrong = [place for place in runs.plain.microbatches if times[place] != 1]
     if not wrong:
@@ -112,12 +112,12 @@ def _wrong_values(runs: Comparison, joined: JoinedTensor, whole: Tensor) -> Proo
 
 
 def _microbatch(runs: Comparison, held: HeldPart) -> tuple[int, int]:
-    """Its data rank and number."""
+    """Data rank and index of the microbatch of a part."""
     return runs.plain.microbatches[held.part.offsets[0] // runs.observation.config.training.micro_batch_size]
 
 
 def _sum_words(wrong: JoinedTensor, whole: Tensor) -> list[str]:
-    """Tensor ranks hold parts whose sum is what each should hold, or is that but for one vector that is added to all tokens."""
+    """Words if the tensor ranks' parts add up to what each should hold, or do so but for one vector that is added to all tokens."""
     if not wrong.ranks_apart():
         return []
     with_bias = False
@@ -139,7 +139,7 @@ def _factor_words(runs: Comparison, wrong: Sequence[HeldPart], whole: Tensor) ->
 
 
 def _position_words(name: str, wrong: Sequence[HeldPart], whole: Tensor) -> list[str]:
-    """Which tokens of the samples differ. The first attends to itself alone, so queries and keys do not matter to it."""
+    """Words on which tokens of the samples differ. The first token attends to itself alone, so queries and keys do not matter."""
     places: set[int] = set()
     looked: set[int] = set()
     for each in wrong:
@@ -160,7 +160,7 @@ def _position_words(name: str, wrong: Sequence[HeldPart], whole: Tensor) -> list
 
 
 def _share_words(runs: Comparison, held: Sequence[HeldPart], wrong: Sequence[HeldPart]) -> list[str]:
-    """On which ranks and for which microbatches, where not on all."""
+    """Words on the ranks and microbatches that differ, if not all do."""
     notes = []
     for place, of in (
         ("on tensor rank", lambda each: each.coordinates["tp"]),

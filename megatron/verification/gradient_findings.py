@@ -1,4 +1,4 @@
-"""Gradients of one step: which is the first in the order of backward that differs, and what kind of mistake gives just that."""
+"""Gradients of one step: the first that differs, in the order of backward, and the kind of mistake that makes this difference."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatron.verification.wording import listing, ratio_group, ratio_words
 
 LISTED = 6
 _EXPLAINED = 1e-7
-"""What may be left of a gradient, relative, when it is explained."""
+"""A gradient is explained if at most this share of it is left."""
 _WHOLE = 1e-5
-"""How near a coefficient is to a whole number that it is."""
+"""A coefficient this near to a whole number counts as that number."""
 
 MicrobatchPlace = tuple[int, int]
-"""Data rank, and place among its microbatches."""
+"""(data rank, index among its microbatches)."""
 
 
 @dataclass(frozen=True)
 class GradientCause:
-    """What is wrong with one gradient."""
+    """The cause of one wrong gradient."""
 
     text: str
     group: str = ""
@@ -32,7 +32,7 @@ class GradientCause:
 
 
 def gradient_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
-    """What differs in the step of this index. Parameters with the same cause are told together, in the order of backward."""
+    """Differences in the step of this index. Parameters with the same cause share a finding, in the order of backward."""
     compared = runs.gradients(index)
     together: dict[tuple[str, str], list[str]] = {}
     causes = {name: _cause(runs, index, compared, name) for name in compared.differing}
@@ -48,7 +48,7 @@ def gradient_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
 
 
 def likewise(names: Sequence[str], most: int) -> str:
-    """The names after the first, so many of them."""
+    """The names after the first, at most this many, in words."""
     told = ", ".join(names[1:most])
     return (f"; likewise {told}" if told else "") + (f" and {len(names) - most} others" if len(names) > most else "")
 
@@ -73,7 +73,7 @@ def _cause(runs: Comparison, index: int, compared: ComparedTensors, name: str) -
 
 
 def _missing_sum(apart: list[ReplicaSet], wanted: Tensor) -> GradientCause | None:
-    """Replicas along one axis hold parts whose sum is what each should hold."""
+    """A sum is missing: replicas along one axis hold parts whose sum is what each should hold."""
     for axis, group in GROUP_WORDS.items():
         along = [replicas for replicas in apart if replicas.axis == axis]
         if not along or not all(near(replicas.sum(), cut(wanted, replicas.held[0].part)) for replicas in along):
@@ -89,7 +89,7 @@ def _missing_sum(apart: list[ReplicaSet], wanted: Tensor) -> GradientCause | Non
 
 
 def _factor(runs: Comparison, index: int, joined: JoinedTensor, wanted: Tensor) -> GradientCause | None:
-    """All of it is the reference times one number."""
+    """The whole gradient is the reference times one number."""
     ratio = constant_ratio(joined.tensor, wanted)
     if ratio is None or not all(each.near(ratio * wanted) for each in joined.held):
         return None
@@ -100,7 +100,7 @@ def _factor(runs: Comparison, index: int, joined: JoinedTensor, wanted: Tensor) 
 
 
 def _microbatches(runs: Comparison, index: int, joined: JoinedTensor) -> GradientCause | None:
-    """It is made of the microbatches' contributions, but not of each of them once."""
+    """The gradient is made of the microbatches' contributions, but does not have each of them once."""
     if index or joined.name not in runs.plain.contributions:
         return None
     contributions, places = runs.plain.contributions[joined.name], runs.plain.microbatches
@@ -151,10 +151,10 @@ def explain(found: Tensor, contributions: Mapping[MicrobatchPlace, Tensor]) -> d
 
 
 def mixture_words(coefficients: Mapping[MicrobatchPlace, float], tokens: Mapping[MicrobatchPlace, float]) -> str:
-    """What is wrong with the coefficients; empty where each microbatch counts once.
+    """What is wrong with the coefficients in words; empty if each microbatch counts once.
 
     Args:
-        tokens: how many count in each microbatch.
+        tokens: how many tokens of each microbatch count.
     """
     wrong = {place: value for place, value in coefficients.items() if abs(value - 1) >= _WHOLE}
     if not wrong:
@@ -188,7 +188,7 @@ def _names(places: list[MicrobatchPlace]) -> str:
 
 
 def _left_over(runs: Comparison, index: int, compared: ComparedTensors, name: str) -> GradientCause | None:
-    """What is too much is a part of the gradient of the step before."""
+    """The excess is a multiple of the gradient of the step before."""
     if not index:
         return None
     more, before = compared.joined[name].tensor - compared.reference[name], runs.gradients(index - 1).joined[name].tensor
@@ -202,12 +202,12 @@ def _left_over(runs: Comparison, index: int, compared: ComparedTensors, name: st
 
 
 def _some_ranks(joined: JoinedTensor, wanted: Tensor, apart: list[ReplicaSet]) -> GradientCause | None:
-    """Some ranks hold what is right."""
+    """Some ranks hold the right gradient."""
     wrong = [each for each in joined.held if not each.near(wanted)]
     ranks = tuple(sorted({each.rank for each in wrong}))
     groups = " and ".join(dict.fromkeys(replicas.group for replicas in apart))
     differ = f"the {groups} ranks hold different values for the same elements" if apart else ""
-    if not wrong or len(ranks) == len({each.rank for each in joined.held}):  # by little, or on all
+    if not wrong or len(ranks) == len({each.rank for each in joined.held}):  # a small difference, or one on all ranks
         return GradientCause(differ, groups, apart[0].ranks) if wrong and apart else None
     text = f"wrong on rank {listing(ranks)} alone"
     for axis in ("tp", "dp", "pp"):

@@ -1,4 +1,4 @@
-"""With which settings a difference comes and goes: runs with less of the layout, as far as the time allows."""
+"""Finds the settings with which a difference comes and goes: it runs parts of the layout, as far as the time allows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.verification.observation import Observation
 from megatron.verification.small_layout import without_split
 
 Prove = Callable[..., Observation]
-"""Observes a run of settings with a number of ranks; with `dropout=False` the model has no probabilities of it."""
+"""Observes a run of settings with a number of ranks; with `dropout=False` the model's probabilities of dropout are 0."""
 
 _ONE_TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
 _UNSHARDED: dict[str, Any] = {
@@ -42,7 +42,7 @@ _LEFT_OUT: dict[str, tuple[str, dict[str, Any]]] = {
     "--optimizer-cpu-offload": ("optimizer", {"optimizer_cpu_offload": False}),
     "the tied embedding (--untie-embeddings-and-output-weights)": ("model", {"untie_embeddings_and_output_weights": True}),
 }
-"""What can be left out alone: in words, the topic of the settings, and what they then are."""
+"""What can be left out by itself: (words, topic of the settings, their values without it)."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Variant:
     """Settings to run in place of those that differ."""
 
     words: str
-    """What is kept alone, or left out."""
+    """What is kept, or left out, in words."""
     config: Config
     world_size: int
     dropout: bool = True
 
 
 def isolate(config: Config, world_size: int, prove: Prove, *, seconds: float) -> list[str]:
-    """A line for each run with less of the layout: whether the difference is still there. What tells most comes first.
+    """A line for each run with less of the layout: whether the difference is still there. The most informative runs come first.
 
     Args:
         config: settings that differ from one process, or fail.
-        seconds: no further run is begun after so long.
+        seconds: no further run is begun after this time.
     """
     started = time.monotonic()
     bad, good = "stays without", "goes away without"
@@ -87,13 +87,13 @@ def isolate(config: Config, world_size: int, prove: Prove, *, seconds: float) ->
 
 
 def one_process(config: Config, world_size: int) -> Variant | None:
-    """All in one process: where this differs too, it is not the layout. None if the settings are that already, or cannot be."""
+    """The settings in one process. If these differ too, the layout is not the cause. None if they are so already, or cannot be."""
     fixed = _with_batch(config, world_size)
     return _variant("one rank", fixed, _one_stage(_with(fixed, "parallel", _ONE_TENSOR | _UNSHARDED)), 1)
 
 
 def axes_alone(config: Config, world_size: int) -> Iterator[Variant]:
-    """Each axis by itself, where there are several."""
+    """Each axis by itself, if there are several."""
     parallel, fixed = config.parallel, _with_batch(config, world_size)
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     axes = {
@@ -117,7 +117,7 @@ def axes_alone(config: Config, world_size: int) -> Iterator[Variant]:
 
 
 def without_each(config: Config, world_size: int) -> Iterator[Variant]:
-    """The layout as it is, with one thing left out at a time."""
+    """The whole layout with one thing left out at a time."""
     parallel, fixed = config.parallel, _with_batch(config, world_size)
     yield Variant("dropout", config, world_size, dropout=False)
     changed = {words.format(parallel=parallel): _with(fixed, topic, fields) for words, (topic, fields) in _LEFT_OUT.items()}
@@ -132,7 +132,7 @@ def without_each(config: Config, world_size: int) -> Iterator[Variant]:
 
 
 def _outcome(variant: Variant, prove: Prove) -> str:
-    """What differs, in a few words; empty if all is equal."""
+    """The result of a run in a few words; empty if all is equal."""
     try:
         found = diagnose(prove(variant.config, variant.world_size, dropout=variant.dropout))
     except RanksError:
@@ -147,7 +147,7 @@ def _one_microbatch(config: Config, world_size: int) -> int:
 
 
 def _with_batch(config: Config, world_size: int) -> Config:
-    """With the global batch in numbers, so that it stays when the data size changes."""
+    """The settings with the global batch given as a number, so that it stays when the data size changes."""
     full = config.training.global_batch_size or _one_microbatch(config, world_size)
     return _with(config, "training", {"global_batch_size": full})
 
@@ -162,5 +162,5 @@ def _with(config: Config, topic: str, fields: dict[str, Any]) -> Config:
 
 
 def _variant(words: str, base: Config, config: Config, world_size: int) -> Variant | None:
-    """None where that changes nothing of the settings that differ (`base`), or is not valid."""
+    """None if this changes nothing of the settings that differ (`base`), or is not valid."""
     return None if config == base or violations(config, world_size) else Variant(words, config, world_size)

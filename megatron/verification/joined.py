@@ -1,4 +1,4 @@
-"""Tensors made of the parts of all ranks: whether ranks that hold the same part agree, and how far it all is from the reference."""
+"""Tensors joined from the parts of all ranks: whether ranks that hold the same part agree, and how far it is from the reference."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron.verification.observation import RankObservation, TensorPart
 from megatron.verification.wording import NEGLIGIBLE, ROUNDING, TOLERANCE, relative, relative_words, short
 
 GROUP_WORDS = {"tp": "tensor", "dp": "data", "pp": "pipeline", "cp": "context"}
-"""What the ranks along an axis are called together."""
+"""The field's names for the ranks along an axis."""
 
 
 @dataclass(frozen=True)
 class HeldPart:
-    """A part and who holds it."""
+    """A part of a tensor, and the rank that holds it."""
 
     rank: int
     coordinates: Mapping[str, int]
@@ -27,11 +27,11 @@ class HeldPart:
 
     @property
     def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offsets and sizes."""
+        """(offsets, sizes) of its box."""
         return self.part.offsets, tuple(self.part.values.shape)
 
     def near(self, whole: Tensor) -> bool:
-        """Whether it is that part of a whole tensor."""
+        """Whether it equals that part of a whole tensor, but for rounding."""
         return near(self.part.values, cut(whole, self.part))
 
 
@@ -52,17 +52,17 @@ class ReplicaSet:
         return all(torch.equal(each.part.values, self.held[0].part.values) for each in self.held)
 
     def apart(self) -> float:
-        """The largest difference from the first, in parts of its norm."""
+        """The largest difference from the first, as a share of its norm."""
         first = self.held[0].part.values
         return max(relative(norm(each.part.values - first), norm(first)) for each in self.held)
 
     @property
     def group(self) -> str:
-        """What they are called together."""
+        """The field's name for these ranks."""
         return GROUP_WORDS[self.axis]
 
     def sum(self) -> Tensor:
-        """All of them together."""
+        """The sum of what they hold."""
         return torch.stack([each.part.values for each in self.held]).sum(dim=0)
 
 
@@ -75,21 +75,21 @@ class JoinedTensor:
 
     @cached_property
     def tensor(self) -> Tensor:
-        """The whole: where several ranks hold an element, the first of them counts; zero where none does (see `holes`)."""
+        """The whole tensor. If several ranks hold an element, the first counts; it is zero where none does (see `holes`)."""
         return self._filled[0]
 
     @property
     def holes(self) -> int:
-        """Elements that no rank holds."""
+        """Number of elements that no rank holds."""
         return self._filled[1]
 
     @property
     def shapes(self) -> set[tuple[int, ...]]:
-        """What the ranks take the whole tensor's shape for: one, if all is well."""
+        """The global shapes that ranks report: one, if all is well."""
         return {each.part.shape for each in self.held}
 
     def versions(self) -> Iterator[Tensor]:
-        """The whole tensor; and again for each holder whose part is not what the whole says, with its part."""
+        """The whole tensor; then, for each holder whose part differs from it, the tensor with that part."""
         yield self.tensor
         for each in self.held:
             if each.part.shape == tuple(self.tensor.shape) and not torch.equal(cut(self.tensor, each.part), each.part.values):
@@ -98,11 +98,11 @@ class JoinedTensor:
                 yield version
 
     def ranks_apart(self) -> list[ReplicaSet]:
-        """Ranks that hold the same part, axis by axis, where they do not agree on it."""
+        """Sets of ranks that hold the same part, axis by axis, but do not agree on it."""
         return [replicas for replicas in self.replicas() if not replicas.agree()]
 
     def replicas(self) -> Iterator[ReplicaSet]:
-        """Ranks that hold the same part, axis by axis."""
+        """Sets of ranks that hold the same part, axis by axis."""
         for axis in ("tp", "dp", "pp"):
             sets: dict[object, list[HeldPart]] = {}
             for each in self.held:
@@ -125,7 +125,7 @@ class JoinedTensor:
 
 
 def join(ranks: Sequence[RankObservation], parts_of: Callable[[RankObservation], Sequence[TensorPart]]) -> dict[str, JoinedTensor]:
-    """Every tensor of which some rank holds a part."""
+    """Every tensor of which some rank holds a part, by name."""
     found: dict[str, list[HeldPart]] = {}
     for rank in ranks:
         for part in parts_of(rank):
@@ -134,65 +134,65 @@ def join(ranks: Sequence[RankObservation], parts_of: Callable[[RankObservation],
 
 
 def where(part: TensorPart) -> tuple[slice, ...]:
-    """The box as an index of the whole tensor."""
+    """The box as an index into the whole tensor."""
     return tuple(slice(offset, offset + size) for offset, size in zip(part.offsets, part.values.shape, strict=True))
 
 
 def cut(whole: Tensor, part: TensorPart) -> Tensor:
-    """The box of a part, out of a whole tensor."""
+    """The box of a part, cut out of a whole tensor."""
     return whole[where(part)]
 
 
 def near(found: Tensor, wanted: Tensor) -> bool:
-    """Whether they are equal, with room for the rounding of a few more operations."""
+    """Whether two tensors are equal, with room for the rounding of a few more operations."""
     return norm(found - wanted) <= 1e3 * TOLERANCE * norm(wanted)
 
 
 _CONSTANT = 1e-6
-"""What is left of a tensor, relative, when a constant factor has been taken out, for the factor to be one."""
+"""A constant factor is found if at most this share of the tensor is left without it."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What lies between a tensor and its reference."""
+    """The difference of a tensor from its reference."""
 
     difference: float
     """Norm of the difference; infinite where the shapes are not the same."""
     size: float
     """Norm of the reference."""
     allowed: float
-    """The difference that is rounding."""
+    """The largest difference that rounding can explain."""
     scale: float
-    """What the difference is told in parts of: the reference's norm, a small part of the global norm where that is more, or all of
-    the global norm where the reference is negligible."""
+    """The unit of `relative`: the reference's norm, a small share of the global norm where that is more, or the whole global norm
+    where the reference is negligible."""
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     ratio: float | None = None
-    """What the reference is to be multiplied by, where that is all that differs."""
+    """The factor of the tensor over the reference, if nothing else differs."""
     rows: tuple[int, ...] = ()
-    """Rows that differ (indices of the first dimension), where not all do."""
+    """Rows that differ (indices of the first dimension), if not all do."""
 
     @property
     def differs(self) -> bool:
         """Whether the difference is more than rounding."""
-        return not self.difference <= self.allowed  # so written, NaN differs
+        return not self.difference <= self.allowed  # written so that NaN differs
 
     @property
     def relative(self) -> float:
-        """The difference in parts of the scale: infinite where that is zero, or where anything is not finite."""
+        """The difference as a share of the scale: infinite if that is zero, or if anything is not finite."""
         return relative(self.difference, self.scale)
 
     @property
     def relative_allowed(self) -> float:
-        """What of `relative` is rounding."""
+        """The share of the scale that rounding can explain."""
         return relative(self.allowed, self.scale)
 
     @property
     def excess(self) -> float:
-        """Times what is allowed."""
+        """The difference over what is allowed."""
         return self.difference / self.allowed if self.allowed and not math.isnan(self.difference) else math.inf
 
     def words(self) -> str:
-        """What there is to say."""
+        """The difference in words."""
         if self.shapes[0] != self.shapes[1]:
             return f"shape {list(self.shapes[0])}, reference {list(self.shapes[1])}"
         notes = [relative_words(self.difference, self.size)]
@@ -207,10 +207,10 @@ def measure(
     """Compare a tensor with its reference.
 
     Args:
-        global_norm: of all tensors of the kind together; its rounding is allowed, and what is negligible beside it is compared
+        global_norm: norm of all tensors of the kind together. Its rounding is allowed; what is negligible beside it is compared
             absolutely.
         tolerance: relative; with 0, rounding is not allowed either.
-        slack: allowed besides, absolute.
+        slack: allowed in addition, absolute.
     """
     shapes = tuple(actual.shape), tuple(reference.shape)
     a, b = actual.detach().double().cpu(), reference.detach().double().cpu()
@@ -237,8 +237,7 @@ def norm(tensor: Tensor) -> float:
 
 
 def constant_ratio(a: Tensor, b: Tensor) -> float | None:
-    """The number that b is to be multiplied by to give a, if there is one and it is not 1: the sign of a wrong scale, of a sum that
-    was forgotten or one made twice."""
+    """The factor of a over b, if there is one and it is not 1: the sign of a wrong scale, a missing sum, or one made twice."""
     if not a.isfinite().all() or not (square := b.square().sum().item()):
         return None
     ratio = (a * b).sum().item() / square
@@ -247,7 +246,7 @@ def constant_ratio(a: Tensor, b: Tensor) -> float | None:
 
 
 def differing_rows(a: Tensor, b: Tensor, allowed: float) -> tuple[int, ...]:
-    """Which rows differ, where not all do: the sign of a wrong slice."""
+    """Which rows differ, if not all do: the sign of a wrong slice."""
     if a.dim() == 0 or len(a) < 2:
         return ()
     rows = (a - b).flatten(1).norm(dim=1) if a.dim() > 1 else (a - b).abs()
@@ -256,7 +255,7 @@ def differing_rows(a: Tensor, b: Tensor, allowed: float) -> tuple[int, ...]:
 
 
 def rows_words(rows: tuple[int, ...]) -> str:
-    """`rows 4 to 7`, or how many from where on."""
+    """`rows 4 to 7`, or how many and from where."""
     if len(rows) > 1 and rows[-1] - rows[0] == len(rows) - 1:
         return f"rows {rows[0]} to {rows[-1]}"
     return f"{len(rows)} rows from {rows[0]} on"

@@ -1,9 +1,8 @@
-"""A network that delivers as late as it may: what was begun is in place when it is waited for, and not before.
+"""A network that delivers as late as it may: a result is in place once it is waited for, and not before.
 
-On local processes every collective is through before anybody looks, so a forgotten wait does no harm there: it does on a cluster.
-With late delivery it does here too, and always in the same way: who reads too early finds what was there before, and what is
-written while a reduction is under way is lost to it. What is sent must stay as it is until its sender has waited, and is noted if
-it does not.
+On local processes every collective ends before anybody looks. So a missing wait does no harm here, but it does on a cluster. With
+late delivery it does here too, always in the same way: code that reads too early finds the old content, and what it writes during a
+reduction is lost. What is sent must stay as it is until its sender has waited; it is recorded if it does not.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron.pipeline_parallel import p2p
 
 
 class LateWork:
-    """Communication under way, for `torch.distributed.Work`. The first `wait` delivers what has come."""
+    """Communication that has started, in place of `torch.distributed.Work`. The first `wait` delivers what has arrived."""
 
     def __init__(self, work: dist.Work | None, deliver: Callable[[], object]) -> None:
         assert work is not None, "this rank is not in the group"
@@ -28,7 +27,7 @@ class LateWork:
 
     @torch.no_grad()
     def wait(self) -> bool:
-        """Wait, and deliver."""
+        """Deliver the result, if that is not done."""
         self._work.wait()
         if not self._done:
             self._done = True
@@ -36,12 +35,12 @@ class LateWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether somebody has waited."""
+        """Whether `wait` was called."""
         return self._done
 
 
 class LateDist:
-    """torch.distributed, with the functions below in the place of its own."""
+    """torch.distributed, with some of its functions replaced by those below."""
 
     def __init__(self, notes: list[str]) -> None:
         self._notes = notes
@@ -51,20 +50,20 @@ class LateDist:
 
     @staticmethod
     def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *, group: Any, async_op: bool) -> LateWork:
-        """Sums what the tensor holds now. What is added to it meanwhile is lost, so that the sum tells."""
+        """Sum what the tensors hold now. What is added meanwhile is lost, which shows in the sum."""
         assert async_op
         moved = tensor.detach().clone()
         return LateWork(dist.all_reduce(moved, op, group=group, async_op=True), lambda: tensor.detach().copy_(moved))
 
     @staticmethod
     def irecv(tensor: torch.Tensor, source: int, *, group: Any) -> LateWork:
-        """The buffer holds zeros meanwhile."""
+        """Receive; the buffer holds zeros until it is waited for."""
         arrived = torch.empty_like(tensor)
         tensor.detach().zero_()
         return LateWork(dist.irecv(arrived, source, group=group), lambda: tensor.detach().copy_(arrived))
 
     def isend(self, tensor: torch.Tensor, destination: int, *, group: Any) -> LateWork:
-        """Sends what the tensor holds now."""
+        """Send what the tensor holds now."""
         moved = tensor.detach().clone()
         note = f"a message of shape {list(tensor.shape)} to rank {destination}"
         work = dist.isend(moved, destination, group=group)
@@ -73,11 +72,10 @@ class LateDist:
 
 @contextmanager
 def late_delivery() -> Iterator[list[str]]:
-    """All collectives and messages that the framework begins in this process are late; those of FSDP are torch's own, and stay as
-    they are.
+    """Make all collectives and messages of the framework in this process late. Those of FSDP are torch's own, and stay as they are.
 
     Yields:
-        what was written to while it was on its way, in words; it grows.
+        a list, which grows by what was written to while it was being sent, in words.
     """
     gather, scatter = collectives._all_gather, collectives._reduce_scatter
     notes: list[str] = []
@@ -95,7 +93,7 @@ def late_delivery() -> Iterator[list[str]]:
 
 
 def _late(what: str, begin: Callable[..., Any], notes: list[str]) -> Callable[..., LateWork]:
-    """A collective with an output apart from its input, or one of which the other is a part, made late."""
+    """The late form of a collective whose output is separate from its input, or a part of it, or contains it."""
 
     def begin_late(out: torch.Tensor, tensor: torch.Tensor, *, group: Any, async_op: bool) -> LateWork:
         assert async_op
@@ -116,6 +114,6 @@ def _late(what: str, begin: Callable[..., Any], notes: list[str]) -> Callable[..
 
 
 def _note_changes(sent: torch.Tensor, moved: torch.Tensor, note: str, notes: list[str]) -> None:
-    """Note what was sent if it is no longer, bit for bit, what it was."""
+    """Record what was sent if it has changed in any bit."""
     if not torch.equal(*(each.detach().contiguous().view(-1).view(torch.uint8) for each in (sent, moved))):
         notes.append(note)

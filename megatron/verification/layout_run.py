@@ -1,4 +1,4 @@
-"""A run at a layout as one of its ranks lives it: that of pretrain_gpt.py, but for samples, masks, start weights and dtype."""
+"""One rank's run at a layout. It is the run of pretrain_gpt.py, but for samples, masks, start weights and dtype."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from megatron.verification.recording import StepRecorder, parts_of_shards, set_w
 
 
 def observe_rank(rank: int, task: ProofTask) -> RankObservation:
-    """Train to the end of the run, evaluate before the first step and after each of the first, and tell what was seen. The group
-    exists.
+    """Train to the end of the run; evaluate before the first step and after each of the first ones; return what was observed. The
+    process group must exist.
 
-    Whatever the ranks send arrives only when it is waited for.
+    What ranks send arrives only when it is waited for.
     """
     with late_delivery() as overwritten:
         return _observe(rank, task, overwritten)
@@ -83,7 +83,7 @@ def _build_step(task: ProofTask, config: Config, context: ParallelContext) -> Tr
 
 
 class _Feed:
-    """The batches of this rank, with the masks that the rules of documents do not make."""
+    """The batches of this rank, with loss masks that do not come from the rules of documents."""
 
     def __init__(self, task: ProofTask, context: ParallelContext, plan: BatchSizePlan, step: TrainStep) -> None:
         self.task, self.plan, self.step = task, plan, step
@@ -113,7 +113,7 @@ class _Feed:
             consumed += self.plan.global_batch_size(consumed)
 
     def evaluate(self) -> float:
-        """Mean loss of the held-out batches."""
+        """Mean loss over the held-out batches."""
         size, count = self.plan.final_global_batch_size, EVALUATED_BATCHES
         batches = self.maker.evaluation(self.task.held_out if self.reads else None, global_batch_size=size, num_batches=count)
         own, step = self.data.index * self.micro_batch_size, self.data.size * self.micro_batch_size
@@ -132,7 +132,7 @@ class _Feed:
 
 
 def _loop(task: ProofTask, config: Config, context: ParallelContext, plan: BatchSizePlan, step: TrainStep, feed: _Feed) -> Loop:
-    """The training loop; it evaluates and saves nothing and is silent."""
+    """The training loop; it evaluates, saves and logs nothing."""
     timers = Timers(level=0)
     reporter = Reporter(
         config.logging,

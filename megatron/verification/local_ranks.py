@@ -1,6 +1,6 @@
-"""Run a function under several ranks on this machine.
+"""Runs a function under several ranks on this machine.
 
-`run_ranks` forks the ranks from this process, which has imported torch already: eight ranks are ready in a fraction of a second,
+`run_ranks` forks the ranks from this process, which has imported torch already. So eight ranks are ready in a fraction of a second,
 and the function may be a closure. Nothing outlives a call: ranks die with their parent, at the timeout and after a failure.
 `RankPool` keeps its ranks for the next call, which then costs no fork.
 """
@@ -35,14 +35,14 @@ import torch
 import torch.distributed as dist
 
 GRACE_S = 0.5
-"""After the first failure, time in which other ranks may still report failures of their own."""
+"""Seconds after the first failure in which other ranks may still report failures of their own."""
 
 _PR_SET_PDEATHSIG = 1
 _STACK_SIGNAL = signal.SIGUSR2
 
 
 class RanksError(RuntimeError):
-    """Ranks failed, died, or were not done in time (`timed_out`, and none failed)."""
+    """Ranks failed, died, or did not finish in time (`timed_out` if none failed)."""
 
     def __init__(self, message: str, *, timed_out: bool = False) -> None:
         super().__init__(message)
@@ -91,10 +91,10 @@ def run_ranks(
 
 
 class RankPool:
-    """Ranks that stay from call to call: a call costs neither forks nor a first step in a cold process.
+    """Ranks that stay from call to call, so that a call costs neither forks nor a first step in a cold process.
 
-    Each call forms a process group of its own. What else a rank keeps (caches, patched modules) stays with it: this is for
-    functions that change nothing but their own objects. After a failure the next call forks anew.
+    Each call forms a process group of its own. A rank keeps everything else (caches, patched modules), so a function must change
+    nothing but its own objects. After a failure the next call forks anew.
     """
 
     def __init__(self) -> None:
@@ -104,12 +104,12 @@ class RankPool:
         atexit.register(self.close)  # before multiprocessing waits for its processes
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """`run_ranks` of a function that can be pickled, as its arguments can.
+        """`run_ranks` for a function that can be pickled with its arguments.
 
-        Its module is one that was imported before the ranks were forked, or that they find on their path.
+        Its module must have been imported before the ranks were forked, or be on their path.
 
         Raises:
-            RanksError: as `run_ranks`.
+            RanksError: as in `run_ranks`.
         """
         self._calls += 1
         folder = Path(self._folder.name)
@@ -135,7 +135,7 @@ class RankPool:
 
 @dataclass(frozen=True)
 class _PickledCall:
-    """A function and its arguments, unpickled where they are called, so that a failure of that is reported as any other."""
+    """A function and its arguments. They are unpickled where they are called, so that an error in this is reported as any other."""
 
     job: bytes
 
@@ -183,7 +183,7 @@ def _fork(rank: int, folder: Path, jobs: Callable[[Connection], Iterable[_Job]])
 
 
 def _results(ranks: Sequence[_Rank], timeout: float, folder: Path) -> list[Any]:
-    """What the ranks report, in order of rank."""
+    """The results of the ranks, in order of rank."""
     _collect(ranks, timeout)
     failed = sorted((rank for rank in ranks if rank.failure), key=lambda rank: rank.finished_at)
     missing = [rank for rank in ranks if not rank.done]
@@ -202,11 +202,11 @@ def _end(ranks: Sequence[_Rank]) -> None:
 
 
 def _child(rank: int, parent: int, folder: Path, connection: Connection, jobs: Callable[[Connection], Iterable[_Job]]) -> NoReturn:
-    """Life of one rank. It stays until the parent kills it, so that no peer sees a closed connection before it is done."""
+    """The life of one rank. It stays until the parent kills it, so that no peer sees a closed connection before it is done."""
     try:
         os.setpgid(0, 0)  # what the rank starts is killed with it
         die_with(parent, signal.SIGKILL)
-        gc.freeze()  # what the parent made stays: to look through it would only copy its memory
+        gc.freeze()  # objects made by the parent stay: to collect them would only copy its memory
         with open(_stack_file(folder, rank), "w") as stacks:
             faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=True)
             for setup, call in jobs(connection):
@@ -251,7 +251,7 @@ def _outcome(rank: int, setup: _Setup, call: Callable[[int], Any]) -> bytes:
 
 
 def _collect(ranks: Sequence[_Rank], timeout: float) -> None:
-    """Wait until every rank has reported or died, the time is over, or a failure is older than the grace."""
+    """Wait until every rank has reported or died, the time is over, or a failure is older than the grace period."""
     deadline = time.monotonic() + timeout
     pending = list(ranks)
     while pending:
@@ -290,7 +290,7 @@ def _explain(failed: list[_Rank], missing: list[_Rank], timeout: float, folder: 
 
 
 def _stack(rank: _Rank, folder: Path) -> str:
-    """Where a rank is now, also when it is blocked outside Python."""
+    """The stack of a rank now, also when it is blocked outside Python."""
     path = _stack_file(folder, rank.rank)
     if not path.exists():  # the signal would end a rank that has not come so far
         return ""
@@ -309,7 +309,7 @@ def _stack_file(folder: Path, rank: int) -> Path:
 
 
 def _free_port() -> int:
-    """A port that nobody listens on, below the range from which the system serves outgoing connections."""
+    """A port that nobody listens on, below the range from which the system takes ports for outgoing connections."""
     while True:
         port = 20000 + secrets.randbelow(10000)
         with socket.socket() as probe, contextlib.suppress(OSError):

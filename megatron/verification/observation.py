@@ -1,4 +1,4 @@
-"""What is seen of a run at a layout and of the plain reference: data only, so that whoever compares needs neither.
+"""What is observed of a run at a layout and of the plain reference. It is data only, so a comparison needs neither.
 
 Names of parameters are the global ones of their records, values are float64. Shapes: `B` samples of a global batch, `s` sequence,
 `h` hidden size, `b` samples of a microbatch, `M` microbatches of a global batch over all data ranks.
@@ -19,33 +19,33 @@ from megatron.pipeline_parallel.partition import Chunk
 from megatron.verification.random_samples import RandomSamples
 
 EVALUATED_BATCHES = 2
-"""Held-out batches of an evaluation: of one alone, nobody sees how several are averaged or whether they are the same."""
+"""Held-out batches of an evaluation. With one, nobody would see how several are averaged or whether they are the same."""
 EVALUATED_STEPS = 4
-"""Steps at the start of a run that an evaluation follows: it costs as much as a step."""
+"""Number of steps at the start of a run with an evaluation after them; each costs as much as a step."""
 
 
 @dataclass(frozen=True)
 class ProofTask:
-    """What both runs are told."""
+    """The input of both runs."""
 
     config: Config
     vocab_size: int
     """Rows of the word embedding."""
     rules: DocumentRules
     start: dict[str, Tensor]
-    """Weights to begin with."""
+    """Weights to begin with, by global name."""
     samples: RandomSamples
     held_out: RandomSamples
-    """Samples to evaluate on: the first of them, as many as the held-out batches have."""
+    """Samples to evaluate on: the first ones, as many as the held-out batches have."""
     data_size: int
-    """Data ranks: with the micro-batch size they make the default batch, and number the microbatches."""
+    """Number of data ranks. With the microbatch size it gives the default batch, and the numbers of microbatches."""
     most_steps: int | None
-    """Iterations at most; None for the whole run."""
+    """The most iterations; None for the whole run."""
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A box of a named global tensor, as one rank holds it. Padding is left out."""
+    """A box of a named global tensor, as one rank holds it, without padding."""
 
     name: str
     offsets: tuple[int, ...]
@@ -55,7 +55,7 @@ class TensorPart:
     """The elements of the box."""
 
     def __reduce__(self) -> tuple[Callable[..., TensorPart], tuple[Any, ...]]:
-        """It travels as an array: a tensor takes longer to send to another process."""
+        """Pickle it as an array: a tensor takes longer to send to another process."""
         return _part, (self.name, self.offsets, self.shape, self.values.numpy())
 
 
@@ -69,7 +69,7 @@ class CountedSquare:
 
     name: str
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    """Offsets and sizes of the elements of the whole tensor that it counts."""
+    """(offsets, sizes) of the boxes of the whole tensor that it counts."""
     square: float
     """The sum of the squares of the unscaled gradient."""
 
@@ -79,52 +79,52 @@ class RankStep:
     """One training step as one rank saw it."""
 
     iteration: int
-    """Counted from 1; those that --iterations-to-skip leaves out make no step."""
+    """The iteration, counted from 1. Those that --iterations-to-skip leaves out have no step."""
     loss: float
-    """Global mean, as every rank reports it."""
+    """Global mean loss, as every rank reports it."""
     grad_norm: float
-    """Global, before clipping, as every rank reports it."""
+    """Global norm before clipping, as every rank reports it."""
     skipped: bool
-    """No update was made, because the gradient overflowed."""
+    """Whether the update was skipped because the gradient overflowed."""
     learning_rate: float
     weight_decay: float
     num_microbatches: int
-    """Microbatches of this rank's data rank."""
+    """Number of microbatches of this rank's data rank."""
     loss_sum: float
     """This rank's share of the sum of mask x loss over the global batch; 0 where another rank counts it."""
     token_count: float
-    """This rank's share of the sum of the mask, likewise."""
+    """This rank's share of the sum of the mask; 0 where another rank counts it."""
     gradients: list[TensorPart]
-    """Those of this rank's shards, as the optimizer got them: reduced, without the loss scale, not clipped. There are none of a
-    skipped step."""
+    """Gradients of this rank's shards, as the optimizer got them: reduced, without the loss scale, not clipped. A skipped step has
+    none."""
     counted_squares: list[CountedSquare]
     mains: list[TensorPart]
-    """This rank's shards after the update: what the optimizer holds."""
+    """Main parameters of this rank's shards after the update."""
     parameters: list[TensorPart]
-    """After the update, those that this rank holds whole (its tensor rank's part of them), as the next forward uses them. Under
-    --data-parallel-sharding-strategy optim_grads_params there are none: the shards are all that is held."""
+    """After the update, the parameters that this rank holds whole (its tensor rank's part of them), as the next forward uses them.
+    With --data-parallel-sharding-strategy optim_grads_params there are none: only shards are held."""
     overwritten: list[str]
-    """What was written to while it was on its way to other ranks."""
+    """Tensors that were written to while they were being sent to other ranks, in words."""
 
 
 @dataclass(frozen=True)
 class RankObservation:
-    """Everything that one rank saw."""
+    """Everything that was observed on one rank."""
 
     rank: int
     coordinates: dict[str, int]
-    """Place on the axes: tp, cp, dp, pp."""
+    """This rank's place on the axes tp, cp, dp and pp."""
     initial: list[TensorPart]
-    """Its shards' values as the layout initialises them."""
+    """Initial values of its shards, as the layout makes them."""
     start: list[TensorPart]
-    """Its shards' values before the first step: the start weights, which both runs were given."""
+    """Values of its shards before the first step: the start weights, which both runs were given."""
     steps: list[RankStep]
     evaluations: list[float]
     """Global mean losses over the held-out batches: before the first step, and after each of the first of `steps`."""
     activations: list[TensorPart]
-    """What modules gave in the first step, in the order in which they were computed: for each microbatch a part [b, positions, h]
-    of the [B, s, h] of the global batch. They are named `embedding`, and of layer 3 `layers.3.attention`, `layers.3.mlp` (both
-    before they are added to the residual stream) and `layers.3` (the residual stream behind it)."""
+    """Outputs of modules in the first step, in the order in which they were computed. Each microbatch gives a part [b, positions,
+    h] of the [B, s, h] of the global batch. They are named `embedding`, and for layer 3 `layers.3.attention`, `layers.3.mlp`
+    (both before they are added to the residual stream) and `layers.3` (the residual stream after the layer)."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class LayoutRun:
 
     layer_table: list[Chunk]
     ranks: list[RankObservation]
-    """In the order of their numbers."""
+    """One for each rank, in the order of ranks."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class PlainStep:
 
     iteration: int
     num_samples: int
-    """Samples of the global batch."""
+    """Number of samples in the global batch."""
     loss: float
     grad_norm: float
     learning_rate: float
@@ -150,9 +150,9 @@ class PlainStep:
     loss_sum: float
     token_count: float
     gradients: dict[str, Tensor]
-    """Before clipping."""
+    """Gradients by name, before clipping."""
     weights: dict[str, Tensor]
-    """After the update."""
+    """Weights by name, after the update."""
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,13 @@ class PlainRun:
 
     steps: list[PlainStep]
     evaluations: list[float]
-    """As those of `RankObservation`."""
+    """Mean losses as in `RankObservation`."""
     activations: dict[str, Tensor]
-    """What modules gave in the first step, by the same names, [B, s, h], in the order of the samples."""
+    """Outputs of modules in the first step, by the same names, [B, s, h], in the order of the samples."""
     microbatches: list[tuple[int, int]]
-    """(data rank, microbatch) of the first step, in the order of their samples: M of them."""
+    """(data rank, microbatch) of the M microbatches of the first step, in the order of their samples."""
     microbatch_tokens: list[float]
-    """The sum of the mask of each of them."""
+    """The sum of the loss mask of each of these."""
     contributions: dict[str, Tensor]
     """What each of `microbatches` adds to the gradient of every parameter in the first step: [M, ...shape]."""
 
@@ -177,7 +177,7 @@ class Observation:
     """Both runs of the same settings."""
 
     config: Config
-    """As they ran."""
+    """The settings as they ran."""
     world_size: int
     vocab_size: int
     layout: LayoutRun
@@ -187,4 +187,4 @@ class Observation:
     start: dict[str, Tensor]
     """Weights that both runs began with: random ones, in which no bias is zero and no norm one."""
     replaced: list[str] = field(default_factory=list)
-    """What of the settings was replaced because it cannot be proven in float64 or changes nothing on a CPU, a line each."""
+    """A line for each setting that was replaced, because it cannot be proved in float64 or changes nothing on a CPU."""

@@ -1,4 +1,4 @@
-"""The plain reference on a run's settings and samples: one process, one model, nothing of the framework but the settings."""
+"""Runs the plain reference on a run's settings and samples: one process, one model, nothing of the framework but the settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.verification.reference.training import Course, Growth, Rule, State
 
 
 def run_plain(task: ProofTask) -> PlainRun:
-    """Train, and evaluate before the first step and after each of the first."""
+    """Train; evaluate before the first step and after each of the first ones."""
     return _Reference(task).run()
 
 
@@ -65,7 +65,7 @@ class _Reference:
         return PlainRun(steps, evaluations, self.activations, microbatches, self.microbatch_tokens, self.contributions)
 
     def _batch_sizes(self) -> Iterator[int]:
-        """Samples of every step of the run."""
+        """Number of samples in each step of the run."""
         training, consumed, made = self.config.training, 0, 0
         while training.train_iters is None or made < training.train_iters:
             size = batch_size(consumed, self.full_batch, training.rampup_batch_size)
@@ -75,7 +75,7 @@ class _Reference:
             yield size
 
     def _samples_of(self, steps: int) -> int:
-        """Samples of so many steps from the start of the run on, which may be more than it makes."""
+        """Number of samples in the first `steps` steps, which may be more steps than the run makes."""
         ramp, consumed = self.config.training.rampup_batch_size, 0
         while steps and ramp is not None and consumed < ramp[2]:
             consumed, steps = consumed + batch_size(consumed, self.full_batch, ramp), steps - 1
@@ -87,14 +87,14 @@ class _Reference:
         return (loss_sum / tokens).item()
 
     def _gradients(self, first: int, size: int) -> tuple[float, float, dict[str, Tensor]]:
-        """Sum of the loss, tokens that count, and the gradient of their quotient."""
+        """(sum of the loss, tokens that count, gradient of their quotient) of a batch."""
         leaves = self._leaves()
         loss_sum, tokens = self._losses(leaves, _batch(self.task.samples, first, size))
         gradients = torch.autograd.grad(loss_sum / tokens, list(leaves.values()))
         return loss_sum.item(), tokens.item(), dict(zip(leaves, gradients, strict=True))
 
     def _first_gradients(self, first: int, size: int) -> tuple[float, float, dict[str, Tensor]]:
-        """The same, microbatch after microbatch, to see what each adds."""
+        """The same, microbatch after microbatch, to record what each adds."""
         leaves, micro = self._leaves(), self.config.training.micro_batch_size
         seen: dict[str, list[Tensor]] = {}
 
@@ -114,7 +114,7 @@ class _Reference:
         return {name: w.detach().requires_grad_() for name, w in self.state.weights.items()}
 
     def _losses(self, weights: Weights, batch: Batch, seen: Seen = by_nobody) -> tuple[Tensor, Tensor]:
-        """Sum of mask x loss, and of the mask."""
+        """(sum of mask x loss, sum of the mask)."""
         data = self.data
         rules = Rules(self.task.samples.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
         each, kept = losses_with_rules(self.shape, weights, batch, rules, seen)
@@ -127,7 +127,7 @@ def _batch(samples: RandomSamples, first: int, size: int) -> Batch:
 
 
 def reference_shape(model: ModelConfig, vocab_size: int) -> ReferenceShape:
-    """The model."""
+    """The reference model's shape for these settings."""
     return ReferenceShape(
         num_layers=model.num_layers,
         hidden=model.hidden_size,
@@ -154,17 +154,17 @@ def reference_shape(model: ModelConfig, vocab_size: int) -> ReferenceShape:
 
 
 def update_rule(optimizer: OptimizerConfig) -> Rule:
-    """The optimizer."""
+    """The reference's update rule for these settings."""
     betas = optimizer.adam_beta1, optimizer.adam_beta2
     return Rule(optimizer.optimizer, optimizer.clip_grad or None, betas, optimizer.adam_eps, optimizer.sgd_momentum)
 
 
 def learning_rate_course(config: Config, samples_of: Callable[[int], int], total_samples: int) -> Course:
-    """The learning rate.
+    """The learning rate over the run.
 
     Args:
-        samples_of: the first steps of the run, of which there may be more than it has.
-        total_samples: of the run.
+        samples_of: number of samples in the first n steps, which may be more steps than the run has.
+        total_samples: number of samples in the run.
     """
     settings = config.optimizer
     assert settings.lr is not None, "required"

@@ -26,12 +26,12 @@ from megatron.verification.random_samples import RandomSamples
 from megatron.verification.reference.shape import random_weights
 
 DROPOUT = 0.1
-"""Probability where the settings have none."""
+"""Probability of dropout where the settings have none."""
 _LOCAL: dict[str, Any] = {"device": "cpu", "distributed_backend": "gloo"}
-"""What the ranks run on, whatever devices there are."""
+"""What the ranks run on, whatever devices this machine has."""
 LEAST_EPS = 1e-6
-"""Least epsilon of Adam: the true gradient of some parameters is zero (a key bias without rotary positions), and Adam divides
-what rounding makes of it by no less than this."""
+"""The least epsilon of Adam. The true gradient of some parameters is zero (a key bias without rotary positions), and Adam divides
+the rounding error in its place by no less than this."""
 
 
 def prove(
@@ -41,13 +41,13 @@ def prove(
 
     Args:
         config: settings that are valid for `world_size` ranks, of a size that can be run here.
-        steps: iterations at most; by default the whole run.
-        seed: of samples and start weights.
-        dropout: leave the model its probabilities of dropout, or some where it has none: they must not act where it is off.
-        timeout: seconds until a run is given up.
+        steps: the most iterations; by default the whole run.
+        seed: seed of samples and start weights.
+        dropout: leave the model its probabilities of dropout, or add some where it has none: they must not act where it is off.
+        timeout: seconds after which a run is given up.
 
     Raises:
-        RanksError: a rank raised, died, or was not done in time.
+        RanksError: a rank raised, died, or did not finish in time.
         ValueError: the tokenizer of the settings cannot be made.
     """
     import_before_fork()
@@ -70,7 +70,7 @@ def prove(
 
 
 def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, list[str]]:
-    """The settings as both runs take them, and what was replaced."""
+    """The settings of both runs, and lines on what was replaced in them."""
     replaced = [
         "dtype: everything is float64. Not run: 16-bit storage, and main parameters apart from the weights with their copy back",
         "kernels: those of float64 on a CPU. Not run: fused updates, flash attention",
@@ -135,7 +135,7 @@ def vocabulary_of(data: DataConfig) -> int:
     """Rows of the word embedding: by --vocab-size, else by the tokenizer, whose files are then needed.
 
     Raises:
-        ValueError: neither is known, or a file is damaged; with what to give.
+        ValueError: neither is known, or a file is damaged. The message says which flag to give.
     """
     assert data.tokenizer_type is not None, "a rule asks for it"
     files = [name for name in tokenizer_settings(data.tokenizer_type) if name in TOKENIZER_FILES]
@@ -152,7 +152,7 @@ def vocabulary_of(data: DataConfig) -> int:
 
 
 def import_before_fork() -> None:
-    """Import what only some runs need, and only when they need it."""
+    """Import what only some runs need, so that forked ranks need not do it one by one."""
     import torch._dynamo  # noqa: F401  # fully_shard imports it
 
     import megatron.data_parallel.fsdp  # noqa: F401

@@ -1,4 +1,4 @@
-"""Random samples with ends of documents, and loss masks that differ much between microbatches. The same number gives the same."""
+"""Random samples with ends of documents, and loss masks that differ much between microbatches. They depend only on the seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from megatron.data.samples import SamplePiece
 
 _DOCUMENTS = 3
-"""In a sample, on average."""
+"""Number of documents in a sample, on average."""
 
 
 @dataclass
@@ -18,7 +18,7 @@ class RandomSamples:
     """Numbered samples (a `SampleSource`) and the mask of each. Any number can be asked for.
 
     Args:
-        seed: others give other samples.
+        seed: other seeds give other samples.
         seq_length: tokens in a sample.
         vocab_size: rows of the word embedding.
         eod: the end-of-document token.
@@ -38,25 +38,25 @@ class RandomSamples:
         return np.stack([self._tokens(number) for number in range(first, first + count)])
 
     def masks(self, first: int, count: int) -> NDArray[np.float32]:
-        """1 where the position counts in the loss, else 0, [count, s].
+        """Masks [count, s]: 1 where the position counts in the loss, else 0.
 
-        Microbatch after microbatch all tokens count, half of them, a single one, none (or a quarter). Each sample of which some
-        count has one among them whose input is no end of a document, so that other rules do not take the last away.
+        From one microbatch to the next, all tokens count, half of them, one, none (or a quarter). In each sample in which some
+        count, one of these has an input that is no end of a document, so that other rules do not take away the last one.
         """
         return np.stack([self._mask(number) for number in range(first, first + count)])
 
     def lineage(self, number: int) -> list[SamplePiece]:
-        """One piece a sample."""
+        """One piece for each sample."""
         return [SamplePiece("random", number, 0, self.seq_length + 1)]
 
     def describe(self, num_samples: int) -> list[str]:
-        """Says that they are random."""
+        """A line that says that they are random."""
         return [f"{num_samples} samples of random tokens"]
 
     def _tokens(self, number: int) -> NDArray[np.int64]:
         random = np.random.default_rng((self.seed, number))
         tokens = random.integers(self.vocab_size - 1, size=self.seq_length + 1)
-        tokens += tokens >= self.eod  # every other token, as likely as each other
+        tokens += tokens >= self.eod  # every other token, all equally likely
         ends = random.random(self.seq_length + 1) < min(0.5, _DOCUMENTS / self.seq_length)
         ends[0] = False
         tokens[ends] = self.eod

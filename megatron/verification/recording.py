@@ -1,4 +1,4 @@
-"""Sees what a training step does on a rank. It hangs hooks on the model and around the step; the framework knows nothing of it."""
+"""Records what a training step does on a rank, by hooks on the model and around the step. The framework knows nothing of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepRecorder:
 
     Args:
         look: called after each of the first steps, before anything else is done with the model.
-        overwritten: grows by what is written to while it is on its way.
+        overwritten: grows by what is written to while it is being sent.
     """
 
     step: TrainStep
@@ -76,8 +76,8 @@ class StepRecorder:
         return result
 
     def _pause_publishing(self) -> Callable[[], None]:
-        """Who looks at the parameters waits for those that are on their way. What is returned puts them back on it, so that the
-        next step has to wait by itself."""
+        """Wait for parameters that are on their way, so that they can be read. Returns a function that puts them back on their way,
+        so that the next step has to wait by itself."""
         if not self.step.overlaps_publishing:
             return lambda: None
         held = [entry.param.detach() for entry in self.step.model.params if not isinstance(entry.param, DTensor)]
@@ -91,7 +91,7 @@ class StepRecorder:
         return resume
 
     def _recorded_gradients(self, batch: Sequence[ModelInputs], **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if named.get("inspect") is not None:  # the step run once more, to be looked at by others
+        if named.get("inspect") is not None:  # the step run once more, for others to observe
             return self._sums(batch, **named)
         with nullcontext() if self.steps else self._watched(len(batch)):
             loss_sum, count = self._sums(batch, **named)
@@ -102,15 +102,15 @@ class StepRecorder:
         self._gradients = parts_of_shards(self.step, lambda shard: shard.grad.double() / result.loss_scale)
 
     def begin(self, op: Op) -> None:
-        """The executor begins an operation."""
+        """Called when the executor begins an operation."""
         self._microbatch = op.microbatch
 
     def end(self, op: Op) -> None:
-        """The executor has ended it."""
+        """Called when the executor has ended it."""
 
     @contextmanager
     def _watched(self, num_microbatches: int) -> Iterator[None]:
-        """Hooks on this rank's chunks for one step. An evaluation has other inputs, which are not looked at."""
+        """Set hooks on this rank's chunks for one step. An evaluation has other inputs and is not recorded."""
         self.step.executor.recorder = self
         hooks = [
             module.register_forward_hook(partial(self._keep, name, num_microbatches))
@@ -123,7 +123,7 @@ class StepRecorder:
             hook.remove()
 
     def _keep(self, name: str, num_microbatches: int, module: nn.Module, args: object, out: torch.Tensor) -> None:
-        """What a module gave, [s, b, h], or under sequence parallelism [s/n, b, h]."""
+        """Record the output of a module, [s, b, h], or under sequence parallelism [s/n, b, h]."""
         split = self.step.context.group("tp") if self.step.model.sequence_parallel else None
         positions, samples, hidden = out.shape
         values = out.detach().transpose(0, 1).cpu().to(torch.float64, copy=True).contiguous()
@@ -135,7 +135,7 @@ class StepRecorder:
 
 
 def _seen_modules(chunk: GPTChunk) -> dict[str, nn.Module]:
-    """Modules of a chunk by the names of activations."""
+    """The recorded modules of a chunk, by the names of their activations."""
     found: dict[str, nn.Module] = {} if chunk.embedding is None else {"embedding": chunk.embedding}
     for block in chunk.layers:
         assert isinstance(block, Block)
@@ -145,7 +145,7 @@ def _seen_modules(chunk: GPTChunk) -> dict[str, nn.Module]:
 
 
 def parts_of_shards(step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor]) -> list[TensorPart]:
-    """What this rank's shards have of something that has a number for each of their elements."""
+    """Parts of global tensors from this rank's shards; `tensor_of` gives a number for each element of a shard."""
     parts = []
     for shard in step.optimizer.shards:
         flat = tensor_of(shard).detach()
@@ -158,7 +158,7 @@ def parts_of_shards(step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor])
 
 def parts_of_parameters(step: TrainStep) -> list[TensorPart]:
     """The parameters that this rank holds whole (its tensor rank's part of them), as the next forward will use them."""
-    if step.overlaps_publishing:  # the next forward waits; else they are there
+    if step.overlaps_publishing:  # the next forward waits for them; otherwise they are there
         step.finish_publishing()
     parts = []
     for entry in step.model.params:
@@ -179,7 +179,7 @@ def counted_squares(step: TrainStep, scale: float) -> list[CountedSquare]:
 
 
 def set_weights(step: TrainStep, weights: Mapping[str, torch.Tensor]) -> None:
-    """Overwrite the mains of this rank's shards by their boxes of global weights, and publish them as a resume does."""
+    """Overwrite the main parameters of this rank's shards by their boxes of global weights, and publish them as a resume does."""
     for shard in step.optimizer.shards:
         assert weights[shard.record.name].shape == shard.record.shape, shard.record.name
         for placed in shard.boxes(step.context):
@@ -190,5 +190,5 @@ def set_weights(step: TrainStep, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def inside(box: Box) -> tuple[slice, ...]:
-    """The box as an index of the whole tensor."""
+    """The box as an index into the whole tensor."""
     return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))

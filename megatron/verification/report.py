@@ -1,4 +1,4 @@
-"""What a proof is told as: the verdict first, then where and what, then figures. As lines of text and as JSON."""
+"""The report of a proof, as lines of text and as JSON: the verdict first, then where and what, then figures."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from megatron.verification.diagnosis import Diagnosis
 from megatron.verification.wording import TOLERANCE, short
 
 WORST = 8
-"""Rows of the table."""
+"""Number of rows in the table."""
 WORST_OF_EQUAL = 3
 FURTHER = 6
-"""Findings that are told beside the first."""
+"""Number of findings that are shown beside the first."""
 TRACEBACK = 60
-"""Lines of an error."""
+"""Number of lines that are shown of an error."""
 WIDTH = 120
-"""Columns."""
+"""Width of the report in columns."""
 _ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit|Warning)\b")
 
 
 @dataclass(frozen=True)
 class Proof:
-    """One run that was compared, or that did not come to an end."""
+    """One run that was compared, or that failed."""
 
     title: str
-    """Its layout: `tensor 2 x pipeline 2 x data 2`."""
+    """Its layout, such as `tensor 2 x pipeline 2 x data 2`."""
     diagnosis: Diagnosis | None
     failure: str = ""
-    """Why there is nothing to compare."""
+    """The error, if there is nothing to compare."""
     seen: Sequence[ProofFinding] = ()
-    """What is wrong before anything runs; told where there is nothing to compare."""
+    """What is wrong before anything runs; shown if there is nothing to compare."""
     kept: Sequence[str] = ()
-    """What of the user's settings is as it was."""
+    """What stayed as in the user's settings."""
     changed: Sequence[str] = ()
     """What was made smaller or replaced."""
     alone: Sequence[str] = ()
-    """With which settings a difference comes and goes."""
+    """The settings with which a difference comes and goes."""
     seconds: float = 0.0
     trace: Sequence[str] = ()
-    """How it compares with a trace."""
+    """The comparison with a trace."""
     parts_from_trace: bool = False
-    """Whether it parts from the trace."""
+    """Whether it differs from the trace."""
 
     @property
     def equal(self) -> bool:
@@ -55,12 +55,12 @@ class Proof:
 
     @property
     def findings(self) -> Sequence[ProofFinding]:
-        """What differs, in the order of cause."""
+        """Differences in the order of cause."""
         return self.seen if self.diagnosis is None else self.diagnosis.findings
 
 
 def format_report(proofs: Sequence[Proof]) -> list[str]:
-    """Lines for somebody who is tired."""
+    """The report as text, easy to read for somebody who is tired."""
     lines = [_verdict(proofs)]
     kept, changed = (_common([getattr(proof, what) for proof in proofs]) for what in ("kept", "changed"))
     for proof in proofs:
@@ -76,7 +76,7 @@ def format_report(proofs: Sequence[Proof]) -> list[str]:
 
 
 def report_json(proofs: Sequence[Proof]) -> dict[str, Any]:
-    """The same for programs; numbers that are not finite are null."""
+    """The report for programs. Numbers that are not finite are null."""
     equal = all(proof.equal and not proof.parts_from_trace for proof in proofs)
     return {"equal": equal, "tolerance": TOLERANCE, "runs": [_proof_json(proof) for proof in proofs]}
 
@@ -100,7 +100,7 @@ def _verdict(proofs: Sequence[Proof]) -> str:
 
 
 def _error(failure: str) -> str:
-    """The line of the error of the rank that failed first; or who was not done."""
+    """The line with the error of the rank that failed first; or the ranks that did not finish."""
     lines = failure.strip().split("\n\n")[0].splitlines()
     return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
 
@@ -134,7 +134,7 @@ def _notes(kept: Sequence[str], changed: Sequence[str]) -> Iterator[str]:
 
 
 def _common(notes: Sequence[Sequence[str]]) -> list[str]:
-    """Those that are in all of them."""
+    """The notes that all of these lists have."""
     return [note for note in notes[0] if all(note in others for others in notes[1:])]
 
 

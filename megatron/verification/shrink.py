@@ -1,4 +1,4 @@
-"""Settings of any size made so small that they run here in seconds, and still show what the layout does.
+"""Makes settings of any size so small that they run here in seconds, and still show what the layout does.
 
 What a setting chooses (schedule, strategy, norms, ...) stays; numbers become small in the same proportions.
 """
@@ -36,7 +36,7 @@ _MOST_BUCKETS = 8
 
 @dataclass(frozen=True)
 class Reduced:
-    """Small settings, and what they have of the given ones."""
+    """Small settings, and how they relate to the given ones."""
 
     config: Config
     world_size: int
@@ -45,16 +45,16 @@ class Reduced:
 
 
 def shrink(config: Config, world_size: int, vocab_size: int, *, max_ranks: int = 8, steps: int = 4) -> list[Reduced]:
-    """Small settings, of one run or of several that together have every pair of axes that the layout has.
+    """Small settings for one run, or for several that together have every pair of axes of the layout.
 
     Args:
         config: valid for `world_size`.
         vocab_size: rows of the word embedding, without padding.
-        max_ranks: of one run.
+        max_ranks: the most ranks of one run.
         steps: iterations of one run.
 
     Raises:
-        ValueError: there is nothing smaller that is valid.
+        ValueError: nothing smaller is valid.
     """
     whole = sizes_of(config, world_size)
     hybrid = (config.parallel.fsdp_shard_size or whole.dp) < whole.dp
@@ -62,7 +62,7 @@ def shrink(config: Config, world_size: int, vocab_size: int, *, max_ranks: int =
 
 
 def sizes_of(config: Config, world_size: int) -> RankSizes:
-    """The layout of settings."""
+    """The number of ranks on each axis for these settings."""
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     return RankSizes(tp, pp, world_size // (tp * pp))
 
@@ -116,7 +116,7 @@ def _ranks(parallel: ParallelConfig, whole: RankSizes, sizes: RankSizes) -> Para
 
 
 def _bucket(config: Config, vocab_size: int, whole: RankSizes, small_parameters: int, sizes: RankSizes) -> int | None:
-    """Elements of a gradient bucket: several buckets where there are several."""
+    """Elements of a gradient bucket, so that there are several buckets if there were."""
     limit = config.parallel.ddp_bucket_size or default_bucket_size(whole.dp)
     buckets = min(_MOST_BUCKETS, math.ceil(count_parameters(config.model, vocab_size) / (whole.tp * whole.pp) / limit))
     if buckets == 1 and config.parallel.ddp_bucket_size is None:
@@ -125,7 +125,7 @@ def _bucket(config: Config, vocab_size: int, whole: RankSizes, small_parameters:
 
 
 def _data(data: DataConfig, rows: int) -> DataConfig:
-    """Made-up tokens, of which one more than the size of NullTokenizer is the end of a document."""
+    """Made-up tokens. The end of a document is one more than the size of NullTokenizer."""
     return DataConfig(
         mock_data=True,
         tokenizer_type="NullTokenizer",
@@ -145,11 +145,11 @@ _TOLD = (
     # Everything runs in float64 and in one memory.
     *("bf16", "fp16", "fp32_residual_connection", "optimizer_cpu_offload", "optimizer_offload_fraction"),
 )
-"""Settings of which other lines tell."""
+"""Settings that other lines mention."""
 
 
 def kept_words(config: Config, small: Config, whole: RankSizes, sizes: RankSizes, *, same_split: bool) -> list[str]:
-    """What is as it was."""
+    """Words for what stayed as it was."""
     kept = [f"{what} {size}" for what, size, now in _axes(whole, sizes) if size == now and size > 1]
     if sizes.pp > 1 and same_split:
         kept.append("the way in which layers are spread over stages")
@@ -169,11 +169,11 @@ def changed_words(
     patterns: tuple[Pattern, Pattern],
     rows: tuple[int, int],
 ) -> list[str]:
-    """What is not.
+    """Words for what changed.
 
     Args:
         patterns: layers of stages before and after.
-        rows: of the word embedding before and after.
+        rows: rows of the word embedding before and after.
     """
     told = [(what, str(size), str(now)) for what, size, now in _axes(whole, sizes)]
     told.append(("layers by stage", str(patterns[0]), str(patterns[1])))

@@ -1,4 +1,4 @@
-"""Few ranks, and few layers on few stages, that together show what a layout of many would."""
+"""Layouts of few ranks, and few layers on few stages, that together show what a layout of many would."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron.spec.layers import alike, layers
 from megatron.spec.schedules import placement
 
 _MIDDLE = 3
-"""Pipeline stages from which on there is one that is neither first nor last."""
+"""The fewest pipeline stages of which one is neither first nor last."""
 _MOST_STAGES = 4
-"""With so many, a stage in the middle has neighbours in the middle."""
+"""With this many stages, a stage in the middle has a neighbour in the middle."""
 
 
 @dataclass(frozen=True)
 class RankSizes:
-    """Ranks on each axis."""
+    """Number of ranks on each axis."""
 
     tp: int
     pp: int
@@ -33,20 +33,20 @@ class RankSizes:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all axes together."""
+        """Number of ranks on all axes together."""
         return self.tp * self.pp * self.dp
 
 
 def reduced_sizes(whole: RankSizes, max_ranks: int, *, hybrid: bool) -> list[RankSizes]:
-    """Sizes of one or several runs: all axes together where they fit, else each pair of them, else each alone; and where the
-    pipeline has stages in the middle, a run that has some.
+    """Sizes of one or several runs: all axes together where they fit, else each pair of them, else each alone. If the pipeline has
+    stages in the middle, one run has some.
 
     Args:
-        max_ranks: of one run.
-        hybrid: groups of data ranks each share a copy of the model, which takes four data ranks to be seen.
+        max_ranks: the most ranks of one run.
+        hybrid: groups of data ranks share a copy of the model each, which takes four data ranks to show.
 
     Raises:
-        ValueError: so few ranks show nothing of it.
+        ValueError: so few ranks cannot show it.
     """
     if whole.world_size <= max_ranks:
         return [whole]
@@ -68,27 +68,27 @@ def reduced_sizes(whole: RankSizes, max_ranks: int, *, hybrid: bool) -> list[Ran
 
 
 def _with_middle(sizes: RankSizes, whole: RankSizes, max_ranks: int) -> RankSizes:
-    """With as many stages as there is room for, up to those that show a middle."""
+    """The sizes with as many stages as there is room for, up to the number that shows a middle."""
     room = max_ranks // (sizes.tp * sizes.dp)
     return RankSizes(sizes.tp, max(sizes.pp, min(whole.pp, _MOST_STAGES, room)), sizes.dp)
 
 
 _MOST_CHUNKS = 3
-"""Most chunks of one stage: the first, the last and one between them."""
+"""The most chunks of one stage: the first, the last and one between them."""
 _ROOM = 4
-"""Chunks up to which each holds two layers where the model has as many, so that layers of one chunk follow each other."""
+"""Up to this many chunks, each holds two layers if the model has enough, so that layers of one chunk follow each other."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Layers of every chunk, in the order of the depth, and where the chunks lie."""
+    """Number of layers of every chunk, in the order of the depth, and the stage of each chunk."""
 
     sizes: list[int]
     stage_of_chunk: tuple[int, ...]
 
     @property
     def stages(self) -> list[list[int]]:
-        """The sizes of each stage's chunks."""
+        """For each stage, the numbers of layers of its chunks."""
         found: list[list[int]] = [[] for _ in range(max(self.stage_of_chunk) + 1)]
         for size, stage in zip(self.sizes, self.stage_of_chunk, strict=True):
             found[stage].append(size)
@@ -103,23 +103,23 @@ class Pattern:
 
 
 def pattern_of(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> Pattern:
-    """The pattern that settings make."""
+    """The pattern of these settings."""
     table = table_of(model, parallel, vocab_size)
     return Pattern([len(chunk.layers) for chunk in table], tuple(chunk.stage for chunk in table))
 
 
 def layers_of_all_kinds(model: ModelConfig) -> int:
-    """So many layers at the start of the model are of all the kinds that it has."""
+    """Number of layers at the start of the model that are of all its kinds."""
     return 1 + max(places[0] for places in alike(layers(model)).values())
 
 
 def reduced_pattern(whole: Pattern, schedule: str, num_stages: int, num_layers: int = 1) -> Pattern:
-    """Fewer stages and chunks, and fewer layers: chunks that differ in length still do, and in the same direction.
+    """A pattern with fewer stages, chunks and layers. Chunks that differ in length still do, and in the same direction.
 
-    First and last stage stay, and those between them that differ from the others; likewise the chunks of a stage.
+    First and last stage stay, and stages between them that differ from the others. The same holds for the chunks of a stage.
 
     Args:
-        num_layers: that there are at least.
+        num_layers: the least number of layers.
     """
     stages = whole.stages
     kept_stages = _kept([tuple(sizes) for sizes in stages], num_stages)
@@ -139,20 +139,20 @@ def reduced_pattern(whole: Pattern, schedule: str, num_stages: int, num_layers: 
     if (missing := num_layers - sum(sizes)) > 0 and held:
         filled = sum(size > 0 for size in sizes)
         sizes = [size + -(-missing // filled) if size else 0 for size in sizes]
-    if not held:  # the ends alone were empty: a model has a layer
+    if not held:  # the ends alone were empty: a model has at least one layer
         sizes[-1] = 1
     return Pattern(sizes, tuple(places))
 
 
 def with_pattern(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, pattern: Pattern) -> tuple[ParallelConfig, bool]:
-    """Settings that make a pattern: those given, with other numbers, or else a layout by hand.
+    """Settings that make a pattern: the given ones with other numbers, or else a layout by hand.
 
     Args:
-        model: of the pattern's number of layers.
+        model: has the pattern's number of layers.
         parallel: as given, with the reduced number of stages.
 
     Returns:
-        the settings, and whether the way in which they split is still the given one.
+        the settings, and whether they still split the layers in the given way.
     """
     stages = pattern.stages
     numbers = {
@@ -175,7 +175,7 @@ def with_pattern(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, 
 
 
 def without_split(parallel: ParallelConfig) -> ParallelConfig:
-    """Settings that say nothing of how layers are spread."""
+    """The settings without those that spread layers."""
     return dataclasses.replace(parallel, **{field: flags()[field.replace("_", "-")].default for field in (*SPLITS, LAYOUT)})
 
 
@@ -187,7 +187,7 @@ def _makes(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, patter
 
 
 def _kept(kinds: Sequence[tuple[int, ...]], count: int) -> list[int]:
-    """Places of `count` of them, in order: the first, the last, then those of a new kind, then others, evenly spread."""
+    """Indices of `count` kinds, in order: the first, the last, then new kinds, then others, evenly spread."""
     last = len(kinds) - 1
     if count == 1:
         return [0]

@@ -16,17 +16,17 @@ from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.verification.reference.training import batch_size
 
 _MOST_QUERIES = 4
-"""Query heads that share a key-value head."""
+"""The most query heads that share a key-value head."""
 _SEQUENCE, _WIDTH, _ROWS, _SPARE_POSITIONS = 16, 12, 64, 8
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """Into how many parts dimensions are cut."""
+    """The number of parts that dimensions are cut into."""
 
     tp: int
     parts: int
-    """Data ranks that share a copy of the parameters; 1 where they are not sharded."""
+    """Number of data ranks that share a copy of the parameters; 1 where they are not sharded."""
     sequence: bool
     """Whether the tensor ranks cut the sequence too."""
 
@@ -57,22 +57,22 @@ def reduced_vocabulary(rows: int, multiple: int, tp: int, cuts: Cuts) -> tuple[i
 
 
 def padded(rows: int, multiple: int, tp: int) -> int:
-    """Rows with padding."""
+    """Number of rows with padding."""
     return _up(rows, multiple * tp)
 
 
 def padding_of(rows: int, multiple: int, tp: int) -> int:
-    """Rows of padding."""
+    """Number of rows of padding."""
     return padded(rows, multiple, tp) - rows
 
 
 def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, cuts: Cuts) -> ModelConfig:
-    """The model's shape.
+    """The small model's settings.
 
     Args:
         model: before.
         num_layers: after.
-        multiple: of the vocabulary, after.
+        multiple: that of the vocabulary, after.
         tp: tensor size before.
         cuts: after.
     """
@@ -102,7 +102,7 @@ def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, c
 
 
 def _head_size(model: ModelConfig, groups: int, queries: int, cuts: Cuts) -> int:
-    """The smallest from 4 channels on (8 where they are rotated) that can be rotated and cut."""
+    """The smallest head size, from 4 channels on (8 where they are rotated), that can be rotated and cut."""
     rope = model.position_embedding_type == "rope"
     for size in range(8 if rope else 4, 4 * max(model.head_size, 8 * cuts.parts) + 1, 2):
         rotated = int(size * model.rotary_percent)
@@ -113,26 +113,26 @@ def _head_size(model: ModelConfig, groups: int, queries: int, cuts: Cuts) -> int
 
 
 def _width(model: ModelConfig, tp: int, cuts: Cuts) -> int:
-    """Width of the MLP: as odd on each tensor rank as before, where it is not cut further."""
+    """Width of the MLP: as odd on each tensor rank as before, if it is not cut further."""
     odd = model.ffn_size // tp % 2 if cuts.parts == 1 else 0
     return (_up(_WIDTH, cuts.parts) + odd) * cuts.tp
 
 
 def _up(number: int, unit: int) -> int:
-    """The next multiple."""
+    """`number` rounded up to a multiple of `unit`."""
     return -(-number // unit) * unit
 
 
 _LEAST_RATE = 1e-3
-"""Highest learning rate below which a step would hardly change the weights."""
+"""With a smaller peak learning rate, a step would hardly change the weights."""
 _MOST_CLIP = 0.05
-"""Greatest norm of the gradient that is left: small models have larger ones, so that clipping is seen to act."""
+"""The largest norm of the gradient after clipping. Small models have larger norms, so clipping is seen to act."""
 _MOST_SAMPLES = 2
-"""Most samples of a microbatch."""
+"""The most samples of a microbatch."""
 
 
 def reduced_training(training: TrainingConfig, pp: int, dp: int, small_pp: int, small_dp: int, steps: int) -> TrainingConfig:
-    """Batches and length.
+    """Batches and length of the small run.
 
     Args:
         training: before.
@@ -145,7 +145,7 @@ def reduced_training(training: TrainingConfig, pp: int, dp: int, small_pp: int, 
     small_full, small_ramp = None, None
     if ramp is not None and full is not None:
         stages = min(2, (full - ramp[0]) // ramp[1])
-        between = ramp[2] % (training.micro_batch_size * dp) > 0  # the batch grows in the middle of a step
+        between = ramp[2] % (training.micro_batch_size * dp) > 0  # so that the batch grows in the middle of a step
         small_full, small_ramp = (1 + stages) * unit, (unit, unit, 2 * stages * unit + between)
     elif full is not None:
         small_full = unit * _microbatches(full // (training.micro_batch_size * dp), pp, small_pp)
@@ -178,7 +178,7 @@ def _microbatches(count: int, pp: int, small_pp: int) -> int:
 
 
 def reduced_rates(config: Config, training: TrainingConfig, steps: int) -> OptimizerConfig:
-    """Learning rates, the lengths of their schedules, and clipping.
+    """Learning rates, the lengths of their schedules, and clipping of the small run.
 
     Args:
         config: before.

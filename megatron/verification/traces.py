@@ -1,4 +1,4 @@
-"""Where two runs part: their traces, step by step, in the order in which one thing is the cause of the next."""
+"""Finds where two runs diverge: compares their traces, step by step, in the order in which one thing causes the next."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatron.verification.wording import NEGLIGIBLE, layer_of, listing, relativ
 
 LISTED = 8
 _JUMP = 10.0
-"""What comes to differ by so many times more than in the step before has a cause in that step."""
+"""A difference that grows by more than this factor in a step has a cause in that step."""
 
 
 class Band(NamedTuple):
-    """What two right runs may be apart, in parts."""
+    """Relative differences that two right runs may have."""
 
     loss: float
     tensor: float
-    """Gradients, weights, and the gradient norm."""
+    """For gradients, weights, and the gradient norm."""
 
 
 BANDS = {
@@ -29,13 +29,13 @@ BANDS = {
     "float16": Band(2e-3, 0.1),
     "bfloat16": Band(1e-2, 0.3),
 }
-"""What is allowed, by the dtype of the parameters. A signature tells a distance within a factor of about three, so tensors have
+"""Allowed differences, by the dtype of the parameters. A signature gives a distance within a factor of about three, so tensors have
 more room than where they are compared in full."""
 
 
 @dataclass(frozen=True)
 class TracePart:
-    """One thing that two traces tell differently."""
+    """One quantity that two traces have."""
 
     step: int
     what: str
@@ -45,20 +45,20 @@ class TracePart:
     allowed: float
     note: str = ""
     blind: bool = False
-    """Something of it is not finite in either trace, so that nothing can be told of that."""
+    """Whether something of it is not finite in either trace, so that it cannot be compared."""
 
     @property
     def parts(self) -> bool:
-        """Whether it is more than rounding."""
+        """Whether the difference is more than rounding."""
         return self.excess > 1
 
     @property
     def excess(self) -> float:
-        """Times what is allowed."""
+        """The difference over what is allowed."""
         return math.inf if math.isnan(self.relative) else self.relative / self.allowed
 
     def line(self) -> str:
-        """In one line."""
+        """The difference in one line."""
         what = f"{self.what} of {self.name}" if self.name else self.what
         far = f"{self.relative:.1e}" if math.isfinite(self.relative) else "all of it"
         return f"step {self.step}: {what} differs by {far} (allowed {self.allowed:.0e}){self.note}"
@@ -71,38 +71,38 @@ class TracePart:
 
 @dataclass(frozen=True)
 class TraceComparison:
-    """What two traces have in common, and where they part."""
+    """What two traces have in common, and where they diverge."""
 
     first: tuple[TracePart, ...]
     """What differs by more than rounding in the first step in which anything does, in the order of cause."""
     drifts: bool
-    """They come there bit by bit, each step little further than the one before, as rounding does when a run carries it on."""
+    """Whether the difference grew step by step, each little further than the one before, as rounding errors do."""
     largest: TracePart | None
-    """What differs most of all that was compared, measured by what is allowed."""
+    """The largest of all differences that were compared, measured by what is allowed."""
     steps: tuple[int, ...]
-    """Steps that both have."""
+    """Steps that both traces have."""
     alone: tuple[tuple[int, ...], tuple[int, ...]]
     """Steps that only the one has, and that only the other has."""
     skipped: tuple[int, ...]
     """Steps without an update in both."""
     blind: tuple[int, ...]
-    """Steps in which something is not finite in either."""
+    """Steps in which something is not finite in either trace."""
     notes: tuple[str, ...]
-    """How the runs were set up differently."""
+    """Differences in the settings of the runs."""
 
     @property
     def parts(self) -> bool:
-        """Whether there is something to be found."""
+        """Whether a difference was found."""
         return bool(self.first) and not self.drifts
 
 
 def compare_files(path: str, other: str) -> TraceComparison:
-    """Where two trace files part; raises what `read_whole` and `compare` raise."""
+    """Compare two trace files; raises what `read_whole` and `compare` raise."""
     return compare(read_whole(path), read_whole(other))
 
 
 def read_whole(path: str) -> TraceRun:
-    """The run in a trace file. One that was stopped and went on is one run: what was done again counts as it was done last.
+    """The run in a trace file. A run that was stopped and resumed is one run: of a step that was made again, the last counts.
 
     Raises:
         ValueError: the file cannot be read.
@@ -113,7 +113,7 @@ def read_whole(path: str) -> TraceRun:
 
 
 def _other_masks(header: TraceHeader, other: TraceHeader) -> str | None:
-    """Why two runs with dropout cannot be compared, if they cannot: masks depend on the tensor size and on the micro-batch size."""
+    """Why two runs with dropout cannot be compared, if they cannot: masks depend on the tensor size and on the microbatch size."""
     models = [each.settings["model"] for each in (header, other)]
     if not any(model[name] for model in models for name in ("attention_dropout", "hidden_dropout")):
         return None
@@ -147,7 +147,7 @@ def compare(run: TraceRun, other: TraceRun) -> TraceComparison:
             "Save both from the same iteration on."
         )
     band = max((BANDS[each.header.dtype] for each in (run, other)), key=lambda band: band.tensor)
-    order = list(other.header.parameters)[::-1]  # that of backward
+    order = list(other.header.parameters)[::-1]  # the order of backward
     all_parts: list[TracePart] = []
     first: tuple[TracePart, ...] = ()
     drifts, before, moved = False, 0.0, 0.0
@@ -176,15 +176,15 @@ def compare(run: TraceRun, other: TraceRun) -> TraceComparison:
 
 
 def _reach(header: TraceHeader, moved: float, band: Band) -> dict[str, float]:
-    """How far rounding alone may have taken the weights apart: Adam makes a whole step, this way or that, of a gradient that is
-    nothing but rounding. In float64 its epsilon is larger than that."""
+    """How far apart rounding alone may have taken the weights. Of a gradient that is nothing but rounding, Adam makes a whole step
+    in either direction. In float64 its epsilon is larger than that."""
     if band == BANDS["float64"]:
         return {}
     return {name: 2 * moved * math.sqrt(math.prod(shape)) for name, shape in header.parameters.items()}
 
 
 def format_traces(found: TraceComparison, name: str, other: str) -> list[str]:
-    """Verdict first."""
+    """The comparison as lines of text, the verdict first."""
     steps = _steps(found.steps)
     if found.first:
         verdict = "PART"
@@ -202,7 +202,7 @@ def format_traces(found: TraceComparison, name: str, other: str) -> list[str]:
 
 
 def traces_json(found: TraceComparison, name: str, other: str) -> dict[str, Any]:
-    """The same for programs. Neither `equal` nor `drifts`: the traces part."""
+    """The comparison for programs. If neither `equal` nor `drifts` is true, the traces diverge."""
     return {
         "equal": not found.first,
         "drifts": found.drifts,
@@ -222,7 +222,7 @@ def _steps(numbers: Sequence[int]) -> str:
 
 
 def _step_notes(found: TraceComparison, name: str, other: str) -> Iterator[str]:
-    """What could not be compared."""
+    """Lines on what could not be compared."""
     for which, steps in zip((f"{name} (the first)", f"{other} (the reference)"), found.alone, strict=True):
         if steps:
             yield f"only {which} has {_steps(steps)}: not compared"
@@ -236,7 +236,8 @@ def _step_notes(found: TraceComparison, name: str, other: str) -> Iterator[str]:
 def _step_parts(
     mine: TraceStep, theirs: TraceStep, order: Sequence[str], band: Band, reach: Mapping[str, float]
 ) -> Iterator[TracePart]:
-    """One step, in the order of cause: the batch, the loss, gradients from the end to the beginning, their norm, the update."""
+    """Compare one step, in the order of cause: the batch, the loss, gradients from the end to the beginning, their norm, the
+    update."""
     step = mine.iteration
     for what, a, b in (
         ("the number of samples", mine.samples, theirs.samples),
@@ -249,7 +250,7 @@ def _step_parts(
         one, two = ("the first", "the reference") if mine.skipped else ("the reference", "the first")
         told = f": {one} skipped it, for a gradient that overflowed, and {two} did not"
         yield TracePart(step, "the update", "", math.inf, band.tensor, told)
-    elif not mine.skipped:  # a gradient that overflowed is none, and its norm is not finite
+    elif not mine.skipped:  # a gradient that overflowed is not compared, and its norm is not finite
         yield from _tensors(step, "gradient", mine.gradients, theirs.gradients, order, band)
         yield _number(step, "the gradient norm", mine.grad_norm, theirs.grad_norm, band.tensor)
     yield _number(step, "the learning rate", mine.learning_rate, theirs.learning_rate, 1e-9)
@@ -263,7 +264,7 @@ def _number(step: int, what: str, a: float, b: float, allowed: float) -> TracePa
 
 
 def _lost(a: float, b: float) -> bool:
-    """Whether neither is finite: a trace does not tell infinities from what is no number, so they are not told apart."""
+    """Whether neither is finite. A trace does not tell infinities from NaN, so they are not distinguished."""
     return not math.isfinite(a) and not math.isfinite(b)
 
 
@@ -294,13 +295,13 @@ def _tensors(
 
 
 def _least(band: Band) -> float:
-    """A tensor smaller than this part of all together is rounding: its true gradient may be zero."""
+    """A tensor smaller than this share of all together is rounding error: its true gradient may be zero."""
     return NEGLIGIBLE * band.tensor / BANDS["float64"].tensor
 
 
 def _distance(a: Signature, b: Signature) -> float:
-    """About the norm of the difference of two tensors: the mean square of the differences of the signed sums estimates its square.
-    Infinite where something is finite in one of them alone."""
+    """An estimate of the norm of the difference of two tensors: its square is the mean square of the differences of the signed
+    sums. Infinite if something is finite in only one of them."""
     norm, *signed = (0.0 if _lost(x, y) else x - y for x, y in zip(a, b, strict=True))
     if not all(map(math.isfinite, (norm, *signed))):
         return math.inf
@@ -308,7 +309,7 @@ def _distance(a: Signature, b: Signature) -> float:
 
 
 def _factor(a: Signature, b: Signature, band: Band) -> float | None:
-    """The number that one tensor is the other times, if there is one and it is not 1."""
+    """The factor of one tensor over the other, if there is one and it is not 1."""
     if not a[0] or not b[0] or not all(b):
         return None
     ratios = [x / y for x, y in zip(a[1:], b[1:], strict=True)]

@@ -1,4 +1,4 @@
-"""After the gradients: the norm that clips them, the update, what the model gets of it, and the evaluation."""
+"""What follows the gradients: the norm that clips them, the update, the weights that the model gets, and the evaluation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LISTED = 4
 
 
 def norm_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
-    """The global gradient norm of a step whose gradients agree: each element is to be counted once."""
+    """Differences in the global norm of a step whose gradients agree: each element must be counted once."""
     mine, plain = runs.steps(index)
     if not differ(mine.grad_norm, plain.grad_norm):
         return
@@ -61,7 +61,7 @@ def _miscounted(runs: Comparison, index: int) -> dict[str, str]:
 
 
 def update_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
-    """The weights after a step whose gradients and norm agree."""
+    """Differences in the weights after a step whose gradients and norm agree."""
     mine, plain = runs.steps(index)
     everything = "all parameters"
     if mine.skipped:
@@ -91,7 +91,7 @@ def _wrong_update(runs: Comparison, index: int, compared: ComparedTensors) -> Pr
     if not change.any():
         words = "the weights are as before: no update reached them"
     elif ratio is not None:
-        words = f"the change is {ratio_words(ratio, Facts())}"  # sums over groups are right: the gradient is
+        words = f"the change is {ratio_words(ratio, Facts())}"  # sums over groups are right, since the gradient is
     elif decay is not None and abs(decay) > 1e-12:
         words = f"it is too far by {decay:.6g} times the weights before: weight decay acts on it otherwise than it should"
     else:
@@ -101,7 +101,7 @@ def _wrong_update(runs: Comparison, index: int, compared: ComparedTensors) -> Pr
 
 
 def _published(runs: Comparison, index: int) -> Iterator[ProofFinding]:
-    """Parameters that the next forward uses are what the optimizer holds."""
+    """Differences between the parameters that the next forward uses and what the optimizer holds."""
     compared = runs.parameters(index)
     if stale := compared.differing[::-1]:
         held = runs.weights(index).joined[stale[0]].tensor
@@ -115,7 +115,7 @@ def _published(runs: Comparison, index: int) -> Iterator[ProofFinding]:
 
 
 def _replicas(runs: Comparison, index: int) -> Iterator[ProofFinding]:
-    """Weights held by several ranks are the same bits everywhere: rounding apart, they would drift."""
+    """Weights that differ between ranks that hold the same: they must have the same bits, or they would drift."""
     for compared, what in ((runs.weights(index), "mains"), (runs.parameters(index), "parameters")):
         for name, joined in compared.joined.items():
             for replicas in joined.ranks_apart()[:1]:
@@ -129,7 +129,7 @@ def _replicas(runs: Comparison, index: int) -> Iterator[ProofFinding]:
 
 
 def overwritten_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
-    """What a step wrote to while it was being sent. Here others got what was there before; elsewhere it is a matter of chance."""
+    """Tensors that a step wrote to while they were being sent. Here other ranks got the old content; on a cluster it is chance."""
     found = {rank.rank: rank.steps[index].overwritten for rank in runs.ranks if rank.steps[index].overwritten}
     if found:
         places = next(iter(found.values()))
@@ -138,7 +138,7 @@ def overwritten_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]
 
 
 def evaluation_findings(runs: Comparison, up_to: int) -> Iterator[ProofFinding]:
-    """Evaluations with weights that agree.
+    """Differences in evaluations with weights that agree.
 
     Args:
         up_to: number of steps after which the weights still agree.

@@ -1,4 +1,4 @@
-"""Proves the layout of a user's settings: made small, run, compared, and where it differs, run again with less of the layout."""
+"""Proves the layout of a user's settings: makes it small, runs and compares it, and if it differs, runs parts of it."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ class Effort:
 
     steps: int = 4
     max_ranks: int = 8
-    """At once."""
+    """The most ranks that run at once."""
     isolates: bool = True
-    """Look for the settings with which a difference comes and goes."""
+    """Whether to look for the settings with which a difference comes and goes."""
     isolation_s: float = 60.0
-    """No further run of those is begun after so long."""
+    """No further run is begun for that after so many seconds."""
 
 
 def verify_layout(config: Config, world_size: int, vocab_size: int, effort: Effort, *, trace: str | None = None) -> list[Proof]:
-    """One proof for each of the small layouts that stand for the settings' own.
+    """One proof for each of the small layouts that stand for the given one.
 
     Args:
         config: settings that are valid with this many ranks, of any size.
         vocab_size: rows of the word embedding, without padding.
-        trace: of an earlier proof of such settings, to compare the first with. Where the settings save one, the first does.
+        trace: file of an earlier proof's trace, with which the first proof is compared. If the settings save a trace, the first
+            proof saves it.
 
     Raises:
         ValueError: the trace cannot be read, or is of another model.
@@ -78,7 +79,7 @@ def _proof(reduced: Reduced, effort: Effort, saved: str | None = None, earlier: 
 
 
 def title_of(config: Config, world_size: int) -> str:
-    """`tensor 2 x pipeline 2 x data 1`."""
+    """The layout in words: `tensor 2 x pipeline 2 x data 1`."""
     tensor, stages = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     return f"tensor {tensor} x pipeline {stages} x data {world_size // (tensor * stages)}"
 
@@ -122,7 +123,7 @@ def trace_of(observation: Observation) -> TraceRun:
 
 
 def write_trace(trace: TraceRun, path: str) -> None:
-    """To a new file.
+    """Write a trace to a new file.
 
     Raises:
         ValueError: it cannot be written.

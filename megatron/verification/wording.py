@@ -1,4 +1,4 @@
-"""How a difference is told: how large it is beside what is allowed, which factor of the layout it is, and where. Needs no torch."""
+"""Words for a difference: how large it is beside what is allowed, which factor of the layout it is, and where. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from megatron.pipeline_parallel.partition import Chunk
 
 TOLERANCE = 1e-10
-"""Relative, of tensors, losses and norms."""
+"""Relative tolerance of tensors, losses and norms."""
 ROUNDING = 1e-14
-"""Error of a number that sums others as large as the global norm, in parts of that: what is much smaller than they are has lost the
-digits below it, and agrees to no better."""
+"""Error of a number that is a sum of others as large as the global norm, as a share of that norm. A much smaller result has lost
+the digits below it, and agrees to no better."""
 NEGLIGIBLE = 1e-12
-"""A tensor whose reference is below this part of the global norm is rounding error (the true gradient of a key bias is zero): it is
-compared absolutely at that scale."""
+"""A tensor whose reference is below this share of the global norm is rounding error (the true gradient of a key bias is zero). It
+is compared absolutely at that scale."""
 
 
 def relative(difference: float, scale: float) -> float:
-    """A difference in parts of a scale: infinite where that is zero, or where anything is not finite."""
+    """A difference as a share of a scale: infinite if that is zero, or if anything is not finite."""
     if not math.isfinite(difference):
         return math.inf
     if not scale:
@@ -29,43 +29,43 @@ def relative(difference: float, scale: float) -> float:
 
 
 def relative_words(difference: float, size: float) -> str:
-    """A difference in parts of a reference of this norm, in words."""
+    """A difference as a share of a reference of this norm, in words."""
     if not math.isfinite(difference):
         return "not finite"
     return f"relative difference {difference / size:.2e}" if size else f"difference {difference:.2e} from zero"
 
 
 def short(ratio: float) -> str:
-    """A factor in few digits, but as many as tell it from 1."""
+    """A factor in few digits, but enough to tell it from 1."""
     if 0 < abs(ratio - 1) < 1e-5:
         return f"{ratio:.12g}"
     return f"{ratio:.1f}" if math.isclose(ratio, round(ratio, 1), rel_tol=1e-5) else f"{ratio:.6g}"
 
 
 _CLOSE = 1e-6
-"""Relative: a factor is a fact of the layout if they agree so far."""
+"""A factor is taken for a number of the layout if they agree to this relative difference."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The numbers of a run from which wrong factors are made."""
+    """The numbers of a run that a wrong factor may be made of."""
 
     tensor: int = 1
     data: int = 1
     stages: int = 1
     microbatches: int = 1
-    """Microbatches of one data rank in the step that is looked at."""
+    """Microbatches of one data rank in the step in question."""
     kept: float = 1.0
     """Tokens of the global batch that the loss mask keeps."""
     tokens: int = 1
-    """All of its tokens."""
+    """All tokens of the global batch."""
     loss_scale: float = 1.0
 
 
 def ratio_words(ratio: float, facts: Facts) -> str:
-    """`2.0x, the tensor size: a sum over the tensor group is counted twice`; just the factor where it is no fact of the layout.
+    """`2.0x, the tensor size: a sum over the tensor group is counted twice`; only the factor if it is no number of the layout.
 
-    Facts of the same size are all told: running with one of the axes alone tells them apart.
+    All numbers of the same size are named: a run with one of the axes alone tells them apart.
     """
     meant = [(name, words) for value, name, words in _factors(facts) if math.isclose(ratio, value, rel_tol=_CLOSE)]
     if not meant:
@@ -75,7 +75,7 @@ def ratio_words(ratio: float, facts: Facts) -> str:
 
 
 def ratio_group(ratio: float, facts: Facts) -> str:
-    """The group (tensor, data, pipeline) whose size the factor is, or 1 / it; empty where it is that of none or of several."""
+    """The group (tensor, data, pipeline) whose size is the factor, or 1 / the factor; empty if none is, or several are."""
     sizes = {"tensor": facts.tensor, "data": facts.data, "pipeline": facts.stages}
     factor = ratio if ratio > 1 else 1 / ratio if ratio else 0.0
     found = [group for group, size in sizes.items() if size > 1 and math.isclose(factor, size, rel_tol=_CLOSE)]
@@ -83,7 +83,7 @@ def ratio_group(ratio: float, facts: Facts) -> str:
 
 
 def _factors(facts: Facts) -> Iterator[tuple[float, str, str]]:
-    """What a mistake can multiply or divide by: the factor, its name, and what went wrong."""
+    """The factors that a mistake can multiply or divide by: (factor, its name, what went wrong)."""
     once_more = "divided by it once too often"
     known: list[tuple[float, str, str, str]] = []
     for size, group in ((facts.tensor, "tensor"), (facts.data, "data"), (facts.stages, "pipeline")):
@@ -114,13 +114,13 @@ _LAYER = re.compile(r"layers\.(\d+)(?:\.|$)")
 
 
 def layer_of(name: str) -> int | None:
-    """Number of the layer, counted over the whole model; None of what belongs to none."""
+    """Number of a parameter's layer, counted over the whole model; None outside the layers."""
     found = _LAYER.match(name)
     return int(found[1]) if found else None
 
 
 def chunks_of(name: str, table: Sequence[Chunk]) -> list[Chunk]:
-    """The pipeline chunks that hold it; of a tied embedding, only the first is told by its name."""
+    """The pipeline chunks that hold it; for a tied embedding, only the first is known by its name."""
     layer = layer_of(name)
     if layer is not None:
         return [chunk for chunk in table if layer in chunk.layers]
@@ -128,7 +128,7 @@ def chunks_of(name: str, table: Sequence[Chunk]) -> list[Chunk]:
 
 
 def stages_of(name: str, table: Sequence[Chunk]) -> list[int]:
-    """The pipeline stages of these chunks: none for a layer that no chunk holds."""
+    """The pipeline stages of these chunks; empty for a layer that no chunk holds."""
     return sorted({chunk.stage for chunk in chunks_of(name, table)})
 
 
@@ -136,7 +136,7 @@ def place_words(name: str, table: Sequence[Chunk], *, stages: Iterable[int] | No
     """`layers.3.attention.qkv.weight (layer 3, stage 1)`.
 
     Args:
-        stages: of those that are meant; by default those that the table tells.
+        stages: the stages to name; by default those of the table.
     """
     layer = layer_of(name)
     held = sorted(set(stages_of(name, table) if stages is None else stages))
@@ -150,7 +150,7 @@ def place_words(name: str, table: Sequence[Chunk], *, stages: Iterable[int] | No
 
 
 def forward_order(num_layers: int) -> list[str]:
-    """Activations in the order in which the forward makes them."""
+    """Names of activations in the order in which the forward makes them."""
     layers = (f"layers.{number}{part}" for number in range(num_layers) for part in (".attention", ".mlp", ""))
     return ["embedding", *layers]
 

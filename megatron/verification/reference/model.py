@@ -15,11 +15,11 @@ from torch import Tensor
 from megatron.verification.reference.shape import ReferenceShape, Weights
 
 Seen = Callable[[str, Tensor], None]
-"""Told of what the embedding, each layer, its attention and its MLP give, [B, s, h], by their names."""
+"""Called with (name, output [B, s, h]) of the embedding, of each layer, and of its attention and MLP."""
 
 
 def by_nobody(name: str, values: Tensor) -> None:
-    """A `Seen` that looks away."""
+    """A `Seen` that does nothing."""
 
 
 def token_losses(
@@ -35,8 +35,8 @@ def token_losses(
 
     Args:
         positions: [B, s]; by default 0 to s - 1.
-        documents: number of the document of each token [B, s]; attention stays within it. By default all are of one.
-        seen: told of what layers give.
+        documents: number of the document of each token [B, s]; attention stays within it. By default each sample is one.
+        seen: called with the outputs of layers.
     """
     scores = logits(shape, weights, tokens, positions, documents, seen)
     return scores.logsumexp(dim=-1) - scores.gather(-1, labels[..., None])[..., 0]
@@ -50,7 +50,7 @@ def logits(
     documents: Tensor | None = None,
     seen: Seen = by_nobody,
 ) -> Tensor:
-    """Scores of the next token [B, s, V] for tokens [B, s]."""
+    """Logits of the next token [B, s, V] for tokens [B, s]."""
     x = weights["embedding.word.weight"][tokens]
     if shape.positions == "learned":
         table = weights["embedding.position.weight"]
@@ -81,7 +81,7 @@ def attention(
         q, k = norm(shape, layer, "attention.q_norm", q), norm(shape, layer, "attention.k_norm", k)
     if shape.positions == "rope":
         q, k = rotate(shape, q, positions), rotate(shape, k, positions)
-    # Every query head of a group meets the same key and value head.
+    # Every query head of a group uses the same key and value head.
     k, v = k.repeat_interleave(n // g, dim=2), v.repeat_interleave(n // g, dim=2)
     scores = torch.einsum("bind,bjnd->bnij", q, k) / math.sqrt(d)
     future = torch.ones(seq, seq, dtype=torch.bool, device=x.device).triu(1)
@@ -107,11 +107,12 @@ def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None) ->
 
 
 def rotary_frequencies(shape: ReferenceShape, rotated: int) -> list[float]:
-    """Angle per position of each of the rotated / 2 pairs, perhaps stretched: all alike (positions are divided by a factor, Chen et
-    al. 2023), or as Llama 3.1 does.
+    """Angle per position of each of the rotated / 2 pairs. Frequencies may be stretched: all by one factor (which divides
+    positions, Chen
+    et al. 2023), or as in Llama 3.1.
 
-    There wavelengths beyond the original context of 8192 tokens are stretched by the factor, those below a quarter of it stay,
-    and between them the two are mixed, linearly in the number of turns that fit into the context (1 to 4).
+    There, wavelengths beyond the original context of 8192 tokens are stretched by the factor, and those below a quarter of it stay.
+    Between them the two are mixed, linearly in the number of turns that fit into the context (1 to 4).
     """
     frequencies = [shape.rotary_base ** (-2 * i / rotated) / shape.rotary_interpolation for i in range(rotated // 2)]
     if shape.rope_scaling_factor is None:
@@ -125,7 +126,7 @@ def rotary_frequencies(shape: ReferenceShape, rotated: int) -> list[float]:
 
 
 def mlp(shape: ReferenceShape, layer: Weights, x: Tensor) -> Tensor:
-    """The feed-forward part over [B, s, h]."""
+    """The MLP over [B, s, h]."""
     if shape.activation == "swiglu":
         weight, bias = layer["mlp.up.weight"], layer.get("mlp.up.bias")
         gate, up = x @ weight[0].T, x @ weight[1].T
@@ -139,7 +140,7 @@ def mlp(shape: ReferenceShape, layer: Weights, x: Tensor) -> Tensor:
 
 
 def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
-    """A matrix [out, in] and perhaps a bias applied to [..., in]."""
+    """Apply a matrix [out, in] and perhaps a bias to x [..., in]."""
     product = x @ weights[f"{name}.weight"].T
     return product + weights[f"{name}.bias"] if f"{name}.bias" in weights else product
 
@@ -158,19 +159,19 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class Rules(NamedTuple):
-    """What the end of a document does; it belongs to the document that it ends."""
+    """What the end of a document does. It belongs to the document that it ends."""
 
     eod: int
     positions: bool = True
-    """They start again at 0 after it."""
+    """Positions start again at 0 after it."""
     attention: bool = True
-    """Nothing after it attends to it or to what is before it."""
+    """No token after it attends to it or to a token before it."""
     loss: bool = True
     """What follows it need not be predicted."""
 
 
 def spans(tokens: list[int], eod: int) -> list[tuple[int, int]]:
-    """First token and end of each document of a sample."""
+    """(first token, end) of each document of a sample."""
     found, start = [], 0
     for i, token in enumerate(tokens):
         if token == eod or i == len(tokens) - 1:
@@ -185,7 +186,7 @@ def losses_with_rules(
     """Cross entropy of every token of packed samples, and whether it counts: two tensors [B, s].
 
     Args:
-        seen: told of what layers give.
+        seen: called with the outputs of layers.
     """
     tokens, labels, mask = batch
     positions, documents = torch.zeros_like(tokens), torch.zeros_like(tokens)

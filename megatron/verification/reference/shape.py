@@ -1,4 +1,4 @@
-"""What the reference model is: its parts, the names and shapes of its weights, and random values for them."""
+"""The reference model's shape: its parts, the names and shapes of its weights, and random values for them."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class ReferenceShape:
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rotary_interpolation: float = 1.0
-    """Positions are divided by it."""
+    """Positions are divided by this factor."""
     rope_scaling_factor: float | None = None
-    """Llama 3.1's stretching of low frequencies."""
+    """Factor of Llama 3.1's stretching of low frequencies."""
     norm: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     epsilon: float = 1e-5
     activation: Literal["gelu", "swiglu", "squared_relu"] = "gelu"
     bias: bool = True
-    """Biases on all linear layers except the output layer."""
+    """Whether all linear layers except the output layer have biases."""
     qkv_bias: bool = False
-    """A bias on the query-key-value projection even without the others."""
+    """Whether the query-key-value projection has a bias even without the others."""
     qk_norm: bool = False
     tied: bool = True
 
@@ -94,7 +94,7 @@ def decays(name: str) -> bool:
 
 
 def random_weights(shape: ReferenceShape, seed: int, std: float = 0.1) -> Weights:
-    """Normal values; also biases are not zero and norm weights not one, so that a forgotten one shows."""
+    """Random normal values. Biases are not zero and norm weights not one either, so that a missing one shows."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, size in weight_shapes(shape).items():

@@ -1,4 +1,4 @@
-"""How the reference trains: its update written out, and the batch size, learning rate and weight decay of each step."""
+"""The reference's training: its update written out, and the batch size, learning rate and weight decay of each step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron.verification.reference.shape import Weights, decays
 
 @dataclass(frozen=True)
 class Rule:
-    """How gradients change weights."""
+    """The update rule."""
 
     optimizer: Literal["adam", "sgd"] = "adam"
-    """adam has decoupled decay (Loshchilov and Hutter 2019), with sgd the decay is added to the gradient."""
+    """adam has decoupled decay (Loshchilov and Hutter 2019); with sgd the decay is added to the gradient."""
     clip: float | None = None
-    """Greatest norm of the whole gradient; None for no clipping."""
+    """The largest norm of the whole gradient; None for no clipping."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.0
-    """This is sgd's; the two before are adam's."""
+    """Used by sgd; the two before are adam's."""
 
 
 class State:
@@ -42,7 +42,7 @@ def update(state: State, gradients: dict[str, Tensor], rule: Rule, rate: float, 
 
     Args:
         rate: learning rate.
-        weight_decay: of matrices and embeddings, not of norms and biases.
+        weight_decay: for matrices and embeddings, not for norms and biases.
 
     Returns:
         the norm of the whole gradient before clipping.
@@ -67,7 +67,7 @@ def update(state: State, gradients: dict[str, Tensor], rule: Rule, rate: float, 
 
 @dataclass(frozen=True)
 class Course:
-    """The way of a value from `start` over a warm-up to `high`, and from there down to `low`. Places are counted in samples."""
+    """A value that goes from `start` over a warm-up to `high`, and from there down to `low`. Places are counted in samples."""
 
     high: float
     low: float = 0.0
@@ -76,9 +76,9 @@ class Course:
     style: str = "linear"
     """constant, linear, cosine, inverse-square-root, or WSD: `high` until the final decay begins."""
     end: float = 0.0
-    """Place where `low` is reached."""
+    """The place where `low` is reached."""
     final: float = 0.0
-    """Length of the final decay of WSD, which is over at `end`."""
+    """Length of the final decay of WSD, which ends at `end`."""
     final_style: str = "exponential"
     """exponential (halves from 1 to 1/2, stretched to reach 0), linear, cosine or minus_sqrt."""
 
@@ -107,7 +107,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Growth:
-    """A value that goes from `first` at 0 samples to `last` at `end` of them: constant, linear, or along half a cosine."""
+    """A value that goes from `first` at 0 samples to `last` at `end`: constant, linear, or along half a cosine."""
 
     first: float
     last: float
@@ -122,10 +122,10 @@ class Growth:
 
 
 def batch_size(consumed: int, full: int, ramp: tuple[int, int, int] | None) -> int:
-    """Samples of the step that begins after `consumed` of them.
+    """Number of samples in the step that begins after `consumed` samples.
 
     Args:
-        full: size at the end.
+        full: batch size at the end.
         ramp: (first size, growth, samples): the sizes first, first + growth, ... below `full` share the samples equally.
     """
     if ramp is None or consumed >= ramp[2]:
