@@ -1,4 +1,4 @@
-"""Steps of a save or load that all ranks make together: each does its share, the first one decides, and all go on or all fail."""
+"""Steps of a save or load that all ranks make together: each does its share, the first one decides, all continue or all fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Answer = TypeVar("Answer")
 
 
 def group_of(process_group: dist.ProcessGroup | None) -> Group:
-    """The ranks of a process group; of None all ranks, or this process alone where torch.distributed is not initialised."""
+    """The ranks of a process group; for None all ranks, or this process alone where torch.distributed is not initialised."""
     if process_group is None:
         if not dist.is_initialized():
             return SELF_GROUP
@@ -28,13 +28,13 @@ def group_of(process_group: dist.ProcessGroup | None) -> Group:
 
 
 def decide(group: Group, doing: str, share: Callable[[], Share], answer: Callable[[list[Share]], Sequence[Answer]]) -> Answer:
-    """One round: every rank gives its share, the first rank answers each of them.
+    """One round: every rank gives its share, and the first rank answers each of them.
 
     Args:
         group: the ranks, all of which call this together.
-        doing: what fails if something does, e.g. "cannot save /runs/a/iter_0000100".
+        doing: words for the error, e.g. "cannot save /runs/a/iter_0000100".
         share: called on every rank.
-        answer: called on the first rank with all shares in the order of the ranks, if nobody failed; gives one answer for each.
+        answer: called on the first rank with all shares in the order of the ranks, if no rank failed; gives one answer for each.
 
     Returns:
         this rank's answer.
@@ -73,7 +73,7 @@ def _raise_for_user(failures: Mapping[int, tuple[Exception, traceback.StackSumma
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank, cause in causes.items():
         ranks_of[str(cause)].append(rank)
-    # A disagreement between settings and checkpoint is found by one rank for all; anything else is told with its ranks.
+    # A disagreement between settings and checkpoint is found by one rank for all. Anything else is reported with its ranks.
     reasons = [
         text if type(causes[ranks[0]]) is CheckpointError else f"{ranks_named(ranks)}: {text}" for text, ranks in ranks_of.items()
     ]
@@ -83,18 +83,18 @@ def _raise_for_user(failures: Mapping[int, tuple[Exception, traceback.StackSumma
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, bool]:
-    """What an action returns, or what it raises with its trace, and whether it raised."""
+    """(what an action returns, or what it raises with its trace; whether it raised)."""
     try:
         return action(), False
     except Exception as error:  # noqa: BLE001 - told to all ranks
         frames = traceback.extract_tb(error.__traceback__)
-        # Made anew, for since Python 3.13 those of a live trace cannot be sent to another process.
+        # A new one is made, since from Python 3.13 on those of a live trace cannot be sent to another process.
         plain = traceback.StackSummary.from_list([(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in frames])
         return (_sendable(error), plain), True
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or one that says the same where it cannot be sent to another process."""
+    """The error, or one with the same words where it cannot be sent to another process."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever its class does
@@ -112,7 +112,7 @@ def _gathered(value: Any, group: Group) -> list[Any] | None:
 
 
 def _dealt(values: list[Any] | None, group: Group) -> Any:
-    """On every rank its own of the values that the first rank has."""
+    """Give every rank its own one of the values that the first rank has."""
     if group.size == 1:
         assert values is not None
         return values[0]

@@ -1,14 +1,14 @@
-"""Saves in the background: training waits for a copy into host memory, a process of each rank writes it.
+"""Saves in the background: training waits for a copy into host memory, and a process beside each rank writes it.
 
-What happens at a save:
+The steps of a save:
 
-1. All ranks together: each waits until its part of the save before is written; the first one waits until that is a checkpoint,
+1. All ranks together: each waits until its part of the save before is written. The first one waits until that is a checkpoint,
    plans anew if boxes have changed, and makes the folder of the new one.
-2. Each rank copies what it writes into its shared memory and tells its process.
+2. Each rank copies what it writes into shared memory and sends its process a message.
 3. The processes write their parts. The first rank's makes a checkpoint of them when all are there.
 
 Between saves nothing waits and nobody asks another rank: `poll` looks whether the own process has replied. A rank whose process has
-failed leaves a mark in the folder; should even that be impossible, the first rank learns of it in the next step 1.
+failed leaves a mark in the folder. If even that is impossible, the first rank learns of it in the next step 1.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Say = Callable[[str], None]
 """Writes a line into the log."""
 
 _WORTH_SAYING_S = 0.1
-"""Shorter waits are not told."""
+"""Waits of fewer seconds are not logged."""
 
 
 class _Status(NamedTuple):
-    """What each rank says before a save."""
+    """What each rank reports before a save."""
 
     failure: str | None
-    """Why its part of the save before could not be written."""
+    """Why its part of the previous save could not be written."""
     held: list[HeldTensor] | None
-    """What it holds, if that is not what it held before."""
+    """What it holds, if that has changed."""
 
 
 class BackgroundSaver:
@@ -61,7 +61,7 @@ class BackgroundSaver:
         self._planner = PartPlanner(group)
         self._writer = RankWriter(storage, group.index, group.size, retention, patience_s)
         self._told: Committed | None = None
-        """On the first rank: the last end of a save that is in the log."""
+        """On the first rank: the last result of a save that was logged."""
         self._at_end = False
         self._failure: str | None = None
         """On the first rank: why the last save failed, if it did."""
@@ -74,11 +74,11 @@ class BackgroundSaver:
     def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any], say: Say) -> str:
         """Begin a save; all ranks call it together. The tensors may change when it returns.
 
-        That a checkpoint cannot be written is no error here: the first rank says so, in `poll` or at the next save, and training
+        A checkpoint that cannot be written is no error here: the first rank logs it, in `poll` or at the next save, and training
         goes on.
 
         Args:
-            say: called on the first rank. The others are those of `TensorSaver.save`.
+            say: called on the first rank with lines for the log. The others are those of `TensorSaver.save`.
 
         Returns:
             where the checkpoint will be.
@@ -113,7 +113,7 @@ class BackgroundSaver:
         return location
 
     def poll(self, say: Say) -> None:
-        """Look, without waiting, whether the process has replied. The first rank says how a save has ended."""
+        """Look, without waiting, whether the process has replied. The first rank logs how a save has ended."""
         self._writer.receive()
         if self._group.index == 0:
             self._tell(say)
@@ -148,10 +148,10 @@ class BackgroundSaver:
         return _Status(self._writer.wait_until_written(), None if held is None else self._planner.unless_known(held))
 
     def _settle(self, statuses: list[_Status], asked: float, say: Say) -> None:
-        """On the first rank, when all parts of the last save have ended: wait for its own end, and say it.
+        """On the first rank, when all parts of the last save are written: wait until it is a checkpoint, and log it.
 
         Args:
-            statuses: of all ranks.
+            statuses: those of all ranks.
             asked: when they began to wait for each other, by time.monotonic().
             say: writes a line into the log.
         """
@@ -166,7 +166,7 @@ class BackgroundSaver:
         self._tell(say)
 
     def _tell(self, say: Say) -> None:
-        """Say what has come, once."""
+        """Log what has arrived, once."""
         while self._writer.notes:
             say(self._writer.notes.pop(0))
         committed = self._writer.committed

@@ -1,6 +1,5 @@
-"""What one process does in a save folder: checks at the start that checkpoints can be written, makes a checkpoint of the parts of
-all ranks, removes what killed runs left and what need not stay. Needs no torch.
-"""
+"""What one process does in a save folder: it checks at the start that checkpoints can be written, makes a checkpoint of the parts
+of all ranks, and removes what killed runs left and what need not be kept. Needs no torch."""
 
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ def encoded(config: dict[str, Any], state: dict[str, Any]) -> dict[str, bytes]:
 
 
 def sweep(save: Storage, token: str) -> None:
-    """Remove what other runs left of saves and removals that were killed. Call it when no other run saves there.
+    """Remove what killed saves and removals of other runs left. Call it when no other run saves there.
 
     Args:
         save: the save folder.
-        token: of this run, whose saves stay.
+        token: that of this run, whose saves are kept.
     """
     save.sweep([checkpoint_name(iteration) for iteration in iterations_in(save)], keep=token)
 
@@ -46,13 +45,13 @@ def take_over(save: Storage, record: dict[str, Any], token: str) -> None:
     Args:
         save: the save folder.
         record: settings, versions and command line of the run.
-        token: of this run.
+        token: that of this run.
     """
     save.write(RUN, (json.dumps({**record, "token": token}, indent=2) + "\n").encode())
 
 
 def _check_not_taken_over(save: Storage, token: str) -> None:
-    """A run that was thought dead (a node that nobody could reach, a process that was stopped) must not set its successor back."""
+    """A run that was thought dead (node out of reach, process stopped) must not overwrite its successor's checkpoints."""
     try:
         owner = json.loads(save.read(RUN))["token"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -74,7 +73,7 @@ def commit(
         iteration: its number.
         parts: what `write_part` returned on each rank.
         files: what `encoded` returned.
-        run: token of the run that saves, which no other may have taken over (see `take_over`).
+        run: token of the run that saves; no other run may have taken over the folder (see `take_over`).
 
     Returns:
         the manifest.
@@ -100,28 +99,28 @@ def commit(
 
 
 def merged(parts: Sequence[Manifest]) -> Manifest:
-    """One manifest of the parts of all ranks."""
+    """One manifest made of the parts of all ranks."""
     files = {name: file for part in parts for name, file in part.files.items()}
     return Manifest(joined(item for part in parts for item in part.tensors.items()), files)
 
 
 class Retention(NamedTuple):
-    """Which checkpoints of a run stay."""
+    """Which checkpoints of a run are kept."""
 
     keep_last: int | None = None
-    """How many of the newest (`--keep-last`); None means one with a retain interval, and all without."""
+    """The number of newest ones (`--keep-last`). None means one if there is a retain interval, and all otherwise."""
     save_retain_interval: int | None = None
-    """Those whose iteration is a multiple of it stay too (`--save-retain-interval`)."""
+    """Those whose iteration is a multiple of it are kept too (`--save-retain-interval`)."""
 
 
 def kept(iterations: list[int], latest: int | None, retention: Retention) -> set[int]:
-    """Iterations whose checkpoints stay.
+    """Iterations whose checkpoints are kept.
 
     Args:
         iterations: those that exist.
         latest: the one that was saved last; None if that is not known. Those beyond it, of a run that went back to an earlier step,
-            do not count as its newest, and stay until it has come so far again.
-        retention: how many.
+            do not count as its newest, and are kept until it has come so far again.
+        retention: which are kept.
     """
     keep_last, interval = retention
     if keep_last is None and interval is None:
@@ -133,9 +132,9 @@ def kept(iterations: list[int], latest: int | None, retention: Retention) -> set
 
 
 def retain(save: Storage, retention: Retention) -> list[str]:
-    """Remove the checkpoints in a save folder that need not stay. Call it in one process, when no save is going on.
+    """Remove the checkpoints in a save folder that need not be kept. Call it in one process, when no save is going on.
 
-    Only what has a manifest counts and is removed: a folder of another program's checkpoint may have the same name.
+    Only a folder with a manifest counts and is removed: a folder of another program's checkpoint may have the same name.
 
     Returns:
         the names of those that were removed.
@@ -164,7 +163,7 @@ def check_writable(save: Storage) -> None:
 
 
 def check_for_strangers(save: Storage) -> None:
-    """Another program's checkpoints may have the names of ours: never write among them.
+    """Refuse a folder with another program's checkpoints, which may have the names of ours: never write among them.
 
     Raises:
         CheckpointError: there are such.

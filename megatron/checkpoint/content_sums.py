@@ -37,17 +37,17 @@ from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.parallel.boxes import Box
 
 _BLOCK_BYTES = 1 << 18
-"""Bytes that are summed both ways before the next are touched: they stay in the cache in between."""
+"""Bytes that are summed both ways before the next are touched: so they stay in the cache in between."""
 
 
 class Sums(NamedTuple):
-    """The two sums of a tensor or of a part of it."""
+    """The two sums of a tensor or of a part of it: a tensor's content, in 64 bits."""
 
     rows: int
     columns: int
 
     def plus(self, other: Sums) -> Sums:
-        """The sums of two parts together."""
+        """The sums of two disjoint parts together."""
         return Sums((self.rows + other.rows) & 0xFFFFFFFF, (self.columns + other.columns) & 0xFFFFFFFF)
 
     @property
@@ -65,13 +65,13 @@ NO_SUMS = Sums(0, 0)
 
 
 class BoxSummer:
-    """Sums of one box, fed with its bytes from the first to the last in the pieces that `pieces` names.
+    """Sums of one box. Feed it the box's bytes from the first to the last, in the pieces that `pieces` names.
 
     Args:
         dtype: name of the elements' dtype.
         box: the box.
-        global_shape: of the whole tensor.
-        block_bytes: how large the pieces may be, about.
+        global_shape: shape of the whole tensor.
+        block_bytes: about the largest size of a piece.
     """
 
     def __init__(self, dtype: str, box: Box, global_shape: tuple[int, ...], block_bytes: int = _BLOCK_BYTES) -> None:
@@ -126,7 +126,7 @@ class BoxSummer:
         self._row += len(block)
 
     def sums(self) -> Sums:
-        """What has been added up."""
+        """The sums of all pieces so far."""
         columns = np.add.reduce(self._columns * self._column_weights, dtype=np.uint32)
         return Sums(self._rows & 0xFFFFFFFF, int(columns))
 
@@ -208,7 +208,7 @@ class Checksum:
 
     @property
     def text(self) -> str:
-        """What `checksum` gives for all of it."""
+        """What `checksum` gives for all pieces together."""
         return f"{_KIND}{self._hash.hexdigest()}"
 
 

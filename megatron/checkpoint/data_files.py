@@ -28,15 +28,15 @@ _PIECE_BYTES = {True: 1 << 20, False: 32 << 20}
 
 
 class BoxRead(NamedTuple):
-    """Elements of a stored box that are wanted."""
+    """Elements of a stored box that go into a target."""
 
     inner: Box
-    """Relative to the stored box."""
+    """Their box, with offsets relative to the stored box."""
     target: torch.Tensor
-    """Of the same sizes; any strides, device and floating-point dtype."""
+    """Tensor of the same sizes; any strides, device and floating-point dtype."""
 
     def goes_straight(self, stored: StoredBox, dtype: str) -> bool:
-        """Whether it is the whole box, and its raw bytes are what the target's memory is to hold."""
+        """Whether it is the whole box, and the target's memory must hold just its raw bytes."""
         target = self.target
         takes_bytes = target.dtype == torch_dtype(dtype) and target.device.type == "cpu" and target.is_contiguous()
         return takes_bytes and self.inner == Box((0,) * len(stored.box.sizes), stored.box.sizes)
@@ -52,7 +52,7 @@ class DataFiles:
 
     Args:
         storage: the checkpoint's folder.
-        manifest: of the checkpoint.
+        manifest: the checkpoint's manifest.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
@@ -64,7 +64,7 @@ class DataFiles:
         self._checked: set[StoredBox] = set()
 
     def start(self, stored: StoredBox, dtype: str) -> int:
-        """Where the box's bytes begin in its file.
+        """The byte of its file at which the box's data begins.
 
         Raises:
             DamagedCheckpointError: the file is missing or has another size, or does not hold the box.
@@ -72,12 +72,12 @@ class DataFiles:
         return self._file(stored.file).header.place(Entry(stored.key, dtype, stored.box.sizes))
 
     def read(self, stored: StoredBox, dtype: str, parts: Sequence[BoxRead]) -> None:
-        """Fill the targets of a stored box. The box is checked when it is read for the first time.
+        """Fill targets from a stored box. The box is checked when it is read for the first time.
 
         Args:
             stored: the box.
             dtype: name of its dtype.
-            parts: what is wanted of it.
+            parts: the elements to read, with their targets.
 
         Raises:
             DamagedCheckpointError: the file is missing, truncated or altered; targets may have been filled.
@@ -143,7 +143,7 @@ class DataFiles:
             raise self._told(name, error) from error
 
     def _told(self, name: str, error: OSError) -> OSError | DamagedCheckpointError:
-        """What a failure of the storage means: data that is not there, or an error to be passed on as it is."""
+        """The meaning of a failure of the storage: data that is missing, or an error to be passed on as it is."""
         where = self._storage.at(name)
         if isinstance(error, FileNotFoundError):
             return DamagedCheckpointError(f"{where} is missing")
@@ -153,7 +153,7 @@ class DataFiles:
 
 
 def _spread(some: torch.Tensor, first: int, sizes: tuple[int, ...], parts: Sequence[BoxRead]) -> None:
-    """Copy a stretch of a box's flattened elements, of which the first is number `first`, to where they are wanted."""
+    """Copy consecutive elements of a flattened box, from index `first` on, to their targets."""
     at = 0
     for box in flat_range_boxes(sizes, first, first + some.numel()):
         block = some[at : at + box.numel].view(box.sizes)
@@ -166,7 +166,7 @@ def _spread(some: torch.Tensor, first: int, sizes: tuple[int, ...], parts: Seque
 
 
 def _flat_range(whole: Box, inners: Sequence[Box]) -> tuple[int, int]:
-    """The range of a box's flattened elements in which all that is wanted of it lies."""
+    """The range of a box's flattened elements that holds all `inners`."""
 
     def flat(index: Sequence[int]) -> int:
         number = 0

@@ -1,4 +1,4 @@
-"""What a user is told when a checkpoint cannot be written or used."""
+"""Errors and wording for checkpoints that cannot be written or used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ MOST_LISTED = 10
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, or does not fit the run; the message says what to do."""
+    """A checkpoint cannot be written, or does not fit the run. The message says what to do."""
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor of the whole model (checkpoints know nothing else of layouts), and its dtype and bytes."""
+"""The part of a global tensor that a rank holds (checkpoints know nothing else of layouts), and its dtype and bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.parallel.boxes import Box, PlacedBox
 
 WEIGHT = "model"
-"""Kind of the tensors that are weights: `model.<parameter name>`. Moments are named `exp_avg.<parameter name>`, for example."""
+"""Tensors that are weights are named `model.<parameter name>`. Moments are named, for example, `exp_avg.<parameter name>`."""
 
 
 @dataclass
@@ -25,9 +25,9 @@ class GlobalTensor:
     global_shape: tuple[int, ...]
     """Shape in the whole model, without padding."""
     local: torch.Tensor
-    """Contiguous; its flattened elements are what the boxes' starts count. On any device."""
+    """The elements, contiguous; the starts of boxes are indices into it, flattened. On any device."""
     boxes: list[PlacedBox]
-    """None where the rank holds only padding."""
+    """The boxes of the global tensor that it holds; empty if it holds only padding."""
 
     def __post_init__(self) -> None:
         assert self.local.is_contiguous(), f"{self.name}: the local tensor must be contiguous"
@@ -46,17 +46,17 @@ class GlobalTensor:
 
 
 def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
-    """An index that selects a block of a tensor."""
+    """The index of a box in a tensor."""
     return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 def relative(inner: Box, outer: Box) -> Box:
-    """A box counted from the first corner of another one in which it lies."""
+    """A box with offsets relative to another box that contains it."""
     return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """The index that selects a box from a tensor that holds another one, in which it lies."""
+    """The index of a box in a tensor that holds another box, which contains it."""
     return slices(relative(inner, outer).offsets, inner.sizes)
 
 
@@ -64,12 +64,12 @@ _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`; also of dtypes that checkpoints do not hold."""
+    """`float32` for `torch.float32`; also for dtypes that checkpoints do not hold."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype of a name in a manifest."""
+    """torch's dtype with a name in a manifest."""
     return _BY_NAME[name]
 
 

@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint of Megatron-LM, whatever tensor, pipeline and virtual sizes it was trained at: names and cuts."""
+"""Reads weights from a checkpoint of Megatron-LM, whatever its tensor, pipeline and virtual sizes: names and how they are split."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PARTS = {
     "mlp.up": ("mlp.linear_fc1.",),
     "mlp.down": ("mlp.linear_fc2.",),
 }
-"""Parts of a layer: their own modules, and, where Transformer Engine joins a norm to the product behind it, the place there."""
+"""Their names for parts of a layer: the own module and, where Transformer Engine joins a norm to the product after it, that one."""
 WORD = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 _OUTSIDE = {
@@ -47,21 +47,21 @@ LEFT_OUT = ("_extra_state", "rotary_pos_emb.inv_freq")
 
 @dataclass(frozen=True)
 class LegacyPlace:
-    """Where a parameter may stand."""
+    """The places where a parameter may be stored."""
 
     layer: int | None
-    """Its layer; None for what is in front of or behind them."""
+    """Its layer; None for a parameter outside the layers."""
     names: tuple[str, ...]
-    """Names in the state of a chunk, without the layer's number; one of them is there."""
+    """Possible names in the state of a chunk, without the layer's number; one of them is there."""
 
     def stored_names(self, first_layer: int) -> list[str]:
-        """Names in the state of a chunk whose first layer is `first_layer`."""
+        """The possible names in the state of a chunk whose first layer is `first_layer`."""
         before = "" if self.layer is None else f"decoder.layers.{self.layer - first_layer}."
         return [before + name for name in self.names]
 
 
 def place_of(name: str) -> LegacyPlace:
-    """Where a parameter of ours stands there."""
+    """Where one of our parameters is stored there."""
     found = _LAYER.fullmatch(name)
     if found is None:
         return LegacyPlace(None, _OUTSIDE[name])
@@ -70,8 +70,8 @@ def place_of(name: str) -> LegacyPlace:
 
 
 def local_shape(record: ParamRecord, ranks: int, padded_vocabulary: int) -> tuple[int, ...]:
-    """Shape of one tensor rank's part, as it is here: where a gated up projection there is [2f/ranks, h], the gate above, it is
-    [2, f/ranks, h]."""
+    """Shape of one tensor rank's part, as it is here: where a gated up projection there is [2f/ranks, h], the gate above, it is [2,
+    f/ranks, h]."""
     shape = list(record.shape)
     for split in record.splits:
         whole = padded_vocabulary if split.padded_size is not None else shape[split.dim]
@@ -117,7 +117,7 @@ class LegacyCheckpoint:
         self.notes += [*self._left_out(), *notes_on(args)]
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A parameter, or a block of it, on the CPU in its stored dtype; a new contiguous tensor.
+        """A parameter, or a box of it, on the CPU in its stored dtype; a new contiguous tensor.
 
         Raises:
             DamagedCheckpointError: its file is damaged, or copies of it that must be the same differ.
@@ -157,7 +157,7 @@ class LegacyCheckpoint:
                 )
 
     def _check_tied(self, parts: Sequence[FilePart]) -> None:
-        """Once: the last stage has the embedding's weights."""
+        """Check once that the last stage has the embedding's weights."""
         left = self.vocab_size  # rows beyond are padding
         for (file, part), (last_file, copy) in zip(parts, self._tied_copy, strict=True):
             rows = slice(max(0, min(left, len(part))))
@@ -186,8 +186,7 @@ class LegacyCheckpoint:
         return size
 
     def pads_to_this(self, vocab_size: int) -> bool:
-        """Whether a vocabulary of this size is padded to the rows that are stored, so that what is cut off is padding and nothing
-        else."""
+        """Whether a vocabulary of this size is padded to the stored number of rows, so that only padding is cut off."""
         return padded_vocab_size(vocab_size, self.model.make_vocab_size_divisible_by, self._tensor_ranks) == self._padded
 
     def _chunk_of(self, name: str) -> LegacyChunk:
@@ -214,7 +213,7 @@ class LegacyCheckpoint:
             yield file, part
 
     def _refuse_unread(self) -> None:
-        """Every tensor of the model is read."""
+        """Check that every tensor of the model is read."""
         known: dict[LegacyChunk, set[str]] = {chunk: set() for chunk in self._chunks}
         for name in self._records:
             chunk = self._chunk_of(name)
@@ -232,7 +231,7 @@ class LegacyCheckpoint:
             raise CheckpointError(f"{self.folder} holds tensors that the model of its args has not: {listed(unread)}")
 
     def _left_out(self) -> Iterator[str]:
-        """What is in the files beside weights."""
+        """What the files hold beside weights."""
         kept = {"args", "checkpoint_version", "iteration", *chunk_keys(self._files[0, 0])}
         others = sorted({key for file in self._files.values() for key in file.content} - kept)
         if any(self.folder.glob("mp_rank_*/distrib_optim.pt")):

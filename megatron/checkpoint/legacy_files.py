@@ -26,7 +26,7 @@ from megatron.checkpoint.errors import MOST_LISTED, CheckpointError, DamagedChec
 
 
 class LeftOut:
-    """Stands for an object that is not needed: a random state, an enum of the settings, scaling factors of 8-bit products."""
+    """Replaces an object that is not needed: a random state, an enum of the settings, scaling factors of 8-bit products."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -58,7 +58,7 @@ _SETTINGS = ("argparse.Namespace", "types.SimpleNamespace")
 
 
 class RankFile:
-    """What one rank of Megatron-LM saved.
+    """The file of one rank of Megatron-LM.
 
     Args:
         path: model_optim_rng.pt.
@@ -92,7 +92,7 @@ class RankFile:
         self.content: dict[str, Any] = content
 
     def check(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The tensor, after the bytes that it lies in were compared, once, with the checksums of the file.
+        """The tensor, after its bytes were compared, once, with the checksums of the file.
 
         Raises:
             DamagedCheckpointError: they are not what was saved.
@@ -151,10 +151,10 @@ FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _VERSION = 3.0
 _LONGEST_WORD = 20
-"""In the file of the latest iteration; what is longer is none."""
+"""Most characters in the file of the latest iteration; a longer file is another one."""
 
 RankFiles = dict[tuple[int, int], RankFile]
-"""By tensor and pipeline rank."""
+"""Files by (tensor rank, pipeline rank)."""
 FilePart = tuple[RankFile, torch.Tensor]
 """One tensor rank's part of a parameter, and the file that it is in."""
 
@@ -164,7 +164,7 @@ class LegacyChunk:
     """Consecutive layers, on all tensor ranks."""
 
     states: list[tuple[RankFile, dict[str, Any]]]
-    """By tensor rank: the file, and the chunk's tensors in it."""
+    """(file, the chunk's tensors in it) of each tensor rank."""
     first_layer: int
     num_layers: int
 
@@ -187,10 +187,10 @@ def legacy_folder(path: Path) -> Path | None:
 
 
 def open_ranks(folder: Path) -> tuple[RankFiles, Namespace]:
-    """All files, and the arguments of the run that wrote them.
+    """Open all files. Returns them, and the arguments of the run that wrote them.
 
     Raises:
-        CheckpointError: of another version, with experts, without arguments, or with a type in it that is not safe.
+        CheckpointError: another version, experts, no arguments, or a type that is not safe.
         DamagedCheckpointError: ranks are missing, or a file is damaged.
     """
     paths: dict[tuple[int, int], Path] = {}
@@ -216,7 +216,7 @@ def open_ranks(folder: Path) -> tuple[RankFiles, Namespace]:
 
 
 def _check_ranks(folder: Path, found: list[tuple[int, int]], args: Namespace) -> None:
-    """All ranks of the job that wrote the checkpoint are here, and no others."""
+    """Check that all ranks of the job that wrote the checkpoint are here, and no others."""
     tensor, pipeline = (getattr(args, f"{axis}_model_parallel_size", None) or 1 for axis in ("tensor", "pipeline"))
     if not isinstance(tensor, int) or not isinstance(pipeline, int):
         raise CheckpointError(f"{folder}: its args say tensor_model_parallel_size = {tensor!r}, pipeline = {pipeline!r}")
@@ -230,7 +230,7 @@ def _check_ranks(folder: Path, found: list[tuple[int, int]], args: Namespace) ->
 
 
 def chunk_keys(file: RankFile) -> list[str]:
-    """Under which names a rank keeps its chunks: model, or model0, model1, ... with virtual stages."""
+    """Names under which a rank stores its chunks: model, or model0, model1, ... with virtual stages."""
     if "model" in file.content:
         return ["model"]
     keys = [f"model{i}" for i in range(len(file.content)) if f"model{i}" in file.content]
@@ -242,7 +242,7 @@ def chunk_keys(file: RankFile) -> list[str]:
 def find_chunks(files: RankFiles, num_layers: int) -> list[LegacyChunk]:
     """The chunks in the order of the depth: the first of every stage, then the second of every stage (interleaved), and so on.
 
-    How many layers a chunk has is counted, not computed: stages need not be of one size.
+    The layers of a chunk are counted, not computed: stages need not be of one size.
 
     Raises:
         CheckpointError: layers are missing, or the names are of another generation.

@@ -1,4 +1,4 @@
-"""What Megatron-LM's saved arguments say of the model and the tokenizer."""
+"""Reads Megatron-LM's saved arguments as settings of the model and the tokenizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SAME = (
     "make_vocab_size_divisible_by",
     "fp32_residual_connection",
 )
-"""Arguments that have the same name and meaning here."""
+"""Arguments with the same name and meaning here."""
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 _OTHER_MODELS: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
@@ -79,7 +79,7 @@ def model_of(args: Namespace, where: str) -> ModelConfig:
         where: the file, for messages.
 
     Raises:
-        CheckpointError: it has parts that are not built here, or an argument is missing or of another type.
+        CheckpointError: it has parts that cannot be built here, or an argument is missing or of another type.
     """
     given = vars(args)
     others = [f"{name} = {given[name]!r}" for name, plain in _OTHER_MODELS.items() if name in given and given[name] not in plain]
@@ -110,7 +110,7 @@ def model_of(args: Namespace, where: str) -> ModelConfig:
 
 
 def _as_field(name: str, value: Any, where: str) -> Any:
-    """A value of the type that the setting has."""
+    """The value, in the type that the setting has."""
     default = getattr(ModelConfig, name)
     wanted = int if default is None else type(default)
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
@@ -121,7 +121,7 @@ def _as_field(name: str, value: Any, where: str) -> Any:
 
 
 def notes_on(args: Namespace) -> list[str]:
-    """Where the model computes a little otherwise here than there."""
+    """Notes on where the model computes a little otherwise here than there."""
     given = vars(args)
     other = any(given.get(flag) for flag in FLAGS)
     if not other and given.get("bias_gelu_fusion") is False and not given.get("openai_gelu"):
@@ -130,7 +130,7 @@ def notes_on(args: Namespace) -> list[str]:
 
 
 def tokenizer_of(args: Namespace) -> DataConfig | None:
-    """The tokenizer that the arguments name, where there is one of its kind here."""
+    """The tokenizer that the arguments name, if its kind exists here."""
     given = vars(args)
     kind = given.get("tokenizer_type")
     if kind not in get_args(TokenizerType):
@@ -148,6 +148,6 @@ def tokenizer_of(args: Namespace) -> DataConfig | None:
 
 
 def vocabulary_of(args: Namespace) -> int | None:
-    """The size of the vocabulary without padding, where the arguments alone say it: NullTokenizer's ids and its end of document."""
+    """The size of the vocabulary without padding, if the arguments alone give it: NullTokenizer's ids and its end of document."""
     size = vars(args).get("vocab_size")
     return size + 1 if vars(args).get("tokenizer_type") == "NullTokenizer" and isinstance(size, int) else None

@@ -1,11 +1,11 @@
-"""Load a checkpoint into any layout: the same call on every rank.
+"""Loads a checkpoint into any layout, by the same call on every rank.
 
-Three rounds, in each of which all ranks go on or all fail:
+There are three rounds. In each of them all ranks continue or all fail:
 
 1. Each rank reads the manifest, and plans: the stored boxes that overlap its own. The first one checks that all see one checkpoint,
    and that checkpoint and run fit each other exactly.
 2. Each rank reads what it has planned, with the checksum of every box that it touches.
-3. What lies in memory is compared with what was saved (`loaded_content.py`).
+3. The content of memory is compared with what was saved (`loaded_content.py`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _MOST_THREADS = 4
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load has done."""
+    """The result of a load."""
 
     digest: str | None
     """Digest of all content of the checkpoint, the same at every layout; None in older ones."""
     compared: Compared
-    """What the comparison of the tensors in memory with it has shown."""
+    """The result of comparing the tensors in memory with it."""
 
 
 def load_tensors(
@@ -52,12 +52,12 @@ def load_tensors(
     """Fill tensors in place from the checkpoint in folder `path`, whatever layout it was saved at.
 
     Call it on every rank of the group. Each rank reads only the stored boxes that overlap its own, and checks them. Floating-point
-    dtypes are converted into each other; other dtypes must be equal. What lies in memory is compared with what was saved.
+    dtypes are converted into each other; other dtypes must be equal. The content of memory is compared with what was saved.
 
     Args:
         path: folder of the checkpoint, or its URL.
         tensors: what this rank holds; every element of their boxes is filled. Padding is left as it is.
-        allow_unused: whether the stored tensor of this name may be left unread; the first rank's is asked.
+        allow_unused: whether the stored tensor of this name may be left unread; only the first rank's answer counts.
         process_group: the ranks that load; by default all, or this process alone where torch.distributed is not initialised.
 
     Raises:
@@ -94,7 +94,7 @@ def load_tensors(
 
 
 def reading_threads() -> int:
-    """Threads with which a rank reads: its share of the cores that this process may use."""
+    """Number of threads with which a rank reads: its share of the cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(_MOST_THREADS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
@@ -104,10 +104,10 @@ class LoadRequest:
     """What a rank asks for, and what it finds wrong."""
 
     digest: str
-    """Of the manifest that it sees."""
+    """Digest of the manifest that it sees."""
     boxes: dict[str, set[Box]] = field(default_factory=lambda: defaultdict(set))
     problems: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Kind of problem -> the tensors that have it."""
+    """The tensors with each kind of problem."""
 
 
 class PlannedRead(NamedTuple):
@@ -116,10 +116,10 @@ class PlannedRead(NamedTuple):
     tensor: GlobalTensor
     placed: PlacedBox
     common: Box
-    """In the whole tensor."""
+    """The box of these elements in the whole tensor."""
 
     def of(self, stored: StoredBox) -> BoxRead:
-        """Where they are in the stored box, and where they go."""
+        """Their box relative to the stored box, and their target."""
         target = self.tensor.part(self.placed)[within(self.common, self.placed.box)]
         return BoxRead(relative(self.common, stored.box), target)
 
@@ -128,7 +128,7 @@ Reads = dict[StoredBox, list[PlannedRead]]
 
 
 def plan_load(tensors: list[GlobalTensor], manifest: Manifest) -> tuple[LoadRequest, Reads]:
-    """What a rank that holds these tensors tells the first one, and its own reads."""
+    """The request of a rank that holds these tensors, and its own reads."""
     request, reads = LoadRequest(manifest.digest), defaultdict[StoredBox, list[PlannedRead]](list)
     for tensor in tensors:
         request.boxes[tensor.name].update(placed.box for placed in tensor.boxes)
@@ -145,7 +145,7 @@ def plan_load(tensors: list[GlobalTensor], manifest: Manifest) -> tuple[LoadRequ
 
 
 def planned_reads(tensor: GlobalTensor, stored: StoredTensor) -> list[tuple[StoredBox, PlannedRead]]:
-    """The stored boxes that overlap those of a tensor, and what is wanted of each."""
+    """The stored boxes that overlap those of a tensor, and the elements to read of each."""
     overlaps = ((source, placed, source.box.intersect(placed.box)) for placed in tensor.boxes for source in stored.boxes)
     return [(source, PlannedRead(tensor, placed, common)) for source, placed, common in overlaps if common is not None]
 
@@ -176,7 +176,7 @@ def read_boxes(storage: Storage, manifest: Manifest, reads: Reads, threads: int 
 
 
 def _cut(tensors: Sequence[GlobalTensor], straight: Mapping[str, set[Box]]) -> set[str]:
-    """Names of tensors of which this rank holds anything that did not come in whole boxes."""
+    """Names of tensors of which this rank holds anything that was not read as whole boxes."""
     return {
         tensor.name
         for tensor in tensors
@@ -194,7 +194,7 @@ HINT = "Is it a checkpoint of another model, or of another kind of run? Compare 
 
 
 def _misfit(tensor: GlobalTensor, stored: StoredTensor) -> tuple[str, str] | None:
-    """Why a stored tensor cannot fill a tensor asked for: kind and text, or None if it can.
+    """Why a stored tensor cannot fill a tensor asked for: (kind, text), or None if it can.
 
     Floating-point dtypes are converted into each other (rounded to nearest); everything else must be equal.
     """
@@ -209,11 +209,11 @@ def _misfit(tensor: GlobalTensor, stored: StoredTensor) -> tuple[str, str] | Non
 
 
 def check_requests(requests: Sequence[LoadRequest], manifest: Manifest, allow_unused: Callable[[str], bool]) -> None:
-    """On the first rank: the world sees one checkpoint, fills all that it asks for and uses all that is stored.
+    """On the first rank: check that the world sees one checkpoint, fills all that it asks for and uses all that is stored.
 
     Args:
-        requests: of every rank.
-        manifest: of the checkpoint.
+        requests: those of every rank.
+        manifest: the checkpoint's manifest.
         allow_unused: whether a stored tensor of this name may be left unread.
 
     Raises:

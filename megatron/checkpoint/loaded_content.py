@@ -1,4 +1,4 @@
-"""Whether what the ranks hold after a load is what was saved: by checksums, or by the content sums, which no layout changes."""
+"""Checks after a load that the ranks hold what was saved: by checksums, or by the content sums, which no layout changes."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from megatron.parallel.boxes import Box, flat_range_boxes
 from megatron.parallel.context import Group
 
 _AT_ONCE = 1 << 24
-"""Elements that are converted, or brought to the host, at once."""
+"""Elements that are converted, or copied to the host, at once."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What a comparison has shown, in numbers of tensors."""
+    """The result of a comparison, in numbers of tensors."""
 
     equal: int
-    """Their content is the stored one."""
+    """Tensors whose content equals the stored one."""
     narrowed: int = 0
-    """They were rounded to a narrower dtype, so there is nothing to compare."""
+    """Tensors that were rounded to a narrower dtype, so that they cannot be compared."""
     unknown: int = 0
-    """They have no content in the manifest (an older checkpoint), or not every element was loaded."""
+    """Tensors without content sums in the manifest (an older checkpoint), or not loaded as a whole."""
 
 
 @dataclass
 class ContentHere:
-    """What one rank holds."""
+    """What one rank reports of its content."""
 
     whole: set[str]
-    """Names of tensors that are proven by the checksums of their boxes."""
+    """Names of tensors that the checksums of their boxes prove."""
     sums: dict[tuple[str, Box], Sums]
-    """Of each box that can be compared."""
+    """Sums of each box that can be compared, by (name, box)."""
     narrowed: set[str]
     others: set[str]
     """Names of tensors that cannot be compared."""
@@ -50,18 +50,18 @@ class ContentHere:
 def compare_content(
     tensors: list[GlobalTensor], cut: set[str], manifest: Manifest, threads: int, group: Group, doing: str
 ) -> Compared:
-    """Compare what all ranks hold, as it lies in memory, with what was saved. All ranks call it together.
+    """Compare what all ranks hold in memory with what was saved. All ranks call it together.
 
-    A box that was read whole into its place has had its checksum taken there, which is the proof. Tensors of which any rank holds
+    If a box was read whole into its place, its checksum was taken there, which is the proof. Tensors of which any rank holds
     something else (part of a box, another dtype, a copy on a device) are summed up over all ranks.
 
     Args:
         tensors: what this rank has loaded.
-        cut: names of the tensors of which any rank holds something that did not come in whole boxes.
-        manifest: of the checkpoint.
+        cut: names of the tensors of which any rank holds something that was not read as whole boxes.
+        manifest: the checkpoint's manifest.
         threads: how many to use.
         group: the ranks that loaded.
-        doing: what fails if something differs, e.g. "cannot load /runs/a/iter_0000100".
+        doing: words for the error, e.g. "cannot load /runs/a/iter_0000100".
 
     Raises:
         DamagedCheckpointError: on every rank, if a tensor differs, or ranks that hold the same box differ.
@@ -77,7 +77,7 @@ def compare_content(
 
 
 def exactly_comparable(stored: torch.dtype, here: torch.dtype) -> bool:
-    """Whether every stored value is a value of the dtype here too, so that narrowing back gives the stored bits."""
+    """Whether the dtype here holds every stored value exactly, so that narrowing back gives the stored bits."""
     return torch.promote_types(stored, here) == here
 
 
@@ -109,7 +109,7 @@ def _box_sums(box: Box, part: torch.Tensor, stored: StoredTensor) -> Sums:
 
 
 def _stretches(box: Box, part: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """A box in parts that are small enough for a copy: each part's box in the whole tensor, and its elements."""
+    """A box in parts that are small enough for a copy: (each part's box in the whole tensor, its elements)."""
     flat = part.reshape(-1)
     for start in range(0, box.numel, _AT_ONCE):
         at = start

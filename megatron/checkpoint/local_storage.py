@@ -29,7 +29,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Write the names in a folder to the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -38,7 +38,7 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it where they are missing, and bring their names to the disk."""
+    """Make a folder and missing ones above it, and write their names to the disk."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -51,7 +51,7 @@ def make_folder(path: Path) -> None:
 
 
 def set_aside(path: Path, suffix: str) -> Path:
-    """Give a folder a hidden name, in place of what has that name already. Returns the new path."""
+    """Give a folder a hidden name, and remove what has that name already. Returns the new path."""
     aside = path.with_name(f".{path.name}.{suffix}")
     if aside.exists():
         shutil.rmtree(aside)
@@ -60,7 +60,7 @@ def set_aside(path: Path, suffix: str) -> Path:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Have two folders change their names in one step. Returns whether the file system can (many of a network cannot)."""
+    """Exchange the names of two folders in one step. Returns whether the file system can (many network file systems cannot)."""
     return _renameat2()(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
@@ -71,8 +71,8 @@ def _renameat2() -> Callable[..., int]:
 
 
 FLUSH_BYTES = 4 << 20
-"""After each so many bytes the disk is asked to begin with them, while the next ones are prepared and written: the fsync at the end
-then waits for little. (256 MiB with checksums took 0.12 s so, 0.18 s without, and 0.15 s without checksums.)"""
+"""After this many bytes the disk is asked to begin with them, while the next ones are prepared and written. So the fsync at the end
+waits for little. (256 MiB with checksums took 0.12 s so, 0.18 s without, and 0.15 s without checksums.)"""
 
 
 class LocalFile(Reading):
@@ -114,13 +114,13 @@ class LocalWriting(Writing):
         return self._handle
 
     def sync(self) -> None:
-        """Bring all of it to the disk."""
+        """Write all of it to the disk."""
         with self._named():
             os.fsync(self._handle)
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Have errors name the file."""
+        """Add the file's name to errors."""
         try:
             yield
         except OSError as error:
@@ -133,7 +133,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 @functools.cache
 def _writeback() -> Callable[[int, int, int, int], object]:
-    """Linux's `sync_file_range`, which here only begins to write; what it cannot do is left to fsync, and so are its errors."""
+    """Linux's `sync_file_range`, which here only begins to write. What it cannot do is left to fsync, and so are its errors."""
     if sys.platform != "linux":
         return lambda handle, start, length, flags: None
     function = ctypes.CDLL(None).sync_file_range
@@ -253,10 +253,10 @@ class LocalDraft(Draft):
         if self._folder.exists():
             shutil.rmtree(self._folder)
         make_folder(self._folder.parent)
-        self._folder.mkdir()  # not brought to the disk, for training waits; `publish` does that for the final name
+        self._folder.mkdir()  # not written to the disk, since training waits; `publish` does that for the final name
 
     def publish(self, files: Mapping[str, bytes]) -> None:
-        """Write the last files, bring all names to the disk, rename."""
+        """Write the last files, write all names to the disk, rename."""
         for name, data in files.items():
             with self.storage.create(name) as file:
                 file.write(data)
@@ -267,7 +267,7 @@ class LocalDraft(Draft):
             shutil.rmtree(old, ignore_errors=True)  # the new one is complete; a sweep removes what may be left
 
     def _put_in_place(self) -> Path | None:
-        """Give the folder its final name. Returns where the checkpoint is now that had it, if there was one."""
+        """Give the folder its final name. Returns where the checkpoint is now that had the name before, if there was one."""
         if not self._final.exists():
             self._folder.rename(self._final)
             return None
@@ -287,7 +287,7 @@ class LocalDraft(Draft):
 
 @contextlib.contextmanager
 def _missing_is_missing() -> Iterator[None]:
-    """What is a folder is no file that can be read, and a file below something that is no folder is not there either."""
+    """Treat a folder that is read as a file, or a file below something that is no folder, as missing."""
     try:
         yield
     except (IsADirectoryError, NotADirectoryError) as error:

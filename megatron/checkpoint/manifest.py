@@ -1,7 +1,7 @@
 """The manifest: what a checkpoint holds and where. Together with the data files it is all that a reader needs.
 
-Which rank wrote a file, and where a box lies in it, is of no importance to a reader. Fields that a reader does not know are to be
-passed over; a change that old readers must not pass over raises the version.
+A reader need not know which rank wrote a file, nor where a box lies in it. Readers ignore fields that they do not know; a change
+that old readers must not ignore raises the version.
 
 docs/checkpoints.md shows `manifest.json`. Manifests of the first programs have no `content` and no `content_digest`.
 """
@@ -30,7 +30,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box and where its elements are."""
+    """A box, its file and its checksum."""
 
     box: Box
     file: str
@@ -40,7 +40,7 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the whole model, as it is stored."""
+    """A global tensor, as it is stored."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -109,7 +109,7 @@ class Manifest:
 
 
 def joined(parts: Iterable[tuple[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """Parts of tensors by name, just written, put together: boxes behind each other, content sums added up."""
+    """Put together parts of tensors that were just written, by name: boxes one after another, content sums added up."""
     heads: dict[str, StoredTensor] = {}
     boxes: dict[str, list[StoredBox]] = defaultdict(list)
     sums: dict[str, Sums] = defaultdict(lambda: NO_SUMS)
@@ -122,12 +122,12 @@ def joined(parts: Iterable[tuple[str, StoredTensor]]) -> dict[str, StoredTensor]
 
 
 def part_from_json(data: bytes, path: str, name: str) -> Manifest:
-    """A manifest, or what one rank has to put into it, checked.
+    """Read and check a manifest, or a rank's part of one.
 
     Args:
         data: content of the file.
         path: the checkpoint's folder, for messages.
-        name: of the file, for messages.
+        name: name of the file, for messages.
 
     Raises:
         CheckpointError: it is of another format, or written by a newer version.
@@ -191,8 +191,8 @@ def _tensor_from_json(content: dict) -> StoredTensor:
 def tiles(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
     """Whether the boxes cover every element of a tensor of `shape` exactly once, and nothing outside.
 
-    A box, as a function that is 1 inside and 0 outside, is known by its corners: give each the sign (-1)^(number of upper
-    ends). Functions add up to that of the whole exactly if their signed corners do. So this needs one pass over the boxes,
+    Take a box as a function that is 1 inside and 0 outside. Its corners, each with the sign (-1)^(number of upper ends), determine
+    it. The functions add up to that of the whole tensor exactly if their signed corners do. So this needs one pass over the boxes,
     where comparing pairs would need a square of it.
     """
     corners: Counter[tuple[int, ...]] = Counter()

@@ -22,7 +22,7 @@ BLOCK_BYTES = 64 << 20
 """Size of the parts of an upload; stores allow some ten thousand parts to a file."""
 RANGE_BYTES = 16 << 20
 RANGES_AT_ONCE = 8
-"""Large reads are cut into ranges, of which this many are under way together where the store can do that."""
+"""Large reads are cut into ranges; this many are read at once where the store can do that."""
 
 
 @contextlib.contextmanager
@@ -44,8 +44,8 @@ class ObjectFile(Reading):
 
     Args:
         files: fsspec's file system.
-        path: of the file in it.
-        url: as a user calls the file.
+        path: path of the file in it.
+        url: the file's URL, for messages.
         size: bytes in it.
     """
 
@@ -72,7 +72,7 @@ class ObjectWriting(Writing):
 
     Args:
         file: fsspec's file, open for writing.
-        url: as a user calls it.
+        url: the file's URL, for messages.
     """
 
     def __init__(self, file: Any, url: str) -> None:
@@ -92,12 +92,12 @@ class ObjectWriting(Writing):
         pass
 
     def finish(self) -> None:
-        """Have the store take the file."""
+        """Complete the file in the store."""
         with told(self._url):
             self._file.close()
 
     def give_up(self) -> None:
-        """End an upload so that no file comes of it."""
+        """End an upload so that no file results."""
         with contextlib.suppress(Exception):
             self._file.discard()
         try:
@@ -109,16 +109,16 @@ class ObjectWriting(Writing):
 COMPLETE = "manifest.json"
 """A checkpoint that has this file is complete."""
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"}
-"""Where a folder need not be made; asked to, some make a missing bucket, perhaps of a misspelt name."""
+"""Stores in which folders need not be made; asked to, some make a missing bucket, perhaps of a misspelt name."""
 _LEFT_FILE = re.compile(r"rank_.*-[0-9a-f]+\..+|(?:config|state)\.json")
 
 
 class ObjectStorage(Storage):
-    """A `Storage` behind a URL.
+    """A `Storage` at a URL.
 
     Args:
         url: as the user gave it.
-        files: fsspec's file system of it.
+        files: its file system of fsspec.
         root: the folder's path in that.
     """
 
@@ -211,7 +211,7 @@ class ObjectStorage(Storage):
         return posixpath.join(self._root, name) if name else self._root
 
     def _fresh(self, name: str) -> Any:
-        """The file system, without what it remembers of a folder: other processes write there too."""
+        """The file system, without its cached listing of a folder: other processes write there too."""
         self._files.invalidate_cache(self._path(name))
         self._files.invalidate_cache(posixpath.dirname(self._path(name)))
         return self._files
@@ -235,7 +235,7 @@ class ObjectDraft(Draft):
 
     def publish(self, files: Mapping[str, bytes]) -> None:
         """Write the last files, the manifest at the end."""
-        # They take the places of those of an older checkpoint, which is complete no more from here on.
+        # They replace those of an older checkpoint, which is incomplete from here on.
         self.storage.remove(COMPLETE)
         for name, data in files.items():
             self.storage.write(name, data)
@@ -256,7 +256,7 @@ class ObjectDraft(Draft):
 
 
 def _is_left(name: str) -> bool:
-    """Whether a save that was killed may have left it; a file of another program is not to be touched."""
+    """Whether a killed save may have left this file; a file of another program is not touched."""
     return _LEFT_FILE.fullmatch(name) is not None
 
 

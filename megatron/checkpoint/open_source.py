@@ -1,4 +1,4 @@
-"""What kind of folder one has been given, by the names of the files in it, and the weights of a whole model from any kind."""
+"""The kind of a given folder, by the names of the files in it; and the weights of a whole model from a folder of any kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.checkpoint.stored import StoredCheckpoint
 
 
 class FolderKind(StrEnum):
-    """Folders that hold weights."""
+    """Kinds of folders that hold weights."""
 
     CHECKPOINT = "one checkpoint"
     RUN = "a --save folder"
@@ -23,11 +23,11 @@ class FolderKind(StrEnum):
 
 
 FOREIGN = (FolderKind.LEGACY, FolderKind.HUGGING_FACE)
-"""Of other programs."""
+"""The kinds that other programs write."""
 
 
 def kind_of(storage: Storage) -> FolderKind | None:
-    """The kind of a folder; None if it holds no weights of any kind that is known here."""
+    """The kind of a folder; None if it holds no weights of a known kind."""
     names = storage.names()
     if MANIFEST in names:
         return FolderKind.CHECKPOINT
@@ -38,14 +38,14 @@ def kind_of(storage: Storage) -> FolderKind | None:
     if any(name.startswith("mp_rank_") for files in (names, *inside.values()) for name in files):
         return FolderKind.LEGACY
     if iterations:
-        return FolderKind.RUN  # of which nothing is complete
+        return FolderKind.RUN  # none of these is complete
     if CONFIG in names and _names_a_model(storage):
         return FolderKind.HUGGING_FACE
     return None
 
 
 def _names_a_model(storage: Storage) -> bool:
-    """Whether config.json says a model type, as that of a Hugging Face folder does."""
+    """Whether config.json has a model type, as that of a Hugging Face folder does."""
     try:
         content = json.loads(storage.read(CONFIG))
     except (OSError, ValueError, RecursionError):
@@ -60,13 +60,13 @@ _KNOWN = (
 
 
 def open_source(path: Place, step: int | None = None, *, vocab_size: int | None = None) -> WeightSource:
-    """The weights in a folder.
+    """Open the weights in a folder.
 
     Args:
         path: a --save folder, of which the newest complete checkpoint is taken, or one checkpoint in it (both also by URL); a
             Hugging Face folder; a folder of Megatron-LM, or one iteration in it.
-        step: the iteration to take of a folder that holds several.
-        vocab_size: rows of the word embedding without padding, for a checkpoint of Megatron-LM that does not say it.
+        step: the iteration to take from a folder that holds several.
+        vocab_size: rows of the word embedding without padding, for a checkpoint of Megatron-LM that does not give it.
 
     Raises:
         CheckpointError: there is no such folder, or it is none of these, or `step` is not in it.

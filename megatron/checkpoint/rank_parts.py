@@ -1,7 +1,7 @@
-"""A rank's part of a checkpoint: who writes what, and the writing.
+"""A rank's part of a checkpoint: which rank writes what, and the writing.
 
-Every box is written once in the world, spread evenly over the ranks that hold it. A part is written in one pass. Needs no torch: a
-process of its own may do it.
+Every box is written once in the world; boxes are spread evenly over the ranks that hold them. A part is written in one pass. Needs
+no torch, so that a separate process can do it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from megatron.parallel.boxes import Box
 
 
 class HeldTensor(NamedTuple):
-    """What a rank holds of a tensor; no boxes where it holds only padding."""
+    """The boxes of a tensor that a rank holds; none if it holds only padding."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: str
     boxes: tuple[Box, ...]
 
 
 class BoxToWrite(NamedTuple):
-    """A box and the tensor that it is a part of."""
+    """A box and its tensor."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: str
     box: Box
 
@@ -49,7 +49,7 @@ class BoxToWrite(NamedTuple):
 
     @property
     def entry(self) -> Entry:
-        """As it stands in a file."""
+        """Its entry in a file."""
         return Entry(self.key, self.dtype, self.box.sizes)
 
 
@@ -58,12 +58,12 @@ class PartFile:
     """A data file: its boxes in the order of their data."""
 
     name: str
-    """Before the draft has its say (`Draft.file_name`)."""
+    """The name before the draft changes it (`Draft.file_name`)."""
     boxes: tuple[BoxToWrite, ...]
 
     @functools.cached_property
     def num_data_bytes(self) -> int:
-        """Size without the header."""
+        """Bytes without the header."""
         return sum(box.entry.num_bytes for box in self.boxes)
 
 
@@ -74,7 +74,7 @@ class RankPart:
     rank: int
     files: tuple[PartFile, ...]
     empty: tuple[HeldTensor, ...] = ()
-    """Tensors without elements, which no file holds and the manifest lists."""
+    """Tensors without elements. No file holds them, but the manifest lists them."""
 
 
 def share_out(world: Sequence[Sequence[HeldTensor]], max_file_bytes: int | None = None) -> list[RankPart]:
@@ -134,7 +134,7 @@ def _agreed(world: Sequence[Sequence[HeldTensor]]) -> dict[str, HeldTensor]:
 
 
 def _files(rank: int, boxes: Sequence[BoxToWrite], max_file_bytes: int | None) -> tuple[PartFile, ...]:
-    """One file (or none), or as many as the size limit asks for."""
+    """The boxes in one file (or none), or in as many as the size limit needs."""
     groups: list[list[BoxToWrite]] = []
     size = 0
     for box in boxes:
@@ -153,18 +153,18 @@ def _files(rank: int, boxes: Sequence[BoxToWrite], max_file_bytes: int | None) -
 
 
 _SYNC_BYTES = 128 << 20
-"""Bytes that are brought to the disk at once."""
+"""Bytes that are written to the disk at once."""
 
 
 def write_part(
     draft: Draft, part: RankPart, data_of: Callable[[BoxToWrite], memoryview], progress: Callable[[], None] | None = None
 ) -> Manifest:
-    """Write a rank's files and bring them to the disk.
+    """Write a rank's files to the disk.
 
     Args:
         draft: the checkpoint that is being written; its folder exists.
-        part: what is written.
-        data_of: gives the raw bytes of a box (row-major, little-endian); it is called once for each, when its turn comes.
+        part: what to write.
+        data_of: gives the raw bytes of a box (row-major, little-endian); called once for each, when its turn comes.
         progress: called whenever some more is on the disk.
 
     Returns:
@@ -197,7 +197,7 @@ def write_part(
 
 @contextlib.contextmanager
 def _room_for(num_bytes: int, place: str) -> Iterator[None]:
-    """Where there is no room for a file, the error says how much it needs."""
+    """If there is no room for a file, add to the error how much it needs."""
     try:
         yield
     except OSError as error:
@@ -207,10 +207,10 @@ def _room_for(num_bytes: int, place: str) -> Iterator[None]:
 
 
 class _Ahead:
-    """Writes, and brings what is written to the disk now and then.
+    """Writes, and now and then brings what is written to the disk.
 
-    Then nothing of it is left to do for long at the end, the memory of the system is not full of what waits for the disk, and who
-    watches sees that the write goes on.
+    So little is left to do at the end, the system's memory is not full of data that waits for the disk, and a watcher sees
+    progress.
     """
 
     def __init__(self, out: Writing, progress: Callable[[], None] | None) -> None:
@@ -227,7 +227,7 @@ class _Ahead:
 
 
 def _write_box(out: _Ahead, box: BoxToWrite, data: memoryview) -> tuple[str, Sums]:
-    """Write one box. Piece by piece, so that what is summed and written is still in the cache where it was last touched."""
+    """Write one box, piece by piece, so that each piece is summed and written while it is in the cache."""
     checksum, summer = Checksum(), BoxSummer(box.dtype, box.box, box.shape)
     for start, end in summer.pieces():
         piece = data[start:end]

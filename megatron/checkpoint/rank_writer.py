@@ -1,4 +1,4 @@
-"""One rank's share in a save in the background: shared memory, the process that writes it, and what that has replied."""
+"""One rank's side of a save in the background: shared memory, the process that writes it, and that process's replies."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ from megatron.parallel.boxes import Box
 
 
 class SharedBuffer:
-    """Memory of a fixed size behind a file descriptor, which another process can map too. It has no name, so nothing of it is left
-    when both have ended, however they ended.
+    """Memory of a fixed size with a file descriptor, which another process can map too. It has no name, so nothing of it is left
+    when
+    both have ended, however they ended.
 
     All of it is touched once when it is made: the first copy into fresh memory takes several times as long as later ones.
 
@@ -90,9 +91,9 @@ class RankWriter:
     Args:
         storage: the save folder.
         rank: this rank; the first one's process makes a checkpoint of the parts of all.
-        num_ranks: how many parts there are.
-        retention: which checkpoints stay.
-        patience_s: a process that has made no progress for so long, while training waits for it, is ended.
+        num_ranks: number of parts.
+        retention: which checkpoints are kept.
+        patience_s: a process that makes no progress for so many seconds, while training waits for it, is ended.
     """
 
     def __init__(self, storage: Storage, rank: int, num_ranks: int, retention: Retention, patience_s: float = PATIENCE_S) -> None:
@@ -106,21 +107,21 @@ class RankWriter:
         """The last save that was begun."""
         self.draft: Draft | None = None
         self.written: PartWritten | None = None
-        """How this rank's part of it has ended, if it has."""
+        """The result of this rank's part of that save, once it has ended."""
         self.committed: Committed | None = None
-        """On the first rank: how all of it has ended, if it has."""
+        """On the first rank: the result of the whole save, once it has ended."""
         self.notes: list[str] = []
-        """What else the log should say."""
+        """Further lines for the log."""
 
     def start(
         self, iteration: int, token: str, part: RankPart, tensors: list[GlobalTensor], files: dict[str, bytes] | None
     ) -> None:
-        """Copy what this rank writes and let the process write it; the save before has ended.
+        """Copy what this rank writes and let the process write it. The save before must have ended.
 
         Args:
             iteration: number of the checkpoint.
-            token: of the run.
-            part: what is written.
+            token: that of the run.
+            part: what to write.
             tensors: what this rank holds; they may change when this returns.
             files: on the first rank, the small files of the checkpoint.
         """
@@ -135,7 +136,7 @@ class RankWriter:
         process.send(Save(iteration, token, files if self._rank == 0 else None))
 
     def receive(self, timeout: float = 0.0) -> bool:
-        """Take in what the process has replied, or replies within so many seconds. Returns whether it is known to be alive."""
+        """Take in the process's replies, waiting at most `timeout` seconds for one. Returns whether it is known to be alive."""
         if self._process is None:
             return False
         try:
@@ -154,12 +155,12 @@ class RankWriter:
         return bool(replies)
 
     def wait_until_written(self) -> str | None:
-        """Wait for this rank's part of the last save. Returns why it could not be written, if so."""
+        """Wait for this rank's part of the last save. Returns why it could not be written, or None."""
         self._wait_until(lambda: self.written is not None)
         return None if self.written is None else self.written.failure
 
     def wait_until_committed(self, failures: list[str]) -> None:
-        """On the first rank: wait for the end of the last save, of which all ranks say that their parts have ended.
+        """On the first rank: wait for the end of the last save, after all ranks report that their parts have ended.
 
         Args:
             failures: why ranks could not write theirs.
@@ -169,13 +170,13 @@ class RankWriter:
         self._wait_until(lambda: self.committed is not None)
 
     def end(self) -> None:
-        """Let the process end what it has begun (the first rank's may be removing old checkpoints), and give the memory back."""
+        """Let the process finish what it has begun (the first rank's may be removing old checkpoints), and free the memory."""
         if self._process is not None:
             self._process.send(End())
         self._wait_until(lambda: self._process is None)
 
     def close(self) -> None:
-        """End the process at once, and give the memory back."""
+        """End the process at once, and free the memory."""
         if self._process is not None:
             self._process.stop()
             self._process = None
@@ -185,7 +186,7 @@ class RankWriter:
             self._buffer = None
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait for the process, as long as it makes progress; one that does not is ended, and the save has failed."""
+        """Wait for the process as long as it makes progress. If it makes none, it is ended, and the save has failed."""
         began = heard = time.monotonic()
         tell_at = began + _TELL_AFTER_S
         while self.iteration is not None and not done():
@@ -207,7 +208,7 @@ class RankWriter:
                 tell_at = now + _TELL_EVERY_S
 
     def _ready(self, part: RankPart, tensors: list[GlobalTensor]) -> WriterProcess:
-        """The process and its memory; new ones where there are none or the part is another one.
+        """The process and its memory. New ones are made where there are none or the part has changed.
 
         Raises:
             OSError: no memory, or no process.
@@ -241,7 +242,8 @@ class RankWriter:
                 torch.cuda.current_stream(device).synchronize()
 
     def _fail(self, reason: str) -> None:
-        """The part, and on the first rank the checkpoint, will not be written; tell the first rank's process by a mark."""
+        """Record that the part, and on the first rank the checkpoint, will not be written; leave a mark for the first rank's
+        process."""
         if self.iteration is None:
             return
         if self.written is None:

@@ -19,7 +19,7 @@ from megatron.checkpoint.errors import DamagedCheckpointError
 _ALIGNMENT = 64
 """The data starts at a multiple of this many bytes in the file."""
 LENGTH_BYTES = 8
-"""Bytes in front of the header."""
+"""Bytes before the header, which hold its length."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def in_file_order(entries: Sequence[Entry]) -> list[int]:
 
 
 def header_bytes(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
-    """What stands in front of the data of a file whose data are those of the entries, in this order, without gaps.
+    """The bytes before the data, for a file that holds the data of these entries in this order, without gaps.
 
     Args:
         metadata: texts about the file.
@@ -59,7 +59,7 @@ def header_bytes(entries: Sequence[Entry], metadata: Mapping[str, str] | None = 
 
 
 def header_length(first: bytes | memoryview) -> int:
-    """Bytes of the header, from the `LENGTH_BYTES` bytes in front of it."""
+    """Bytes of the header, given the first `LENGTH_BYTES` bytes of the file."""
     return int(struct.unpack_from("<Q", first)[0])
 
 
@@ -69,7 +69,7 @@ class Header:
     Args:
         content: key -> dtype, shape and data_offsets, as in the file.
         data_start: the byte of the file at which the data begins.
-        name: of the file, for messages.
+        name: name of the file, for messages.
     """
 
     def __init__(self, content: dict[str, Any], data_start: int, name: str) -> None:
@@ -77,7 +77,7 @@ class Header:
 
     @classmethod
     def parse(cls, start: bytes, name: str) -> Header:
-        """From the start of a file: the length and the header.
+        """Read a header from the start of a file, which must hold all of it.
 
         Raises:
             DamagedCheckpointError: there is no header that can be read.
@@ -113,7 +113,7 @@ class DType:
     """A dtype of stored elements."""
 
     code: str
-    """In the header of a safetensors file."""
+    """Its name in the header of a safetensors file."""
     itemsize: int
     """Bytes of an element."""
 
@@ -125,4 +125,4 @@ DTYPES = {
     "float16": DType("F16", 2),
     "int64": DType("I64", 8),
 }
-"""By the name that the manifest gives (torch's, without the `torch.`)."""
+"""Dtypes by their names in the manifest (torch's, without the `torch.`)."""

@@ -39,7 +39,7 @@ def iterations_in(save: Storage) -> list[int]:
 
 
 def latest_in(save: Storage) -> int | None:
-    """What the latest file of a save folder says; None if there is none or it holds no number."""
+    """The iteration in the latest file of a save folder; None if there is none or it holds no number."""
     try:
         text = save.read(LATEST).decode(errors="replace").strip()
     except (FileNotFoundError, IsADirectoryError):
@@ -72,11 +72,11 @@ def find_checkpoint(
     Args:
         folder: the save folder.
         step: the iteration to take (`--ckpt-step`).
-        tell: is given a message where another checkpoint is taken than one may think.
-        damaged: iterations of which it is known that they cannot be read, and why.
+        tell: called with a message where the checkpoint is not the one that a user may expect.
+        damaged: iterations that are known to be unreadable, with the reasons.
 
     Returns:
-        the folder of the checkpoint (a path, or a URL where the save folder is behind one), or None if there has never been one.
+        the folder of the checkpoint (a path, or a URL if the save folder is one), or None if there has never been one.
 
     Raises:
         CheckpointError: `step` is not there, or no checkpoint there is complete, or `folder` is a checkpoint itself.
@@ -131,7 +131,7 @@ def fault_of(inside: Storage) -> str | None:
 
 
 def faults_of_files(inside: Storage, manifest: Manifest) -> Iterator[str]:
-    """Files that are missing or of another size."""
+    """Messages about files that are missing or of another size."""
     for name, file in manifest.files.items():
         found = inside.size(name)
         if found is None:
@@ -158,7 +158,7 @@ def manifest_in(inside: Storage) -> Manifest:
 
 
 def read_manifest(path: Place) -> Manifest:
-    """The same of a folder by its path or URL."""
+    """`manifest_in` for a folder given by its path or URL."""
     return manifest_in(open_storage(path))
 
 
@@ -183,7 +183,7 @@ def read_config(path: Place) -> dict[str, Any]:
 
 
 def read_json(inside: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
-    """One of the small files of a checkpoint, checked."""
+    """Read one of the small files of a checkpoint, and check it."""
     try:
         data = inside.read(name)
     except FileNotFoundError as error:
@@ -195,5 +195,5 @@ def read_json(inside: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def place_of(storage: Storage) -> Place:
-    """What stands for a folder outside this room."""
+    """The path or URL of a folder, for callers outside this package."""
     return storage.local or storage.location

@@ -33,7 +33,7 @@ class WeightSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What a user calls it: the folder."""
+        """The folder, as a user names it."""
 
     @property
     def model(self) -> ModelConfig:
@@ -53,10 +53,10 @@ class WeightSource(Protocol):
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know about what was left out or read in a special way; one sentence each."""
+        """Notes for the user on what was left out or read in a special way; one sentence each."""
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A parameter, or a block of it, on the CPU in its stored dtype; a new contiguous tensor, the caller's own.
+        """A parameter, or a box of it, on the CPU in its stored dtype; a new contiguous tensor, the caller's own.
 
         Raises:
             DamagedCheckpointError: its file is missing, truncated or altered.
@@ -64,7 +64,7 @@ class WeightSource(Protocol):
 
 
 def misfits(found: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """What is missing of the expected tensors, or has another shape; one text each."""
+    """Texts about expected tensors that are missing or have another shape, one for each."""
     wrong = []
     for name, shape in expected.items():
         if name not in found:

@@ -1,5 +1,5 @@
-"""What saving and loading ask of a storage: a local folder (`local_storage.py`), or an object store through fsspec
-(`object_storage.py`). Knows nothing of tensors."""
+"""The interface of storages for saving and loading: a local folder (`local_storage.py`), or an object store through fsspec
+(`object_storage.py`). It knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Reading(Protocol):
     """Bytes in the file."""
 
     def read(self, start: int, length: int) -> bytes:
-        """Bytes from `start` on.
+        """`length` bytes from `start` on.
 
         Raises:
             TruncatedError: the file ends before.
@@ -27,7 +27,7 @@ class Reading(Protocol):
         return bytes(data)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer of bytes with what lies from `start` on.
+        """Fill a buffer with the bytes from `start` on.
 
         Raises:
             TruncatedError: the file ends before.
@@ -38,10 +38,10 @@ class Writing(Protocol):
     """A file that is being written."""
 
     num_bytes: int
-    """Written so far."""
+    """Bytes written so far."""
 
     def write(self, data: bytes | memoryview) -> None:
-        """Add all of it."""
+        """Write all of `data` at the end."""
 
     def fileno(self) -> int | None:
         """The file's descriptor, if it has one."""
@@ -50,17 +50,16 @@ class Writing(Protocol):
 class Storage(Protocol):
     """A folder, local or by URL. Names are relative to it, with `/` between; the empty name is the folder itself.
 
-    Everything raises `OSError` where the storage fails, whatever is behind it, and `FileNotFoundError` where a file to be read is
-    not there.
+    Every kind of storage raises `OSError` where it fails, and `FileNotFoundError` where a file to be read is missing.
     """
 
     location: str
-    """The folder as a user calls it: a path or a URL. Another process opens the same storage with it."""
+    """The folder as a user names it: a path or a URL. Another process can open the same storage with it."""
     local: Path | None
     """The folder, if it is a local one."""
 
     def at(self, name: str) -> str:
-        """What a user calls a file in it."""
+        """A file in it, as a user names it."""
 
     def child(self, name: str) -> Storage:
         """A folder in it, which need not exist."""
@@ -99,12 +98,12 @@ class Storage(Protocol):
         """The place where the checkpoint `name` is written.
 
         Args:
-            name: of the checkpoint, a folder here.
-            token: of the run that writes it, from `[0-9a-f]`. What other runs left or still write does not disturb it.
+            name: name of the checkpoint, a folder here.
+            token: that of the run that writes it, from `[0-9a-f]`. What other runs left or still write does not disturb it.
         """
 
     def retire(self, name: str) -> None:
-        """Remove a checkpoint in such an order that half of one is never taken for one."""
+        """Remove a checkpoint in an order in which half of one is never taken for a whole one."""
 
     def sweep(self, names: Iterable[str], keep: str | None = None) -> list[str]:
         """Remove what killed saves and removals left; what cannot be removed stays. Call it while nobody saves.
@@ -125,10 +124,10 @@ class Draft(Protocol):
     """The folder in which its files are."""
 
     def file_name(self, name: str) -> str:
-        """The name of a data file, or of what writers tell each other, both here and in the manifest.
+        """The name of a data file, or of a message between writers, both here and in the manifest.
 
-        Where files are written under the name of the checkpoint itself it has the token in it: so neither a save nor a late
-        writer of a killed run can touch the files of a complete checkpoint.
+        If files are written under the name of the checkpoint itself, it has the token in it. So neither a save nor a late writer of
+        a killed run can touch the files of a complete checkpoint.
         """
 
     def make(self) -> None:
@@ -146,7 +145,7 @@ class Draft(Protocol):
 
 
 def is_url(location: str) -> bool:
-    """Whether fsspec is asked for it."""
+    """Whether the location is opened by fsspec."""
     return "://" in location and not location.startswith("file://")
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of this framework as whole tensors, one in memory at a time, without a process group; and whether it is sound."""
+"""Reads a checkpoint of this framework as whole tensors, one in memory at a time, without a process group; and verifies it."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class StoredCheckpoint:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """What `config.json` holds: `config` (the settings), `command`, `versions` and `vocab_size`."""
+        """The content of `config.json`: `config` (the settings), `command`, `versions` and `vocab_size`."""
         return read_json(self._storage, CONFIG, self.manifest)
 
     @functools.cached_property
     def state(self) -> dict[str, Any]:
-        """What `state.json` holds: counts, the loss scaler, the schedules."""
+        """The content of `state.json`: counts, the loss scaler, the schedules."""
         return read_json(self._storage, STATE, self.manifest)
 
     @functools.cached_property
@@ -87,7 +87,7 @@ class StoredCheckpoint:
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Everything that is stored, by full name: weights as `model.<name>`, moments as `exp_avg.<name>`."""
+        """All stored tensors, by full name: weights as `model.<name>`, moments as `exp_avg.<name>`."""
         return {name: TensorInfo(tensor.shape, torch_dtype(tensor.dtype)) for name, tensor in self.manifest.tensors.items()}
 
     @functools.cached_property
@@ -97,11 +97,11 @@ class StoredCheckpoint:
         return {name.removeprefix(start): tensor for name, tensor in self.tensors.items() if name.startswith(start)}
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A parameter, or a block of it; see `WeightSource.read`."""
+        """A parameter, or a box of it; see `WeightSource.read`."""
         return self.read_stored(f"{WEIGHT}.{name}", box)
 
     def read_stored(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A stored tensor by its full name, or a block of it, on the CPU in its stored dtype; a new contiguous tensor.
+        """A stored tensor by its full name, or a box of it, on the CPU in its stored dtype; a new contiguous tensor.
 
         Every stored box that overlaps is checked, once; of a whole tensor the content sums too.
 
@@ -126,22 +126,22 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class Verified:
-    """What has been read, and what is wrong with it."""
+    """The result of reading a whole checkpoint, with its faults."""
 
     tensors: int
     num_bytes: int
-    """Of all boxes."""
+    """Bytes of all boxes."""
     digest: str | None
-    """Of the content; None in an older checkpoint, which holds no content sums."""
+    """Digest of the content; None in an older checkpoint, which holds no content sums."""
     faults: tuple[str, ...]
 
 
 def verify(inside: Storage, progress: Callable[[str], None] = lambda name: None) -> Verified:
-    """Read all of a checkpoint. Memory: one box.
+    """Read all of a checkpoint. At most one box is in memory.
 
     Args:
         inside: its folder.
-        progress: is told the name of each tensor before it is read.
+        progress: called with the name of each tensor before it is read.
 
     Raises:
         CheckpointError: it was written by a newer version.

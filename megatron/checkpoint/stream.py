@@ -18,7 +18,7 @@ from megatron.checkpoint.storage import open_storage
 from megatron.parallel.boxes import Box
 
 _TOKEN = "0"
-"""Of all conversions, in place of a run's: each removes what a killed one left, and nothing of a run that saves there."""
+"""Token of all conversions, in place of a run's. Each removes what a killed one left, and nothing of a run that saves there."""
 
 
 def write_checkpoint(
@@ -38,21 +38,21 @@ def write_checkpoint(
     Args:
         folder: the save folder, or its URL; made if it does not exist.
         iteration: number of the checkpoint. One of the same number is replaced.
-        tensors: everything that is stored, by full name, e.g. `model.layers.0.mlp.up.weight`.
+        tensors: everything to store, by full name, e.g. `model.layers.0.mlp.up.weight`.
         read: gives the elements of a box of a tensor, in the sizes of the box and the dtype of the tensor; called once for each.
         config: goes into `config.json`.
         state: goes into `state.json`.
-        files: the boxes in each rank's file, where the files shall be those of a layout (a box that is in several is written into
-            one of them); by default whole tensors, in their order.
+        files: the boxes in each rank's file, for files as a layout has them (a box in several is written into one of them); by
+            default whole tensors, in their order.
         max_file_bytes: begin another data file where one would become larger (a box is never cut).
-        content_digest: that the checkpoint must have, where it is known.
+        content_digest: the digest that the checkpoint must have, if it is known.
 
     Returns:
         the folder of the checkpoint, or its URL.
 
     Raises:
-        CheckpointError: it cannot be written, the boxes are not whole tensors, or `read` gives something else than was announced or
-            another content than it must have.
+        CheckpointError: it cannot be written, the boxes are not whole tensors, `read` gives something else than was announced, or
+            the content has another digest.
     """
     save, name = open_storage(folder), checkpoint_name(iteration)
     small = encoded(config, state)
@@ -83,7 +83,8 @@ def write_checkpoint(
 
 
 def _held(tensors: Mapping[str, TensorInfo], files: Sequence[Sequence[tuple[str, Box]]] | None) -> list[list[HeldTensor]]:
-    """What each file holds, as if ranks held it; the first lists all tensors, so that those without elements are not forgotten."""
+    """The boxes of each file, as if a rank held them; the first lists all tensors, so that those without elements are not
+    forgotten."""
     if files is None:
         files = [[(name, Box((0,) * len(info.shape), info.shape)) for name, info in tensors.items() if 0 not in info.shape]]
     world = []

@@ -18,16 +18,16 @@ from megatron.parallel.context import Group
 
 
 class Assignment(NamedTuple):
-    """What the first rank tells each rank before a save."""
+    """The first rank's message to each rank before a save."""
 
     token: str
-    """Of the run, in the names of what it has not finished."""
+    """The run's token, which is in the names of unfinished saves."""
     part: RankPart | None
-    """What this rank writes; None: as before."""
+    """What this rank writes; None: the same as before."""
 
 
 class PartPlanner:
-    """Plans with one round of messages, of which each rank's is small when nothing has changed.
+    """Plans a save with one round of messages, which are small when nothing has changed.
 
     Args:
         group: the ranks that save.
@@ -36,17 +36,17 @@ class PartPlanner:
 
     def __init__(self, group: Group, max_file_bytes: int | None = None) -> None:
         self._max_file_bytes = max_file_bytes
-        self.token = secrets.token_hex(4)  # the first rank's is the run's
+        self.token = secrets.token_hex(4)  # the first rank's token is the run's
         self._held: list[HeldTensor] | None = None
         self._part = RankPart(group.index, ())
         self._world: list[list[HeldTensor]] = []
 
     def unless_known(self, held: list[HeldTensor]) -> list[HeldTensor] | None:
-        """What this rank holds, None if that is what it held before."""
+        """What this rank holds; None if that has not changed."""
         return None if held == self._held else held
 
     def assign(self, shares: list[list[HeldTensor] | None]) -> list[Assignment]:
-        """On the first rank: what every rank writes.
+        """On the first rank: plan what every rank writes.
 
         Args:
             shares: what each rank's `unless_known` returned.
@@ -61,7 +61,7 @@ class PartPlanner:
         return [Assignment(self.token, part) for part in share_out(self._world, self._max_file_bytes)]
 
     def take(self, held: list[HeldTensor], assignment: Assignment) -> RankPart:
-        """On every rank: what it writes."""
+        """On every rank: take the assignment; returns what this rank writes."""
         self.token = assignment.token
         if assignment.part is not None:
             self._part = assignment.part
@@ -78,7 +78,7 @@ def described(tensors: list[GlobalTensor]) -> list[HeldTensor]:
 
 
 def reader_of(tensors: list[GlobalTensor]) -> Callable[[BoxToWrite], memoryview]:
-    """What gives the bytes of a box that this rank holds; from a device it is copied when it is asked for."""
+    """A function that gives the bytes of a box that this rank holds. From a device they are copied when they are asked for."""
     parts = {(tensor.name, placed.box): (tensor, placed) for tensor in tensors for placed in tensor.boxes}
 
     def data_of(box: BoxToWrite) -> memoryview:

@@ -45,12 +45,12 @@ from megatron.checkpoint.writer_process import (
 
 _PR_SET_PDEATHSIG = 1
 _NICE = 10
-"""Training goes first where there is no core left for both."""
+"""Priority of the process: training goes first where there is no core left for both."""
 LONGEST_PAUSE_S = 0.5
-"""Between two looks whether all parts are there."""
+"""The most seconds between two looks whether all parts are there."""
 ALIVE_EVERY_S = 2.0
 VISIBLE_WITHIN_S = 60.0
-"""A part that its rank has written must be seen here within this time: file systems of a network show new names late."""
+"""Seconds within which a written part must be seen here: network file systems show new names late."""
 
 
 class Background:
@@ -58,9 +58,9 @@ class Background:
 
     Args:
         data: the shared memory.
-        inbox: messages; given only those that come after `Begin`.
+        inbox: messages; only those after `Begin`.
         begin: what to write.
-        reply: answers.
+        reply: sends answers.
     """
 
     def __init__(self, data: memoryview, inbox: queue.Queue[Message], begin: Begin, reply: Callable[[Reply], None]) -> None:
@@ -75,7 +75,7 @@ class Background:
                 at += box.entry.num_bytes
 
     def run(self) -> None:
-        """Write whenever training asks for it, until it says that this is the end."""
+        """Write whenever training asks for it, until the message `End`."""
         while not isinstance(message := self._inbox.get(), End):
             if isinstance(message, Save):
                 self._save(message)
@@ -120,10 +120,10 @@ class Background:
         return commit(self._storage, draft, message.iteration, parts, message.files, run=message.token)
 
     def _wait_for_parts(self, draft: Draft) -> None:
-        """Return when all ranks have written.
+        """Wait until all ranks have written.
 
         Raises:
-            CheckpointError: one of them could not, or training says that it will not.
+            CheckpointError: one of them could not, or training reports that it will not.
         """
         missing = set(range(self._begin.num_ranks))
         pause, deadline = 0.002, float("inf")
@@ -156,7 +156,7 @@ class Background:
             self._alive()
 
     def _alive(self) -> None:
-        """Say that the save goes on; seldom, for training may not read it for a long time."""
+        """Send a sign that the save goes on; seldom, since training may not read it for a long time."""
         if (now := time.monotonic()) - self._said_alive_at >= ALIVE_EVERY_S:
             self._said_alive_at = now
             self._reply(Alive())
@@ -169,13 +169,13 @@ class Background:
 
 
 def _reason(error: Exception, rank: int) -> str:
-    """What a user is told; faults of the program with their kind."""
+    """The reason as the user sees it; faults of the program with their kind."""
     text = str(error) if isinstance(error, (CheckpointError, OSError)) else repr(error)
     return f"rank {rank}: {text}"
 
 
 def _end_with_parent(parent: int) -> None:
-    """Be killed when the process that trains ends, also in the middle of a write."""
+    """Have the system kill this process when the one that trains ends, also in the middle of a write."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
@@ -183,7 +183,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _receive(inbox: queue.Queue[Message]) -> None:
-    """Hand on all messages; end with the last one, which is how training says that it has ended."""
+    """Pass on all messages; end with the last one, which means that training has ended."""
     try:
         while True:
             inbox.put(pickle.load(sys.stdin.buffer))
@@ -192,17 +192,17 @@ def _receive(inbox: queue.Queue[Message]) -> None:
 
 
 def main() -> None:
-    """Map the memory, then write as told."""
+    """Map the memory, then write when asked to."""
     fd, num_bytes, parent = (int(text) for text in sys.argv[1:])
     _end_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are meant for training, which decides whether a save is finished
+        signal.signal(number, signal.SIG_IGN)  # these signals are meant for training, which decides whether a save is finished
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     data = memoryview(mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED))
     os.close(fd)
     replies = sys.stdout.buffer
-    sys.stdout = sys.stderr  # whatever a library prints must not get in between
+    sys.stdout = sys.stderr  # so that nothing that a library prints gets in between
 
     def reply(message: Reply) -> None:
         text = pickle.dumps(message)

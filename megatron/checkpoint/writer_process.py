@@ -1,4 +1,4 @@
-"""A rank's writing process (`writer_main.py`), seen from training, and what the two tell each other. Needs no torch."""
+"""A rank's writing process (`writer_main.py`) as training sees it, and the messages between the two. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron.checkpoint.rank_parts import RankPart
 
 
 class Begin(NamedTuple):
-    """Sent once: what is written at every save. The data lies in the shared memory in the order of the files and their boxes."""
+    """Sent once: what each save writes. The data lies in the shared memory in the order of the files and their boxes."""
 
     location: str
-    """The save folder."""
+    """The save folder, as a path or URL."""
     part: RankPart
     num_ranks: int
     retention: Retention
@@ -35,11 +35,11 @@ class Save(NamedTuple):
 
 
 class AllWritten(NamedTuple):
-    """For the process that waits for the parts: every rank says that its part is written."""
+    """To the process that waits for the parts: every rank reports that its part is written."""
 
 
 class GiveUp(NamedTuple):
-    """For the process that waits for the parts: one will not come."""
+    """To the process that waits for the parts: one will not come."""
 
     reason: str
 
@@ -52,11 +52,11 @@ Message = Begin | Save | AllWritten | GiveUp | End
 
 
 class Alive(NamedTuple):
-    """The save goes on: more is on the disk than before, or the parts of other ranks are waited for."""
+    """The save goes on: more is on the disk than before, or it waits for the parts of other ranks."""
 
 
 class PartWritten(NamedTuple):
-    """This rank's part is on the disk, or could not be written; the shared memory may be filled anew."""
+    """This rank's part is on the disk, or could not be written. The shared memory may be filled again."""
 
     iteration: int
     failure: str | None
@@ -69,11 +69,11 @@ class Committed(NamedTuple):
     failure: str | None
     content_digest: str
     seconds: float
-    """Since the memory was filled."""
+    """Seconds since the memory was filled."""
 
 
 class Note(NamedTuple):
-    """Something went wrong after the checkpoint was complete."""
+    """A line for the log: something went wrong after the checkpoint was complete."""
 
     text: str
 
@@ -87,7 +87,7 @@ def part_file(rank: int) -> str:
 
 
 def failure_mark(rank: int) -> str:
-    """Name of the file in which a rank says why it could not write its part."""
+    """Name of the file with the reason why a rank could not write its part."""
     return f"rank_{rank:05d}.failed"
 
 
@@ -106,9 +106,9 @@ class WriterProcess:
     """A process that runs `writer_main.py`.
 
     Args:
-        fd: the shared memory.
+        fd: file descriptor of the shared memory.
         num_bytes: its size.
-        begin: what is written at every save.
+        begin: what each save writes.
 
     Raises:
         OSError: it cannot be started.
@@ -136,11 +136,11 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """Its number, for messages."""
+        """Number of the process, for messages."""
         return self._process.pid
 
     def send(self, message: Message) -> None:
-        """Give it a message. If it has ended, `receive` tells."""
+        """Send it a message. If it has ended, `receive` reports it."""
         with contextlib.suppress(BrokenPipeError):
             self._in.write(pickle.dumps(message))
             self._in.flush()
@@ -168,7 +168,7 @@ class WriterProcess:
         return replies
 
     def stop(self) -> None:
-        """End it, whatever it is doing."""
+        """End the process, whatever it is doing."""
         with contextlib.suppress(BrokenPipeError):
             self._in.close()
         self._process.kill()
@@ -178,7 +178,7 @@ class WriterProcess:
         self._process.stdout.close()
 
     def _complete(self) -> list[Reply]:
-        """Take the replies that have come whole."""
+        """Take the replies that have arrived whole."""
         replies: list[Reply] = []
         while len(self._received) >= 4:
             length = 4 + int.from_bytes(self._received[:4], "little")

@@ -1,1 +1,1 @@
-"""Models in the format of Hugging Face's transformers, both ways: settings, names and layouts of tensors, files."""
+"""Converts models from and to the format of Hugging Face's transformers: settings, names and layouts of tensors, files."""

@@ -1,6 +1,6 @@
-"""From any source of weights to a folder that transformers, and what builds on it, opens.
+"""Writes any source of weights as a folder that transformers, and programs built on it, can open.
 
-Streams: one parameter is in memory at a time, with its parts under their names there.
+It streams: one parameter is in memory at a time, with the tensors that it becomes.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from megatron.checkpoint.safetensors_file import Entry
 from megatron.checkpoint.source import WeightSource, misfits
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Of transformers."""
+"""transformers' own limit for a file."""
 GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids with a role, as far as they are known."""
+    """Ids of tokens with a role, as far as they are known."""
 
     bos: int | None = None
     eos: int | None = None
     pad: int | None = None
 
     def to_json(self) -> dict[str, int | None]:
-        """Under transformers' names."""
+        """The ids by transformers' names."""
         return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
 
 
 @dataclass(frozen=True)
 class Export:
-    """What was written."""
+    """The result of an export."""
 
     folder: Path
     family: str
     dtype: str
     num_parameters: int
     num_bytes: int
-    """Of the weights."""
+    """Bytes of the weights."""
     peak_bytes: int
-    """Most that is held of weights at a time: the largest parameter in its own type and in that of the files, or in parts."""
+    """The most bytes of weights held at a time: the largest parameter in its own dtype and in that of the files, or in parts."""
     notes: list[str]
-    """What a user should know."""
+    """Notes for the user."""
     checked: str | None
-    """What `check` said."""
+    """The sentence that `check` returned."""
 
 
 def export(
@@ -80,11 +80,11 @@ def export(
         source: the model.
         folder: must not exist, or be empty.
         family: the architecture to write, by its model_type; by default the first that has all parts of the model.
-        dtype: of the weights; by default the widest in the source.
-        max_shard_bytes: of data in one file.
+        dtype: dtype of the weights; by default the widest in the source.
+        max_shard_bytes: most bytes of data in one file.
         tokens: ids for config.json and generation_config.json.
-        extras: writes further files (the tokenizer's) into the folder, and gives what a user should know of them.
-        check: looks at the folder before it gets its name: raises, or says in a sentence what it found, for the README.
+        extras: writes further files (the tokenizer's) into the folder, and returns notes for the user.
+        check: tests the folder before it gets its name: raises, or returns a sentence on its result, for the README.
 
     Raises:
         CheckpointError: the folder is taken, no architecture fits, or special tokens lie outside the vocabulary.
@@ -136,7 +136,7 @@ def _check_tokens(tokens: SpecialTokens, vocab_size: int) -> None:
 
 
 def _check_weights(source: WeightSource, layouts: dict[str, WeightLayout]) -> None:
-    """Every parameter of the source goes into the files, and every one that belongs there is in the source."""
+    """Check that every parameter of the source goes into the files, and that every one that belongs there is in the source."""
     wrong = misfits(source.weights, {name: layout.shape for name, layout in layouts.items()})
     wrong += [f"{name} has no place there" for name in source.weights if name not in layouts]
     if wrong:
@@ -144,7 +144,7 @@ def _check_weights(source: WeightSource, layouts: dict[str, WeightLayout]) -> No
 
 
 def _tensors(source: WeightSource, layouts: dict[str, WeightLayout], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Their tensors in the order of the files, made one parameter at a time."""
+    """The tensors in the order of the files, made one parameter at a time."""
     for name, layout in layouts.items():
         yield from layout.theirs(source.read(name).to(dtype))
 
@@ -162,7 +162,7 @@ def _config(family: Family, source: WeightSource, dtype: torch.dtype, tokens: Sp
 
 
 def _unsaid(source: WeightSource, family: Family) -> list[str]:
-    """Settings of the model that the architecture has no field for, and that matter for more than training it on here."""
+    """Settings of the model that the architecture has no field for, but that matter beyond continuing its training here."""
     notes = []
     if source.model.fp32_residual_connection:
         notes.append("the residual stream was float32 (--fp32-residual-connection); there it has the type of the weights")

@@ -1,5 +1,5 @@
-"""The architectures of transformers that are known here. GPT-2 (Radford et al. 2019) is defined here: learned positions, LayerNorm,
-biases everywhere; projections stored [in, out]."""
+"""The architectures of transformers that can be converted. GPT-2 (Radford et al. 2019) is defined here: learned positions,
+LayerNorm, biases everywhere; projections stored [in, out]."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _ALIASES = {
     "n_layer": "num_hidden_layers",
     "n_positions": "max_position_embeddings",
 }
-"""transformers takes both names."""
+"""Second names of fields, which transformers takes too."""
 
 
 def _aliased(fields: Fields, name: str, alias: str) -> int:
@@ -129,8 +129,8 @@ GPT2 = Family(
     },
     buffers=r"h\.\d+\.attn\.(?:bias|masked_bias)",  # causal masks
     without_effect=(
-        "n_ctx",  # what n_positions was called
-        "reorder_and_upcast_attn",  # float32 scores, which are the rule here
+        "n_ctx",  # the former name of n_positions
+        "reorder_and_upcast_attn",  # float32 scores, which are always used here
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
     ),
     read=_read,
@@ -140,15 +140,15 @@ GPT2 = Family(
 
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL)}
-"""By their name in config.json; a model is written as the first that it fits. The defaults of fields that a file leaves out are
-those of the configuration classes of transformers."""
+"""Architectures by their name in config.json. A model is written as the first that it fits. The defaults of fields that a file
+leaves out are those of transformers' configuration classes."""
 
 
 def fitting(model: ModelConfig, wanted: str | None = None) -> Family:
     """The family to write a model as: the one that is wanted, or the first that has all its parts.
 
     Raises:
-        CheckpointError: it does not fit; with what stands against it, or for each family if none fits, nearest first.
+        CheckpointError: none fits. The message gives the reasons, for each family if none is wanted, nearest first.
     """
     if wanted is not None and wanted not in FAMILIES:
         raise CheckpointError(f"there is no family {wanted!r}; known are {', '.join(FAMILIES)}")

@@ -1,7 +1,7 @@
-"""The fields of a config.json, each of which must be understood.
+"""Reads the fields of a config.json, each of which must be understood.
 
-A field that is passed over in silence may change what the model computes. So whatever is read from the file is marked, and at the
-end everything that was not read and is not known to be without effect is refused by name.
+A field that is ignored may change what the model computes. So each field that is read is marked. At the end, every field that was
+not read and is not known to be without effect is refused by name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "use_mrope": (False,),
 }
-"""Fields of every architecture, and the values at which they change nothing."""
+"""Fields of every architecture, with the values at which they change nothing."""
 
 _UNKNOWN = "unknown here, and it may change what the model computes; remove it from the file if it does not"
 _STRANGE = {
@@ -60,11 +60,11 @@ _STRANGE = {
 
 
 class Fields:
-    """Reads fields and gathers what stands against them; `finish` raises.
+    """Reads fields and collects errors; `finish` raises.
 
     Args:
-        name: of the file, for messages.
-        values: what it holds.
+        name: name of the file, for messages.
+        values: its content.
         without_effect: fields of this architecture that change nothing, whatever their value.
     """
 
@@ -73,7 +73,7 @@ class Fields:
         self._read: set[str] = {"model_type", "architectures", *WITHOUT_EFFECT, *without_effect}
         self._faults: list[str] = []
         self.notes: list[str] = []
-        """What a user should know of what was read."""
+        """Notes for the user on what was read."""
 
     def raw(self, name: str, default: Any = None) -> Any:
         """A value as it is; `default` where the field is absent."""
@@ -81,12 +81,12 @@ class Fields:
         return self._values.get(name, default)
 
     def refuse(self, name: str, why: str) -> None:
-        """Note that a value cannot be accepted."""
+        """Record that a value cannot be accepted."""
         self._read.add(name)
         self._faults.append(f"{name} = {self._values.get(name)!r}: {why}")
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer; one must be there if there is no default. `null` is as absent."""
+        """A positive integer, which must be there if there is no default. `null` counts as absent."""
         value = self.raw(name)
         value = default if value is None else value
         if value is None:
@@ -125,7 +125,7 @@ class Fields:
         """Check that every field was understood.
 
         Raises:
-            CheckpointError: values that cannot be accepted, and fields that nobody knows, all of them named.
+            CheckpointError: values that cannot be accepted, and unknown fields, all of them named.
         """
         for name, allowed in _EXPECTED.items():
             if name in self._values and name not in self._read:

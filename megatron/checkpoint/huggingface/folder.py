@@ -1,4 +1,4 @@
-"""A model of Hugging Face as a source of weights."""
+"""A Hugging Face model as a source of weights."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class HuggingFaceFolder:
     The vocabulary is the rows of the embedding, which may be more than the tokenizer has ids.
 
     Raises:
-        CheckpointError: another architecture, a field that changes the model in a way that is not known here, tensors that belong
-            to another model; with everything that stands against it.
+        CheckpointError: another architecture, a field that changes the model in an unknown way, tensors that belong to another
+            model. The message lists all reasons.
         DamagedCheckpointError: files are missing, truncated, or not what the index says.
     """
 
@@ -56,7 +56,7 @@ class HuggingFaceFolder:
 
     @functools.cached_property
     def weights(self) -> Mapping[str, TensorInfo]:
-        """Every parameter; where several tensors make one, in the widest of their types."""
+        """Every parameter; one that is made of several tensors has the widest of their dtypes."""
         found = {}
         for name, layout in self._layouts.items():
             dtypes = [self._files.tensors[self._there(theirs)].dtype for theirs in layout.their_shapes()]
@@ -64,17 +64,17 @@ class HuggingFaceFolder:
         return found
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A parameter, or a block of it; see `WeightSource`."""
+        """A parameter, or a box of it; see `WeightSource`."""
         info = self.weights[name]
         box = box or Box((0,) * len(info.shape), info.shape)
         return self._layouts[name].ours(box, info.dtype, lambda theirs: self._files.read(self._there(theirs)))
 
     def _there(self, theirs: str) -> str:
-        """The name in the files."""
+        """The tensor's name in the files."""
         return theirs.removeprefix(self._prefix) if self._bare else theirs
 
     def _check_tensors(self, family: Family) -> None:
-        """Every tensor of the model is there in its shape, and every other is known to be no weight."""
+        """Check that every tensor of the model is there in its shape, and every other is known to be no weight."""
         expected = {self._there(name): shape for layout in self._layouts.values() for name, shape in layout.their_shapes().items()}
         stored = self._files.tensors
         wrong = misfits(stored, expected)
@@ -92,7 +92,7 @@ class HuggingFaceFolder:
             self.notes.append(f"not read, since these are no weights of their own: {listed(buffers)}")
 
     def _check_tied(self) -> None:
-        """Old files hold a tied output layer a second time.
+        """Check that a tied output layer, which old files hold a second time, is the embedding.
 
         Raises:
             CheckpointError: it is another.
@@ -123,7 +123,7 @@ def _family(folder: Path, config: dict[str, Any]) -> Family:
     """The architecture that a config.json names.
 
     Raises:
-        CheckpointError: it is not known here.
+        CheckpointError: it is unknown.
     """
     known = "; ".join(f"{family.model_type} ({family.architecture})" for family in FAMILIES.values())
     family = FAMILIES.get(str(config.get("model_type")))

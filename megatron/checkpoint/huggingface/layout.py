@@ -1,7 +1,10 @@
-"""Which rows of which of their tensors are the rows of one of ours, for both directions; and what makes an architecture, as data.
+"""Which rows of which of their tensors are the rows of one of our parameters, in both directions; and an architecture, as data.
 
-A parameter is seen as a matrix: its last dimension is the columns, all before are the rows; of a vector (a bias, a norm) every
-element is a row. Their tensors have the same columns. So fused, split and reordered projections are all lists of blocks of rows.
+"Ours" are parameters of this framework, "theirs" tensors of transformers. A parameter is seen as a matrix: its last dimension is
+the
+columns, all others are the rows. Of a vector (a bias, a norm) every element is a row. Their tensors have the same columns. So
+fused,
+split and reordered projections are all lists of blocks of rows.
 """
 
 from __future__ import annotations
@@ -34,18 +37,18 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Where a parameter of ours is in their tensors."""
+    """Where one of our parameters is in their tensors."""
 
     shape: tuple[int, ...]
-    """Of ours."""
+    """Shape of our parameter."""
     is_matrix: bool
     blocks: tuple[RowBlock, ...]
     transposed: bool = False
-    """Theirs are stored [columns, rows], as in GPT-2."""
+    """Whether their tensors are stored [columns, rows], as in GPT-2."""
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The dimensions of ours that count rows."""
+        """The dimensions of our parameter that count rows."""
         return self.shape[:-1] if self.is_matrix else self.shape
 
     @property
@@ -63,7 +66,7 @@ class WeightLayout:
         return {name: (self.columns, count) if self.transposed else (count, self.columns) for name, count in rows.items()}
 
     def ours(self, box: Box, dtype: torch.dtype, their: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """A block of ours, put together; touches only what it needs of theirs."""
+        """A box of our parameter, made of theirs; reads only what it needs."""
         out, matrix = torch.empty(box.sizes, dtype=dtype), functools.cache(lambda name: self._matrix(their(name)))
         row_dims = len(self.row_shape)
         low, width = (box.offsets[-1], box.sizes[-1]) if self.is_matrix else (0, 1)
@@ -78,7 +81,7 @@ class WeightLayout:
         return out
 
     def theirs(self, ours: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Their tensors, one after the other, made of the whole of ours (or ours itself, where they are the same)."""
+        """Their tensors, one after the other, made of our whole parameter (or that itself, where they are the same)."""
         rows = ours.reshape(-1, self.columns)
         for name, shape in self.their_shapes().items():
             blocks = [block for block in self.blocks if block.name == name]
@@ -95,7 +98,7 @@ class WeightLayout:
 
 
 def _row_ranges(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """First row and number of rows of each contiguous stretch of a box of rows."""
+    """First row and number of rows of each contiguous part of a box of rows."""
     for lead in itertools.product(*(range(offset, offset + size) for offset, size in zip(offsets[:-1], sizes[:-1], strict=True))):
         row = 0
         for index, size in zip((*lead, offsets[-1]), shape, strict=True):
@@ -105,11 +108,11 @@ def _row_ranges(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[i
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one kind of parameter is laid out on the other side, whatever its sizes.
+    """How one kind of parameter lies in their tensors, whatever its sizes.
 
     Args:
-        names: of their tensors, within the layer (or within the model, for what is in no layer).
-        arrange: blocks of ours, from the model and the number of rows.
+        names: names of their tensors, within the layer (or within the model, for what is in no layer).
+        arrange: gives blocks of our rows, from the model and the number of rows.
     """
 
     names: tuple[str, ...]
@@ -133,8 +136,8 @@ def _stacked(names: tuple[str, ...], model: ModelConfig, rows: int) -> list[RowB
 
 
 def _grouped(names: tuple[str, ...], model: ModelConfig, rows: int) -> list[RowBlock]:
-    """Ours is grouped by key-value head: its query heads, its key, its value. Theirs are all queries, all keys, all values: three
-    tensors, or one with the three behind each other."""
+    """Our rows are grouped by key-value head: its query heads, its key, its value. Theirs are all queries, all keys, all values:
+    three tensors, or one with the three in a row."""
     heads, groups, size = model.num_attention_heads, model.num_key_value_heads, model.head_size
     queries = heads // groups * size
     fused = len(names) == 1
@@ -150,12 +153,12 @@ def _grouped(names: tuple[str, ...], model: ModelConfig, rows: int) -> list[RowB
 
 
 def whole(name: str, *, transposed: bool = False) -> Recipe:
-    """The same tensor there."""
+    """Their tensor is the same as ours."""
     return Recipe((name,), _whole, transposed)
 
 
 def stacked(*names: str) -> Recipe:
-    """Ours is theirs behind each other, such as the two halves of a gated MLP."""
+    """Our parameter is their tensors in a row, such as the two halves of a gated MLP."""
     return Recipe(names, _stacked)
 
 
@@ -165,35 +168,35 @@ def grouped(*names: str, transposed: bool = False) -> Recipe:
 
 
 OUTPUT = "lm_head.weight"
-"""Their name of the output layer, which a tied model does not have."""
+"""Name of their output layer, which a tied model does not have."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture."""
+    """An architecture of transformers."""
 
     model_type: str
     """Its name in config.json, which is also its name here."""
     architecture: str
-    """The class with the output layer."""
+    """The class of transformers that has the output layer."""
     prefix: str
-    """Before the names of all tensors but the output layer's; absent in files saved without the output layer."""
+    """The beginning of all tensors' names but the output layer's; absent in files saved without the output layer."""
     layer: str
     """Name of layer {} after the prefix."""
     outside: Mapping[str, Recipe]
-    """By our names: parameters in no layer. The names are those after the prefix."""
+    """Parameters outside the layers, by our names. Recipes have the names after the prefix."""
     inside: Mapping[str, Recipe]
-    """By our names after `layers.N.`: parameters of a layer."""
+    """Parameters of a layer, by our names after `layers.N.`."""
     buffers: str
     """Regular expression of tensors after the prefix that old files hold and that are no weights (tables, masks)."""
     without_effect: tuple[str, ...]
-    """Fields of its own that do not change the logits."""
+    """Fields of this architecture that do not change the logits."""
     read: Callable[[Fields], ModelConfig]
-    """The model that a config.json describes; what cannot be is noted in the fields."""
+    """Gives the model that a config.json describes. What cannot be accepted is recorded in the fields."""
     misfits: Callable[[ModelConfig], list[str]]
-    """What of a model this architecture cannot say, each as a text: the setting, then what it would have to be."""
+    """Gives what this architecture cannot express of a model, each as a text: the setting, then the value that it would need."""
     write: Callable[[ModelConfig], dict[str, Any]]
-    """The fields of config.json that describe a fitting model, but for those that all architectures have."""
+    """Gives the fields of config.json for a fitting model, except those that all architectures have."""
 
     def layouts(self, model: ModelConfig, vocab_size: int) -> dict[str, WeightLayout]:
         """Where every parameter of the model is in their tensors, in the order of the forward."""

@@ -24,20 +24,20 @@ class Style:
     """How an architecture differs from the others."""
 
     biases: dict[Biases, dict[str, Any]]
-    """The biases that it can have, and the fields that say so."""
+    """The biases that it can have, with the fields for them."""
     window: Callable[[Fields, int], int | None]
-    """The attention window that a config.json asks for, from it and the number of layers; None if there is none."""
+    """Gives the attention window from config.json and the number of layers; None if there is none."""
     no_window: dict[str, Any]
-    """The fields that say that there is none."""
+    """The fields for no window."""
     kv_heads: int | None = None
-    """Key-value heads where config.json does not say (None: as many as query heads)."""
+    """Default of key-value heads (None: as many as query heads)."""
     head_size: int | None = None
-    """Channels of a head where config.json does not say (None: hidden / heads)."""
+    """Default of channels of a head (None: hidden / heads)."""
     max_positions: int = 32768
-    """Where config.json does not say."""
+    """Default of max_position_embeddings."""
     qk_norm: bool = False
     heads_divide_hidden: bool = False
-    """transformers refuses a hidden size that does not divide by the heads, even with heads of another size."""
+    """Whether transformers refuses a hidden size that does not divide by the heads, even with heads of another size."""
 
 
 def biases_of(model: ModelConfig) -> Biases:
@@ -92,13 +92,13 @@ def _read(style: Style, fields: Fields) -> ModelConfig:
 
 
 def _or_null(fields: Fields, name: str, *, absent: int, null: int) -> int:
-    """A size whose absence and whose null mean different things."""
+    """A size for which absence and null mean different things."""
     value = fields.raw(name, "absent")
     return absent if value == "absent" else null if value is None else fields.size(name)
 
 
 def _read_biases(style: Style, fields: Fields) -> Biases:
-    """The kind whose fields are those of the file; the first is that of a file which does not have them."""
+    """The biases whose fields are those of the file; the first if the file has no such fields."""
     kinds = list(style.biases)
     given = {name: fields.raw(name, default) for name, default in style.biases[kinds[0]].items()}
     for kind in kinds:
@@ -147,7 +147,7 @@ def _write(style: Style, model: ModelConfig) -> dict[str, Any]:
 
 
 def llama_style(model_type: str, architecture: str, style: Style) -> Family:
-    """The architecture."""
+    """Make the family of an architecture."""
     return Family(
         model_type=model_type,
         architecture=architecture,

@@ -14,17 +14,17 @@ from megatron.config.model import ModelConfig
 
 
 def never(fields: Fields, layers: int) -> int | None:
-    """An architecture without windows."""
+    """For architectures without windows."""
     return None
 
 
 def in_every_layer(fields: Fields, layers: int) -> int | None:
-    """Mistral: `sliding_window` tokens in every layer; null is none, and a file that does not say means 4096."""
+    """For Mistral: `sliding_window` tokens in every layer. Null is none; a file without the field means 4096."""
     return None if fields.raw("sliding_window", 4096) is None else fields.size("sliding_window", 4096)
 
 
 def in_some_layers(fields: Fields, layers: int) -> int | None:
-    """Qwen2 and Qwen3: where `use_sliding_window`, in layers that `layer_types` names, or else from `max_window_layers` on."""
+    """For Qwen2 and Qwen3: with `use_sliding_window`, in layers that `layer_types` names, or else from `max_window_layers` on."""
     window = None if fields.raw("sliding_window", 4096) is None else fields.size("sliding_window", 4096)
     from_layer = fields.raw("max_window_layers", 28)
     kinds = fields.raw("layer_types")
@@ -50,7 +50,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def read_rope(fields: Fields, max_positions: int) -> dict[str, Any]:
-    """Rotary settings of `ModelConfig`; what cannot be accepted is noted in `fields`."""
+    """Rotary settings of `ModelConfig`. What cannot be accepted is recorded in `fields`."""
     parameters = _Parameters(fields)
     theta = parameters.number("rope_theta", DEFAULT_THETA)
     if parameters.take("partial_rotary_factor", 1.0) != 1.0:
@@ -73,7 +73,7 @@ def read_rope(fields: Fields, max_positions: int) -> dict[str, Any]:
 
 
 class _Parameters:
-    """What a config.json says of rotary positions, wherever it stands."""
+    """The rotary parameters of a config.json, wherever they stand."""
 
     def __init__(self, fields: Fields) -> None:
         self._fields = fields
@@ -118,14 +118,14 @@ class _Parameters:
 
 
 def _plain(given: dict[str, Any]) -> dict[str, Any]:
-    """The parameters without those that are null, the type under its newer name."""
+    """The parameters without those that are null, with the type under its newer name."""
     found = {key: value for key, value in given.items() if value is not None}
     kind = found.pop("type", "default")
     return {"rope_type": kind} | found
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """The fields of a config.json that say how positions are rotated."""
+    """The rotary fields of a config.json."""
     scaling: dict[str, Any] = {"rope_type": "default"}
     if model.use_rope_scaling:
         scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}

@@ -38,7 +38,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.tensors: dict[str, TensorInfo] = {}
-        """All of them."""
+        """All tensors, by name."""
         self._file_of: dict[str, _File] = {}
         kind, expected = _find(folder)
         for path, names in expected.items():
@@ -59,14 +59,14 @@ class WeightFiles:
 
 
 class _File(NamedTuple):
-    """An opened file: what is in it, and how to get at it."""
+    """An opened file: its tensors, and how to read them."""
 
     tensors: Mapping[str, TensorInfo]
     read: Callable[[str], torch.Tensor]
 
 
 def _find(folder: Path) -> tuple[str, dict[Path, set[str] | None]]:
-    """The kind of files, and the files, each with the tensors that the index says are in it."""
+    """The kind of files, and the files, each with the tensors that the index lists for it."""
     for kind in (SINGLE, _PICKLED):
         if (folder / kind).is_file():
             return kind, {folder / kind: None}
@@ -116,7 +116,7 @@ def _open_safetensors(path: Path) -> _File:
 
 
 def _dtype(code: str) -> torch.dtype:
-    """Of safetensors' name of it; what is no weight's becomes some other type."""
+    """The dtype with a name of safetensors. Types that no weight has become some other type."""
     names = {DTYPES[dtype_name(dtype)].code: dtype for dtype in WEIGHT_DTYPES}
     return names.get(code, torch.uint8)
 
@@ -143,7 +143,7 @@ def _open_pickle(path: Path) -> _File:
 
 
 def plan_shards(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
-    """The entries in order, cut into files of at most so many bytes of data (more where a single tensor is larger)."""
+    """The entries in order, cut into files of at most `max_bytes` bytes of data (more where a single tensor is larger)."""
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -171,7 +171,7 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Entry]], tensors: Itera
 
     Args:
         folder: where.
-        shards: what each file holds; see `plan_shards`.
+        shards: the entries of each file; see `plan_shards`.
         tensors: name and content of all entries, in their order; one is taken when the one before is written.
 
     Returns:
