@@ -117,7 +117,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     )
     num_parameters = startup.check_parameter_count(config.model, data.vocab_size, step.counted_shards, context)
 
-    schedule = startup.make_schedule(config.optimizer, config.training, plan)
+    schedule = startup.make_learning_schedule(config.optimizer, config.training, plan)
     resumed = resume(config, context, step.optimizer, step.scaler, schedule, data.vocab_size)
     plan = plan.resumed_at(resumed.progress.iteration, resumed.progress.consumed_samples)
     data = data.at(resumed.progress, plan, context)

@@ -41,8 +41,9 @@ class Shard:
     """Indices of the elements that this rank counts in global norms. Each element of the model is counted once in the world, and by
     the same rank whether its state is sliced or not. So norms are the same, bit for bit."""
     copied: range = range(0)
-    """Indices of the elements that another rank counts, which should have the same gradient there: on all tensor ranks but one,
-    where the parameter is not split over them. A NaN may be in this copy alone."""
+    """Indices of the elements that another rank counts, which should have the same gradient there: on all tensor ranks but one
+    where the parameter is not split over them, on the last stage where it is tied, in all replicas of FSDP but the first. A NaN may
+    be in this copy alone."""
     main: torch.Tensor = field(init=False)
     """The main parameter, in float32 or wider: the weights themselves where dtypes agree, else a copy, perhaps in host memory. The
     optimizer makes it."""

@@ -12,7 +12,16 @@ from megatron.parallel.topology import DATA_AXES, GRADIENT_AXES, Topology
 from megatron.pipeline_parallel.partition import Chunk, table_of
 from megatron.planner import advice
 from megatron.planner.chunk_trace import ChunkTrace, trace_chunks
-from megatron.planner.kinds import Groups, HeldState, Links, Sending, StagePlan, make_kinds, parameters_of_stage, places_by_content
+from megatron.planner.kinds import (
+    Groups,
+    Links,
+    RankContent,
+    Sending,
+    StagePlan,
+    make_kinds,
+    parameters_of_stage,
+    places_by_content,
+)
 from megatron.planner.peak import peak_activations, receive_plans, step_transfers
 from megatron.planner.plan import Job, Places, Plan, step_work
 from megatron.planner.state_report import layout_of, optimizer_state
@@ -150,7 +159,7 @@ class _Planner:
             cache=self._traces,
         )
         self._attention.update(trace.attention for trace in traces.values() if trace.attention)
-        contents: dict[object, tuple[dict[HeldState, list[Places]], tuple[Sending, ...]]] = {}
+        contents: dict[object, tuple[dict[RankContent, list[Places]], tuple[Sending, ...]]] = {}
         for stage in stages:
             ops = self._ops_as_if(stage, stages[0])
             order = tuple(op for op in ops if op.kind is not OpKind.FORWARD) if config.parallel.sharding in _PASSING else None

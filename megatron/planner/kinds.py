@@ -35,7 +35,7 @@ class StagePlan:
     """What the ranks of one pipeline stage hold and send."""
 
     stage: int
-    contents: Mapping[HeldState, Sequence[Places]]
+    contents: Mapping[RankContent, Sequence[Places]]
     activations: Activations
     """Activations at the peak, the same on all ranks of the stage."""
     sent: tuple[Sending, ...]
@@ -127,20 +127,20 @@ def _traffic(stages: Sequence[StagePlan], places: Sequence[Places], over: str, w
     return Traffic(over, what, each, size, leaving / total if total else 0.0)
 
 
-HeldState = tuple[int, StateMemory]
+RankContent = tuple[int, StateMemory]
 """(elements of the model that a rank computes with, without padding; what it keeps of the model's state)."""
 
 
 def places_by_content(
     model: Model, layout: StateLayout, context: ParallelContext, state: OptimizerState
-) -> dict[HeldState, list[Places]]:
+) -> dict[RankContent, list[Places]]:
     """Group the ranks of a stage by what they hold.
 
     Args:
         model: that of any rank of the stage, the one whose context is given.
         layout: how the stage's state is cut.
     """
-    found: dict[HeldState, list[Places]] = {}
+    found: dict[RankContent, list[Places]] = {}
     parts = [_PlacedPart(part, context, state) for part in layout.parts]
     ranges = list(_alike(parts, context))
     memories: Sequence[StateMemory] = []

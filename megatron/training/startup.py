@@ -165,7 +165,7 @@ def make_timers(config: LoggingConfig, context: ParallelContext) -> Timers:
     return Timers(config.timing_log_level, torch.cuda.synchronize if context.device.type == "cuda" else None)
 
 
-def make_schedule(optimizer: OptimizerConfig, training: TrainingConfig, plan: BatchSizePlan) -> LearningSchedule:
+def make_learning_schedule(optimizer: OptimizerConfig, training: TrainingConfig, plan: BatchSizePlan) -> LearningSchedule:
     """The schedules of learning rate and weight decay that the settings describe."""
     return LearningSchedule(optimizer, schedule_lengths(optimizer, training, plan.samples_after, plan.total_samples))
 

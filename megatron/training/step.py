@@ -157,9 +157,9 @@ class TrainStep:
         return result
 
     def _sums(self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool], attended: float) -> list[float]:
-        """Loss, mask, squares, zeros, votes and attended sequences, summed over the world. It is the step's only reduction of
-        scalars and only host synchronisation. A NaN or infinity in any gradient shows in the squares, also one in a copy that is
-        not counted."""
+        """Loss, mask, squares, zeros, votes and attended sequences, summed over the world. It is the step's only host
+        synchronisation and, but for the count of tokens in `gradients`, its only reduction of scalars. A NaN or infinity in any
+        gradient shows in the squares, also one in a copy that is not counted."""
         device = self.context.device
         found = square_sums([*self._counted_grads, *self._copied_grads], device)
         self.counted_squares, copied = found.split([len(self._counted_grads), len(self._copied_grads)])

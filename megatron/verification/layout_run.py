@@ -152,7 +152,7 @@ def _loop(task: ProofTask, config: Config, context: ParallelContext, plan: Batch
         context,
         step,
         plan,
-        startup.make_schedule(config.optimizer, config.training, plan),
+        startup.make_learning_schedule(config.optimizer, config.training, plan),
         Saver(config.checkpoint, context, {}, task.vocab_size),
         reporter,
         timers,

@@ -10,7 +10,7 @@ import pytest
 from megatron.config.cli import LoadedConfig
 from megatron.data_parallel.state_layout import StateMemory
 from megatron.parallel.context import connect_fake, disconnect
-from megatron.planner.kinds import HeldState, places_by_content
+from megatron.planner.kinds import RankContent, places_by_content
 from megatron.planner.plan import Places
 from megatron.planner.state_report import layout_of, optimizer_state
 from megatron.spec.schedules import make_schedule
@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def found_and_asked(one: LoadedConfig) -> list[tuple[dict[HeldState, list[Places]], dict[tuple[int, int], StateMemory]]]:
+def found_and_asked(one: LoadedConfig) -> list[tuple[dict[RankContent, list[Places]], dict[tuple[int, int], StateMemory]]]:
     """Of both stages: what is found, and the memory of each place."""
     config, topology = one.config, topology_of(one.config, RANKS)
     schedule = make_schedule("1f1b", 2, 2)

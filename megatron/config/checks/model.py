@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron.config.checks.finding import Finding, change, is_changed, multiples_near, positive, rule, shown, try_values, uneven
 from megatron.config.config import Config
 from megatron.spec.activations import FLAGS, activation_of, spelled
+from megatron.spec.layers import rotated_channels
 
 
 @rule("hidden_size", "num_attention_heads", "kv_channels")
@@ -66,7 +67,7 @@ def rotated_channels_pair_up(config: Config, world_size: int) -> Iterator[Findin
         return
     if not positive(model.hidden_size, model.num_attention_heads, model.kv_channels or 1) or model.head_size < 1:
         return
-    rotated = int(model.head_size * model.rotary_percent)
+    rotated = rotated_channels(model)
     if rotated >= 2 and rotated % 2 == 0:
         return
     yield Finding(

@@ -63,7 +63,9 @@ def split_dimensions(config: Config) -> list[Dimension]:
     """Every dimension of a tensor rank's parameters that is divided, of any stage; none where the shape is not valid."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     sizes = (model.hidden_size, model.num_layers, model.num_attention_heads, model.num_key_value_heads, model.kv_channels or 1)
-    if not positive(tp, *sizes) or not positive(model.head_size, model.ffn_size, model.num_positions):
+    if not positive(tp, *sizes, model.make_vocab_size_divisible_by):
+        return []
+    if not positive(model.head_size, model.ffn_size, model.num_positions):
         return []
     shape = ModelConfig(**{field: getattr(model, field) for field in _SHAPE})
     found = set()
