@@ -1,1 +1,1 @@
-"""What a user may set: dataclasses by topic, the flags and YAML made from them, and every rule between them."""
+"""Everything that a user may set: dataclasses by topic, the flags and YAML made from them, and the rules between settings."""

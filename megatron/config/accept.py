@@ -1,4 +1,4 @@
-"""Sorts what was given into settings, flags without effect, and problems."""
+"""Sorts given flags into settings, flags without effect, and problems."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MOST_GUESSED = 20  # unknown flags for which near ones are looked for, which ta
 
 @dataclass
 class Sorted:
-    """What became of the flags."""
+    """The given flags, sorted."""
 
     settings: list[tuple[Flag, Given]] = field(default_factory=list)
-    """Good settings in order; the last of a flag counts."""
+    """Good settings in order. If a flag occurs more than once, the last counts."""
     notes: list[str] = field(default_factory=list)
     """A line for each flag that has no effect, and for each that was given twice."""
     problems: list[Violation] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Sorted:
     doubtful: set[str] = field(default_factory=set)
     """Flags (``--lr``) whose value is not known because of a problem: a rule about them would mislead."""
     unknown: list[Given] = field(default_factory=list)
-    """Flags that nobody knows by name."""
+    """Flags with unknown names."""
 
 
 def sort_given(stray: Sequence[str], given: Sequence[Given]) -> Sorted:
@@ -47,7 +47,7 @@ def sort_given(stray: Sequence[str], given: Sequence[Given]) -> Sorted:
 
 
 def _unknown(found: Sorted) -> None:
-    """Tell what may have been meant, of not too many flags: among so many unknown ones a user looks for another fault."""
+    """Suggest what may have been meant, unless too many flags are unknown: then the fault is likely another."""
     for item in found.unknown[:_MOST_GUESSED]:
         _unnamed(item, found)
     more = found.unknown[_MOST_GUESSED:]
@@ -76,7 +76,7 @@ def _setting(flag: Flag, item: Given, found: Sorted) -> None:
 
 
 def _stranger(item: Given, found: Sorted) -> None:
-    """A flag that is no setting: without effect, refused, or unknown."""
+    """Sort a flag that is no setting: without effect, refused, or unknown."""
     known = find(item.name)
     if known is None:
         found.unknown.append(item)
@@ -97,7 +97,7 @@ def _without_effect(item: Given, known: NoEffect, found: Sorted) -> None:
 
 
 def _unnamed(item: Given, found: Sorted) -> None:
-    """A flag that is known by its form at most."""
+    """Sort a flag that is known at most by its form."""
     flag, name = f"--{item.name}", item.name.lstrip("-")
     family = None if difflib.get_close_matches(item.name, flags(), n=1, cutoff=0.85) else find_family(item.name)
     if family is not None:
@@ -111,12 +111,12 @@ def _unnamed(item: Given, found: Sorted) -> None:
 
 
 def _spellings() -> list[str]:
-    """Every setting, and the negative form of switches that are on by default."""
+    """The names of all settings, and the negative form of switches that are on by default."""
     return [*flags(), *(f"no-{flag.name}" for flag in flags().values() if flag.default is True)]
 
 
 def _repeated(found: Sorted) -> None:
-    """Name the settings that the command line gives more than once with different values."""
+    """Note the settings that the command line gives more than once with different values."""
     last: dict[str, Given] = {}
     for flag, item in found.settings:
         before = last.get(flag.name)

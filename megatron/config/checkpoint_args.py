@@ -23,9 +23,9 @@ from megatron.config.save import from_dict
 _FLAGS = ("--use-checkpoint-args", "--load", "--pretrained-checkpoint", "--ckpt-step")
 _FILE, _MANIFEST, _LATEST = "config.json", "manifest.json", "latest_checkpointed_iteration.txt"
 _DERIVED = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "max_position_embeddings": "num_positions"}
-"""Model fields that may be None, with the property that says what they then are."""
+"""Model fields that may be None, with the property that gives their value then."""
 _TOKENIZER_FIELDS = ("tokenizer_type", *(field for field in TOKENIZER_SETTINGS if field not in TOKENIZER_FILES))
-"""What decides the vocabulary, but for the files: they may lie elsewhere, and then they are given."""
+"""Settings that decide the vocabulary. Files are not among them: they may lie elsewhere, and are given then."""
 
 
 def take_from_checkpoint(config: Config, explicit: Set[str]) -> tuple[Config, list[Violation]]:
@@ -36,7 +36,7 @@ def take_from_checkpoint(config: Config, explicit: Set[str]) -> tuple[Config, li
         explicit: names of the fields that the user gave.
 
     Returns:
-        The settings, and what stands against them: no readable checkpoint, or flags that contradict it.
+        The settings, and the problems: no readable checkpoint, or flags that contradict it.
     """
     try:
         folder, saved, begins = _chosen(config.checkpoint)
@@ -87,7 +87,7 @@ def _effective(saved: Config, topic: str, field: str) -> Any:
 
 
 def _chosen(checkpoint: CheckpointConfig) -> tuple[str, Config, bool]:
-    """The checkpoint that the run takes up: of --load, or where that holds none, of --pretrained-checkpoint.
+    """The checkpoint that the run begins with: that of --load or, if it holds none, of --pretrained-checkpoint.
 
     Returns:
         Its folder, its settings, and whether the run only begins with its weights.
@@ -108,7 +108,7 @@ def _chosen(checkpoint: CheckpointConfig) -> tuple[str, Config, bool]:
 
 
 def _first_readable(folders: Sequence[str]) -> tuple[str, Config]:
-    """As a load, which passes over what is damaged."""
+    """The first folder with readable settings, and these. (A load passes over damaged checkpoints too.)"""
     first: ConfigError | None = None
     for folder in folders:
         try:
@@ -149,7 +149,7 @@ def _saved_config(folder: str) -> Config:
         raise _unreadable(f"{file} was altered since it was saved (checksum).")
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
         raise _unreadable(f"{file} holds no settings: it has no mapping named config.")
-    # Only what is taken has to be understood; other topics may come from another version.
+    # Only the settings that are taken must be understood; other topics may come from another version.
     wanted = {topic: record["config"].get(topic) for topic in ("model", "data")}
     if not all(isinstance(part, dict) for part in wanted.values()):
         raise _unreadable(f"{file} holds no settings of the model and the data.")
@@ -163,7 +163,7 @@ def _was_altered(folder: str, config: bytes) -> bool:
     try:
         stored = json.loads(read_bytes(folder, _MANIFEST))["files"][_FILE]["checksum"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        return False  # a load tells what is wrong with a manifest
+        return False  # a load reports what is wrong with a manifest
     return stored != f"xxh3:{xxhash.xxh3_64_hexdigest(config)}" and str(stored).startswith("xxh3:")
 
 
@@ -185,7 +185,7 @@ def names_in(folder: str) -> set[str]:
 
 
 def read_bytes(folder: str, name: str) -> bytes:
-    """Content of a file.
+    """The content of a file.
 
     Raises:
         OSError: it cannot be read.
@@ -201,7 +201,7 @@ def _remote(url: str) -> tuple[Any, str]:
     """File system and path of a URL.
 
     Raises:
-        ConfigError: nothing is installed that opens such a URL.
+        ConfigError: no installed package opens such a URL.
     """
     try:
         from fsspec.core import url_to_fs

@@ -1,10 +1,10 @@
 """The command line: flags in Megatron's spelling made from the dataclasses, with YAML files below them.
 
-The words are read by the table of flags (`flags`), not by the library that prints the help: so every problem can be reported
-at once, with its place, beside refused flags and violated rules.
+The table of flags (`flags`) reads the arguments, not the library that prints the help. So every problem can be reported at once,
+with its place, beside refused flags and violated rules.
 
-``load`` is what a program calls; it reports every problem of the settings at once. ``load_or_exit`` also talks to the user.
-Nothing here imports torch, so that ``--help`` and bad settings are answered at once.
+Programs call ``load``, which reports every problem of the settings at once. ``load_or_exit`` also talks to the user. Nothing here
+imports torch, so that ``--help`` and bad settings are answered at once.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ PROGRAM = "pretrain_gpt.py"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """Settings that can be run, and what the start-up log should say about them."""
+    """Settings that can be run, with lines for the start-up log about them."""
 
     config: Config
     notes: tuple[str, ...]
     """One line for each flag that has no effect, with the reason."""
     dry_run: DryRun | None = None
-    """Lay this out instead of running."""
+    """The dry run that was asked for in place of a run, if any."""
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """A command line after parsing, with what is wrong with it so far."""
+    """A command line after parsing, with its problems so far."""
 
     config: Config
     notes: tuple[str, ...]
@@ -52,7 +52,7 @@ class _Reading:
     doubtful: frozenset[str]
     """Flags whose value is not known because of a problem."""
     given: frozenset[str]
-    """Fields that were set."""
+    """Fields that the user set."""
     requests: Requests
 
 
@@ -131,8 +131,9 @@ def _read(argv: Sequence[str]) -> _Reading:
 
 
 def _explain_and_exit(requests: Requests, given: Sequence[Given], problems: Sequence[Violation]) -> NoReturn:
-    """Answer every --explain, whatever is missing or wrong for a run; but a flag that nobody knows may have been meant with it."""
-    from megatron.config.help import explain  # reads the settings' source, which only it has to spend time on
+    """Answer every --explain, whatever is missing or wrong for a run. An unknown flag is reported, as it may have been meant with
+    it."""
+    from megatron.config.help import explain  # this reads the settings' source, for which only this page has time
 
     problems = [problem for problem in problems if "--explain" in problem.flags]
     problems += sort_given((), [item for item in given if flag_of(item.name) is None and find(item.name) is None]).problems
@@ -154,7 +155,7 @@ def _read_files(paths: Sequence[str]) -> tuple[list[Given], list[Violation]]:
 
 
 def _instantiate(found: Sorted) -> Config:
-    """Settings from flags whose form has been checked; the last of a flag counts."""
+    """Settings from flags whose form has been checked. If a flag occurs more than once, the last counts."""
     parts: dict[str, dict[str, Any]] = {}
     for flag, item in found.settings:
         turned = switch(item.name)

@@ -1,6 +1,6 @@
 """Flags of Megatron-LM that are not settings here: refused with the reason, or accepted with a note that they change nothing.
 
-In the tables, names stand without the two dashes in front; those with a reason in common stand together.
+In the tables, names stand without the two leading dashes; those with a common reason stand together.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ NO_EFFECT_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "tensorboard-queue-size": ((), "TensorBoard's own queue is used"),
     "num-dataset-builder-threads": ((), "how the indexed files are read is not a setting"),
 }
-"""Flags with one value: the values accepted (empty for any), and why they change nothing."""
+"""Flags with one value: the accepted values (empty for any), and why they change nothing."""
 
 RENAMED: dict[str, str] = {
     "check-weight-hash-across-dp-replicas-interval": "--check-replicas-every",
@@ -234,9 +234,9 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("enable-experimental", "No feature is hidden behind a switch."),
     ("exit-signal", "SIGTERM always saves a checkpoint and exits; other signals are not a setting."),
 )
-"""Flags that ask for what is not here, and patterns of such, with the reason and what to use instead."""
+"""Flags that ask for what does not exist here, and patterns of such, with the reason and what to use instead."""
 FAMILIES = [(name, reason) for names, reason in _REFUSED for name in names.split() if "*" in name]
-"""Patterns of names that are refused together; what is known by name comes first."""
+"""Patterns of names that are refused together. A name that is known itself comes first."""
 REFUSED: dict[str, str] = {name: reason for names, reason in _REFUSED for name in names.split() if "*" not in name}
 
 _CYCLIC = "is refused: the order of data is already shuffled; use single"
@@ -259,12 +259,12 @@ CHOICES: dict[tuple[str, str], str] = {
     ("distributed-backend", "mpi"): "is not supported; nccl and gloo are",
     ("distributed-backend", "ucc"): "is not supported; nccl and gloo are",
 }
-"""Choices of Megatron-LM that are not choices here, with what is."""
+"""Choices of Megatron-LM that do not exist here, with those that do."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A flag that cannot be had, and what to use instead."""
+    """A flag that is refused, and what to use instead."""
 
     reason: str
 
@@ -290,10 +290,10 @@ class NoEffect:
 
 
 def find(name: str) -> Refused | NoEffect | None:
-    """What is known of a flag of Megatron-LM that is no setting here.
+    """The entry for a flag of Megatron-LM that is no setting here.
 
     Args:
-        name: the flag with dashes, without the two in front.
+        name: the flag with dashes, without the two leading ones.
     """
     if name in NO_EFFECT:
         return NoEffect(NO_EFFECT[name], takes_value=False)

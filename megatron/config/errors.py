@@ -1,4 +1,4 @@
-"""What a user is told when settings are wrong: every problem at once, each with its reason and the nearest valid settings."""
+"""Errors in settings: every problem at once, each with its reason and the nearest valid settings."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Violation:
     message: str
     """What is wrong, with the values: one sentence."""
     rule: str = ""
-    """Why it is wrong and what may be done about it: whole sentences."""
+    """Why it is wrong and what can be done about it: whole sentences."""
     nearest: tuple[str, ...] = ()
     """Settings that would remove it, each a piece of a command line (``--lr 0.1``) or ``world size N``."""
     table: tuple[str, ...] = ()
-    """Lines that show it, such as which layers would lie where."""
+    """Lines that illustrate it, such as which layers would lie where."""
 
 
 class ConfigError(ValueError):
@@ -34,7 +34,7 @@ class ConfigError(ValueError):
 
 
 def format_violations(violations: Sequence[Violation]) -> str:
-    """One text that names every violation: a line of what is wrong, then, indented, its table, why, and what would be valid."""
+    """A text with every violation: a line on what is wrong, then, indented, its table, the reason, and what would be valid."""
     lines = [f"{len(violations)} problems in the settings:"] if len(violations) > 1 else []
     for violation in violations:
         lines.append(violation.message)
@@ -47,7 +47,7 @@ def format_violations(violations: Sequence[Violation]) -> str:
 
 
 def _join(settings: Sequence[str]) -> str:
-    """Settings of one flag are listed together: ``--tensor-model-parallel-size 4 or 6, --num-attention-heads 16``."""
+    """Settings as text; those of one flag stand together: ``--tensor-model-parallel-size 4 or 6, --num-attention-heads 16``."""
     values: dict[str, list[str]] = {}
     for setting in settings:
         flag, space, value = setting.rpartition(" ")

@@ -1,4 +1,4 @@
-"""The table of flags, made from the dataclasses: which field a flag sets and what it may hold."""
+"""The table of flags, made from the dataclasses: which field a flag sets, and which values it takes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron.config.setting import SettingFacts, facts_of
 
 _KINDS = {int: "whole number", float: "number", str: "text"}
 _LARGEST = 10**15
-"""No setting means anything beyond it, and arithmetic with what is below stays quick and exact."""
+"""The largest value: no setting means anything beyond it, and arithmetic below it stays quick and exact."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag and the field behind it."""
+    """A flag and its field."""
 
     topic: str
     """Field of Config, such as ``model``."""
@@ -137,7 +137,7 @@ def topics() -> dict[str, type]:
 
 @functools.cache
 def flags() -> dict[str, Flag]:
-    """Every flag by its name without dashes in front."""
+    """Every flag by its name without leading dashes."""
     found = []
     for topic, part in topics().items():
         hints = typing.get_type_hints(part)
@@ -146,7 +146,7 @@ def flags() -> dict[str, Flag]:
 
 
 def build(parts: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Settings from values by topic and field; the rest are defaults."""
+    """Settings from values by topic and field; all others have their defaults."""
     return Config(**{topic: kind(**parts.get(topic, {})) for topic, kind in topics().items()})
 
 
@@ -161,7 +161,7 @@ def switch(name: str) -> tuple[Flag, bool] | None:
 
 
 def flag_of(name: str) -> Flag | None:
-    """The flag that a name sets, if it is a setting: ``no-`` in front of a switch is part of a spelling."""
+    """The flag that a name sets, if it is a setting. (A leading ``no-`` of a switch is part of a spelling.)"""
     found = switch(name)
     return found[0] if found is not None else flags().get(name)
 

@@ -1,6 +1,7 @@
-"""The command line cut into flags with their values, and those of them that ask something of the program.
+"""Cuts the command line into flags with their values, and separates flags that are requests to the program.
 
-A request (``--config``, ``--explain``, ``--dry-run``) sets nothing of the run: a file to read, a page to print, a plan to tell.
+A request (``--config``, ``--explain``, ``--dry-run``) sets nothing of the run: it is a file to read, a page to print, a plan to
+make.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ class Given:
     """A flag as it was given."""
 
     name: str
-    """Its name with dashes inside and none in front: ``lr-decay-style``."""
+    """Its name with inner dashes, without the leading ones: ``lr-decay-style``."""
     values: tuple[str, ...]
     spelled: str
-    """As the user wrote it."""
+    """The name as the user wrote it."""
     where: str = ""
     """File and line, or empty for the command line."""
 
@@ -37,10 +38,10 @@ class Given:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[Given]]:
-    """Cut a command line at its flags; ``--flag=value``, underscores for dashes and negative numbers are understood.
+    """Cut a command line at its flags. It understands ``--flag=value``, underscores for dashes and negative numbers.
 
     Returns:
-        The words before the first flag, which belong to nothing, and the flags in order.
+        The arguments before the first flag, which belong to nothing, and the flags in order.
     """
     stray: list[str] = []
     found: list[Given] = []
@@ -70,7 +71,7 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class DryRun:
-    """Lay out the job and say what it takes, instead of running it."""
+    """A request to plan the job and print what it takes, instead of running it."""
 
     world_size: int
     gpus_per_node: int
@@ -78,7 +79,7 @@ class DryRun:
 
 
 def without_gaps(config: Config) -> Config:
-    """Settings of a job that is only laid out, with something in the place of what a run needs and the plan does not depend on."""
+    """Settings of a job that is only planned; what a run needs and the plan does not depend on is filled in."""
     training, optimizer, data = config.training, config.optimizer, config.data
     if training.train_iters is None and training.train_samples is None:
         training = replace(training, train_iters=1)
@@ -93,7 +94,7 @@ def without_gaps(config: Config) -> Config:
 
 @dataclass
 class Requests:
-    """What was asked for."""
+    """The requests of a command line."""
 
     config: list[str] = field(default_factory=list)
     """Files, in their order."""
@@ -106,7 +107,7 @@ class Requests:
     dry_run_json: str | None = None
 
     def planned(self, world_size: int) -> DryRun | None:
-        """The dry run that was asked for; `world_size` is the number of ranks where --world-size is not given."""
+        """The dry run that was asked for, if any; `world_size` is the number of ranks if --world-size is not given."""
         if not self.dry_run:
             return None
         return DryRun(self.world_size or world_size, self.gpus_per_node or GPUS_PER_NODE, self.dry_run_json)
@@ -123,17 +124,17 @@ HELP = {
     "gpus-per-node": f"Ranks of a node, for --dry-run; by default {GPUS_PER_NODE}.",
     "dry-run-json": "File for what --dry-run tells, as JSON.",
 }
-"""What each of these flags does."""
+"""The help text of each of these flags."""
 
 REQUEST_SWITCHES = ("print-config", "dry-run")
 _NEEDING_DRY_RUN = ("world-size", "gpus-per-node", "dry-run-json")
 
 
 def take(given: Sequence[Given]) -> tuple[list[Given], Requests, list[Violation]]:
-    """Part the requests from the settings.
+    """Separate the requests from the settings.
 
     Returns:
-        the settings, the requests, and what is wrong with these.
+        the settings, the requests, and the problems of the requests.
     """
     rest: list[Given] = []
     found = Requests()
@@ -152,7 +153,7 @@ def take(given: Sequence[Given]) -> tuple[list[Given], Requests, list[Violation]
 
 
 def _with_named_flags(given: Sequence[Given]) -> list[Given]:
-    """``--explain --lr`` reads as two flags; the second is what the first asks about."""
+    """Join ``--explain --lr``, which was read as two flags: the second is what the first asks about."""
     found: list[Given] = []
     for item in given:
         if found and found[-1].name == "explain" and not found[-1].values:
@@ -163,7 +164,7 @@ def _with_named_flags(given: Sequence[Given]) -> list[Given]:
 
 
 def _enter(item: Given, found: Requests) -> str | None:
-    """Write a request down, or say what is wrong with it."""
+    """Record a request, or return what is wrong with it."""
     field = item.name.replace("-", "_")
     if item.name in REQUEST_SWITCHES:
         if item.values:
@@ -184,10 +185,10 @@ def _enter(item: Given, found: Requests) -> str | None:
 
 
 def check_output(flag: str, path: str) -> None:
-    """See to it that a file can be written, without touching anything. Folders that are not there yet will be made.
+    """Check that a file can be written, without touching anything. Folders that do not exist yet will be made.
 
     Args:
-        flag: that the path was given with.
+        flag: the flag with which the path was given.
 
     Raises:
         ValueError: there cannot be such a file.

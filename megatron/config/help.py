@@ -1,4 +1,4 @@
-"""The pages of ``--help`` and ``--explain FLAG``. They read what the fields and the rules say of themselves."""
+"""The pages of ``--help`` and ``--explain FLAG``, made from the facts and texts of the fields and rules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DESCRIPTION = (
 
 def help_text(program: str) -> str:
     """The text of ``--help``, as wide as the terminal: grouped by topic, each flag with its docstring and default."""
-    import tyro  # takes 0.1 s, which only this page has to spend
+    import tyro  # this import takes 0.1 s, which only this page has time for
 
     def request(name: str) -> tuple[str, Any, Any]:
         described = tyro.conf.arg(help=HELP[name])
@@ -51,7 +51,7 @@ def explain(name: str) -> str:
     """The answer to ``--explain``: a page on one flag, given with or without its dashes.
 
     Raises:
-        ConfigError: nobody knows such a flag; names those that may have been meant.
+        ConfigError: the flag is unknown; the message names those that may have been meant.
     """
     name = name.lstrip("-").replace("_", "-")
     flag = flag_of(name)
@@ -110,7 +110,7 @@ def _default(flag: Flag) -> str:
 
 
 def _conditions(flag: Flag) -> Iterator[str]:
-    """When it acts, and what acts only with it."""
+    """Lines on when it acts, and on what acts only with it."""
     if flag.facts.acts is not None:
         yield from _wrapped(f"acts      only {flag.facts.acts.words}", "            ", "  ")
     for idle in flag.facts.idle:
@@ -123,13 +123,13 @@ def _conditions(flag: Flag) -> Iterator[str]:
 
 
 def _asks(dependent: Flag, flag: Flag) -> bool:
-    """Whether a setting acts where another is given, or where it is not."""
+    """Whether a setting acts only where another is given (else where it is not)."""
     assert dependent.facts.acts is not None
     return dependent.facts.acts.others[flag.field] not in (None, False)
 
 
 def rules_about(field: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Of every rule that looks at a setting beside others: why it exists, and the others' names, in the order of the flags."""
+    """Each rule about a setting and others: its reason, and the others' names in the order of the flags."""
     order = [flag.field for flag in flags().values()]
     return [
         (rule.why, tuple(other for other in order if other in rule.fields and other != field))
@@ -139,7 +139,7 @@ def rules_about(field: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _mentions(flag: Flag) -> list[Flag]:
-    """Settings whose texts name it, or that its own text names, and that share no rule with it."""
+    """Settings whose texts name this one, or that its own text names, and that share no rule with it."""
     told = {other for _, others in rules_about(flag.field) for other in others} | {flag.field}
     own = _text(flag)
     return [other for other in flags().values() if other.field not in told and (_names(own, other) or _names(_text(other), flag))]

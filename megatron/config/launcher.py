@@ -1,4 +1,4 @@
-"""What the launcher says in the environment: who this process is, and how many there are."""
+"""The launcher's variables in the environment: which process this is, and how many there are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Launched:
 
 
 def launched() -> Launched:
-    """This process.
+    """Read which process this is.
 
     Raises:
         ConfigError: a variable is no whole number.

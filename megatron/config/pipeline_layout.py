@@ -17,7 +17,7 @@ _MOST_SYMBOLS = 100_000  # after repeating; a slip such as t*999999999 must not 
 
 @dataclass(frozen=True)
 class LayoutChunk:
-    """What one chunk holds."""
+    """The content of one chunk."""
 
     embedding: bool
     num_layers: int
@@ -28,7 +28,7 @@ class LayoutChunk:
 class _Symbol:
     letter: str
     place: int
-    """Character of the text, from 1."""
+    """Position of the chunk in the text, counted in characters from 1."""
 
 
 def parse_layout(text: str) -> tuple[LayoutChunk, ...]:
@@ -47,7 +47,7 @@ def parse_layout(text: str) -> tuple[LayoutChunk, ...]:
 
 
 def layout_problems(text: str) -> list[str]:
-    """What is wrong with a text, each in a sentence; a text that cannot be read gives only the first."""
+    """The faults of a text, each in a sentence; for a text that cannot be read, only the first."""
     try:
         symbols = _symbols(text)
     except ValueError as error:
@@ -67,7 +67,7 @@ def count_problems(layout: Sequence[LayoutChunk], num_layers: int, num_stages: i
 
 
 def _misplaced(symbols: list[_Symbol]) -> Iterator[str]:
-    """Embedding and loss stand once, at the very ends."""
+    """Faults if embedding and loss do not stand once each, at the very ends."""
     if strange := [symbol for symbol in symbols if symbol.letter == "m"]:
         yield f"m (multi-token prediction, {_places(strange)}) is not built: leave it out."
     for letter, what, end, position in (("E", "embedding", "first", 0), ("L", "loss", "last", -1)):

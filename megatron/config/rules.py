@@ -18,10 +18,11 @@ _TRIED = 64  # candidates for one setting, so that an answer never takes long
 
 
 def violations(config: Config, world_size: int, given: Collection[str] = ()) -> list[Violation]:
-    """Everything that stands against running these settings with this many ranks, in the order of the topics.
+    """All violations of these settings with this many ranks, in the order of the topics.
 
-    The rules themselves check what is suggested: it removes its violation and adds no other. Only where ranks and layout do not
-    fit may it bring up others that could not be seen before, as the batch could not be divided among ranks.
+    The rules themselves check what is suggested: it removes its violation and adds no other. There is one exception, where ranks
+    and
+    layout do not fit: a suggestion may bring up violations that could not be seen before, as the batch could not be divided.
 
     Args:
         given: fields that the user set, so that 0 is not taken for a setting that was left out.
@@ -51,10 +52,10 @@ def _as_given(findings: list[Finding], config: Config, world_size: int, given: C
 
 
 def _nearest(finding: Finding, index: int, counts: list[int], config: Config, world_size: int) -> list[Change]:
-    """Of each group of candidates those that help best and leave the fewest violations, the ones that change least first.
+    """The best candidates of each group: those that help best and leave the fewest violations, the smallest changes first.
 
-    Where ranks and layout do not fit, those with which they do go before those with which they do not: of the batch little can
-    be said until they fit, so that what hides this seems to leave less.
+    If ranks and layout do not fit, candidates that make them fit come first. Until they do, little can be said of the batch, so a
+    change that leaves them unfit seems to leave fewer violations.
     """
     by_help: dict[_Help, list[Change]] = {help_: [] for help_ in _Help}
     for group in finding.candidates:
@@ -76,18 +77,18 @@ def _nearest(finding: Finding, index: int, counts: list[int], config: Config, wo
 
 
 class _Help(IntEnum):
-    """What else a change does that removes a violation, the best first."""
+    """The effect of a change that removes a violation, the best first."""
 
     CLEAN = 0
-    """It adds none, and ranks and layout fit."""
+    """It adds no violation, and ranks and layout fit."""
     REVEALING = 1
-    """Ranks and layout fit now, and so others come up that could not be seen before."""
+    """It makes ranks and layout fit, so that other violations can be seen."""
     HIDING = 2
-    """It adds none, but ranks and layout still do not fit."""
+    """It adds no violation, but ranks and layout still do not fit."""
 
 
 def _help(change: Change, config: Config, world_size: int, before: list[int], after: list[int]) -> _Help | None:
-    """Of a change with so many violations of each rule before and after; None if it only puts others in their place."""
+    """The effect of a change, by the violations of each rule before and after; None if it only replaces violations by others."""
     fits = data_size(*change.apply(config, world_size)) is not None
     if all(new <= old for new, old in zip(after, before, strict=True)):
         return _Help.CLEAN if fits else _Help.HIDING

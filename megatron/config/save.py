@@ -1,4 +1,4 @@
-"""Settings as plain data: exactly there and back, as YAML, and as the record that is kept with a run."""
+"""Settings as plain data: to JSON types and exactly back, as YAML, and as the record that is kept with a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(nested: dict[str, Any]) -> Config:
-    """Settings from what `to_dict` made. A field that is missing (an older record) takes its default.
+    """Settings from the result of `to_dict`. A missing field (an older record) takes its default.
 
     Raises:
         ConfigError: a topic or field is unknown, or a value has a wrong type; all of them are named.
@@ -71,7 +71,7 @@ def to_yaml(config: Config) -> str:
 
 
 def run_record(config: Config, argv: Sequence[str]) -> dict[str, Any]:
-    """What is saved with a run so that it can be repeated, in JSON types.
+    """The record that is saved with a run so that it can be repeated, in JSON types.
 
     Returns:
         ``config`` (see `to_dict`), ``command`` (the words of the command line) and ``versions`` of Python and of the packages

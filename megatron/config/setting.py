@@ -1,7 +1,7 @@
-"""What is known of a setting beside its type, its default and its text: its unit, its range, and when it acts.
+"""The facts about a setting beside its type, default and text: its unit, its range, and when it acts.
 
-Each field of a topic says so where it stands: ``num_layers: int = setting(0, at_least=1, unit="layers", required=True)``. The
-checks, ``--explain`` and the tests read it there.
+Each field of a topic states them: ``num_layers: int = setting(0, at_least=1, unit="layers", required=True)``. The checks,
+``--explain`` and the tests read them there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Interval:
-    """The numbers that a setting may be."""
+    """The interval of a setting's allowed numbers."""
 
     low: float
     high: float = math.inf
@@ -45,30 +45,30 @@ class OtherThan:
 
 
 GIVEN = object()
-"""Any value but None, 0 and nothing."""
+"""Any value but None, 0 and empty ones."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Values of other settings beside which a setting acts, or beside which it does nothing."""
+    """Values of other settings with which a setting acts, or with which it does nothing."""
 
     others: Mapping[str, Any]
     """By name: a value, a tuple of possible values, `OtherThan`, or `GIVEN`."""
     words: str
-    """What it says to a user."""
+    """The condition as shown to a user."""
     every: bool = False
     """Whether all of them must hold; otherwise one is enough."""
     fix: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings that are likely to be meant where it does not hold."""
+    """Settings to suggest where it does not hold."""
 
     def holds(self, value: Callable[[str], Any]) -> bool:
-        """Whether the settings, looked up by name, are so."""
+        """Whether the settings, looked up by name, fulfil it."""
         return (all if self.every else any)(_is(value(name), wanted) for name, wanted in self.others.items())
 
 
 @dataclass(frozen=True)
 class SettingFacts:
-    """What a field of a topic says of itself."""
+    """The facts about a field of a topic."""
 
     unit: str | None = None
     """What its number counts or measures; every setting that is a number has one."""
@@ -77,9 +77,9 @@ class SettingFacts:
     required: bool = False
     """Whether it has no useful default and must be given."""
     acts: Beside | None = None
-    """It acts only beside these; changed without them, it is refused, so that nobody believes that it acts."""
+    """The setting acts only with these. Changed without them it is refused, so that nobody believes that it acts."""
     idle: tuple[Beside, ...] = ()
-    """Beside these it changes nothing, although what it asks for holds: accepted, and named in the start-up log with the reason."""
+    """With these it changes nothing although its condition holds. It is then accepted, and the start-up log gives the reason."""
 
 
 def setting(
@@ -94,7 +94,7 @@ def setting(
     acts: Beside | None = None,
     idle: Beside | tuple[Beside, ...] = (),
 ) -> _T:
-    """A field of a topic: its default and its facts. (Its type is a lie of the same kind as that of `dataclasses.field`.)"""
+    """A field of a topic, with its default and facts. (The return type is wrong on purpose, as that of `dataclasses.field` is.)"""
     interval = None
     low = at_least if at_least is not None else above
     if low is not None:
@@ -105,7 +105,7 @@ def setting(
 
 
 def facts_of(field: dataclasses.Field[Any]) -> SettingFacts:
-    """What a field says of itself."""
+    """The facts about a field."""
     facts: SettingFacts = field.metadata.get(SettingFacts, SettingFacts())
     return facts
 
@@ -141,7 +141,7 @@ def _is(value: Any, wanted: Any) -> bool:
 
 
 def _typed(name: str, wanted: Any) -> str:
-    """As on a command line."""
+    """A setting and its value as a user types them."""
     flag = f"--{name.replace('_', '-')}"
     if wanted is GIVEN or wanted is True:
         return flag

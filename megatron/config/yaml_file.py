@@ -1,7 +1,8 @@
 """Reads a ``--config`` file: YAML whose keys are flag names, flat or under topics, turned into flags as if they were typed.
 
-Scalars stay the text that stands in the file (YAML's own typing would read ``1e-8`` as a text and ``no`` as false), so that
-a value means the same here as on the command line.
+Scalars stay as text (YAML's own typing would read ``1e-8`` as a text and ``no`` as false), so that a value means the same here
+as on
+the command line.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _MOST_BYTES = 1_000_000
 _MOST_NODES = 100_000  # keys and values: a list of datasets may be long
 _MOST_ENTRIES = 10_000  # settings, each of which is looked up
 _MOST_DEPTH = 20  # settings take three: the file, a topic, a list
-_MOST_TOLD = 20  # problems of a file
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C it is ten times as fast
+_MOST_TOLD = 20  # problems that are listed of one file
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, written in C
 
 
 def read_yaml(path: str) -> list[Given]:
-    """Settings of a file, in its order.
+    """The settings of a file, in order.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, is not a mapping of flag names, or sets a flag twice.
@@ -61,13 +62,13 @@ def read_yaml(path: str) -> list[Given]:
 
 
 def _read(path: str) -> str:
-    """The text of a file or a pipe, of which no more is read than settings can be."""
+    """The text of a file or a pipe. No more is read than settings can be long."""
     data = None
     try:
         if _is_file_or_pipe(os.stat(path).st_mode):
             with open(path, "rb") as file:
                 data = file.read(_MOST_BYTES + 1)
-    except (OSError, ValueError) as error:  # the latter of a name that no file can have
+    except (OSError, ValueError) as error:  # the latter for a name that no file can have
         reason = getattr(error, "strerror", None) or str(error)
         raise _cannot(f"--config {path} cannot be read: {reason}.") from error
     if data is None:
@@ -81,7 +82,7 @@ def _read(path: str) -> str:
 
 
 def _is_file_or_pipe(mode: int) -> bool:
-    """Of a directory the system itself says that it cannot be read."""
+    """Whether it is one of these, or a directory, for which the system gives a good error itself."""
     return stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISDIR(mode)
 
 
@@ -97,7 +98,8 @@ def _compose(path: str, text: str) -> yaml.Node | None:
 
 
 def _too_much(text: str) -> str | None:
-    """Why it is not composed: that takes long for many nodes, and calls itself for each level, in C until the stack is full."""
+    """Why the text is too large to be parsed, or None. Parsing takes long for many nodes, and fills the stack if they are deeply
+    nested."""
     depth = nodes = 0
     for event in yaml.parse(text, Loader=_LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -115,7 +117,7 @@ def _cannot(message: str, rule: str = "") -> ConfigError:
 
 
 def _entries(root: yaml.MappingNode) -> Iterator[tuple[str | None, yaml.Node, yaml.Node]]:
-    """Every key and value with the topic that it stands under."""
+    """Every key and value, with the topic that it stands under."""
     for key, value in root.value:
         if isinstance(value, yaml.MappingNode) and _text(key) in topics():
             yield from ((_text(key), inner_key, inner_value) for inner_key, inner_value in value.value)
@@ -128,7 +130,7 @@ def _text(node: yaml.Node) -> str:
 
 
 def _setting(path: str, key: yaml.Node, value: yaml.Node) -> list[Given] | Violation:
-    """What one entry sets (nothing where it says no to something refused), or what is wrong with it."""
+    """The settings of one entry (none if it says no to something refused), or what is wrong with it."""
     where = f"{path} line {key.start_mark.line + 1}"
     name = _text(key).replace("_", "-")
     if isinstance(value, yaml.ScalarNode):
@@ -151,7 +153,7 @@ def _setting(path: str, key: yaml.Node, value: yaml.Node) -> list[Given] | Viola
 
 
 def _scalar(name: str, text: str, plain: bool, where: str) -> list[Given]:
-    """A single value: switches and flags of other programs know true and false, optional fields know null."""
+    """The setting of a single value: switches and flags of other programs know true and false, optional fields know null."""
     as_written = [Given(name, (text,), f"--{name}", where)]
     if not plain:  # quoted: a text, whatever it says
         return as_written
@@ -172,7 +174,7 @@ def _scalar(name: str, text: str, plain: bool, where: str) -> list[Given]:
 
 
 def _misplaced(given: list[Given], topic: str | None) -> list[Violation]:
-    """The settings of an entry that stands under a topic which is not its own."""
+    """Problems of an entry that stands under a topic which is not its own."""
     problems = []
     for setting in given if topic is not None else ():
         flag = flag_of(setting.name)
@@ -183,7 +185,7 @@ def _misplaced(given: list[Given], topic: str | None) -> list[Violation]:
 
 
 def _twice(given: list[Given]) -> list[Violation]:
-    """Settings that the file holds more than once."""
+    """Problems of settings that the file holds more than once."""
     first: dict[str, Given] = {}
     problems = []
     for setting in given:

@@ -1,1 +1,1 @@
-"""The rules between settings, a file a topic; `megatron.config.rules` runs them."""
+"""The rules between settings, by topic; `megatron.config.rules` runs them."""

@@ -115,7 +115,7 @@ def _flag(field: str) -> str:
 
 
 def _shares(text: str) -> list[float] | None:
-    """Numbers of a split, or None where it is not one."""
+    """The numbers of a split, or None if the text is not one."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) > 3 or not all(map(is_number, parts)):
         return None

@@ -1,4 +1,4 @@
-"""What is said of each setting by itself: that it is given, in its range, and acts. The fields say what holds for them."""
+"""Rules about each setting by itself: it is given, in its range, and acts. They read the facts that each field states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.config.setting import Interval
 from megatron.spec.schedules import default_schedule
 
 LARGEST_WORLD = 1_048_576
-"""Ranks: no machine has as many."""
+"""The most ranks: no machine has as many."""
 
 
 @rule()
@@ -27,7 +27,7 @@ def required_are_given(config: Config, world_size: int) -> Iterator[Finding]:
 
 
 def as_given(finding: Finding, config: Config, world_size: int, given: Collection[str]) -> Finding:
-    """What `required_are_given` finds, of a setting that was given, as 0: settings alone do not tell that from one left out."""
+    """A finding of `required_are_given` about a setting that was given, as 0: settings alone cannot tell 0 from a missing one."""
     (field,) = finding.fields
     if field not in given or value_of(config, field) != 0:
         return finding
@@ -61,7 +61,7 @@ def _out_of_range(config: Config, world_size: int, flag: Flag) -> Finding:
 
 
 def _nearest_bounds(field: str, value: Any, interval: Interval) -> tuple[Change, ...]:
-    """The end of the interval on the side where the number lies, if it belongs to the interval."""
+    """The end of the interval on the number's side, if it belongs to the interval."""
     if isinstance(value, tuple) or math.isnan(value):
         return ()
     end, belongs = (interval.low, interval.with_low) if value <= interval.low else (interval.high, interval.with_high)
@@ -101,7 +101,7 @@ def idle_settings(config: Config, data_ranks: int, chunks: int) -> Iterator[str]
 
 
 def _look_up(config: Config, **counted: int) -> Callable[[str], Any]:
-    """The value of a setting, or of what was counted from the settings, by its name."""
+    """A function that gives the value of a setting, or of a number that was counted from the settings, by its name."""
     return lambda name: counted[name] if name in counted else value_of(config, name)
 
 
@@ -120,7 +120,7 @@ _ALWAYS = {
 
 
 def notes(config: Config, world_size: int) -> list[str]:
-    """One line for each such setting, with the reason. The settings must have passed the rules."""
+    """One line for each setting without effect, with the reason. The settings must have passed the rules."""
     parallel = config.parallel
     data_ranks = data_size(config, world_size) or 1
     chunks = parallel.pipeline_model_parallel_size * parallel.chunks_per_stage(config.model.num_layers)
@@ -128,7 +128,7 @@ def notes(config: Config, world_size: int) -> list[str]:
 
 
 def _without_pipeline(config: Config, chunks: int) -> list[str]:
-    """Settings that order the work of a pipeline where there is none: what they change costs or saves memory, but no time."""
+    """Lines about settings that order the work of a pipeline where there is none: they cost or save memory, but no time."""
     parallel = config.parallel
     if parallel.pipeline_model_parallel_size > 1 or (chunks == 1 and parallel.schedule == default_schedule(several_chunks=False)):
         return []
@@ -139,7 +139,7 @@ def _without_pipeline(config: Config, chunks: int) -> list[str]:
 
 
 def _of_sharding(config: Config, data_ranks: int) -> Iterator[str]:
-    """Settings of sharding and offload that do less than one might think."""
+    """Lines about settings of sharding and offload that do less than one might think."""
     parallel = config.parallel
     if parallel.use_distributed_optimizer and is_changed(config, "data_parallel_sharding_strategy"):
         strategy = shown(config, "data_parallel_sharding_strategy")
@@ -161,7 +161,7 @@ def _of_sharding(config: Config, data_ranks: int) -> Iterator[str]:
 
 
 def _blocks(config: Config) -> Iterator[str]:
-    """Settings of buckets where most parameters are sharded by blocks."""
+    """Lines about settings of buckets where most parameters are sharded by blocks."""
     left = left_to_buckets(config)
     for field, instead in _ALWAYS.items():
         if is_changed(config, field):

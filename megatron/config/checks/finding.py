@@ -1,4 +1,4 @@
-"""What a rule reports, and the candidates from which the nearest valid settings are chosen."""
+"""A rule's report, and the candidates from which the nearest valid settings are chosen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Change:
         return config, world_size if self.world_size is None else self.world_size
 
     def distance(self, config: Config, world_size: int) -> float:
-        """How much it changes: of a number the factor, as a power of 2; a switch or a choice counts as a factor of 2.
+        """How much it changes: for a number the factor, as a power of 2; a switch or a choice counts as a factor of 2.
 
         Another number of ranks is harder to get than another flag, and another model is another experiment: they count as more.
         """
@@ -40,7 +40,7 @@ class Change:
         return total
 
     def __str__(self) -> str:
-        """As a piece of a command line, or ``world size N``."""
+        """The change as a piece of a command line, or ``world size N``."""
         if self.world_size is not None:
             return f"world size {self.world_size}"
         return " ".join(_shown(_by_field(name), value) for name, value in self.fields)
@@ -51,42 +51,42 @@ class Finding:
     """A violated rule."""
 
     fields: tuple[str, ...]
-    """Settings that take part: names of fields."""
+    """Names of the fields that take part."""
     message: str
     rule: str = ""
     candidates: tuple[tuple[Change, ...], ...] = ()
-    """Groups of changes to try, each with the nearest first; of those that are valid, two of a group are shown."""
+    """Groups of changes to try, each with the nearest first. Two valid ones of each group are shown."""
     table: tuple[str, ...] = ()
-    """Lines that show it, such as which layers would lie where."""
+    """Lines that illustrate it, such as which layers would lie where."""
 
 
 @dataclass(frozen=True)
 class SettingsRule:
-    """A rule between settings: looks at them and the world size, and says what is wrong.
+    """A rule between settings. It looks at them and the world size, and yields what is wrong.
 
-    It keeps silent where a number that it needs is missing or out of range: another rule says so.
+    It yields nothing if a number that it needs is missing or out of range, since another rule reports that.
     """
 
     check: Callable[[Config, int], Iterator[Finding]]
     fields: tuple[str, ...]
-    """Every setting that it looks at; none where it looks at each by itself."""
+    """Every setting that it looks at; empty if it looks at each by itself."""
 
     def __call__(self, config: Config, world_size: int) -> Iterator[Finding]:
         return self.check(config, world_size)
 
     @property
     def name(self) -> str:
-        """For tests and debuggers."""
+        """Its name, for tests and debuggers."""
         return self.check.__name__
 
     @property
     def why(self) -> str:
-        """Why it exists: a sentence."""
+        """The reason for it: a sentence."""
         return " ".join((self.check.__doc__ or "").split())
 
 
 def rule(*fields: str) -> Callable[[Callable[[Config, int], Iterator[Finding]]], SettingsRule]:
-    """Make a rule of a function, about these settings. Its docstring is what ``--explain`` says of it."""
+    """Make a rule of a function, about these settings. Its docstring is the rule's text in ``--explain``."""
     return lambda check: SettingsRule(check, fields)
 
 
@@ -125,12 +125,12 @@ def is_changed(config: Config, field: str) -> bool:
 
 
 def without(config: Config, *fields: str, **others: Any) -> Change:
-    """A change that takes settings back, as far as they are given, and sets others."""
+    """A change that takes these settings back, if they are given, and sets others."""
     return change(**{field: _by_field(field).default for field in fields if is_changed(config, field)}, **others)
 
 
 def exclusive(config: Config, fields: Iterable[str], why: str) -> Iterator[Finding]:
-    """A finding where more than one of these settings differ from their defaults; each may be the one to stay."""
+    """A finding if more than one of these settings differ from their defaults. Each may be the one to stay."""
     given = [field for field in fields if is_changed(config, field)]
     if len(given) > 1:
         message = f"{' and '.join(shown(config, field) for field in given)} exclude each other."
@@ -139,14 +139,14 @@ def exclusive(config: Config, fields: Iterable[str], why: str) -> Iterator[Findi
 
 
 def shown(config: Config, field: str) -> str:
-    """A setting as it would be typed: ``--lr 0.1``, ``--bf16``, ``--no-load-optim``."""
+    """A setting as a user types it: ``--lr 0.1``, ``--bf16``, ``--no-load-optim``."""
     return _shown(_by_field(field), value_of(config, field))
 
 
 def uneven(
     config: Config, number: str, by: str, why: str, *, fields: Sequence[str] = (), said: str = "does not divide by"
 ) -> Finding:
-    """Of a setting that does not divide by another: the one may be a multiple near, the other a divisor.
+    """A finding about a setting that does not divide by another. It suggests multiples for the one, divisors for the other.
 
     Args:
         fields: settings that take part beside the two.
@@ -165,13 +165,13 @@ def positive(*values: float | None) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def divisors(number: int) -> list[int]:
-    """Divisors of a positive number in ascending order (of one above 10^10: only pairs with a part up to 10^5, to stay quick)."""
+    """Divisors of a positive number in ascending order (above 10^10 only pairs with a part up to 10^5, to stay quick)."""
     small = [part for part in range(1, min(math.isqrt(number), 10**5) + 1) if number % part == 0]
     return small + [number // part for part in reversed(small) if part * part != number]
 
 
 def multiples_near(number: int, unit: int, reach: int = 8) -> list[int]:
-    """Positive multiples of `unit` around a number: `reach` on each side."""
+    """Positive multiples of `unit` around a number, `reach` of them on each side."""
     middle = number // unit
     return [unit * count for count in range(max(1, middle - reach), middle + reach + 2)]
 

@@ -35,7 +35,7 @@ _LINES = 32  # of a table; of a longer one the middle is left out
 
 
 def chunks_per_stage(config: Config) -> int | None:
-    """Chunks on each pipeline rank, or None where another rule says why they are not known."""
+    """Number of chunks on each pipeline rank, or None where another rule reports why it is unknown."""
     parallel = config.parallel
     given = [value for value in (getattr(parallel, LAYERS_EACH), getattr(parallel, COUNT)) if value is not None]
     if not positive(config.model.num_layers, parallel.pipeline_model_parallel_size, *given):
@@ -60,17 +60,17 @@ def layout_of(config: Config) -> tuple[LayoutChunk, ...] | None:
 
 
 def chunks_of(sizes: Sequence[int]) -> tuple[LayoutChunk, ...]:
-    """Chunks of so many layers, with embedding and loss at the ends."""
+    """Chunks with these numbers of layers, with embedding and loss at the ends."""
     return tuple(LayoutChunk(index == 0, size, index == len(sizes) - 1) for index, size in enumerate(sizes))
 
 
 def layout_text(chunks: Sequence[LayoutChunk]) -> str:
-    """A layout as it is typed."""
+    """A layout as a user types it."""
     return "|".join("E" * chunk.embedding + _repeated(chunk.num_layers) + "L" * chunk.loss for chunk in chunks)
 
 
 def chunk_table(config: Config, chunks: Sequence[LayoutChunk]) -> tuple[str, ...]:
-    """What each chunk holds and where it lies, as lines of text."""
+    """A table of what each chunk holds and where it lies, as lines of text."""
     stops = list(itertools.accumulate(chunk.num_layers for chunk in chunks))
     stages = stages_of_chunks(config.parallel, len(chunks))
 
@@ -89,7 +89,7 @@ def chunk_table(config: Config, chunks: Sequence[LayoutChunk]) -> tuple[str, ...
 
 
 def stages_of_chunks(parallel: ParallelConfig, num_chunks: int) -> tuple[int, ...]:
-    """Positions of so many chunks on the pipeline axis, be they more than the schedule takes, or fewer than there are stages."""
+    """The pipeline rank of each of so many chunks, even if they are more than the schedule takes, or fewer than the stages."""
     schedule = SCHEDULES[parallel.schedule]
     places = schedule.place(min(parallel.pipeline_model_parallel_size, num_chunks), schedule.chunks_per_stage or 1)
     return tuple(itertools.islice(itertools.cycle(places), num_chunks))
@@ -168,7 +168,7 @@ def schedule_has_its_virtual_stages(config: Config, world_size: int) -> Iterator
 
 
 def _source(config: Config, field: str) -> str:
-    """Where the number of chunks comes from."""
+    """The setting that the number of chunks comes from, in words."""
     if field == LAYOUT:
         return "from the chunks of --pipeline-model-parallel-layout"
     each, stages = config.parallel.num_layers_per_virtual_pipeline_stage, config.parallel.pipeline_model_parallel_size
@@ -207,7 +207,7 @@ def stages_have_layers(config: Config, world_size: int) -> Iterator[Finding]:
 
 
 def _ends_alone(config: Config, chunks: int) -> tuple[Change, ...]:
-    """A layout with one layer in each chunk, but the loss alone or, too, the embedding alone."""
+    """Layouts with one layer in each chunk, but with the loss alone or, also, the embedding alone."""
     first = {1: 0, 2: 1}.get(chunks - config.model.num_layers)  # chunk that holds the first layer
     if first is None or chunks > _MOST_SHOWN:
         return ()

@@ -72,7 +72,7 @@ def _listed(config: Config, fields: Iterable[str], between: str = ", ") -> str:
 
 
 def _ends(config: Config) -> dict[str, int]:
-    """Layers given to the first and the last rank; none where another rule has something against a number."""
+    """Layers given to the first and the last rank; empty where another rule reports a number."""
     parallel = config.parallel
     ends = {field: count for field in (FIRST, LAST) if (count := getattr(parallel, field)) is not None}
     known = positive(config.model.num_layers, parallel.pipeline_model_parallel_size, *ends.values())
@@ -197,19 +197,19 @@ def _sizes(layout: Sequence[LayoutChunk]) -> list[int]:
 
 
 def _with_layers(sizes: list[int], missing: int) -> tuple[Change, ...]:
-    """The missing layers in the shortest chunks, or the superfluous ones out of the longest."""
+    """Changes that add the missing layers to the shortest chunks, or take the superfluous ones out of the longest."""
     if abs(missing) > _MOST_MOVED or len(sizes) > _MOST_CHUNKS:
         return ()
     step = 1 if missing > 0 else -1
     for _ in range(abs(missing)):
-        # Of equal ones the last without the loss.
+        # Of equal ones, the last without the loss.
         index = max(range(len(sizes)), key=lambda at: (-step * sizes[at], at < len(sizes) - 1, at))
         sizes[index] += step
     return (change(**{LAYOUT: layout_text(chunks_of(sizes))}),)
 
 
 def _with_chunks(sizes: list[int], stages: int) -> tuple[Change, ...]:
-    """The shortest neighbours joined until the chunks divide among the stages, or, where they are fewer, the longest chunks cut."""
+    """Changes that join the shortest neighbours until the chunks divide among the stages or, if they are fewer, cut the longest."""
     if max(len(sizes), stages) > _MOST_CHUNKS:
         return ()
     while len(sizes) % stages:

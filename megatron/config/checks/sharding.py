@@ -34,7 +34,7 @@ _SHAPE = (
     *("untie_embeddings_and_output_weights", VOCABULARY),
 )
 DIMENSIONS = (*_SHAPE, "sequence_parallel")
-"""The settings from which they follow."""
+"""The settings from which the dimensions follow."""
 _WIDTH = "hidden size", ("hidden_size",)
 _VOCABULARY = "vocabulary, a multiple of", (VOCABULARY,)
 _PARTS = {
@@ -44,8 +44,8 @@ _PARTS = {
     "mlp.up.": ("width of the MLP", ("ffn_hidden_size", "hidden_size", *GATED_FLAGS)),
     "attention.qkv.": ("queries, keys and values", ("num_attention_heads", "num_query_groups", "kv_channels", "hidden_size")),
 }
-"""What is divided of parameters whose names, after the layer, begin so, and the settings that say how large it is. Of all others it
-is the width of the residual stream."""
+"""By the beginning of a parameter's name after the layer: the dimension that is divided, and the settings that it follows from. For
+all other parameters it is the width of the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Dimension:
 
     what: str
     fields: tuple[str, ...]
-    """Settings that it follows from, the tensor size left out."""
+    """Settings that it follows from, except the tensor size."""
     size: int
-    """On one tensor rank. Of the vocabulary, which is known only with the tokenizer, the number that always divides it."""
+    """Its size on one tensor rank. For the vocabulary, which only the tokenizer knows, the number that always divides it."""
 
 
 def split_dimensions(config: Config) -> list[Dimension]:
-    """Every dimension of a tensor rank's parameters that is divided, of any stage; none where the shape is not valid."""
+    """Every dimension of a tensor rank's parameters that is divided, on any stage; empty if the shape is not valid."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     sizes = (model.hidden_size, model.num_layers, model.num_attention_heads, model.num_key_value_heads, model.kv_channels or 1)
     if not positive(tp, *sizes, model.make_vocab_size_divisible_by):

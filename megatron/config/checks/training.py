@@ -109,7 +109,7 @@ def ramp_up_reaches_batch(config: Config, world_size: int) -> Iterator[Finding]:
 
 
 def _ramps(pairs: list[tuple[int, int]], ramp: tuple[int, int, int]) -> tuple[Change, ...]:
-    """Candidates with other starts and increments."""
+    """Candidates with other starts and increments of the ramp-up."""
     start, increment, samples = ramp
     pairs = sorted(pairs, key=lambda pair: (abs(pair[0] - start) + abs(pair[1] - increment), pair))
     return tuple(change(rampup_batch_size=(*pair, samples)) for pair in pairs)
