@@ -109,6 +109,5 @@ def _attention_flops(model: ModelConfig, layer: LayerSpec) -> int:
 
 def _of_layers(model: ModelConfig, count: Callable[[LayerSpec], Number]) -> tuple[Number, ...]:
     """A count for each layer; equal layers are counted once."""
-    specs = layers(model)
-    counts = {layer: count(layer) for layer in alike(specs)}
-    return tuple(counts[layer] for layer in specs)
+    counts = {place: number for layer, places in alike(layers(model)).items() for number in [count(layer)] for place in places}
+    return tuple(counts[place] for place in range(len(counts)))

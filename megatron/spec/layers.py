@@ -123,6 +123,9 @@ def rotary_of(model: ModelConfig) -> RotarySpec | None:
 def alike(kinds: Iterable[Kind]) -> dict[Kind, list[int]]:
     """The indices of equal items, for example of `layers(model)`, in the order in which each kind first occurs."""
     found: dict[Kind, list[int]] = {}
+    before: object = found  # no item
     for place, kind in enumerate(kinds):
-        found.setdefault(kind, []).append(place)
+        if kind is not before:  # neighbours are mostly one object, and the hash of a spec costs more than all else here
+            before, places = kind, found.setdefault(kind, [])
+        places.append(place)
     return found

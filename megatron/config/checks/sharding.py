@@ -20,7 +20,7 @@ from megatron.config.checks.finding import (
 )
 from megatron.config.checks.pipeline import COUNT, LAYERS_EACH, LAYOUT, PP
 from megatron.config.config import Config
-from megatron.config.model import ModelConfig
+from megatron.config.model import MOST_LAYERS, ModelConfig
 from megatron.spec.activations import FLAGS, GATED_FLAGS
 from megatron.spec.layers import alike, layers
 from megatron.spec.schedules import SCHEDULES, default_schedule
@@ -65,7 +65,7 @@ def split_dimensions(config: Config) -> list[Dimension]:
     sizes = (model.hidden_size, model.num_layers, model.num_attention_heads, model.num_key_value_heads, model.kv_channels or 1)
     if not positive(tp, *sizes, model.make_vocab_size_divisible_by):
         return []
-    if not positive(model.head_size, model.ffn_size, model.num_positions):
+    if not positive(model.head_size, model.ffn_size, model.num_positions) or model.num_layers > MOST_LAYERS:
         return []
     shape = ModelConfig(**{field: getattr(model, field) for field in _SHAPE})
     found = set()

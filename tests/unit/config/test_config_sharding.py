@@ -212,7 +212,9 @@ def test_the_sizes_are_those_of_the_parameters(name: str, layout: str) -> None:
     assert bool(left_to_buckets(config)) == bool(others)
 
 
-@pytest.mark.parametrize("wrong", ["--hidden-size 0", "--seq-length 0", "--num-attention-heads 0", f"{UNIT} 0"])
+@pytest.mark.parametrize(
+    "wrong", ["--hidden-size 0", "--seq-length 0", "--num-attention-heads 0", "--num-layers 1000000000000", f"{UNIT} 0"]
+)
 def test_a_shape_that_is_not_valid_has_no_dimensions(wrong: str) -> None:
     """What is wrong with it is said by a rule about the setting itself."""
     assert not split_dimensions(parse(f"{MODELS['gpt']} {UNIT} 14 {wrong}".split()))
