@@ -1,7 +1,6 @@
 """Checks that weights on several ranks are equal in every bit: on tensor ranks, data ranks, and both holders of a tied embedding.
 
-One small reduction for each group compares digests. Only where one differs, ranks tell each other what they have, and all raise the
-same error.
+One small reduction for each group compares digests. If one differs, ranks tell each other what they have, then all raise one error.
 
 A digest is a wrapping 64-bit sum of a tensor's words, each times an odd weight, computed where the tensor is. One changed word
 always changes it, since an odd weight times a difference is not 0. Other changes are missed once in about 2^63.
@@ -118,8 +117,7 @@ class ReplicatedPart:
 
 
 def copies_held(params: ParamTable, shards: Sequence[Shard], context: ParallelContext) -> list[ReplicatedPart]:
-    """What this rank holds that another may hold too: its parameters (if sharded, its part), and the main parameters that are
-    separate from them."""
+    """What this rank holds that another may hold too: its parameters (if sharded, its part), and separate main parameters."""
     shared_out = {shard.record.name for shard in shards if isinstance(shard.piece, DimPiece)}
     copies = [_whole(entry, context) for entry in params if entry.record.name not in shared_out]
     for shard in shards:

@@ -74,8 +74,7 @@ class BackgroundSaver:
     def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any], say: Say) -> str:
         """Begin a save; all ranks call it together. The tensors may change when it returns.
 
-        A checkpoint that cannot be written is no error here: the first rank logs it, in `poll` or at the next save, and training
-        goes on.
+        A checkpoint that cannot be written is no error here: the first rank logs it, in `poll` or at the next save.
 
         Args:
             say: called on the first rank with lines for the log. The others are those of `TensorSaver.save`.

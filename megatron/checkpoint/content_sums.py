@@ -1,8 +1,7 @@
 """Checksums of boxes, content sums of tensors, and digests of a whole checkpoint.
 
 A checksum of a box says that its file is sound. Content sums say what a tensor holds, in 64 bits that do not depend on how it is
-cut: boxes of any layout add up to the same number. So what a rank holds in memory after a load can be compared with what was saved
-at another layout.
+cut: boxes of any layout add up to the same number. So memory after a load can be compared with what was saved at another layout.
 
 See the tensor as a matrix (the last dimension is the columns, all others together the rows; a 1-D tensor is one row) of the
 elements' bits, read as unsigned integers u of 32 bits: elements of 16 bits are widened, elements of 64 bits count as two columns,

@@ -3,8 +3,7 @@
 They are opened without running anything that they say, their tensors mapped, not read. `find_chunks` says which layers lie where.
 
 A pickle is a program: its opcodes call whatever they name. torch.load with weights_only runs them with an interpreter that knows
-tensors and plain containers; any other name in these files must be on the list below, and gets a class that does nothing with what
-it is given.
+tensors and plain containers; any other name in these files must be on the list below, and gets a class that does nothing.
 """
 
 from __future__ import annotations

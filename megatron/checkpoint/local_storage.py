@@ -1,7 +1,7 @@
 """Checkpoints in a local folder, or one of a file system that all nodes share.
 
-A checkpoint is written under a temporary name and renamed when its data is on the disk, so a loss of power at any moment leaves one
-state or the other::
+A checkpoint is written under a temporary name and renamed when its data is on the disk, so a loss of power leaves one state or the
+other::
 
     <save>/iter_0000100/                        a complete checkpoint
     <save>/.iter_0000200.<token>.saving/        being written, or left by a save that was killed

@@ -209,8 +209,7 @@ def _room_for(num_bytes: int, place: str) -> Iterator[None]:
 class _Ahead:
     """Writes, and now and then brings what is written to the disk.
 
-    So little is left to do at the end, the system's memory is not full of data that waits for the disk, and a watcher sees
-    progress.
+    So little is left to do at the end, the system's memory is not full of data that waits for the disk, and progress shows.
     """
 
     def __init__(self, out: Writing, progress: Callable[[], None] | None) -> None:

@@ -242,8 +242,7 @@ class RankWriter:
                 torch.cuda.current_stream(device).synchronize()
 
     def _fail(self, reason: str) -> None:
-        """Record that the part, and on the first rank the checkpoint, will not be written; leave a mark for the first rank's
-        process."""
+        """Record that the part, and on the first rank the checkpoint, will not be written; leave a mark for the first rank."""
         if self.iteration is None:
             return
         if self.written is None:

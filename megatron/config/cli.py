@@ -131,8 +131,7 @@ def _read(argv: Sequence[str]) -> _Reading:
 
 
 def _explain_and_exit(requests: Requests, given: Sequence[Given], problems: Sequence[Violation]) -> NoReturn:
-    """Answer every --explain, whatever is missing or wrong for a run. An unknown flag is reported, as it may have been meant with
-    it."""
+    """Answer every --explain, whatever is missing or wrong for a run. An unknown flag is reported too."""
     from megatron.config.help import explain  # this reads the settings' source, for which only this page has time
 
     problems = [problem for problem in problems if "--explain" in problem.flags]

@@ -1,7 +1,6 @@
 """Cuts the command line into flags with their values, and separates flags that are requests to the program.
 
-A request (``--config``, ``--explain``, ``--dry-run``) sets nothing of the run: it is a file to read, a page to print, a plan to
-make.
+A request (``--config``, ``--explain``, ``--dry-run``) sets nothing of the run: it names a file to read, a page or a plan to print.
 """
 
 from __future__ import annotations

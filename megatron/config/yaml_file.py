@@ -98,8 +98,7 @@ def _compose(path: str, text: str) -> yaml.Node | None:
 
 
 def _too_much(text: str) -> str | None:
-    """Why the text is too large to be parsed, or None. Parsing takes long for many nodes, and fills the stack if they are deeply
-    nested."""
+    """Why the text is too large to be parsed, or None. Parsing takes long for many nodes, and fills the stack at many levels."""
     depth = nodes = 0
     for event in yaml.parse(text, Loader=_LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

@@ -31,8 +31,7 @@ class StepLoader(Iterator[list[T]], Generic[T]):
     the `micro_batch_size` samples from consumed + (m * data_size + r) * micro_batch_size on. So the samples of a step do not depend
     on the layout. The whole state is `consumed_samples`, the number of samples in all steps given out so far.
 
-    Threads read ahead two steps or, if that is more, two tasks of some 64 samples for each thread. So much is in memory beside the
-    step that was given out.
+    Threads read ahead two steps or, if that is more, two tasks of some 64 samples for each thread. So much is kept in memory.
 
     Args:
         dataset: Where samples come from.

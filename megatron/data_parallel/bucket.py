@@ -155,8 +155,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until the gradients of this rank's elements are complete, except for the part of another pipeline stage (tied
-        embedding)."""
+        """Wait until the gradients of this rank's elements are complete, but for another pipeline stage's part (tied embedding)."""
 
     def make_group(self) -> ShardGroup:
         """The shards that this rank owns."""
@@ -187,8 +186,7 @@ class Bucket(ABC):
             sink.main_grad, sink.written = None, False
 
     def join_ends(self) -> None:
-        """Add the gradient of the other pipeline stage that holds the parameters. Sums commute, so only this rank's elements
-        travel."""
+        """Add the gradient of the other pipeline stage that holds the parameters. Only this rank's elements travel."""
         if self.plan.tied:
             all_reduce(self.own_grads, self.context.pipeline_ends)
             self.shard_group.announce(Pending(self.own_grads))

@@ -114,8 +114,8 @@ def _in_a_row(entries: Sequence[ParamEntry], ranks: int) -> tuple[list[Placed], 
 
 
 def _whole(entries: Sequence[ParamEntry], ranks: int) -> tuple[list[Placed], int]:
-    """Place each parameter whole in one slice: the largest first, always into the emptiest slice (Graham 1969). All slices are as
-    long as the fullest."""
+    """Place each parameter whole in one slice: the largest first, always into the emptiest slice (Graham 1969). All get the
+    fullest's length."""
     ends = [0] * ranks
     where: list[tuple[ParamEntry, int, int]] = []
     for entry in sorted(entries, key=lambda entry: -entry.param.numel()):

@@ -176,8 +176,7 @@ class FsdpUnit:
             self._inspect(entry, grad)
 
     def _added(self, param: torch.Tensor) -> None:
-        """Called when FSDP has added a sum to a shard's gradient (on CUDA: is about to, on the current stream, which is a side
-        stream)."""
+        """Called when FSDP has added a sum to a shard's gradient (on CUDA: is about to, on the current, a side stream)."""
         if self._rounds < self._microbatches:
             return
         self._num_added += 1

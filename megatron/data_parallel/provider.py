@@ -1,8 +1,7 @@
-"""The training step's view of data parallelism: a provider of shards. There are two, buckets and `fully_shard`; a step may use
-both.
+"""The training step's view of data parallelism: a provider of shards. There are two, buckets and `fully_shard`.
 
-Every provider counts the gradients that reach its parameters, to know when those of a microbatch are complete, and to check that a
-step leaves none out.
+Every provider counts the gradients that reach its parameters, to know when those of a microbatch are complete, and that none is
+missing.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class Provider(ABC):
         """Begin a step: forget the last one's gradients and expect this many microbatches.
 
         Args:
-            inspect: receives each gradient as it is written. Nothing is summed or reduced then, and the shards keep the gradients
-                that they have.
+            inspect: receives each gradient as it is written. Nothing is summed or reduced then; shards keep their gradients.
         """
 
     def before_backward(self, chunk: int) -> None:  # noqa: B027

@@ -103,8 +103,7 @@ class OptimizerState:
     apart: bool
     """Whether a shard is offloaded or not independently of the other shards."""
     staged: bool
-    """Whether host memory is separate from the device's, so that it holds copies of the parameters and gradients of offloaded
-    shards."""
+    """Whether host memory is separate from the device's, so that it holds copies of offloaded parameters and gradients."""
 
     def memory(self, shards: Sequence[ShardSizes]) -> StateMemory:
         """Memory of main parameters and moments, and of the host's copies of gradients."""
@@ -176,8 +175,7 @@ class UnitsPart:
         return context.fsdp_shard
 
     def memory(self, index: int) -> tuple[StateMemory, ShardSizes]:
-        """Sharded parameters (which are their own main parameters), gradients and units at work; and the shards that the rank
-        updates.
+        """Sharded parameters (which are their own main parameters), gradients and units at work; and its shards.
 
         Most memory is at work when a backward leaves a unit: its gathered parameters and those of the unit that comes next (or of
         all units, if they are kept), its gradients, torch's copy of gradients that is reduced, and this rank's part of the sum.

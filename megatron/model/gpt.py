@@ -111,7 +111,7 @@ class OutputLayer(nn.Module):
 
 
 class GPTChunk(nn.Module):
-    """The layers of one pipeline chunk; the first has the embedding before them, the last has norm, output layer and loss after
+    """The layers of one pipeline chunk; the first has the embedding before them, the last norm, output layer and loss after
     them."""
 
     def __init__(self, scope: Scope, config: ModelConfig, chunk: Chunk, only: Sequence[int] | None = None) -> None:
@@ -134,8 +134,7 @@ class GPTChunk(nn.Module):
             self.output = OutputLayer(scope.child("output"), config)
 
     def units(self) -> list[nn.Module]:
-        """The modules that hold parameters, in the order of the forward. Where parameters are sharded, each is gathered and freed
-        as a whole."""
+        """The modules that hold parameters, in the order of the forward. Sharded, each is gathered and freed as a whole."""
         return [module for module in (self.embedding, *self.layers, self.final_norm, self.output) if module is not None]
 
     def forward(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,8 +6,7 @@ goes on, each group's as soon as it is reduced, into memory that keeps them unti
 into one of two buffers, and cross from there while the next ones are updated and rounded into the other. Each way has a stream of
 its own. The host waits for gradients to arrive, and for a buffer to be free if it is ahead; for nothing else.
 
-Another placement (disk) would read main parameters and moments when its update begins and write them after it. Nothing else
-changes.
+Another placement (disk) would read main parameters and moments when its update begins and write them after it.
 """
 
 from __future__ import annotations
@@ -205,8 +204,7 @@ class OnHost(StatePlacement):
 
 
 class Link:
-    """Copies between one device and host memory, one stream each way. On the CPU device streams are torch's dummies; copies happen
-    at once."""
+    """Copies between one device and host memory, one stream each way. On the CPU device copies happen at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.pins = device.type != "cpu"

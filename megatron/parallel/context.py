@@ -108,8 +108,7 @@ class ParallelContext:
         return self._groups.get(("fsdp_replica",)) or Group("fsdp_replica", (self.rank,), 0)
 
     def elsewhere(self, *, tensor: int | None = None, data: int | None = None, stage: int | None = None) -> ParallelContext:
-        """This context for a rank at another place of the grid. For arithmetic only: its groups have right sizes and places, no
-        more.
+        """This context for a rank at another place of the grid. For arithmetic only: its groups have only sizes and places.
 
         Args:
             tensor: place on the tensor axis; this and the others are by default this rank's.

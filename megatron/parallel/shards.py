@@ -45,8 +45,8 @@ class Shard:
     where the parameter is not split over them, on the last stage where it is tied, in all replicas of FSDP but the first. A NaN may
     be in this copy alone."""
     main: torch.Tensor = field(init=False)
-    """The main parameter, in float32 or wider: the weights themselves where dtypes agree, else a copy, perhaps in host memory. The
-    optimizer makes it."""
+    """The main parameter, in float32 or wider: the weights themselves where dtypes agree, else a copy, perhaps on the host. Set by
+    the optimizer."""
 
     def boxes(self, context: ParallelContext) -> list[PlacedBox]:
         """The boxes of the global tensor that the shard holds, without padding."""

@@ -79,8 +79,7 @@ def plan_exchanges(schedule: Schedule, traffic: _Traffic | None = None) -> list[
 def channels(schedule: Schedule) -> list[tuple[int, int]]:
     """Every pair (source stage, destination stage) that messages pass between, in an order in which they connect quickly.
 
-    Neighbours come first, and among them those of even stages before those of odd ones: so no stage waits for a long chain of
-    others.
+    Neighbours come first, and among them those of even stages before those of odd ones: so no stage waits for a long chain.
     """
     found = {(source, stage) for stage, deliveries in enumerate(_deliveries(schedule)) for source, _, _ in deliveries}
     return sorted(found, key=lambda ends: (abs(ends[0] - ends[1]) > 1, min(ends) % 2, ends))

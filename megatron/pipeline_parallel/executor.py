@@ -1,7 +1,6 @@
 """Runs any schedule: one loop over this stage's operations.
 
-Backward starts from the gradient edge of a chunk's output, not from the output. So the output can be dropped once it is sent, which
-frees its memory.
+Backward starts from the gradient edge of a chunk's output, not from the output. So the output can be freed once it is sent.
 """
 
 from __future__ import annotations

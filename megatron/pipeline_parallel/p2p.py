@@ -111,8 +111,7 @@ class Messenger:
             work.wait()
 
     def recycle(self, buffers: Tensors) -> None:
-        """Take back the buffers of a received message that nothing reads any more. Tensors that were sent on this rank are left
-        alone."""
+        """Take back the buffers of a received message that nothing reads any more. Tensors sent on this rank are left alone."""
         for name, buffer in buffers.items():
             if _memory(buffer) in self._own:
                 self._free[name].append(buffer.detach())

@@ -132,8 +132,7 @@ class _Planner:
         )
 
     def _stages_alike(self) -> list[list[int]]:
-        """Groups of stages whose chunks have the same parts. A model built for one stage is that of the others but for the layers'
-        names."""
+        """Groups of stages whose chunks have the same parts. A model built for one stage is that of all but for names."""
         alike: dict[object, list[int]] = {}
         specs = layers(self._config.model)
         for stage in range(self._topology.pp):
@@ -145,8 +144,8 @@ class _Planner:
         return [chunk for chunk in self._table if chunk.stage == stage]
 
     def _lay_out(self, stages: Sequence[int], model: Model, context: ParallelContext) -> dict[int, StagePlan]:
-        """Plan stages that look alike. They differ in the order of their backwards, which decides how many gradients are on their
-        way under optim_grads."""
+        """Plan stages that look alike. They differ in the order of their backwards, which decides how many gradients pass under
+        optim_grads."""
         config, found = self._config, {}
         state = optimizer_state(config.optimizer, self._device_type)
         traces = trace_chunks(

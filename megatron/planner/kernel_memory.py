@@ -50,8 +50,7 @@ def _partial_rows(grad: torch.Tensor, ids: torch.Tensor, num_rows: int, *_: Any)
 
 
 def _flash_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Flash attention's backward makes the gradient of q in float32, and those of k and v for every query head where heads share
-    them."""
+    """Flash attention's backward makes the gradient of q in float32, and of k and v for every query head that shares them."""
     batch, heads, length, size = q.shape
     return _wide_queries(batch * -(-length // _FLASH_BLOCK) * _FLASH_BLOCK, heads, size) + _expanded(q, heads, k.shape[1])
 

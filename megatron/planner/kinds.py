@@ -157,8 +157,7 @@ def places_by_content(
 
 
 def parameters_of_stage(model: Model, context: ParallelContext) -> int:
-    """Elements that the ranks of a stage hold together, each counted once and without padding. A tied parameter counts in its first
-    chunk."""
+    """Elements that the ranks of a stage hold together, each once and without padding. A tied one counts in its first chunk."""
     counted = [entry for entry in model.params if entry.record.chunks[0] in model.chunks]
     total = 0
     for tensor in range(context.topology.tp):

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 
 class OpKind(enum.StrEnum):
-    """What an operation computes. BACKWARD computes input and weight gradients at once; a schedule may split it into two
-    operations."""
+    """What an operation computes. BACKWARD computes input and weight gradients at once; a schedule may split it."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -95,8 +94,7 @@ def loop(num_stages: int, chunks_per_stage: int = 1) -> tuple[int, ...]:
 
 
 def v_shape(num_stages: int) -> tuple[int, ...]:
-    """The stage of each chunk, down and up again: first and last chunk share stage 0 (Qi et al. 2024, "Pipeline Parallelism with
-    Controllable Memory")."""
+    """The stage of each chunk, down and up again: first and last chunk share stage 0 (Qi et al. 2024, Controllable Memory)."""
     return (*range(num_stages), *reversed(range(num_stages)))
 
 

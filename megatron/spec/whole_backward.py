@@ -69,8 +69,7 @@ def interleaved(num_stages: int, num_microbatches: int, chunks_per_stage: int) -
 
     Microbatches go through the chunks of a stage in rounds. The paper's rounds have `num_stages` microbatches each, so that number
     must divide. Here the remainder is spread over the rounds, the longer ones first. A round of at least `num_stages` never waits
-    for itself: so the bubble is the paper's for every number of microbatches from `num_stages` on, at the cost of some more live
-    activations.
+    for itself: so the bubble is the paper's for every number of microbatches from `num_stages` on, for some more live activations.
     """
     rounds = _rounds(num_stages, num_microbatches)
     depths = range(chunks_per_stage)
@@ -98,8 +97,7 @@ def _rounds(num_stages: int, num_microbatches: int) -> list[range]:
 
 
 def _live_of_interleaved(case: Case) -> tuple[int, ...]:
-    """Live activations: the warm-up (a round through all chunks but the last, the way from the stage to the last one and back) and
-    one."""
+    """Live activations: the warm-up (a round through all chunks but the last, the way to the last stage and back) and one."""
     longest_round = len(_rounds(case.p, case.m)[0])
     return tuple(min(case.m * case.v, (case.v - 1) * longest_round + 2 * (case.p - stage - 1) + 1) for stage in range(case.p))
 

@@ -62,8 +62,7 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
     """Two chunks a stage in a V ("ZB-V", Qi et al. 2023, section 6; "V-ZB", Qi et al. 2024).
 
     At equal costs and at least 2p - 1 microbatches, no stage waits between its first and last operation. Each stage keeps as much
-    as the first stage of 1F1B (2p live activations of half a stage each). With fewer microbatches it is the beginning of a
-    longer one.
+    as the first stage of 1F1B (2p live activations of half a stage each). With fewer it is the beginning of a longer one.
     """
     total = max(num_microbatches, 2 * num_stages - 1)
 

@@ -203,8 +203,8 @@ class RunData:
     """Set by `at`, which knows the place in the run; None where nothing is read."""
 
     def at(self, progress: Progress, plan: BatchSizePlan, context: ParallelContext) -> RunData:
-        """The data of the rest of the run. What was consumed under other settings stays consumed; `progress.phases` is updated. All
-        ranks call it together.
+        """The data of the rest of the run. What was consumed before stays consumed; `progress.phases` is updated. All ranks call it
+        together.
 
         Raises:
             SetupError: an index cannot be made.

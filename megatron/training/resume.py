@@ -349,8 +349,7 @@ _EFFECTIVE = {
 
 
 def _effective(part: Any, name: str) -> Any:
-    """A setting with its default filled in, so that leaving it out and giving the default are the same. None where it has no
-    effect."""
+    """A setting with its default filled in, so that a missing one equals the default. None if it has no effect."""
     if not isinstance(part, ModelConfig):
         return getattr(part, name)
     if name == "max_position_embeddings" and part.position_embedding_type != "learned_absolute":

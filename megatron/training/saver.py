@@ -1,8 +1,7 @@
 """Saves of a run: what goes into a checkpoint, and when it is written.
 
 Weights are stored once, in their most exact form: the float32 main parameters where the model computes in 16 bits, else the
-parameters themselves. So a checkpoint does not depend on the model's dtype. The 16-bit parameters are the main parameters rounded,
-as they were in the run.
+parameters themselves. So a checkpoint does not depend on the model's dtype. The 16-bit parameters are the main parameters rounded.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ class Saver:
     """Saves a run's state, unless that is written already. It first checks that it can.
 
     Args:
-        run_record: the resolved settings, versions and command line, kept in each checkpoint, and from the start in the save folder
-            as run.json.
+        run_record: the resolved settings, versions and command line, kept in each checkpoint, and from the start as `run.json`.
         patience_s: with --async-save, a writer that makes no progress for so many seconds, while training waits for it, is ended.
     """
 

@@ -87,7 +87,7 @@ def device_peak(context: ParallelContext, dtype: torch.dtype) -> float | None:
 def describe(
     config: Config, context: ParallelContext, step: TrainStep, num_parameters: int, plan: BatchSizePlan, consumed_samples: int
 ) -> list[str]:
-    """Lines of the start-up log: layout, model, layer table, state, pipeline, batch. All ranks of a pipeline call it together."""
+    """Lines of the start-up log: layout, model, layer table, state, pipeline, batch. All ranks of a pipeline call it."""
     model = step.model
     topology = context.topology
     peak = device_peak(context, model.dtype)

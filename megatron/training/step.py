@@ -184,8 +184,7 @@ class TrainStep:
 
         Args:
             batch: this data rank's microbatches.
-            inspect: receives this rank's own gradients as they are written. They are then not summed, and the shards' stay as they
-                are.
+            inspect: receives this rank's own gradients as they are written. They are then not summed; the shards keep theirs.
 
         Returns:
             this rank's share of the global sums of the loss and of the loss mask: float64 scalars, zero where another rank counts.
@@ -221,8 +220,7 @@ class TrainStep:
             provider.before_backward(chunk)
 
     def _own_nonfinite_gradients(self, batch: Sequence[ModelInputs]) -> list[str]:
-        """Names of parameters with a gradient that is not finite on this rank before the sum over ranks, which hides where it
-        began.
+        """Names of parameters with a gradient that is not finite on this rank before the sum over ranks.
 
         For that the step is run again (it is a function of its inputs, dropout included).
         """
@@ -261,8 +259,7 @@ class TrainStep:
         return total
 
     def prepare(self, num_microbatches: int) -> None:
-        """Prove the schedules of training and evaluation, and connect the stages, before the first step. All ranks call it
-        together.
+        """Prove the schedules of training and evaluation, and connect the stages, before the first step. All ranks call it.
 
         Raises:
             ValueError: a schedule is incomplete or would deadlock.

@@ -176,8 +176,7 @@ class Comparison:
 
     def _slack(self, index: int) -> dict[str, float]:
         """How far weights may be apart because Adam divides rounding errors by little. The true gradient of some elements is zero
-        (of a key bias without rotary positions). The computed one is not, and the update is its quotient by no less than Adam's
-        epsilon."""
+        (of a key bias without rotary positions). The computed one is not, and the update is its quotient by at least epsilon."""
         optimizer = self.observation.config.optimizer
         slack = dict.fromkeys(self.plain.steps[index].gradients, 0.0)
         if optimizer.optimizer == "adam":

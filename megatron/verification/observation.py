@@ -95,8 +95,7 @@ class RankStep:
     token_count: float
     """This rank's share of the sum of the mask; 0 where another rank counts it."""
     gradients: list[TensorPart]
-    """Gradients of this rank's shards, as the optimizer got them: reduced, without the loss scale, not clipped. A skipped step has
-    none."""
+    """Gradients of this rank's shards, as the optimizer got them: reduced, without the loss scale, not clipped. None if skipped."""
     counted_squares: list[CountedSquare]
     mains: list[TensorPart]
     """Main parameters of this rank's shards after the update."""

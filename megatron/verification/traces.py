@@ -236,8 +236,7 @@ def _step_notes(found: TraceComparison, name: str, other: str) -> Iterator[str]:
 def _step_parts(
     mine: TraceStep, theirs: TraceStep, order: Sequence[str], band: Band, reach: Mapping[str, float]
 ) -> Iterator[TracePart]:
-    """Compare one step, in the order of cause: the batch, the loss, gradients from the end to the beginning, their norm, the
-    update."""
+    """Compare one step, in the order of cause: the batch, the loss, gradients from the end on, their norm, the update."""
     step = mine.iteration
     for what, a, b in (
         ("the number of samples", mine.samples, theirs.samples),

@@ -274,8 +274,7 @@ class Engine:
 
     kind: Literal["processes", "ray"] = "processes"
     num_workers: int | None = None
-    """Number of processes (None: 1, which works in this process), or of tasks at the same time (None: as many as the cluster has
-    CPUs)."""
+    """Number of processes (None: 1, which works in this process), or of tasks at the same time (None: one for each CPU)."""
     ray_address: str | None = None
 
     def run(self, job: PreprocessJob, shards: Sequence[InputShard], folder: str, listen: Listen) -> None:

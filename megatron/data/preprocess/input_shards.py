@@ -163,8 +163,7 @@ def default_shard_size(sources: Sequence[InputFile]) -> int:
 def cut(sources: Iterable[InputFile], shard_size: int, keys: Sequence[str]) -> list[InputShard]:
     """Cut the inputs into shards, in their order.
 
-    Files above the shard size are cut where that is possible, and share no shard with others. Smaller consecutive ones are put
-    together.
+    Files above the shard size are cut where that is possible, and share no shard with others. Smaller consecutive ones are joined.
 
     Args:
         sources: files, in order.

@@ -163,8 +163,7 @@ _KEPT_FOR_THE_SUMMARY = 1000
 def write_bad_lines(
     parts: PartFolder, shards: Sequence[InputShard], reports: dict[int, ShardReport], path: str, summary: Summary
 ) -> None:
-    """Write all bad records that were kept to a file beside the datasets, and the first into the summary. The file of an earlier
-    job is removed."""
+    """Write the bad records to a file beside the datasets, and the first into the summary. An earlier file is removed."""
     if not summary.num_bad_lines:
         storage.remove(path)
         return

@@ -23,8 +23,7 @@ class ByteBPETokenizer(Tokenizer):
 
     ``decode`` gives back any text exactly (brought to NFC first, where the vocabulary asks for it).
 
-    The encoder is made and tested at its first use (some tenths of a second for 50,000 tokens), since a training run only needs the
-    sizes.
+    The encoder is made and tested at its first use (tenths of a second for 50,000 tokens): training needs only the sizes.
 
     Args:
         vocabulary: The content of the files.

@@ -80,8 +80,7 @@ class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model. The end of a document is the model's end-of-sentence id.
 
     A model trained with byte_fallback and without normalisation (as by tools/train_tokenizer.py) gives back every text exactly,
-    except U+2581: that is sentencepiece's sign for a blank, and comes back as one. Other models give back what their normalisation
-    left.
+    except U+2581: that is sentencepiece's sign for a blank, and comes back as one. Other models give back the normalised text.
 
     Args:
         path: Model file (``--tokenizer-model``).

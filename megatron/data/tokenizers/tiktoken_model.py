@@ -104,8 +104,7 @@ KNOWN_FILES = {
     128_000: KnownFile("Llama 3", _LLAMA3, 128_256, eod=128_001, bos=128_000),
     100_256: KnownFile("cl100k_base", _LLAMA3, 100_277, eod=100_257),
 }
-"""Sources: for Llama 3, llama3/tokenizer.py of Meta; for cl100k_base, tiktoken_ext/openai_public.py, whose pattern splits as Llama
-3's does."""
+"""Sources: for Llama 3, llama3/tokenizer.py of Meta; for cl100k_base, tiktoken_ext/openai_public.py (splits like Llama 3's)."""
 
 
 def read_tiktoken(path: Path, config: DataConfig) -> ByteVocabulary:
@@ -115,8 +114,7 @@ def read_tiktoken(path: Path, config: DataConfig) -> ByteVocabulary:
     named (the others are fillers). Then come the tokens by rank, as many as --vocab-size leaves room for (of 131,072 without it).
 
     A file of lines, each a token in base64 and its rank, has its ranks as ids. If its size is one of those in `KNOWN_FILES`,
-    pattern and special tokens are those of that file, unless a setting says otherwise. If not, the special tokens come after the
-    last rank.
+    pattern and special tokens are those of that file, unless a setting differs. If not, special tokens come after the last rank.
 
     The end of a document is ``</s>`` (or that of the known file); bos is ``<s>`` and pad is ``<pad>`` if they are among the names.
 
