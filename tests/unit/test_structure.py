@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import subprocess
 import sys
@@ -63,6 +64,7 @@ WITHOUT_TORCH = [
 ]
 
 
+@functools.cache
 def tree(file: Path) -> ast.Module:
     return ast.parse((ROOT / file).read_text())
 
@@ -145,6 +147,29 @@ def test_pure_files_do_not_load_torch() -> None:
 def test_files_are_short() -> None:
     lengths = {str(file): len((ROOT / file).read_text().splitlines()) for file in FILES}
     assert not {file: length for file, length in lengths.items() if length > 450}
+
+
+def test_class_names_are_unique() -> None:
+    """One word, one thing."""
+    files: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(str(file))
+    assert not {name: found for name, found in files.items() if len(found) > 1}
+
+
+def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of each, those below attributes too."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant) and isinstance(child.value.value, str):
+            yield child.lineno, child.value.value.strip()
+
+
+def test_docstrings_say_what_a_thing_is() -> None:
+    """Not only what it belongs to: a reader who begins there would have to guess the noun."""
+    found = [f"{file}:{line}" for file in FILES for line, text in docstrings(tree(file)) if text.startswith(("Of ", "Likewise"))]
+    assert not found, f"begin with a noun at {found}"
 
 
 def calls(node: ast.AST) -> Iterator[ast.Call]:
