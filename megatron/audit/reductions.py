@@ -3,9 +3,8 @@
 `OwnGradients` records what each rank's backward gave by itself, before any sum over ranks: how often each gradient was written, and
 its signature. The signed sums of a signature are linear, so those of all microbatches and uses add up to those of the whole
 gradient. For every parameter there are two checks. The signatures of the ranks' own gradients, summed over the ranks that its
-record
-names, must be the signature of the gradients in the shards. And the boxes that the ranks count in the global norm must make up the
-whole parameter, and the norm be that of what is counted.
+record names, must be the signature of the gradients in the shards. And the boxes that the ranks count in the global norm must make
+up the whole parameter, and the norm be that of what is counted.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ from megatron.parallel.boxes import Box
 
 class SharedBuffer:
     """Memory of a fixed size with a file descriptor, which another process can map too. It has no name, so nothing of it is left
-    when
-    both have ended, however they ended.
+    when both have ended, however they ended.
 
     All of it is touched once when it is made: the first copy into fresh memory takes several times as long as later ones.
 

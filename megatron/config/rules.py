@@ -21,8 +21,7 @@ def violations(config: Config, world_size: int, given: Collection[str] = ()) -> 
     """All violations of these settings with this many ranks, in the order of the topics.
 
     The rules themselves check what is suggested: it removes its violation and adds no other. There is one exception, where ranks
-    and
-    layout do not fit: a suggestion may bring up violations that could not be seen before, as the batch could not be divided.
+    and layout do not fit: a suggestion may bring up violations that could not be seen before, as the batch could not be divided.
 
     Args:
         given: fields that the user set, so that 0 is not taken for a setting that was left out.

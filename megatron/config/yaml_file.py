@@ -1,8 +1,7 @@
 """Reads a ``--config`` file: YAML whose keys are flag names, flat or under topics, turned into flags as if they were typed.
 
-Scalars stay as text (YAML's own typing would read ``1e-8`` as a text and ``no`` as false), so that a value means the same here
-as on
-the command line.
+Scalars stay as text (YAML's own typing would read ``1e-8`` as a text and ``no`` as false), so that a value means the same here as
+on the command line.
 """
 
 from __future__ import annotations

@@ -34,9 +34,8 @@ class EpochOrder(SampleOrder):
     """An order in which each epoch is independent, and epochs never end.
 
     In each epoch the documents are permuted by a key of (seed, split, epoch) and cut into windows that overlap by one token (so
-    that
-    every token but the first is predicted once). The windows are permuted by the same key. The last tokens, too few for a window,
-    are left out; these are other tokens in each epoch.
+    that every token but the first is predicted once). The windows are permuted by the same key. The last tokens, too few for a
+    window, are left out; these are other tokens in each epoch.
 
     Args:
         selection: The documents to be ordered, of at least one window.

@@ -2,8 +2,7 @@
 
 A run may change its blend, weights, sequence length or batch size when it is resumed. What was consumed stays consumed: each
 dataset continues after the samples that it gave in earlier phases. The list is saved with every checkpoint. Together with the
-number
-of consumed samples it is the whole state of the data.
+number of consumed samples it is the whole state of the data.
 """
 
 from __future__ import annotations

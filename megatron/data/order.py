@@ -1,9 +1,8 @@
 """The order of the data as arithmetic: permutations that depend on a key.
 
-All inputs are integers, so no state is kept, and neither restarts nor layouts can change what is read. Only the raw 64-bit
-stream of
-PCG64 and the hash of SeedSequence are used: numpy promises both for ever, while ``Generator.permutation`` may change from one numpy
-to the next.
+All inputs are integers, so no state is kept, and neither restarts nor layouts can change what is read. Only the raw 64-bit stream
+of PCG64 and the hash of SeedSequence are used: numpy promises both for ever, while ``Generator.permutation`` may change from one
+numpy to the next.
 """
 
 from __future__ import annotations

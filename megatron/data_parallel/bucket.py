@@ -2,8 +2,7 @@
 
 `WholeBucket` keeps the gradients of all its parameters through the step and reduces them once, after the last microbatch: by an
 all-reduce, or by a reduce-scatter where each rank updates only its slice. `SlicedBucket` keeps only this rank's slice. The
-gradients
-of a microbatch lie in a buffer borrowed from a `BufferPool` until they are reduced.
+gradients of a microbatch lie in a buffer borrowed from a `BufferPool` until they are reduced.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A GPT, whole or one pipeline chunk of it. It reads like a model for one process; parallelism enters by the layer classes.
 
 Shapes: `s` sequence, `b` microbatch, `h` hidden, `v` vocabulary, `n` tensor ranks. Hidden states between layers are [s, b, h],
-under
-sequence parallelism [s/n, b, h].
+under sequence parallelism [s/n, b, h].
 """
 
 from __future__ import annotations

@@ -89,8 +89,7 @@ def proved_plans(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePla
     """The plans of `plan_receives` and `plan_exchanges`, with a proof of both.
 
     The proof: both ends of every channel follow one order, and the exchanges cannot deadlock. For the latter they are simulated
-    with
-    messages whose neither end goes on before the other has come to it.
+    with messages whose neither end goes on before the other has come to it.
 
     Raises:
         ValueError: stages wait for each other, or the ends of a channel do not agree on the order.

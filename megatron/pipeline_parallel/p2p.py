@@ -46,8 +46,7 @@ class Messenger:
         """Send one element through every new channel (source, destination) of this rank.
 
         NCCL makes a communicator at its first use, and waits there for the other end. All ranks go through the same list in the
-        same
-        order, so no ranks wait in a circle. In the order of first use they could, in schedules in which messages go round.
+        same order, so no ranks wait in a circle. In the order of first use they could, in schedules in which messages go round.
         """
         for source, destination in channels:
             if self._stage in (source, destination) and (source, destination) not in self._connected:

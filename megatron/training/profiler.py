@@ -178,9 +178,8 @@ class PipelineProfiler:
                 ...
 
     It writes the measured timeline into --profile-dir, below a planned one. In the planned one each kind of operation takes its
-    mean
-    duration on each chunk, and messages take no time. So what the measured one takes beyond it is communication, waiting, and the
-    spread of the durations. Off, or on ranks of other pipelines, it does nothing.
+    mean duration on each chunk, and messages take no time. So what the measured one takes beyond it is communication, waiting, and
+    the spread of the durations. Off, or on ranks of other pipelines, it does nothing.
 
     Raises:
         ValueError: the folder cannot be made.

@@ -1,8 +1,7 @@
 """Whether a run at a layout equals that of one process and, if not, what the cause is. Pure functions of what was observed.
 
 One difference makes others: a wrong activation makes a wrong loss, that wrong gradients, those wrong weights, and these make all
-the
-following steps wrong. So things are compared in the order in which one causes the next, and the first that differs is reported.
+the following steps wrong. So things are compared in the order in which one causes the next, and the first that differs is reported.
 """
 
 from __future__ import annotations

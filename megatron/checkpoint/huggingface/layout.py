@@ -1,10 +1,8 @@
 """Which rows of which of their tensors are the rows of one of our parameters, in both directions; and an architecture, as data.
 
 "Ours" are parameters of this framework, "theirs" tensors of transformers. A parameter is seen as a matrix: its last dimension is
-the
-columns, all others are the rows. Of a vector (a bias, a norm) every element is a row. Their tensors have the same columns. So
-fused,
-split and reordered projections are all lists of blocks of rows.
+the columns, all others are the rows. Of a vector (a bias, a norm) every element is a row. Their tensors have the same columns. So
+fused, split and reordered projections are all lists of blocks of rows.
 """
 
 from __future__ import annotations

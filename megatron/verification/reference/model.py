@@ -108,8 +108,7 @@ def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None) ->
 
 def rotary_frequencies(shape: ReferenceShape, rotated: int) -> list[float]:
     """Angle per position of each of the rotated / 2 pairs. Frequencies may be stretched: all by one factor (which divides
-    positions, Chen
-    et al. 2023), or as in Llama 3.1.
+    positions, Chen et al. 2023), or as in Llama 3.1.
 
     There, wavelengths beyond the original context of 8192 tokens are stretched by the factor, and those below a quarter of it stay.
     Between them the two are mixed, linearly in the number of turns that fit into the context (1 to 4).
