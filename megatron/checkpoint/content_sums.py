@@ -51,12 +51,12 @@ class Sums(NamedTuple):
 
     @property
     def hex(self) -> str:
-        """As 16 hexadecimal digits."""
+        """The sums as 16 hexadecimal digits."""
         return f"{self.rows:08x}{self.columns:08x}"
 
     @classmethod
     def from_hex(cls, text: str) -> Sums:
-        """From 16 hexadecimal digits."""
+        """The sums written as 16 hexadecimal digits."""
         return cls(int(text[:8], 16), int(text[8:], 16))
 
 

@@ -18,7 +18,7 @@ FREE_FIELDS = frozenset(
         "init_method_std",
     }
 )
-"""Fields that may differ between a checkpoint and the run that goes on with it: they change no parameter, and not what the model
+"""Fields that may differ between a checkpoint and the run that continues it: they change no parameter, and not what the model
 computes with dropout off, but for rounding."""
 FREE_AT_BEGINNING = frozenset({"rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"})
 """Fields that may also differ where a run begins with the weights of another, as when a model is taught longer sequences."""

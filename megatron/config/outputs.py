@@ -1,4 +1,4 @@
-"""What a run saves and loads, tells, and checks of itself."""
+"""What a run saves and loads, logs, and checks of itself."""
 
 from __future__ import annotations
 

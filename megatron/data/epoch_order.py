@@ -187,7 +187,7 @@ class EpochCutter:
 
 
 def resume(earlier: Sequence[Stretch], cutter: EpochCutter) -> Resumption:
-    """Where the stretch after these starts."""
+    """The point at which the stretch after these starts."""
     at = Resumption(0, (), 0)
     for number, stretch in enumerate(earlier):
         num_samples, epoch, levels = stretch.num_samples, at.epoch, at.levels

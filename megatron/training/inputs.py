@@ -194,7 +194,7 @@ class RunData:
 
     vocab_size: int
     datasets: Datasets | None
-    """None on a rank whose stage reads no samples."""
+    """The datasets; None on a rank whose stage reads no samples."""
     config: Config
     maker: BatchMaker
     has_validation: bool

@@ -1,4 +1,4 @@
-"""Before the first step: numerics switches, checks of the built model, and the start-up log."""
+"""What precedes the first step: numerics switches, checks of the built model, and the start-up log."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Band(NamedTuple):
 
     loss: float
     tensor: float
-    """For gradients, weights, and the gradient norm."""
+    """The relative difference of gradients, weights, and the gradient norm."""
 
 
 BANDS = {
@@ -64,7 +64,7 @@ class TracePart:
         return f"step {self.step}: {what} differs by {far} (allowed {self.allowed:.0e}){self.note}"
 
     def json(self) -> dict[str, Any]:
-        """For programs; a difference that is not finite is null."""
+        """The part as JSON types; a difference that is not finite is null."""
         far = self.relative if math.isfinite(self.relative) else None
         return {"step": self.step, "what": self.what, "parameter": self.name or None, "relative": far, "allowed": self.allowed}
 

@@ -14,7 +14,7 @@ from megatron.config.model import ModelConfig
 
 
 def never(fields: Fields, layers: int) -> int | None:
-    """For architectures without windows."""
+    """No window, for architectures that never have one."""
     return None
 
 
