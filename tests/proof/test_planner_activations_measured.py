@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.activation_runs import measure, plan_rank, settings
+from tests.support.activation_runs import measure, plan_rank, products_take_more, settings
 
 LLAMA = {
     "swiglu": True,
@@ -67,4 +68,6 @@ def test_within_five_percent_of_the_measured_peak(world_size: int, changes: dict
     # What the plan misses is memory inside of products. But where ranks reduce or gather, a thread of gloo may hold a tensor a
     # little longer, unseen; and what a sharded unit takes is planned for its worst moment.
     allowed = 0.05 if {"tensor_model_parallel_size", SHARDING} & set(changes) else 0.005
+    if changes.get("bf16") and products_take_more(torch.bfloat16):
+        allowed = 0.1
     assert all(abs(ratio - 1) < allowed for ratio in ratios), ratios

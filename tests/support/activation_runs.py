@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,21 @@ def measure(config: Config, world_size: int) -> list[int]:
 
     found: list[int] = run_ranks(world_size, rank_run)
     return found
+
+
+@functools.cache
+def products_take_more(dtype: torch.dtype) -> bool:
+    """Whether a product takes memory beside its result: CPUs that cannot multiply 16 bits sum in float32 first."""
+
+    def probe(rank: int) -> bool:
+        a = torch.ones(64, 64, dtype=dtype)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            result = a @ a
+        assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+        taken = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        return sum(max(0, num_bytes) for num_bytes in taken) > result.nbytes
+
+    return bool(run_ranks(1, probe)[0])
 
 
 def build_step(config: Config, world_size: int, rank: int) -> tuple[TrainStep, list[ModelInputs]]:

@@ -14,7 +14,6 @@ MODULES = (
     "megatron.metrics.timers",
     "megatron.optimizer.lr_schedule",
     "megatron.training.progress",
-    "megatron.training.failure",
 )
 
 
