@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
+
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule

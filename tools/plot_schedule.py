@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
+
 from megatron.pipeline_parallel.pictures.files import check_output, write_picture
 from megatron.pipeline_parallel.pictures.panel import Panel, milliseconds
 from megatron.pipeline_parallel.pictures.table import TimelineRow, draw_table

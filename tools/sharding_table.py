@@ -15,7 +15,10 @@ import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
 import torch
 

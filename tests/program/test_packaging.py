@@ -54,3 +54,16 @@ def test_nothing_is_compiled() -> None:
 def test_scripts_name_no_machine(path: Path) -> None:
     text = (ROOT / path).read_text()
     assert not re.search(r"https?://|--(extra-)?index-url|/home/|/root/|/tmp/", text)
+
+
+def test_each_tool_finds_its_own_tree_before_it_imports_it() -> None:
+    """`python tools/NAME.py` works from any folder, installed or not: the tree is on the path before anything of it is imported."""
+    first_import = re.compile(r"^(?:from|import) (?:megatron|tools)\b", re.MULTILINE)
+    late = []
+    for path in sorted((ROOT / "tools").glob("*.py")):
+        text = path.read_text()
+        found = first_import.search(text)
+        before = text[: found.start()] if found else text
+        if '__name__ == "__main__"' in text and "sys.path.insert(0, " not in before:
+            late.append(path.name)
+    assert not late
