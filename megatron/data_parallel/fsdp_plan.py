@@ -10,18 +10,21 @@ from torch import nn
 from megatron.parallel.boxes import DimPiece
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry
+from megatron.parallel.shards import Granularity, by_elements
 
 
-def is_fully_sharded(entry: ParamEntry, context: ParallelContext) -> bool:
+def is_fully_sharded(entry: ParamEntry, context: ParallelContext, granularity: Granularity = by_elements) -> bool:
     """Whether `fully_shard` takes the parameter. It does not take:
 
     - tied parameters: one that two modules share would silently become two when they are wrapped separately;
     - those whose gradient is also partial over the tensor ranks (under sequence parallelism norms, learned positions and some
       biases), because FSDP reduces over the data ranks alone;
+    - those that the optimizer must see whole;
     - any parameter, if there is only one data rank.
     """
     tied = len(entry.record.chunks) > 1 or len(entry.holders) > 1
-    return context.fsdp_shard.size > 1 and not tied and "tp" not in entry.record.partial_over
+    apart = tied or "tp" in entry.record.partial_over or granularity(entry.record)
+    return context.fsdp_shard.size > 1 and not apart
 
 
 @dataclass(frozen=True)

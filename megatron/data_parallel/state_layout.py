@@ -279,8 +279,8 @@ def state_layout(
     sent: list[Sent] = []
     if sharding == "optim_grads_params":
         sharding = "optim_grads"  # what is left
-        inside = [entry for entry in entries if is_fully_sharded(entry, context)]
-        entries = [entry for entry in entries if not is_fully_sharded(entry, context)]
+        inside = [entry for entry in entries if is_fully_sharded(entry, context, granularity)]
+        entries = [entry for entry in entries if not is_fully_sharded(entry, context, granularity)]
         units = [plan_units(some, [e for e in inside if e.chunk == number]) for number, some in modules.items()]
         parts.append(UnitsPart(units, context.fsdp_shard, context.fsdp_replica.size, reshard, dtype))
         sent += fsdp_traffic([unit for some in units for unit in some], context, reshard, dtype, num_microbatches)

@@ -304,8 +304,8 @@ def make_providers(model: Model, context: ParallelContext, config: ParallelConfi
 
     if config.sharding != "optim_grads_params":
         return [buckets(list(model.params), config.sharding)]
-    inside = [entry for entry in model.params if is_fully_sharded(entry, context)]
-    outside = [entry for entry in model.params if not is_fully_sharded(entry, context)]
+    inside = [entry for entry in model.params if is_fully_sharded(entry, context, granularity)]
+    outside = [entry for entry in model.params if not is_fully_sharded(entry, context, granularity)]
     providers: list[Provider] = [buckets(outside, "optim_grads")] if outside else []
     if inside:
         from megatron.data_parallel.fsdp import FullyShardedParams  # a second of imports, only for those who need it

@@ -13,7 +13,6 @@ MODULES = (
     "megatron.metrics.loggers",
     "megatron.metrics.timers",
     "megatron.optimizer.lr_schedule",
-    "megatron.training.progress",
 )
 
 
