@@ -225,6 +225,7 @@ def _outcome(rank: int, setup: _Setup, call: Callable[[int], Any]) -> bytes:
     try:
         if dist.is_initialized():
             dist.destroy_process_group()  # of the call before, which all ranks have ended
+            gc.collect()  # cycles keep its groups, each with threads and sockets
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
