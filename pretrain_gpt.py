@@ -134,6 +134,11 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     if resumed.path is not None:
         reporter.say(f"resuming from {resumed.path} at iteration {resumed.progress.iteration}")
 
+    draw = None
+    if config.logging.profile_pipeline and context.rank == 0:
+        from tools.schedules.of_run import RunPictures
+
+        draw = RunPictures().draw
     Loop(
         config,
         context,
@@ -147,6 +152,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
         valid_batches=data.validation(plan),
         test_batches=data.test(plan),
         started_at=started_at,
+        draw=draw,
     ).run(resumed.progress)
     reporter.close()
     disconnect()

@@ -21,13 +21,13 @@ from typing import NamedTuple, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
-from megatron.pipeline_parallel.pictures.files import check_output, write_picture
-from megatron.pipeline_parallel.pictures.panel import Panel, milliseconds
-from megatron.pipeline_parallel.pictures.table import TimelineRow, draw_table
-from megatron.pipeline_parallel.pictures.text import draw_text
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.schedule_spec import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
+from tools.schedules.files import check_output, write_picture
+from tools.schedules.panel import Panel, milliseconds
+from tools.schedules.table import TimelineRow, draw_table
+from tools.schedules.text import draw_text
 
 _USUAL_VIRTUAL_STAGES = 2
 """Of a schedule that can have any number."""

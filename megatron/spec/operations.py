@@ -1,5 +1,5 @@
 """A schedule is data: for each stage, a list of operations. A generator makes it, the validator proves it, the simulator times it,
-the executor runs it, the pictures show it.
+the executor runs it, pictures show it.
 
 Messages between stages are not listed, since they follow from the operations: the result of chunk c goes to chunk c + 1 in forward
 and to chunk c - 1 in backward, wherever these lie.

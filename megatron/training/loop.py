@@ -17,7 +17,7 @@ from megatron.optimizer.lr_schedule import learning_rate, weight_decay
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import ExitSignal, NonFiniteError, together
 from megatron.training.inputs import Batches
-from megatron.training.profiler import PipelineProfiler, StepProfiler
+from megatron.training.profiler import Draw, PipelineProfiler, StepProfiler
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter, layer_norms, params_norm, places
 from megatron.training.saver import LearningSchedule, Saver
@@ -46,6 +46,8 @@ class Loop:
     test_batches: Callable[[], Batches] | None
     started_at: float
     """When the job started, by time.monotonic()."""
+    draw: Draw | None = None
+    """Draws the timelines of --profile-pipeline; the first rank needs it."""
 
     def run(self, progress: Progress) -> None:
         """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end."""
@@ -69,7 +71,12 @@ class Loop:
     def _train(self, progress: Progress, signal: ExitSignal, watching: list[Watcher]) -> str | None:
         """Train until the run or something else ends it. Returns why it stopped before the end of the run, or None."""
         stopped = None
-        with self._profiler() as profiler, self._pipeline_profiler() as pipeline_profiler:
+        logging, context = self.config.logging, self.context
+        profilers = together(
+            context,
+            lambda: (StepProfiler(logging, context.rank, context.device), PipelineProfiler(logging, self.step, context, self.draw)),
+        )
+        with profilers[0] as profiler, profilers[1] as pipeline_profiler:
             batches = self.train_batches(progress.consumed_samples)
             while progress.iteration < self.plan.total_iterations and stopped is None:
                 profiler.step(progress.iteration + 1)
@@ -82,12 +89,6 @@ class Loop:
                 stopped = self._exit_reason(progress, result)
             batches.close()  # type: ignore[attr-defined]
         return stopped
-
-    def _profiler(self) -> StepProfiler:
-        return together(self.context, lambda: StepProfiler(self.config.logging, self.context.rank, self.context.device))
-
-    def _pipeline_profiler(self) -> PipelineProfiler:
-        return together(self.context, lambda: PipelineProfiler(self.config.logging, self.step, self.context))
 
     def _advance(
         self, progress: Progress, batch: list[ModelInputs], exit_votes: tuple[bool, bool], watching: list[Watcher]

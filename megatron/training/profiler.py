@@ -6,7 +6,7 @@ import logging
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -17,9 +17,6 @@ import torch.distributed as dist
 from megatron.config.outputs import LoggingConfig
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.pipeline_parallel.pictures.files import check_output, write_picture
-from megatron.pipeline_parallel.pictures.panel import Panel
-from megatron.pipeline_parallel.pictures.table import TimelineRow, draw_table
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
 from megatron.spec.operations import Op, OpKind
 from megatron.training.step import TrainStep
@@ -28,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 _MEMORY_EVENTS = 1_000_000
 """Number of allocations and releases in the memory history; older ones are forgotten."""
+
+
+Draw = Callable[[Sequence[tuple[str, Timeline]], Path], tuple[list[str], list[Path]]]
+"""Draws timelines with their titles into files of this path, to which it adds suffixes. Returns lines of a table, and the files."""
 
 
 class StepProfiler:
@@ -63,10 +64,7 @@ class StepProfiler:
             return
         if self._end <= self._start:
             raise ValueError(f"--profile-step-end {self._end} must be larger than --profile-step-start {self._start}.")
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--profile-dir {self._folder} cannot be made ({error.strerror}).") from error
+        _make(self._folder)
 
     def step(self, iteration: int) -> None:
         """Called before step `iteration` begins (the first is 1)."""
@@ -171,37 +169,26 @@ class PipelineProfiler:
     """Compares the pipeline of one step as it really ran with the schedule.
 
     It measures step --profile-step-start, or the first after it where a run resumes later, on the pipeline that rank 0 belongs to.
+    It is used as `StepProfiler` is.
 
-        with PipelineProfiler(config, step, context) as profiler:
-            for iteration in ...:
-                profiler.step(iteration)
-                ...
+    The first rank draws the measured timeline into --profile-dir, below a planned one. In the planned one each kind of operation
+    takes its mean duration on each chunk, and messages take no time. So what the measured one takes beyond it is communication,
+    waiting, and the spread of the durations. Off, or on ranks of other pipelines, it does nothing.
 
-    It writes the measured timeline into --profile-dir, below a planned one. In the planned one each kind of operation takes its
-    mean duration on each chunk, and messages take no time. So what the measured one takes beyond it is communication, waiting, and
-    the spread of the durations. Off, or on ranks of other pipelines, it does nothing.
+    Args:
+        draw: draws the timelines; the first rank needs it.
 
     Raises:
         ValueError: the folder cannot be made.
     """
 
-    def __init__(self, config: LoggingConfig, step: TrainStep, context: ParallelContext) -> None:
+    def __init__(self, config: LoggingConfig, step: TrainStep, context: ParallelContext, draw: Draw | None) -> None:
         self._active = config.profile_pipeline and 0 in context.group("pp").ranks
         self._iteration, self._folder = config.profile_step_start, Path(config.profile_dir)
-        self._step, self._context = step, context
+        self._step, self._context, self._draw = step, context, draw
         self._recorder: SpanRecorder | None = None
-        self._suffixes: list[str] = []
         if self._active and context.rank == 0:
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"--profile-dir {self._folder} cannot be made ({error.strerror}).") from error
-            for suffix in (".txt", ".json", ".svg"):
-                try:
-                    check_output(self._folder / f"pipeline{suffix}")
-                    self._suffixes.append(suffix)
-                except ModuleNotFoundError as error:
-                    logger.warning("--profile-pipeline writes no %s picture: %s", suffix, error)
+            _make(self._folder)
 
     def step(self, iteration: int) -> None:
         """Called before step `iteration` begins (the first is 1)."""
@@ -244,14 +231,12 @@ class PipelineProfiler:
         schedule = self._step.schedule(count)
         measured = Timeline(schedule.name, _on_one_clock(ranks))
         planned = simulate(schedule, mean_costs(measured))
-        panels = [
-            Panel(f"{schedule.name}, planned: mean durations, messages take no time", planned),
-            Panel(f"{schedule.name}, measured in iteration {self._iteration}", measured),
+        titled = [
+            (f"{schedule.name}, planned: mean durations, messages take no time", planned),
+            (f"{schedule.name}, measured in iteration {self._iteration}", measured),
         ]
-        paths = [self._folder / f"pipeline_step{self._iteration}{suffix}" for suffix in self._suffixes]
-        for path in paths:
-            write_picture(panels, path)
-        lines = draw_table([TimelineRow(panel) for panel in panels]).splitlines()
+        assert self._draw is not None, "the first rank draws"
+        lines, paths = self._draw(titled, self._folder / f"pipeline_step{self._iteration}")
         if any(rank.deferred_bytes for rank in ranks):
             kept = ", ".join(f"{rank.deferred_bytes / 2**20:.1f}" for rank in ranks)
             lines.append(f"weight gradients put off keep at most (MiB, stage by stage): {kept}")
@@ -279,3 +264,10 @@ def _on_one_clock(ranks: list[_Measured]) -> tuple[tuple[OpSpan, ...], ...]:
         tuple(OpSpan(op, 1000.0 * (start - zero[rank.host]), 1000.0 * (end - zero[rank.host])) for op, start, end in rank.spans)
         for rank in ranks
     )
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--profile-dir {folder} cannot be made ({error.strerror}).") from error

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.pipeline_parallel.pictures.panel import Panel
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
 from megatron.spec.schedule_spec import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
+from tools.schedules.panel import Panel
 
 
 def chunks_of(name: str, chunks: int) -> int:

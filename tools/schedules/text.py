@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron.pipeline_parallel.pictures.panel import (
+from megatron.pipeline_parallel.simulate import OpSpan
+from megatron.spec.operations import OpKind
+from tools.schedules.panel import (
     ANSI_RESET,
     KIND_NAMES,
     Drawing,
@@ -29,8 +31,6 @@ from megatron.pipeline_parallel.pictures.panel import (
     milliseconds,
     tick_step,
 )
-from megatron.pipeline_parallel.simulate import OpSpan
-from megatron.spec.operations import OpKind
 
 _MOST_LINES = 100
 """A picture that needs more lines with numbers is drawn without them."""

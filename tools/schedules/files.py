@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.pipeline_parallel.pictures.figure import require_matplotlib, write_figure
-from megatron.pipeline_parallel.pictures.panel import KIND_NAMES, Panel
-from megatron.pipeline_parallel.pictures.text import draw_text
 from megatron.spec.operations import OpKind
+from tools.schedules.figure import require_matplotlib, write_figure
+from tools.schedules.panel import KIND_NAMES, Panel
+from tools.schedules.text import draw_text
 
 _TEXT_WIDTH = 200
 

@@ -12,10 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.pictures.files import WRITERS, check_output, chrome_trace, write_picture
-from megatron.pipeline_parallel.pictures.panel import Panel, number, tick_step
-from megatron.pipeline_parallel.pictures.table import TimelineRow, draw_table, peak_live
-from megatron.pipeline_parallel.pictures.text import draw_text
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
 from megatron.pipeline_parallel.validate import validate
 from megatron.spec.operations import Op, OpKind, forward_only
@@ -23,6 +19,10 @@ from megatron.spec.schedule_spec import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.timelines import chunks_of, moved, panel, timeline
 from tools.plot_schedule import Terminal
+from tools.schedules.files import WRITERS, check_output, chrome_trace, write_picture
+from tools.schedules.panel import Panel, number, tick_step
+from tools.schedules.table import TimelineRow, draw_table, peak_live
+from tools.schedules.text import draw_text
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
 

@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import matplotlib
 import pytest
 
-from megatron.pipeline_parallel.pictures.files import write_picture
-from megatron.pipeline_parallel.pictures.panel import NUM_SHADES, Colour, Panel, colour_of
 from megatron.spec.operations import OpKind
 from tests.support.timelines import panel
+from tools.schedules.files import write_picture
+from tools.schedules.panel import NUM_SHADES, Colour, Panel, colour_of
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
 

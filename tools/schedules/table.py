@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
 
-from megatron.pipeline_parallel.pictures.panel import Panel, depth_of_chunk, number
 from megatron.pipeline_parallel.simulate import Timeline
 from megatron.pipeline_parallel.validate import peak_live_activations
 from megatron.spec.operations import OpKind, Schedule
 from megatron.spec.schedule_spec import Expected
+from tools.schedules.panel import Panel, depth_of_chunk, number
 
 _MOST_STAGES_LISTED = 4
 _HEADER = ("", "step ms", "paper", "bubble", "paper", "waits ms", "live", "paper", "live / v")

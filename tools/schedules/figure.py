@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.pipeline_parallel.pictures.panel import (
+from megatron.pipeline_parallel.simulate import OpSpan
+from megatron.spec.operations import OpKind
+from tools.schedules.panel import (
     KIND_NAMES,
     NUM_SHADES,
     Drawing,
@@ -20,8 +22,6 @@ from megatron.pipeline_parallel.pictures.panel import (
     look_at,
     tick_step,
 )
-from megatron.pipeline_parallel.simulate import OpSpan
-from megatron.spec.operations import OpKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
