@@ -56,9 +56,9 @@ class Comparison:
 
     def __init__(self, observation: Observation) -> None:
         self.observation = observation
-        self.ranks: Sequence[RankObservation] = observation.layout.ranks
+        self.ranks: Sequence[RankObservation] = observation.ranks
         self.plain = observation.plain
-        self.table: Sequence[Chunk] = observation.layout.layer_table
+        self.table: Sequence[Chunk] = observation.layer_table
         self.num_steps = min(len(self.plain.steps), *(len(rank.steps) for rank in self.ranks))
         self._compared: dict[tuple[str, int], ComparedTensors] = {}
 

@@ -127,15 +127,6 @@ class RankObservation:
 
 
 @dataclass(frozen=True)
-class LayoutRun:
-    """The framework's run at a layout."""
-
-    layer_table: list[Chunk]
-    ranks: list[RankObservation]
-    """One for each rank, in the order of ranks."""
-
-
-@dataclass(frozen=True)
 class PlainStep:
     """One training step of the reference."""
 
@@ -179,7 +170,9 @@ class Observation:
     """The settings as they ran."""
     world_size: int
     vocab_size: int
-    layout: LayoutRun
+    layer_table: list[Chunk]
+    ranks: list[RankObservation]
+    """The framework's run at the layout, rank by rank."""
     plain: PlainRun
     initial: dict[str, Tensor]
     """Weights as the framework initialises them in one process."""

@@ -15,7 +15,7 @@ from megatron.verification.observation import EVALUATED_BATCHES, EVALUATED_STEPS
 from megatron.verification.random_samples import RandomSamples
 from megatron.verification.reference.model import Batch, Rules, Seen, by_nobody, losses_with_rules
 from megatron.verification.reference.shape import ReferenceShape, Weights
-from megatron.verification.reference.training import Course, Growth, Rule, State, batch_size, update
+from megatron.verification.reference.training import Course, Rule, State, batch_size, update
 
 
 def run_plain(task: ProofTask) -> PlainRun:
@@ -37,7 +37,7 @@ class _Reference:
     def run(self) -> PlainRun:
         task, training = self.task, self.config.training
         total = training.train_samples or sum(self._batch_sizes())
-        course, growth = learning_rate_course(self.config, self._samples_of, total), decay_growth(self.config.optimizer, total)
+        rates, decays = learning_rate_course(self.config, self._samples_of, total), decay_course(self.config.optimizer, total)
         rule = update_rule(self.config.optimizer)
         steps: list[PlainStep] = []
         microbatches: list[tuple[int, int]] = []
@@ -55,7 +55,7 @@ class _Reference:
                 loss_sum, tokens, gradients = self._first_gradients(first, size)
             else:
                 loss_sum, tokens, gradients = self._gradients(first, size)
-            rate, decay = course.at(updated), growth.at(updated)
+            rate, decay = rates.at(updated), decays.at(updated)
             norm = update(self.state, gradients, rule, rate, decay)
             updated += size
             weights = dict(self.state.weights)
@@ -183,9 +183,10 @@ def learning_rate_course(config: Config, samples_of: Callable[[int], int], total
     return Course(*rates, warmup, settings.lr_decay_style, end, final, settings.lr_wsd_decay_style)
 
 
-def decay_growth(settings: OptimizerConfig, total_samples: int) -> Growth:
+def decay_course(settings: OptimizerConfig, total_samples: int) -> Course:
     """Weight decay, which may change over the whole run."""
     if settings.weight_decay_incr_style == "constant":
-        return Growth(settings.weight_decay, settings.weight_decay, total_samples)
+        return Course(settings.weight_decay, style="constant")
     assert settings.start_weight_decay is not None and settings.end_weight_decay is not None, "required"
-    return Growth(settings.start_weight_decay, settings.end_weight_decay, total_samples, settings.weight_decay_incr_style)
+    first, last = settings.start_weight_decay, settings.end_weight_decay
+    return Course(first, last, style=settings.weight_decay_incr_style, end=total_samples)

@@ -20,7 +20,7 @@ from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.verification.layout_run import observe_rank
 from megatron.verification.local_ranks import run_ranks
-from megatron.verification.observation import LayoutRun, Observation, ProofTask
+from megatron.verification.observation import Observation, ProofTask
 from megatron.verification.plain_run import reference_shape, run_plain
 from megatron.verification.random_samples import RandomSamples
 from megatron.verification.reference.shape import random_weights
@@ -63,10 +63,10 @@ def prove(
 
     task = ProofTask(config, vocab_size, rules, start, samples, held_out, data_size, steps)
     ranks = run_ranks(world_size, observe_rank, task, timeout=timeout)
-    layout = LayoutRun(table_of(config.model, parallel, vocab_size), ranks)
+    table = table_of(config.model, parallel, vocab_size)
     # In a process of its own: where there is a GPU, a process that has run a backward can fork no ranks for another run.
     plain = run_ranks(1, lambda rank: run_plain(task), timeout=timeout, init=False)[0]
-    return Observation(config, world_size, vocab_size, layout, plain, _initial_weights(config, vocab_size), start, replaced)
+    return Observation(config, world_size, vocab_size, table, ranks, plain, _initial_weights(config, vocab_size), start, replaced)
 
 
 def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, list[str]]:

@@ -221,11 +221,11 @@ module.observe_rank = observe
 """,
     "while a rank is started": """
 import megatron.verification.local_ranks as module
-fork = module._fork
+fork = module.fork_rank
 def interrupted(*args):
     fork(*args)
     raise KeyboardInterrupt
-module._fork = interrupted
+module.fork_rank = interrupted
 """,
     "where Python drops what is raised": """
 told = []

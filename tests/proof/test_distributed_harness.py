@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.verification.local_ranks import RankPool, RanksError, run_ranks
+from megatron.verification.local_ranks import RanksError, run_ranks
 from tests.support.cli import spawn_cli
+from tests.support.warm import RankPool
 
 
 def gone(pid: int) -> bool:

@@ -47,7 +47,7 @@ def parts(
     observation: Observation, of: Callable[[RankObservation], list[TensorPart]], name: str
 ) -> Iterator[tuple[int, TensorPart]]:
     """The parts of a tensor with their ranks."""
-    for rank in observation.layout.ranks:
+    for rank in observation.ranks:
         for part in of(rank):
             if part.name == name:
                 yield rank.rank, part
@@ -64,7 +64,7 @@ def box(part: TensorPart, whole: Tensor) -> Tensor:
 
 def scale_gradients(observation: Observation, factor: float, *, step: int = 0) -> None:
     """Of all parameters."""
-    for rank in observation.layout.ranks:
+    for rank in observation.ranks:
         for part in rank.steps[step].gradients:
             part.values.mul_(factor)
 

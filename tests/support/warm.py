@@ -2,6 +2,68 @@
 
 from __future__ import annotations
 
-from megatron.verification.local_ranks import RankPool
+import atexit
+import pickle
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.verification.local_ranks import LocalRank, LocalWorld, end_ranks, fork_rank, results_of
+
+
+class RankPool:
+    """Ranks that stay from call to call, so that a call costs neither forks nor a first step in a cold process.
+
+    Each call forms a process group of its own. A rank keeps everything else (caches, patched modules), so a function must change
+    nothing but its own objects. After a failure the next call forks anew.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: list[LocalRank] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._calls = 0
+        atexit.register(self.close)  # before multiprocessing waits for its processes
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """`run_ranks` for a function that can be pickled with its arguments.
+
+        Its module must have been imported before the ranks were forked, or be on their path.
+
+        Raises:
+            RanksError: as in `run_ranks`.
+        """
+        self._calls += 1
+        folder = Path(self._folder.name)
+        world = LocalWorld(world_size, folder / f"store-{self._calls}", timeout)
+        job = pickle.dumps((function, args))
+        try:
+            for number in range(len(self._ranks), world_size):
+                self._ranks.append(fork_rank(number, folder, lambda connection: iter(connection.recv, None)))
+            ranks = self._ranks[:world_size]
+            for rank in ranks:
+                rank.connection.send((world, _PickledCall(job)))
+            return results_of(ranks, timeout, folder)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the ranks; a later call forks new ones."""
+        end_ranks(self._ranks)
+        self._ranks = []
+
+
+@dataclass(frozen=True)
+class _PickledCall:
+    """A function and its arguments. They are unpickled where they are called, so that an error in this is reported as any other."""
+
+    job: bytes
+
+    def __call__(self, rank: int) -> Any:
+        function, args = pickle.loads(self.job)
+        return function(rank, *args)
+
 
 run_warm_ranks = RankPool().run

@@ -67,7 +67,7 @@ def update(state: State, gradients: dict[str, Tensor], rule: Rule, rate: float, 
 
 @dataclass(frozen=True)
 class Course:
-    """A value that goes from `start` over a warm-up to `high`, and from there down to `low`. Places are counted in samples."""
+    """A value that goes from `start` over a warm-up to `high`, and from there to `low`. Places are counted in samples."""
 
     high: float
     low: float = 0.0
@@ -103,22 +103,6 @@ class Course:
             "minus_sqrt": 1 - math.sqrt(way),
         }[style]
         return self.low + left * (self.high - self.low)
-
-
-@dataclass(frozen=True)
-class Growth:
-    """A value that goes from `first` at 0 samples to `last` at `end`: constant, linear, or along half a cosine."""
-
-    first: float
-    last: float
-    end: int
-    style: str = "constant"
-
-    def at(self, samples: int) -> float:
-        """The value of the next update, after updates with so many samples."""
-        way = min(1.0, samples / self.end)
-        gone = {"constant": 0.0, "linear": way, "cosine": (1 - math.cos(math.pi * way)) / 2}[self.style]
-        return self.first + gone * (self.last - self.first)
 
 
 def batch_size(consumed: int, full: int, ramp: tuple[int, int, int] | None) -> int:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.verification.reference.training import Course, Growth, batch_size
+from megatron.verification.reference.training import Course, batch_size
 
 
 def test_warm_up_goes_in_a_line_from_its_start_to_the_highest_rate() -> None:
@@ -43,9 +43,10 @@ def test_inverse_square_root() -> None:
 
 
 def test_weight_decay_grows_over_the_run() -> None:
-    assert Growth(0.1, 0.1, 40).at(17) == 0.1
-    assert [Growth(0.1, 0.3, 40, "linear").at(samples) for samples in (0, 10, 40, 50)] == pytest.approx([0.1, 0.15, 0.3, 0.3])
-    cosine = Growth(0.0, 1.0, 40, "cosine")
+    assert Course(0.1, style="constant").at(17) == 0.1
+    linear = Course(0.1, 0.3, style="linear", end=40)
+    assert [linear.at(samples) for samples in (0, 10, 40, 50)] == pytest.approx([0.1, 0.15, 0.3, 0.3])
+    cosine = Course(0.0, 1.0, style="cosine", end=40)
     assert [cosine.at(samples) for samples in (0, 10, 20, 40)] == pytest.approx([0, (1 - math.sqrt(0.5)) / 2, 0.5, 1.0])
 
 

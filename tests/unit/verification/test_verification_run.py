@@ -93,7 +93,7 @@ def test_every_step_and_every_evaluation_is_there(observation: Observation) -> N
     made = [step.iteration for step in plain.steps]
     assert made == [i for i in range(1, 6 if training.train_samples else 4) if i not in training.iterations_to_skip]
     assert len(plain.evaluations) == len(made) + 1 == len(set(plain.evaluations)), "every update changes the loss"
-    for rank in observation.layout.ranks:
+    for rank in observation.ranks:
         assert [step.iteration for step in rank.steps] == made and len(rank.evaluations) == len(made) + 1
 
 
@@ -102,7 +102,7 @@ def test_each_sample_and_position_is_seen_once_by_each_layer(observation: Observ
     split = tp if observation.config.parallel.sequence_parallel else 1
     batch = len(observation.plain.microbatches) * observation.config.training.micro_batch_size
     seen: Counter[tuple[str, int, int]] = Counter()
-    for rank in observation.layout.ranks:
+    for rank in observation.ranks:
         if split > 1 or rank.coordinates["tp"] == 0:
             for each in rank.activations:
                 samples, positions, hidden = each.values.shape
@@ -116,7 +116,7 @@ def test_each_sample_and_position_is_seen_once_by_each_layer(observation: Observ
 
 def test_contributions_add_up(observation: Observation) -> None:
     plain = observation.plain
-    data = {rank.coordinates["dp"] for rank in observation.layout.ranks}
+    data = {rank.coordinates["dp"] for rank in observation.ranks}
     assert set(plain.microbatches) == {(rank, index) for rank in data for index in range(len(plain.microbatches) // len(data))}
     assert sum(plain.microbatch_tokens) == plain.steps[0].token_count
     assert len(set(plain.microbatch_tokens)) > 1 or len(plain.microbatches) == 1, "masks differ"
@@ -127,7 +127,7 @@ def test_contributions_add_up(observation: Observation) -> None:
 
 def test_what_ranks_count_is_the_whole(observation: Observation) -> None:
     for number, step in enumerate(observation.plain.steps):
-        shares = [rank.steps[number] for rank in observation.layout.ranks]
+        shares = [rank.steps[number] for rank in observation.ranks]
         assert sum(share.token_count for share in shares) == step.token_count
         assert sum(share.loss_sum for share in shares) == pytest.approx(step.loss_sum, rel=1e-12)
         squares = sum(counted.square for share in shares for counted in share.counted_squares)
@@ -143,7 +143,7 @@ def test_what_is_replaced_is_said() -> None:
 
 def test_steps_end_a_longer_run() -> None:
     observation = prove(config_of(1, train_iters="1000"), 1, steps=2, dropout=False)
-    assert [step.iteration for step in observation.layout.ranks[0].steps] == [1, 2] and diagnose(observation).equal
+    assert [step.iteration for step in observation.ranks[0].steps] == [1, 2] and diagnose(observation).equal
     assert observation.config.model.hidden_dropout == 0.0
 
 

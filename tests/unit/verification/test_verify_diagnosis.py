@@ -217,7 +217,7 @@ def test_the_first_in_the_order_of_backward_is_told() -> None:
 
 def test_a_parameter_that_nobody_holds() -> None:
     observation = observed()
-    for rank in observation.layout.ranks:
+    for rank in observation.ranks:
         rank.start[:] = [part for part in rank.start if part.name != QKV]
     found = first_finding(observation)
     assert found.kind is FindingKind.PARAMETERS and found.place.startswith(QKV) and found.text == "no rank holds it"
@@ -225,7 +225,7 @@ def test_a_parameter_that_nobody_holds() -> None:
 
 def test_elements_that_nobody_holds() -> None:
     observation = observed()
-    rank = observation.layout.ranks[1]
+    rank = observation.ranks[1]
     rank.start[:] = [part for part in rank.start if part.name != QKV]
     assert "no rank holds 96 of its 192 elements" in first_finding(observation).text
 
@@ -251,7 +251,7 @@ def test_start_weights_that_were_not_taken() -> None:
 )
 def test_a_wrong_activation(tensor_rank: int | None, position: slice, words: str) -> None:
     observation = observed()
-    for rank in observation.layout.ranks:
+    for rank in observation.ranks:
         for each in rank.activations:
             if each.name in ("layers.1.attention", "layers.1") and tensor_rank in (None, rank.rank):
                 each.values[:, position] += 0.1 * random_like(each.values[:, position])
@@ -264,7 +264,7 @@ def test_a_wrong_activation(tensor_rank: int | None, position: slice, words: str
 @pytest.mark.parametrize(("bias", "but"), [(0.0, ""), (0.3, ", but for a bias that each of them adds")])
 def test_a_sum_that_the_forward_lacks(bias: float, but: str) -> None:
     observation = observed()
-    for rank in observation.layout.ranks:
+    for rank in observation.ranks:
         for each in rank.activations:
             if each.name == "layers.0.mlp":
                 noise = random_like(each.values)
@@ -275,7 +275,7 @@ def test_a_sum_that_the_forward_lacks(bias: float, but: str) -> None:
 
 def test_a_layer_that_is_never_computed() -> None:
     observation = observed(STAGES)
-    for rank in observation.layout.ranks:
+    for rank in observation.ranks:
         rank.activations[:] = [each for each in rank.activations if not each.name.startswith("layers.1")]
     found = first_finding(observation)
     assert found.place.startswith("layers.1.attention (layer 1, stage 1)") and "it is never computed" in found.text
@@ -283,7 +283,7 @@ def test_a_layer_that_is_never_computed() -> None:
 
 def test_a_layer_that_is_computed_twice() -> None:
     observation = observed()
-    for rank in observation.layout.ranks:
+    for rank in observation.ranks:
         again = [each for each in rank.activations if each.name == "layers.0.attention" and each.offsets[0] == 2]
         rank.activations.extend(again)
     assert "computed 2 times instead of once (microbatch 2 of data rank 0" in first_finding(observation).text
@@ -292,7 +292,7 @@ def test_a_layer_that_is_computed_twice() -> None:
 def test_a_count_that_ignores_the_mask() -> None:
     observation = observed()
     tokens = 6 * 8
-    counting = next(rank for rank in observation.layout.ranks if rank.steps[0].token_count)
+    counting = next(rank for rank in observation.ranks if rank.steps[0].token_count)
     counting.steps[0] = dataclasses.replace(counting.steps[0], token_count=float(tokens))
     found = first_finding(observation)
     assert (
@@ -304,7 +304,7 @@ def test_a_count_that_ignores_the_mask() -> None:
 
 def test_a_wrong_sum_of_the_loss() -> None:
     observation = observed()
-    counting = next(rank for rank in observation.layout.ranks if rank.steps[0].loss_sum)
+    counting = next(rank for rank in observation.ranks if rank.steps[0].loss_sum)
     counting.steps[0] = dataclasses.replace(counting.steps[0], loss_sum=2 * counting.steps[0].loss_sum)
     found = first_finding(observation)
     assert found.kind is FindingKind.LOSS and "2.0x, the tensor size" in found.text and "the cross entropy" in found.text

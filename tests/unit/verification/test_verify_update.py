@@ -18,7 +18,7 @@ NORM = "layers.1.mlp_norm.weight"
 
 def change_steps(observation: Observation, step: int, **changes: Any) -> None:
     """What every rank reports of a step."""
-    for rank in observation.layout.ranks:
+    for rank in observation.ranks:
         rank.steps[step] = dataclasses.replace(rank.steps[step], **changes)
 
 
@@ -33,7 +33,7 @@ def parameters(step: int) -> Any:
 def test_a_norm_that_counts_replicas_twice() -> None:
     """A parameter that both tensor ranks hold is counted by both."""
     observation = observed()
-    one, other = observation.layout.ranks
+    one, other = observation.ranks
     (square,) = (each for rank in (one, other) for each in rank.steps[0].counted_squares if each.name == NORM and each.boxes)
     holder = other if square in one.steps[0].counted_squares else one
     holder.steps[0].counted_squares.append(square)
@@ -45,7 +45,7 @@ def test_a_norm_that_counts_replicas_twice() -> None:
 
 def test_a_norm_that_leaves_something_out() -> None:
     observation = observed()
-    for rank in observation.layout.ranks:
+    for rank in observation.ranks:
         rank.steps[0].counted_squares[:] = [each for each in rank.steps[0].counted_squares if each.name != QKV]
     change_steps(observation, 0, grad_norm=0.9 * observation.plain.steps[0].grad_norm)
     assert f"{QKV} is not counted" in first_finding(observation).text
@@ -55,7 +55,7 @@ def test_what_is_written_to_on_its_way() -> None:
     """It may have done no harm here."""
     observation = observed()
     kinds = ["a message of shape [2] to rank 1", "b", "c", "d"]
-    observation.layout.ranks[1].steps[1].overwritten.extend(kinds)
+    observation.ranks[1].steps[1].overwritten.extend(kinds)
     found = first_finding(observation)
     assert (found.kind, found.step, found.place, found.ranks) == (FindingKind.TRANSFER, 2, kinds[0], (1,))
     assert "written to before it had left" in found.text and found.text.endswith("; likewise b, c and 1 others")
@@ -147,7 +147,7 @@ def test_an_evaluation_that_differs(number: int) -> None:
         evaluations[number] *= 1.01
         return dataclasses.replace(rank, evaluations=evaluations)
 
-    observation.layout.ranks[:] = [spoil(rank) for rank in observation.layout.ranks]
+    observation.ranks[:] = [spoil(rank) for rank in observation.ranks]
     found = first_finding(observation)
     assert found.kind is FindingKind.EVALUATION and found.step == number
     assert "though training with the same weights agrees" in found.text and "dropout" in found.text
@@ -155,7 +155,7 @@ def test_an_evaluation_that_differs(number: int) -> None:
 
 def test_a_run_that_is_too_short() -> None:
     observation = observed()
-    for rank in observation.layout.ranks:
+    for rank in observation.ranks:
         rank.steps.pop()
     assert "ranks made 1 steps, the reference 2: the run does not end where it should" in first_finding(observation).text
 
