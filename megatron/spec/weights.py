@@ -6,6 +6,7 @@ Shapes: `h` hidden size, `v` vocabulary, `f` width of the MLP.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,14 @@ from megatron.config.model import ModelConfig
 from megatron.spec.layers import LayerSpec, NormSpec, layers, norm_of
 
 WORD_EMBEDDING = "embedding.word.weight"
+_IN_LAYER = re.compile(r"layers\.(\d+)(?:\.(.+))?")
+
+
+def in_layer(name: str) -> tuple[int | None, str]:
+    """The layer of a parameter, counted over the whole model, and its name there: (17, "mlp.up.weight"). Outside the layers: (None,
+    its whole name). The name of a layer itself ("layers.17") is ""."""
+    found = _IN_LAYER.fullmatch(name)
+    return (int(found[1]), found[2] or "") if found else (None, name)
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Weight:
     @property
     def part(self) -> str:
         """The parameter's name within its layer; the whole name for one outside the layers."""
-        return self.name.split(".", 2)[2] if self.name.startswith("layers.") else self.name
+        return in_layer(self.name)[1]
 
     @property
     def numel(self) -> int:

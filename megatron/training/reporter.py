@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -19,6 +18,7 @@ from megatron.optimizer.norms import square_sums
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
+from megatron.spec.weights import in_layer
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
 
@@ -224,8 +224,8 @@ def _attended(result: StepResult | None, batch: int) -> float:
 
 def place_of(name: str) -> str:
     """The part of the model that a parameter belongs to: "layers.17", "embedding", "final_norm" or "output"."""
-    layer = re.match(r"layers\.\d+", name)
-    return layer.group() if layer else name.split(".", 1)[0]
+    layer, part = in_layer(name)
+    return part.partition(".")[0] if layer is None else f"layers.{layer}"
 
 
 def places(num_layers: int, tied: bool) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline_parallel.partition import Chunk
+from megatron.spec.weights import in_layer
 
 TOLERANCE = 1e-10
 """Relative tolerance of tensors, losses and norms."""
@@ -110,13 +110,9 @@ def _factors(facts: Facts) -> Iterator[tuple[float, str, str]]:
             yield 1 / value, " / ".join(reversed(name.split(" / "))) if " / " in name else f"1 / {name}", divided
 
 
-_LAYER = re.compile(r"layers\.(\d+)(?:\.|$)")
-
-
 def layer_of(name: str) -> int | None:
     """Number of a parameter's layer, counted over the whole model; None outside the layers."""
-    found = _LAYER.match(name)
-    return int(found[1]) if found else None
+    return in_layer(name)[0]
 
 
 def chunks_of(name: str, table: Sequence[Chunk]) -> list[Chunk]:

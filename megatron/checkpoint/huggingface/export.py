@@ -20,8 +20,9 @@ import torch
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.global_tensor import dtype_name
 from megatron.checkpoint.huggingface.families import fitting
+from megatron.checkpoint.huggingface.family import Family
 from megatron.checkpoint.huggingface.fields import CONFIG
-from megatron.checkpoint.huggingface.layout import Family, WeightLayout
+from megatron.checkpoint.huggingface.layout import WeightLayout
 from megatron.checkpoint.huggingface.weight_files import plan_shards, write_shards
 from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import Entry

@@ -12,14 +12,15 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
 from megatron.checkpoint.huggingface.families import FAMILIES
+from megatron.checkpoint.huggingface.family import OUTPUT, Family
 from megatron.checkpoint.huggingface.fields import CONFIG, Fields
-from megatron.checkpoint.huggingface.layout import OUTPUT, Family
 from megatron.checkpoint.huggingface.weight_files import WEIGHT_DTYPES, WeightFiles
 from megatron.checkpoint.source import TensorInfo, misfits
 from megatron.checkpoint.storage import open_storage
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
+from megatron.spec.weights import WORD_EMBEDDING
 
 
 class HuggingFaceFolder:
@@ -97,7 +98,7 @@ class HuggingFaceFolder:
         Raises:
             CheckpointError: it is another.
         """
-        embedding = next(iter(self._layouts["embedding.word.weight"].their_shapes()))
+        embedding = next(iter(self._layouts[WORD_EMBEDDING].their_shapes()))
         if not torch.equal(self._files.read(self._there(embedding)), self._files.read(OUTPUT)):
             raise CheckpointError(
                 f"{self.name}: {CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {OUTPUT} is stored with "

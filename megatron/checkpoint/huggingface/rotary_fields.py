@@ -7,40 +7,38 @@ of the type. Files of either kind are read. What is written says everything twic
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from megatron.checkpoint.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
 
 
-def never(fields: Fields, layers: int) -> int | None:
-    """No window, for architectures that never have one."""
-    return None
+def read_window(fields: Fields, no_window: Collection[str], layers: int) -> int | None:
+    """The attention window; None if there is none.
 
+    Without the field `sliding_window` it is 4096 tokens, and null is none. Mistral has it in every layer. Qwen2 and Qwen3 have it
+    with `use_sliding_window`, in layers that `layer_types` names, or else from `max_window_layers` on.
 
-def in_every_layer(fields: Fields, layers: int) -> int | None:
-    """For Mistral: `sliding_window` tokens in every layer. Null is none; a file without the field means 4096."""
-    return None if fields.raw("sliding_window", 4096) is None else fields.size("sliding_window", 4096)
-
-
-def in_some_layers(fields: Fields, layers: int) -> int | None:
-    """For Qwen2 and Qwen3: with `use_sliding_window`, in layers that `layer_types` names, or else from `max_window_layers` on."""
+    Args:
+        no_window: the fields about windows that the architecture has.
+    """
+    if not no_window:
+        return None
     window = None if fields.raw("sliding_window", 4096) is None else fields.size("sliding_window", 4096)
-    from_layer = fields.raw("max_window_layers", 28)
-    kinds = fields.raw("layer_types")
-    if kinds is not None and not isinstance(kinds, list):
-        fields.refuse("layer_types", "must be a list of the kind of each layer")
-        slides = False
-    elif kinds is not None:
-        strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
-        if strange:
-            named = ", ".join(sorted(dict.fromkeys(map(repr, strange))))
-            fields.refuse("layer_types", f"layers of kind {named} are not known")
+    if "use_sliding_window" not in no_window:
+        return window
+    from_layer, kinds, slides = fields.raw("max_window_layers", 28), fields.raw("layer_types"), False
+    if kinds is None:
+        slides = from_layer < layers
+    elif isinstance(kinds, list):
+        if strange := sorted({repr(kind) for kind in kinds if kind not in ("full_attention", "sliding_attention")}):
+            fields.refuse("layer_types", f"layers of kind {', '.join(strange)} are not known")
         elif len(kinds) != layers:
             fields.refuse("layer_types", f"names {len(kinds)} layers of {layers}")
         slides = "sliding_attention" in kinds
     else:
-        slides = from_layer < layers
+        fields.refuse("layer_types", "must be a list of the kind of each layer")
     return window if fields.switch("use_sliding_window", False) and slides else None
 
 
