@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 
 from megatron.config.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from megatron.config.parallel import ParallelConfig
-from megatron.data.tokenizers.tokenizer_flags import add_tokenizer_flags
 from tools.checkpoints.tokenizer_choice import named_tokenizer
+from tools.data.tokenizer_flags import add_tokenizer_flags
 
 if TYPE_CHECKING:
     import torch

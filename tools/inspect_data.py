@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
-from megatron.data.tokenizers.tokenizer_flags import add_tokenizer_flags, tokenizer_config
+from tools.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:
     from megatron.config.data import DataConfig

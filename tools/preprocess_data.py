@@ -23,16 +23,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, get_args
+from typing import TYPE_CHECKING, NoReturn, TextIO, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
 from megatron.config.data import DataConfig, DataOrder
 from megatron.config.training import TrainingConfig
-from megatron.data.tokenizers.tokenizer_flags import add_tokenizer_flags, tokenizer_config
+from tools.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:
-    from megatron.data.preprocess.reports import Screen, Summary
+    from megatron.data.preprocess.reports import Summary
 
 _SHOWN_BAD_LINES = 20
 _SECONDS_TO_STOP = 5.0
@@ -116,10 +116,8 @@ def main(arguments: list[str] | None = None) -> int:
     _check(flags, given)
     config = tokenizer_config(given, flags)
     before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    screen = Screen(sys.stderr)
     try:
-        from megatron.data.preprocess.reports import Screen  # numpy and tokenizers only after --help
-
-        screen = Screen(sys.stderr)
         try:
             prefixes = tuple(given.build_index or ())
             if given.input:
@@ -203,7 +201,7 @@ def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -
 
 
 def _build_index(given: argparse.Namespace, prefixes: Sequence[str], screen: Screen) -> None:
-    from megatron.data.datasets import build_index
+    from tools.data.index_making import build_index
 
     for prefix in prefixes:
         lines = build_index(
@@ -218,6 +216,33 @@ def _build_index(given: argparse.Namespace, prefixes: Sequence[str], screen: Scr
         )
         for line in lines:
             screen.note(line)
+
+
+class Screen:
+    """Writes lines to a stream; on a terminal a line of progress replaces the one before."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._open = ""
+
+    def note(self, text: str) -> None:
+        """Write a line that stays."""
+        self._stream.write(f"{self._erase()}{text}\n")
+        self._stream.flush()
+
+    def progress(self, text: str) -> None:
+        """Write a line of progress."""
+        if not self._stream.isatty():
+            self.note(text)
+            return
+        self._stream.write(f"{self._erase()}{text}")
+        self._stream.flush()
+        self._open = text
+
+    def _erase(self) -> str:
+        erased = f"\r{' ' * len(self._open)}\r" if self._open else ""
+        self._open = ""
+        return erased
 
 
 class _Stopped(BaseException):

@@ -1,16 +1,14 @@
 """Writes the token files PREFIX.bin and PREFIX.idx, from documents or from whole datasets: complete under their final names, or not
-at all. To join datasets, the system copies the .bin files, and the index is put together in blocks."""
+at all. To join datasets, the .bin files are copied as they are, and the index is put together in blocks."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import socket
 import struct
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -144,10 +142,7 @@ class IndexedDatasetWriter:
             self.discard()
 
 
-_COPIED_AT_ONCE = 1 << 30
-_READ_AT_ONCE = 1 << 20
-_CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ETXTBSY)
-"""Errors of a system that cannot copy between these two files; they can still be read and written."""
+_COPIED_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -157,15 +152,14 @@ class JoinedSize:
     num_sequences: int
     num_documents: int
     num_tokens: int
-    num_bytes: int
-    """Bytes of .bin and .idx together."""
+    bin_bytes: int
+    """Bytes of .bin."""
 
 
 def join(prefixes: Sequence[str], output: str, folder: str | None = None, remedy: str = "Write to another disk.") -> JoinedSize:
     """Write OUTPUT.bin and OUTPUT.idx, the documents of all datasets in this order: complete, or not at all.
 
-    No token passes through this process's memory if the system copies files itself; the index goes through it in blocks. The result
-    depends on the documents alone, not on how they were divided.
+    Memory holds a block at a time. The result depends on the documents alone, not on how they were divided.
 
     Args:
         prefixes: datasets, without .bin and .idx; at least one.
@@ -179,10 +173,11 @@ def join(prefixes: Sequence[str], output: str, folder: str | None = None, remedy
     """
     dtype, joined = _measure(prefixes)
     free = shutil.disk_usage(Path(output).parent).free
-    if free < joined.num_bytes:
+    num_bytes = joined.bin_bytes + HEADER.size + 12 * joined.num_sequences + 8 * (joined.num_documents + 1)
+    if free < num_bytes:
         raise ValueError(
             f"{Path(output).absolute().parent}: the disk has {free / 1e6:,.1f} MB free, but {output} takes "
-            f"{joined.num_bytes / 1e6:,.1f} MB.\n  Make room there. {remedy}"
+            f"{num_bytes / 1e6:,.1f} MB.\n  Make room there. {remedy}"
         )
     beside = Path(output) if folder is None else Path(folder, Path(output).name)
     partial = {suffix: Path(f"{beside}{unfinished(suffix)}") for suffix in (".bin", ".idx")}
@@ -190,7 +185,9 @@ def join(prefixes: Sequence[str], output: str, folder: str | None = None, remedy
         with partial[".bin"].open("wb") as file:
             for prefix in prefixes:
                 with open(f"{prefix}.bin", "rb") as source:
-                    copy(source, file)
+                    shutil.copyfileobj(source, file, _COPIED_AT_ONCE)
+            if file.tell() != joined.bin_bytes:
+                raise OSError("a .bin file was changed while it was copied")
             _to_disk(file)
         _write_index(prefixes, partial[".idx"], dtype, joined)
         _publish(partial, output)
@@ -203,26 +200,25 @@ def join(prefixes: Sequence[str], output: str, folder: str | None = None, remedy
 def _measure(prefixes: Sequence[str]) -> tuple[np.dtype[Any], JoinedSize]:
     """The common token type, and the sizes. Every dataset is checked before anything is written."""
     dtype: np.dtype[Any] = IndexedDataset(prefixes[0]).dtype
-    sequences = documents = tokens = num_bytes = 0
+    sequences = documents = tokens = bin_bytes = 0
     for prefix in prefixes:
         dataset = IndexedDataset(prefix)
+        size = len(dataset.data)
         if dataset.dtype != dtype:
             raise DatasetError(
                 f"{prefix} holds tokens of type {dataset.dtype.name}, but {prefixes[0]} holds {dtype.name}.\n"
                 "  Datasets of one vocabulary have one type: preprocess the text of one of them again with the other's tokenizer."
             )
-        sequences += len(dataset.lengths)
-        documents += dataset.num_documents
-        tokens += sum(int(dataset.lengths[block].sum(dtype=np.int64)) for block in blocks(len(dataset.lengths)))
-        size = os.path.getsize(f"{prefix}.bin")
         if size % dtype.itemsize:
             raise DatasetError(
                 f"{prefix}.bin has {size:,} bytes, which is no whole number of tokens of {dtype.itemsize} bytes.\n"
                 "  It is damaged: make or copy it again."
             )
-        num_bytes += size
-    num_bytes += HEADER.size + 12 * sequences + 8 * (documents + 1)
-    return dtype, JoinedSize(sequences, documents, tokens, num_bytes)
+        sequences += len(dataset.lengths)
+        documents += dataset.num_documents
+        tokens += dataset.num_tokens(range(dataset.num_documents))
+        bin_bytes += size
+    return dtype, JoinedSize(sequences, documents, tokens, bin_bytes)
 
 
 def _write_index(prefixes: Sequence[str], path: Path, dtype: np.dtype[Any], joined: JoinedSize) -> None:
@@ -243,52 +239,9 @@ def _write_index(prefixes: Sequence[str], path: Path, dtype: np.dtype[Any], join
                     offsets.write((dataset.offsets[block] + byte).tobytes())
                 for block in blocks(dataset.num_documents):
                     documents.write((dataset.document_index[block.start + 1 : block.stop + 1] + sequence).tobytes())
-                byte += os.path.getsize(f"{prefix}.bin")
+                byte += len(dataset.data)
                 sequence += len(dataset.lengths)
-            offsets.flush()
-            documents.flush()
         _to_disk(lengths)
-
-
-def copy(source: BinaryIO, target: BinaryIO) -> None:
-    """Append the rest of a file to another, by the system if it can (some file systems then share the blocks)."""
-    target.flush()
-    for way in _ways():
-        try:
-            while way(source.fileno(), target.fileno()):
-                pass
-        except OSError as error:
-            if error.errno not in _CANNOT:
-                raise
-        else:
-            # A file system may answer "nothing left" where it means "cannot"; the next way finds what is left.
-            if os.lseek(source.fileno(), 0, os.SEEK_CUR) == os.fstat(source.fileno()).st_size:
-                return
-    raise OSError(errno.EIO, f"{source.name} was changed while it was copied")
-
-
-def _ways() -> Iterator[Callable[[int, int], int]]:
-    """Functions that copy some bytes from one file to another and return how many; the fastest first."""
-    if hasattr(os, "copy_file_range"):
-        yield lambda source, target: os.copy_file_range(source, target, _COPIED_AT_ONCE)
-    if sys.platform == "linux":
-        yield _send
-    yield lambda source, target: _write_all(target, os.read(source, _READ_AT_ONCE))
-
-
-def _send(source: int, target: int) -> int:
-    """Copy by sendfile, which is given the place in the source and does not move it."""
-    place = os.lseek(source, 0, os.SEEK_CUR)
-    sent = os.sendfile(target, source, place, _COPIED_AT_ONCE)
-    os.lseek(source, sent, os.SEEK_CUR)
-    return sent
-
-
-def _write_all(target: int, data: bytes) -> int:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(target, left) :]
-    return len(data)
 
 
 def _to_disk(file: BinaryIO) -> None:

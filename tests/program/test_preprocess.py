@@ -20,12 +20,12 @@ from megatron.config.data import DataConfig
 from megatron.data.preprocess.input_shards import InputPiece, InputShard
 from megatron.data.preprocess.job import preprocess
 from megatron.data.preprocess.part_files import ShardReport
-from megatron.data.preprocess.reports import Meter, Screen
+from megatron.data.preprocess.reports import Meter
 from megatron.data.preprocess.shard_work import PreprocessJob, ShardCounts
 from tests.support.bpe_trainer import encode_plainly, train_bpe, write_bpe
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.corpora import BYTES, FORMS, JOB, TEXTS, documents, expected_of, files_of, json_lines, write_lines, written
-from tools.preprocess_data import main
+from tools.preprocess_data import Screen, main
 
 TOOL = "tools/preprocess_data.py"
 

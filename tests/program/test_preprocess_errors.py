@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 import tomllib
@@ -351,7 +352,7 @@ def test_a_full_disk_is_told_and_the_job_goes_on_when_there_is_room(
     owner, name = {
         "part": (shard_work.IndexedDatasetWriter, "finalise"),
         "report": (shard_work.PartFolder, "finish"),
-        "join": (indexed_writer, "copy"),
+        "join": (shutil, "copyfileobj"),
     }[place]
     original = getattr(owner, name)
     with monkeypatch.context() as patch:

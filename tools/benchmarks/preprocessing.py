@@ -6,7 +6,6 @@ The text is what every Python has: the sources and documents of its library and 
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import statistics
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.data import DataConfig
-from megatron.data.indexed_writer import copy
 from megatron.data.preprocess.engines import Engine
 from megatron.data.preprocess.job import preprocess
 from megatron.data.preprocess.shard_work import PreprocessJob
@@ -169,9 +167,9 @@ def memory(folder: Path, config: DataConfig, gigabytes: float) -> bool:
     """Peak memory of any process of the tool, with two workers over a jsonl file made of copies of the corpus."""
     stream = folder / "stream.jsonl"
     with stream.open("wb") as file, (folder / "all.jsonl").open("rb") as source:
-        while os.fstat(file.fileno()).st_size < gigabytes * 1e9:
+        while file.tell() < gigabytes * 1e9:
             source.seek(0)
-            copy(source, file)
+            shutil.copyfileobj(source, file)
     size = stream.stat().st_size / 1e9
     flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(config.vocab_file), "--merge-file", str(config.merge_file)]
     command = [sys.executable, "tools/preprocess_data.py", "--input", str(stream), "--output-prefix", str(folder / "stream")]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.data import TOKENIZER_FILES, DataConfig
-from megatron.data.tokenizers.tokenizer_flags import add_tokenizer_flags, tokenizer_config
+from tools.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:
     from megatron.checkpoint.source import WeightSource

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TextIO
 
 from megatron.data.indexed_writer import unfinished
 from megatron.data.preprocess import storage
@@ -95,33 +94,6 @@ def _sum(*counts: ShardCounts) -> ShardCounts:
     return ShardCounts(
         sum(one.num_bytes for one in counts), sum(one.num_documents for one in counts), sum(one.num_tokens for one in counts)
     )
-
-
-class Screen:
-    """Writes lines to a stream; on a terminal a line of progress replaces the one before."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._open = ""
-
-    def note(self, text: str) -> None:
-        """Write a line that stays."""
-        self._stream.write(f"{self._erase()}{text}\n")
-        self._stream.flush()
-
-    def progress(self, text: str) -> None:
-        """Write a line of progress."""
-        if not self._stream.isatty():
-            self.note(text)
-            return
-        self._stream.write(f"{self._erase()}{text}")
-        self._stream.flush()
-        self._open = text
-
-    def _erase(self) -> str:
-        erased = f"\r{' ' * len(self._open)}\r" if self._open else ""
-        self._open = ""
-        return erased
 
 
 _SHARE_TO_JUDGE_BY = 0.01

@@ -20,12 +20,12 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron.data import index_cache
-from megatron.data.datasets import build_index
 from megatron.data.epoch_order import Stretch
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache, cache_for
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from tools.data.index_making import build_index
 
 NAMES = ("order", "starts")
 LARGE = 1 << 30
