@@ -25,15 +25,14 @@ FREE_AT_BEGINNING = frozenset({"rotary_base", "rotary_seq_len_interpolation_fact
 
 _ROPE = acts_with(position_embedding_type="rope")
 
-MOST_LAYERS = 100_000
-"""More are refused, because each is a spec, and an entry of the layer table."""
+_MOST_LAYERS = 100_000  # more are refused, because each is a spec, and an entry of the layer table
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and parts of a GPT- or Llama-style decoder."""
 
-    num_layers: int = setting(0, at_least=1, at_most=MOST_LAYERS, unit="layers", required=True)
+    num_layers: int = setting(0, at_least=1, at_most=_MOST_LAYERS, unit="layers", required=True)
     """Number of transformer layers. Required."""
     hidden_size: int = setting(0, at_least=1, unit="channels", required=True)
     """Width of the residual stream. Required."""

@@ -39,7 +39,7 @@ def violations(config: Config, world_size: int, given: Collection[str] = ()) -> 
 
 def _worded(finding: Finding, nearest: Sequence[Change]) -> Violation:
     flags = tuple(f"--{field.replace('_', '-')}" for field in finding.fields)
-    return Violation(flags, finding.message, finding.rule, tuple(map(str, nearest)), finding.table)
+    return Violation(flags, finding.message, finding.why, tuple(map(str, nearest)), finding.table)
 
 
 def _evaluate(config: Config, world_size: int) -> list[list[Finding]]:
@@ -59,7 +59,7 @@ def _nearest(finding: Finding, index: int, counts: list[int], config: Config, wo
     by_help: dict[_Help, list[Change]] = {help_: [] for help_ in _Help}
     for group in finding.candidates:
         removing = []
-        for change in group[:_TRIED]:
+        for change in [group] if isinstance(group, Change) else group[:_TRIED]:
             after = [len(findings) for findings in _evaluate(*change.apply(config, world_size))]
             help_ = _help(change, config, world_size, counts, after)
             if help_ is not None and after[index] < counts[index]:

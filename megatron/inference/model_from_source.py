@@ -41,4 +41,4 @@ def _check_layout(source: WeightSource, context: ParallelContext) -> None:
     config = Config(model=source.model, parallel=ParallelConfig(tensor_model_parallel_size=context.topology.tp))
     for rule in (heads_divide_by_tensor, query_groups_divide_by_tensor, mlp_divides_by_tensor):
         for finding in rule(config, context.topology.world_size):
-            raise ValueError(f"{source.name}: {finding.message}\n  {finding.rule}")
+            raise ValueError(f"{source.name}: {finding.message}\n  {finding.why}")

@@ -84,7 +84,7 @@ def test_chunks_in_any_place_and_sequence_parallel(places: tuple[int, ...]) -> N
     ("topology", "message"),
     [
         (Topology(tp=3), "--num-attention-heads 4 does not divide by --tensor-model-parallel-size 3"),
-        (Topology(tp=4), "--num-query-groups 2 is less than --tensor-model-parallel-size 4"),
+        (Topology(tp=4), "--num-query-groups 2 does not divide by --tensor-model-parallel-size 4"),
         (Topology(pp=8), "8"),
     ],
     ids=["heads", "groups", "layers"],

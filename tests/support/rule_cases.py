@@ -66,7 +66,7 @@ def every(cases: Iterable[T], check: Callable[[T], object]) -> None:
 def check_rules_have_cases(rules: Iterable[SettingsRule], cases: Iterable[Case]) -> None:
     """Each rule is broken by a case."""
     settings = [(config_of(extra), world_size) for extra, world_size, *_ in cases]
-    assert not [rule.name for rule in rules if not any(list(rule(*each)) for each in settings)]
+    assert not [rule.why for rule in rules if not any(list(rule(*each)) for each in settings)]
 
 
 def check_case(case: Case) -> None:

@@ -5,61 +5,50 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Finding, change, rule, switch_on, without
+from megatron.config.checks.finding import Finding, change, rule, without
 from megatron.config.config import Config
 from megatron.config.data import PATH_FIELDS, SPLIT_FIELDS, TOKENIZER_NEEDS, is_number, parse_data_words, path_flags
 
+_ONE_SOURCE = "Each says where the tokens come from."
 
-@rule("mock_data", *PATH_FIELDS)
+
+@rule(reads=("mock_data", *PATH_FIELDS))
 def one_source(config: Config, world_size: int) -> Iterator[Finding]:
     """Tokens come from indexed datasets, named in one way, or are made up."""
     data = config.data
     given = path_flags(data)
     ways = list(dict.fromkeys("train_data_path" if field in SPLIT_FIELDS else field for field in given))
     if data.mock_data and given:
-        yield Finding(
-            (*given, "mock_data"),
-            f"--mock-data and {_flag(given[0])} exclude each other.",
-            "Each says where the tokens come from.",
-            ((change(mock_data=False),),),
-        )
+        message = f"--mock-data and {_flag(given[0])} exclude each other."
+        yield Finding(message, [change(mock_data=False)], _ONE_SOURCE, (*given, "mock_data"))
     elif not data.mock_data and not given:
-        yield Finding(
-            ("data_path", "mock_data"),
-            "--data-path is missing.",
-            "It takes the prefix of an indexed dataset (PREFIX.bin and PREFIX.idx); --mock-data trains on made-up tokens.",
-            (switch_on("mock_data"),),
-        )
+        why = "It takes the prefix of an indexed dataset (PREFIX.bin and PREFIX.idx); --mock-data trains on made-up tokens."
+        yield Finding("--data-path is missing.", [change(mock_data=True)], why, ("data_path", "mock_data"))
     elif len(ways) > 1:
-        yield Finding(
-            tuple(given),
-            f"{' and '.join(map(_flag, ways))} exclude each other.",
-            "Each says where the tokens come from.",
-            (tuple(without(config, *(field for field in given if field != kept)) for kept in ways if kept != "train_data_path"),),
-        )
+        stay = [without(config, *(field for field in given if field != kept)) for kept in ways if kept != "train_data_path"]
+        yield Finding(f"{' and '.join(map(_flag, ways))} exclude each other.", [stay], _ONE_SOURCE, tuple(given))
 
 
-@rule("mock_data", *SPLIT_FIELDS, "eval_iters")
+@rule(reads=("mock_data", *SPLIT_FIELDS, "eval_iters"))
 def own_splits_are_whole(config: Config, world_size: int) -> Iterator[Finding]:
     """Where the splits have datasets of their own, those that are read are there."""
-    data = config.data
-    if not any(getattr(data, field) for field in SPLIT_FIELDS) or data.mock_data:
+    data, eval_iters = config.data, config.training.eval_iters
+    given = tuple(field for field in SPLIT_FIELDS if getattr(data, field))
+    if not given or data.mock_data:
         return
     if not data.train_data_path:
-        given = [field for field in SPLIT_FIELDS if getattr(data, field)]
+        message = f"{_flag(given[0])} is given, but --train-data-path is not."
+        yield Finding(message, why="Training needs data.", fields=(*given, "train_data_path"))
+    elif eval_iters > 0 and not data.valid_data_path:
         yield Finding(
-            (*given, "train_data_path"), f"{_flag(given[0])} is given, but --train-data-path is not.", "Training needs data."
-        )
-    elif config.training.eval_iters > 0 and not data.valid_data_path:
-        yield Finding(
-            ("train_data_path", "valid_data_path", "eval_iters"),
-            f"--train-data-path is given without --valid-data-path, but --eval-iters is {config.training.eval_iters}.",
+            f"--train-data-path is given without --valid-data-path, but --eval-iters is {eval_iters}.",
+            [change(eval_iters=0)],
             "An evaluation reads validation data; --eval-iters 0 switches it off.",
-            ((change(eval_iters=0),),),
+            ("train_data_path", "valid_data_path", "eval_iters"),
         )
 
 
-@rule("data_path", *SPLIT_FIELDS)
+@rule(reads=("data_path", *SPLIT_FIELDS))
 def blends_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
     """The words of a data path are prefixes, or weights and prefixes in turn."""
     for field in ("data_path", *SPLIT_FIELDS):
@@ -68,46 +57,41 @@ def blends_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
             if words:
                 parse_data_words(words, _flag(field))
         except ValueError as error:
-            message, rule = str(error).split("\n  ")
-            yield Finding((field,), message, rule)
+            message, why = str(error).split("\n  ")
+            yield Finding(message, why=why, fields=(field,))
 
 
-@rule("split", "data_path", "data_args_path", "eval_iters")
+@rule("split", reads=("data_path", "data_args_path", "eval_iters"))
 def split_has_shares(config: Config, world_size: int) -> Iterator[Finding]:
     """The split is up to three shares, and what the run reads is not empty."""
-    text, fields = config.data.split, ("split",)
+    data, eval_iters, text = config.data, config.training.eval_iters, config.data.split
     shares = _shares(text)
     if shares is None:
         yield Finding(
-            fields,
             f"--split {text!r} is not a list of shares.",
+            [change(split="969,30,1")],
             "It takes the shares of training, validation and test: up to three numbers of 0 or more with commas between.",
-            ((change(split="969,30,1"),),),
         )
     elif shares[0] == 0:
-        yield Finding(fields, f"--split {text!r} gives training nothing.", "The first share is that of the training documents.")
-    elif (
-        config.training.eval_iters > 0
-        and (config.data.data_path or config.data.data_args_path)
-        and (len(shares) < 2 or shares[1] == 0)
-    ):
+        yield Finding(f"--split {text!r} gives training nothing.", why="The first share is that of the training documents.")
+    elif eval_iters > 0 and (data.data_path or data.data_args_path) and not any(shares[1:2]):
         yield Finding(
-            ("split", "eval_iters"),
-            f"--split {text!r} gives validation nothing, but --eval-iters is {config.training.eval_iters}.",
+            f"--split {text!r} gives validation nothing, but --eval-iters is {eval_iters}.",
+            [change(eval_iters=0)],
             "An evaluation reads the validation documents, the second share; --eval-iters 0 switches it off.",
-            ((change(eval_iters=0),),),
+            ("split", "eval_iters"),
         )
 
 
-@rule("tokenizer_type", *dict.fromkeys(field for needs in TOKENIZER_NEEDS.values() for field in needs))
+@rule(reads=("tokenizer_type", *dict.fromkeys(field for needs in TOKENIZER_NEEDS.values() for field in needs)))
 def tokenizer_has_parts(config: Config, world_size: int) -> Iterator[Finding]:
     """A tokenizer is made from certain files or numbers."""
     kind = config.data.tokenizer_type
     missing = [field for field in TOKENIZER_NEEDS.get(kind or "", ()) if getattr(config.data, field) is None]
     if missing:
         needs = " and ".join(f"--{field.replace('_', '-')}" for field in missing)
-        rule = "It is the number of token ids." if missing == ["vocab_size"] else "The tokenizer is read from these files."
-        yield Finding(("tokenizer_type", *missing), f"--tokenizer-type {kind} needs {needs}.", rule)
+        why = "It is the number of token ids." if missing == ["vocab_size"] else "The tokenizer is read from these files."
+        yield Finding(f"--tokenizer-type {kind} needs {needs}.", why=why, fields=("tokenizer_type", *missing))
 
 
 def _flag(field: str) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from megatron.config.checks.finding import Change, Finding, change, data_size, is_changed, rule, shown, value_of
+from megatron.config.checks.finding import Change, Finding, change, data_size, in_range, is_changed, rule, shown, value_of
 from megatron.config.checks.sharding import left_to_buckets
 from megatron.config.config import Config
 from megatron.config.flags import Flag, flags
@@ -23,7 +23,7 @@ def required_are_given(config: Config, world_size: int) -> Iterator[Finding]:
     for flag in flags().values():
         if flag.facts.required and value_of(config, flag.field) in (None, 0):
             bound = f", {flag.facts.interval}" if flag.facts.interval else ""
-            yield Finding((flag.field,), f"--{flag.name} is missing.", f"It takes {flag.expects}{bound}.")
+            yield Finding(f"--{flag.name} is missing.", why=f"It takes {flag.expects}{bound}.", fields=(flag.field,))
 
 
 def as_given(finding: Finding, config: Config, world_size: int, given: Collection[str]) -> Finding:
@@ -38,10 +38,8 @@ def as_given(finding: Finding, config: Config, world_size: int, given: Collectio
 def numbers_in_range(config: Config, world_size: int) -> Iterator[Finding]:
     """Every number lies in its interval."""
     for flag in flags().values():
-        value, interval = value_of(config, flag.field), flag.facts.interval
-        if interval is None or value is None or (flag.facts.required and value == 0):
-            continue
-        if not all(map(interval.holds, value if isinstance(value, tuple) else (value,))):
+        missing = flag.facts.required and value_of(config, flag.field) == 0
+        if not missing and not in_range(config, flag.field):
             yield _out_of_range(config, world_size, flag)
 
 
@@ -53,10 +51,10 @@ def _out_of_range(config: Config, world_size: int, flag: Flag) -> Finding:
         ranks = data_size(config, world_size) or 1
         nearest += (change(global_batch_size=config.training.micro_batch_size * ranks),)
     return Finding(
-        (flag.field,),
         f"{shown(config, flag.field)} is out of range.",
+        [tuple(dict.fromkeys(nearest))],
         f"{'Each number' if isinstance(value, tuple) else 'It'} must be {interval}.",
-        (tuple(dict.fromkeys(nearest)),),
+        (flag.field,),
     )
 
 
@@ -74,7 +72,7 @@ def world_has_ranks(config: Config, world_size: int) -> Iterator[Finding]:
     if not 1 <= world_size <= LARGEST_WORLD:
         nearest = Change(world_size=min(max(world_size, 1), LARGEST_WORLD))
         bounds = f"It must be at least 1 and at most {LARGEST_WORLD:,}."
-        yield Finding((), f"The world size {world_size:,} is out of range.", bounds, ((nearest,),))
+        yield Finding(f"The world size {world_size:,} is out of range.", [nearest], bounds)
 
 
 @rule()
@@ -84,10 +82,10 @@ def changed_settings_act(config: Config, world_size: int) -> Iterator[Finding]:
         acts = flag.facts.acts
         if acts is not None and is_changed(config, flag.field) and not acts.holds(_look_up(config)):
             yield Finding(
-                (flag.field,),
                 f"{shown(config, flag.field)} would have no effect: it acts only {acts.words}.",
+                [change(**acts.fix)] if acts.fix else [],
                 "Leave it out, or make it act.",
-                ((change(**acts.fix),) if acts.fix else (),),
+                (flag.field,),
             )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.config.config import Config
 from megatron.config.flags import Flag, flags
+from megatron.config.setting import Beside
 
 
 @dataclass(frozen=True)
@@ -50,44 +51,99 @@ class Change:
 class Finding:
     """A violated rule."""
 
-    fields: tuple[str, ...]
-    """Names of the fields that take part."""
     message: str
-    rule: str = ""
-    candidates: tuple[tuple[Change, ...], ...] = ()
-    """Groups of changes to try, each with the nearest first. Two valid ones of each group are shown."""
+    candidates: Sequence[Change | Sequence[Change]] = ()
+    """Changes to try, and groups of such with the nearest first. Two valid ones of each group are shown."""
+    why: str = ""
+    """Why it is wrong and what can be done; if empty, what the rule itself says."""
+    fields: tuple[str, ...] = ()
+    """Names of the fields that take part; if empty, those that the rule names."""
     table: tuple[str, ...] = ()
     """Lines that illustrate it, such as which layers would lie where."""
+
+
+_Check = Callable[[Config, int], Iterator[Finding]]
 
 
 @dataclass(frozen=True)
 class SettingsRule:
     """A rule between settings. It looks at them and the world size, and yields what is wrong.
 
-    It yields nothing if a number that it needs is missing or out of range, since another rule reports that.
+    It yields nothing while a number that it looks at is out of range, or required and missing, since another rule reports that.
     """
 
-    check: Callable[[Config, int], Iterator[Finding]]
-    fields: tuple[str, ...]
-    """Every setting that it looks at; empty if it looks at each by itself."""
+    check: _Check
+    named: tuple[str, ...]
+    """Settings that its findings name."""
+    reads: tuple[str, ...]
+    """Further settings that it looks at."""
+    why: str
+    """The reason for it: whole sentences."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Every setting that it looks at; empty if it looks at each by itself."""
+        return self.named + self.reads
 
     def __call__(self, config: Config, world_size: int) -> Iterator[Finding]:
-        return self.check(config, world_size)
-
-    @property
-    def name(self) -> str:
-        """Its name, for tests and debuggers."""
-        return self.check.__name__
-
-    @property
-    def why(self) -> str:
-        """The reason for it: a sentence."""
-        return " ".join((self.check.__doc__ or "").split())
+        if all(in_range(config, field) for field in self.fields):
+            for found in self.check(config, world_size):
+                yield dataclasses.replace(found, why=found.why or self.why, fields=found.fields or self.named)
 
 
-def rule(*fields: str) -> Callable[[Callable[[Config, int], Iterator[Finding]]], SettingsRule]:
-    """Make a rule of a function, about these settings. Its docstring is the rule's text in ``--explain``."""
-    return lambda check: SettingsRule(check, fields)
+def rule(*named: str, reads: Sequence[str] = ()) -> Callable[[_Check], SettingsRule]:
+    """Make a rule of a function, which names these settings and reads others too. Its docstring is the rule's reason."""
+    return lambda check: SettingsRule(check, named, tuple(reads), " ".join((check.__doc__ or "").split()))
+
+
+def divides(number: str, by: str, why: str, where: Beside | None = None) -> SettingsRule:
+    """The rule that one setting divides by another, where a condition holds. It suggests multiples for the one, divisors for the
+    other, and to take back what makes the condition hold."""
+    conditions = tuple(where.others) if where is not None else ()
+
+    def check(config: Config, world_size: int) -> Iterator[Finding]:
+        value, divisor = value_of(config, number), value_of(config, by)
+        if value is not None and divisor is not None and value % divisor and _holds(where, config):
+            yield Finding(
+                f"{shown(config, number)} does not divide by {shown(config, by)}.",
+                [
+                    try_values(by, divisor, divisors(value)),
+                    try_values(number, value, multiples_near(value, divisor)),
+                    without(config, *conditions),
+                ],
+            )
+
+    return SettingsRule(check, (number, by, *conditions), (), why)
+
+
+def at_most(lower: str, upper: str, why: str, where: Beside | None = None) -> SettingsRule:
+    """The rule that one setting is not above another, where a condition holds. It suggests the value of each for the other."""
+    conditions = tuple(where.others) if where is not None else ()
+
+    def check(config: Config, world_size: int) -> Iterator[Finding]:
+        low, high = value_of(config, lower), value_of(config, upper)
+        if low is not None and high is not None and low > high and _holds(where, config):
+            message = f"{shown(config, lower)} is above {shown(config, upper)}."
+            yield Finding(message, [change(**{lower: high}), change(**{upper: low})])
+
+    return SettingsRule(check, (lower, upper), conditions, why)
+
+
+def exclude_each_other(*fields: str, why: str) -> SettingsRule:
+    """The rule that at most one of some settings is given. Each may be the one to stay."""
+
+    def check(config: Config, world_size: int) -> Iterator[Finding]:
+        given = tuple(field for field in fields if is_changed(config, field) and value_of(config, field))
+        if len(given) > 1:
+            stay = [without(config, *(field for field in given if field != kept)) for kept in given]
+            message = f"{' and '.join(shown(config, field) for field in given)} exclude each other."
+            yield Finding(message, [stay], fields=given)
+
+    return SettingsRule(check, fields, (), why)
+
+
+def _holds(where: Beside | None, config: Config) -> bool:
+    return where is None or where.holds(functools.partial(value_of, config))
 
 
 def rules_in(*modules: types.ModuleType) -> tuple[SettingsRule, ...]:
@@ -102,11 +158,6 @@ RANKS = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_
 def change(**fields: Any) -> Change:
     """A change of settings by the names of their fields."""
     return Change(tuple(fields.items()))
-
-
-def switch_on(field: str) -> tuple[Change, ...]:
-    """The group of candidates that switches one setting on."""
-    return (change(**{field: True}),)
 
 
 def try_values(field: str, current: float, values: Iterable[Any]) -> tuple[Change, ...]:
@@ -129,38 +180,15 @@ def without(config: Config, *fields: str, **others: Any) -> Change:
     return change(**{field: _by_field(field).default for field in fields if is_changed(config, field)}, **others)
 
 
-def exclusive(config: Config, fields: Iterable[str], why: str) -> Iterator[Finding]:
-    """A finding if more than one of these settings differ from their defaults. Each may be the one to stay."""
-    given = [field for field in fields if is_changed(config, field)]
-    if len(given) > 1:
-        message = f"{' and '.join(shown(config, field) for field in given)} exclude each other."
-        stay = tuple(without(config, *(field for field in given if field != kept)) for kept in given)
-        yield Finding(tuple(given), message, why, (stay,))
-
-
 def shown(config: Config, field: str) -> str:
     """A setting as a user types it: ``--lr 0.1``, ``--bf16``, ``--no-load-optim``."""
     return _shown(_by_field(field), value_of(config, field))
 
 
-def uneven(
-    config: Config, number: str, by: str, why: str, *, fields: Sequence[str] = (), said: str = "does not divide by"
-) -> Finding:
-    """A finding about a setting that does not divide by another. It suggests multiples for the one, divisors for the other.
-
-    Args:
-        fields: settings that take part beside the two.
-        said: what is wrong between the two.
-    """
-    value, divisor = value_of(config, number), value_of(config, by)
-    message = f"{shown(config, number)} {said} {shown(config, by)}."
-    multiples = try_values(number, value, multiples_near(value, divisor))
-    return Finding((number, by, *fields), message, why, (try_values(by, divisor, divisors(value)), multiples))
-
-
-def positive(*values: float | None) -> bool:
-    """Whether all values are there and above zero, so that a rule can divide by them."""
-    return all(value is not None and 0 < value < math.inf for value in values)
+def in_range(config: Config, field: str) -> bool:
+    """Whether a setting is no number, not given, or in its range. (0 stands for what is required and was not given.)"""
+    value, interval = value_of(config, field), _by_field(field).facts.interval
+    return interval is None or value is None or all(map(interval.holds, value if isinstance(value, tuple) else (value,)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -179,9 +207,8 @@ def multiples_near(number: int, unit: int, reach: int = 8) -> list[int]:
 def data_size(config: Config, world_size: int) -> int | None:
     """Data-parallel size, or None where the layout does not fit the world."""
     sizes = [getattr(config.parallel, field) for field in RANKS]
-    if not positive(world_size, *sizes) or world_size % math.prod(sizes):
-        return None
-    return world_size // math.prod(sizes)
+    fits = world_size > 0 and min(sizes) > 0 and world_size % math.prod(sizes) == 0
+    return world_size // math.prod(sizes) if fits else None
 
 
 def _steps(old: Any, new: Any) -> float:

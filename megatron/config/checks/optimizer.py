@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
-from megatron.config.checks.finding import Finding, change, exclusive, positive, rule, shown, value_of, without
+from megatron.config.checks.finding import Finding, at_most, change, exclude_each_other, rule, shown, without
 from megatron.config.config import Config
+from megatron.config.setting import acts_with
 
 _UNITS = ("lr_decay", "lr_warmup", "lr_wsd_decay")
 _LENGTHS = tuple(f"{schedule}_{unit}" for schedule in _UNITS for unit in ("iters", "samples"))
@@ -22,39 +22,24 @@ def schedule_counts_as_run(config: Config, world_size: int) -> Iterator[Finding]
     mine, other = ("iters", "samples") if training.train_iters is not None else ("samples", "iters")
     for schedule in _UNITS:
         if getattr(config.optimizer, f"{schedule}_{other}"):
-            flag = f"--{schedule.replace('_', '-')}"
             yield Finding(
-                (f"{schedule}_{other}", f"train_{mine}"),
                 f"{shown(config, f'{schedule}_{other}')} does not go with --train-{mine}.",
-                f"A run measured in {mine} has its schedule in {mine}: use {flag}-{mine}.",
+                why=f"A run measured in {mine} has its schedule in {mine}: use --{schedule.replace('_', '-')}-{mine}.",
+                fields=(f"{schedule}_{other}", f"train_{mine}"),
             )
 
 
-@rule(*_LENGTHS, "lr_warmup_fraction")
-def schedule_is_given_once(config: Config, world_size: int) -> Iterator[Finding]:
-    """A length of the schedule is given in one way."""
-    for schedule in _UNITS:
-        fraction = ["lr_warmup_fraction"] if schedule == "lr_warmup" else []
-        lengths = [f"{schedule}_iters", f"{schedule}_samples", *fraction]
-        yield from exclusive(config, filter(partial(value_of, config), lengths), "Each sets the same length.")
+_ONE_LENGTH = "Each sets the same length."
+decay_is_given_once = exclude_each_other("lr_decay_iters", "lr_decay_samples", why=_ONE_LENGTH)
+warmup_is_given_once = exclude_each_other("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", why=_ONE_LENGTH)
+final_decay_is_given_once = exclude_each_other("lr_wsd_decay_iters", "lr_wsd_decay_samples", why=_ONE_LENGTH)
+
+_HIGHEST = "--lr is the highest learning rate of the run."
+lowest_rate_is_lower = at_most("min_lr", "lr", _HIGHEST)
+first_rate_is_lower = at_most("lr_warmup_init", "lr", _HIGHEST)
 
 
-@rule("lr", "min_lr", "lr_warmup_init")
-def rates_are_ordered(config: Config, world_size: int) -> Iterator[Finding]:
-    """--lr is the highest rate."""
-    optimizer = config.optimizer
-    for field in ("min_lr", "lr_warmup_init"):
-        rate = getattr(optimizer, field)
-        if optimizer.lr is not None and positive(optimizer.lr) and rate > optimizer.lr:
-            yield Finding(
-                (field, "lr"),
-                f"{shown(config, field)} is above --lr {optimizer.lr}.",
-                "--lr is the highest learning rate of the run.",
-                ((change(**{field: optimizer.lr}),), (change(lr=rate),)),
-            )
-
-
-@rule(*_RUN, *_LENGTHS, "lr_warmup_fraction", "lr_decay_style")
+@rule(reads=(*_RUN, *_LENGTHS, "lr_warmup_fraction", "lr_decay_style"))
 def phases_fit_decay(config: Config, world_size: int) -> Iterator[Finding]:
     """Warm-up ends before the decay does, and leaves room for the final decay of WSD."""
     optimizer, training = config.optimizer, config.training
@@ -63,103 +48,73 @@ def phases_fit_decay(config: Config, world_size: int) -> Iterator[Finding]:
         length = run if given is None else given
         warmup = getattr(optimizer, f"lr_warmup_{unit}")
         final = getattr(optimizer, f"lr_wsd_decay_{unit}") if optimizer.lr_decay_style == "WSD" else None
-        if length is None or optimizer.lr_decay_style == "constant" or not positive(run, length):
+        if length is None or run is None or optimizer.lr_decay_style == "constant":
             continue
         fields = (f"lr_warmup_{unit}", f"lr_decay_{unit}", f"train_{unit}")
         decays_over = f"the {length} {unit} of the decay (--lr-decay-{unit}, by default --train-{unit})"
         if warmup >= length:
             yield Finding(
-                fields,
                 f"{shown(config, f'lr_warmup_{unit}')} is not below {decays_over}.",
+                [change(**{f"lr_warmup_{unit}": length - 1}), change(**{f"lr_decay_{unit}": warmup + 1})],
                 "The learning rate first warms up, then decays.",
-                ((change(**{f"lr_warmup_{unit}": length - 1}),), (change(**{f"lr_decay_{unit}": warmup + 1}),)),
+                fields,
             )
             continue
-        if optimizer.lr_warmup_fraction is not None and 0 <= optimizer.lr_warmup_fraction < 1:
+        if optimizer.lr_warmup_fraction is not None:
             warmup = optimizer.lr_warmup_fraction * length
         room = int(length - warmup)
-        if final is not None and positive(final) and final > room:
+        if final is not None and final > room:
             yield Finding(
-                (*fields, f"lr_wsd_decay_{unit}", "lr_warmup_fraction"),
                 f"{shown(config, f'lr_wsd_decay_{unit}')} does not fit after a warm-up of {warmup:g} into {decays_over}.",
+                [change(**{f"lr_wsd_decay_{unit}": room})] if room > 0 else [],
                 "The final decay of WSD is the last part of the decay's length.",
-                ((change(**{f"lr_wsd_decay_{unit}": room}),) if room > 0 else (),),
+                (*fields, f"lr_wsd_decay_{unit}", "lr_warmup_fraction"),
             )
 
 
 @rule("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 def wsd_has_final_decay(config: Config, world_size: int) -> Iterator[Finding]:
-    """WSD needs the length of its final decay."""
+    """Give --lr-wsd-decay-iters with --train-iters, or --lr-wsd-decay-samples with --train-samples."""
     optimizer = config.optimizer
     if optimizer.lr_decay_style == "WSD" and not (optimizer.lr_wsd_decay_iters or optimizer.lr_wsd_decay_samples):
-        yield Finding(
-            ("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-            "--lr-decay-style WSD needs the length of its final decay.",
-            "Give --lr-wsd-decay-iters with --train-iters, or --lr-wsd-decay-samples with --train-samples.",
-        )
+        yield Finding("--lr-decay-style WSD needs the length of its final decay.")
 
 
-@rule("weight_decay_incr_style", "weight_decay", "start_weight_decay", "end_weight_decay")
+@rule("weight_decay_incr_style", "start_weight_decay", "end_weight_decay", reads=["weight_decay"])
 def weight_decay_has_ends(config: Config, world_size: int) -> Iterator[Finding]:
-    """A weight decay that changes has a start and an end."""
+    """A weight decay that changes goes from a start to an end over the run."""
     optimizer = config.optimizer
     style = optimizer.weight_decay_incr_style
     missing = [field for field in ("start_weight_decay", "end_weight_decay") if getattr(optimizer, field) is None]
     if style != "constant" and missing:
         needs = " and ".join(f"--{field.replace('_', '-')}" for field in missing)
         yield Finding(
-            ("weight_decay_incr_style", *missing),
             f"--weight-decay-incr-style {style} needs {needs}.",
-            "Weight decay goes from the start to the end over the run.",
-            (
-                (change(**dict.fromkeys(missing, optimizer.weight_decay)),),
-                (change(weight_decay_incr_style="constant"),),
-            ),
+            [change(**dict.fromkeys(missing, optimizer.weight_decay)), change(weight_decay_incr_style="constant")],
         )
 
 
-@rule("fp16", "bf16", "fp64")
-def one_precision(config: Config, world_size: int) -> Iterator[Finding]:
-    """There is one dtype."""
-    yield from exclusive(config, ("fp16", "bf16", "fp64"), "Each sets the dtype of the model; without any it is float32.")
+one_precision = exclude_each_other("fp16", "bf16", "fp64", why="Each sets the dtype of the model; without any it is float32.")
+loss_scales_are_ordered = at_most(
+    "min_loss_scale",
+    "initial_loss_scale",
+    "The dynamic loss scale starts at or above its smallest value.",
+    where=acts_with(every=True, fp16=True, loss_scale=None),
+)
 
 
-@rule("fp16", "loss_scale", "initial_loss_scale", "min_loss_scale")
-def loss_scales_are_ordered(config: Config, world_size: int) -> Iterator[Finding]:
-    """The dynamic loss scale starts at or above its smallest value."""
-    precision = config.precision
-    if not precision.fp16 or precision.loss_scale is not None:
-        return
-    if positive(precision.min_loss_scale, precision.initial_loss_scale) and precision.min_loss_scale > precision.initial_loss_scale:
-        yield Finding(
-            ("min_loss_scale", "initial_loss_scale"),
-            f"--min-loss-scale {precision.min_loss_scale} is above --initial-loss-scale {precision.initial_loss_scale}.",
-            "The loss scale starts at or above its smallest value.",
-            (
-                (change(min_loss_scale=precision.initial_loss_scale),),
-                (change(initial_loss_scale=precision.min_loss_scale),),
-            ),
-        )
-
-
-@rule("use_apex", "optimizer_cpu_offload", "optimizer_offload_fraction", "device", "fp64")
+@rule("use_apex", reads=("optimizer_cpu_offload", "optimizer_offload_fraction", "device", "fp64"))
 def apex_updates_on_cuda(config: Config, world_size: int) -> Iterator[Finding]:
-    """The kernels of apex take what lies on CUDA devices, and no float64."""
-    if not config.optimizer.use_apex:
-        return
-    for field, given, others in (
+    """NVIDIA apex updates float32 parameters on CUDA devices only."""
+    for field, given, other in (
         (
             "optimizer_cpu_offload",
             config.optimizer.optimizer_cpu_offload,
-            (without(config, "optimizer_offload_fraction", optimizer_cpu_offload=False),),
+            without(config, "optimizer_offload_fraction", optimizer_cpu_offload=False),
         ),
-        ("device", config.parallel.device == "cpu", (change(device="cuda"),)),
-        ("fp64", config.precision.fp64, (change(fp64=False),)),
+        ("device", config.parallel.device == "cpu", change(device="cuda")),
+        ("fp64", config.precision.fp64, change(fp64=False)),
     ):
-        if given:
-            yield Finding(
-                ("use_apex", field),
-                f"--use-apex and {shown(config, field)} exclude each other.",
-                "NVIDIA apex updates float32 parameters on CUDA devices only.",
-                ((change(use_apex=False),), others),
-            )
+        if config.optimizer.use_apex and given:
+            message = f"--use-apex and {shown(config, field)} exclude each other."
+            yield Finding(message, [change(use_apex=False), other], fields=("use_apex", field))

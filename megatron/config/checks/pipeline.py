@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from megatron.config.checks.finding import (
-    Change,
-    Finding,
-    change,
-    divisors,
-    multiples_near,
-    positive,
-    rule,
-    shown,
-    try_values,
-    without,
-)
+from megatron.config.checks.finding import Change, Finding, change, divisors, multiples_near, rule, shown, try_values, without
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig, read_layout
 from megatron.config.pipeline_layout import LayoutChunk
@@ -36,12 +25,8 @@ _LINES = 32  # of a table; of a longer one the middle is left out
 
 def chunks_per_stage(config: Config) -> int | None:
     """Number of chunks on each pipeline rank, or None where another rule reports why it is unknown."""
-    parallel = config.parallel
-    given = [value for value in (getattr(parallel, LAYERS_EACH), getattr(parallel, COUNT)) if value is not None]
-    if not positive(config.model.num_layers, parallel.pipeline_model_parallel_size, *given):
-        return None
     try:
-        return parallel.chunks_per_stage(config.model.num_layers)
+        return config.parallel.chunks_per_stage(config.model.num_layers)
     except ValueError:
         return None
 
@@ -111,38 +96,42 @@ def _repeated(layers: int) -> str:
 _MOST_SHOWN = 64  # chunks in a table or in a suggested layout
 
 
-@rule("num_layers", PP, LAYERS_EACH, COUNT, *COUNTED)
+@rule(LAYERS_EACH, "num_layers", PP, reads=(COUNT, *COUNTED))
 def layers_fill_virtual_stages(config: Config, world_size: int) -> Iterator[Finding]:
     """Virtual stages of so many layers each come out whole, and as many as the other way of asking says."""
     parallel, layers, stages = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
     each, count = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
-    if each is None or not positive(layers, stages, each):
+    if each is None:
         return
     units, size = parallel.units_to_split(layers), stages * each
     if units % size:
         yield Finding(
-            (LAYERS_EACH, "num_layers", PP),
             f"{counted(config)} does not divide by --pipeline-model-parallel-size {stages} x "
             f"--num-layers-per-virtual-pipeline-stage {each} = {size}.",
+            [
+                try_values(LAYERS_EACH, each, divisors(units // stages) if units % stages == 0 else []),
+                counts(config, (max(1, units // size), units // size + 1)),
+                try_values("num_layers", layers, [total - (units - layers) for total in multiples_near(units, size)]),
+            ],
             "Each virtual stage holds so many layers, and each pipeline rank the same number of virtual stages; "
             "--num-virtual-stages-per-pipeline-rank spreads any number of layers.",
-            (
-                try_values(LAYERS_EACH, each, divisors(units // stages) if units % stages == 0 else []),
-                tuple(without(config, LAYERS_EACH, **{COUNT: number}) for number in (max(1, units // size), units // size + 1)),
-                try_values("num_layers", layers, [total - (units - layers) for total in multiples_near(units, size)]),
-            ),
         )
     elif count is not None and count != units // size:
         yield Finding(
-            (LAYERS_EACH, COUNT, "num_layers", PP),
             f"{shown(config, LAYERS_EACH)} and {shown(config, COUNT)} contradict each other.",
+            [[change(**{LAYERS_EACH: None}), change(**{COUNT: None})]],
             f"{counted(config)} over {stages} pipeline ranks in virtual stages of {each} makes {units // size} on each rank; "
             "one way of asking is enough.",
-            ((change(**{LAYERS_EACH: None}), change(**{COUNT: None})),),
+            (LAYERS_EACH, COUNT, "num_layers", PP),
         )
 
 
-@rule(*COUNTS_CHUNKS)
+def counts(config: Config, numbers: Iterable[int]) -> list[Change]:
+    """Candidates with so many virtual stages, asked for by their number."""
+    return [without(config, LAYERS_EACH, **{COUNT: number}) for number in numbers]
+
+
+@rule(reads=COUNTS_CHUNKS)
 def schedule_has_its_virtual_stages(config: Config, world_size: int) -> Iterator[Finding]:
     """Each pipeline rank holds as many virtual stages (chunks) as the schedule needs: one, two or several."""
     parallel, layers, chunks = config.parallel, config.model.num_layers, chunks_per_stage(config)
@@ -152,18 +141,18 @@ def schedule_has_its_virtual_stages(config: Config, world_size: int) -> Iterator
     asked = [field for field in (LAYOUT, LAYERS_EACH, COUNT) if getattr(parallel, field) is not None]
     source = f" ({_source(config, asked[0])})" if asked and asked[0] != COUNT else ""
     name = "--pipeline-schedule" if parallel.pipeline_schedule else "The default schedule"
-    numbers = (without(config, COUNT, LAYERS_EACH), *(without(config, LAYERS_EACH, **{COUNT: number}) for number in (2, 3, 4)))
+    numbers = [without(config, COUNT, LAYERS_EACH), *counts(config, (2, 3, 4))]
     sizes = divisors(parallel.units_to_split(layers) // stages) if each is not None else []
     default, fitting = default_schedule(chunks > 1), [other for other, spec in SCHEDULES.items() if spec.takes(chunks)]
     yield Finding(
-        ("pipeline_schedule", *(asked or [COUNT]), PP),
         f"{name} {parallel.schedule} does not go with {chunks} virtual stage{'s' * (chunks != 1)} on each pipeline rank{source}.",
-        SCHEDULES[parallel.schedule].about_chunks,
-        (
-            tuple(change(pipeline_schedule=other) for other in sorted(fitting, key=default.__ne__)),
-            numbers if LAYOUT not in asked else (),
+        [
+            [change(pipeline_schedule=other) for other in sorted(fitting, key=default.__ne__)],
+            numbers if LAYOUT not in asked else [],
             try_values(LAYERS_EACH, each or 1, sizes),
-        ),
+        ],
+        SCHEDULES[parallel.schedule].about_chunks,
+        ("pipeline_schedule", *(asked or [COUNT]), PP),
     )
 
 
@@ -175,11 +164,11 @@ def _source(config: Config, field: str) -> str:
     return f"{counted(config)} over {stages} ranks, --num-layers-per-virtual-pipeline-stage {each}"
 
 
-@rule(*COUNTS_CHUNKS, *SPLITS)
+@rule(reads=(*COUNTS_CHUNKS, *SPLITS))
 def stages_have_layers(config: Config, world_size: int) -> Iterator[Finding]:
     """Each chunk holds a layer, or an end whose cost counts; any number of layers beyond that is fine."""
     parallel, layers, stages = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    if not positive(layers, stages) or parallel.pipeline_model_parallel_layout is not None:
+    if parallel.pipeline_model_parallel_layout is not None:
         return
     each = chunks_per_stage(config) or 1
     chunks, empty = stages * each, may_be_empty(config)
@@ -187,29 +176,26 @@ def stages_have_layers(config: Config, world_size: int) -> Iterator[Finding]:
         return
     several = each > 1
     yield Finding(
-        ("num_layers", PP, *([COUNT] if several else [])),
         f"--pipeline-model-parallel-size {stages}{f' x {each} virtual stages = {chunks} chunks' if several else ''} "
         f"is more than {counted(config)}.",
-        f"Each {'chunk' if several else 'pipeline stage'} holds at least one layer.",
-        (
+        [
             try_values(PP, stages, range(max(1, layers // each - 64), layers // each + 1)),
-            (change(num_layers=chunks - sum(empty)),),
-            (
-                *(without(config, LAYERS_EACH, **{COUNT: number}) for number in range(min(each - 1, 32), 1, -1)),
-                without(config, LAYERS_EACH, COUNT, "pipeline_schedule"),
-            ),
+            change(num_layers=chunks - sum(empty)),
+            [*counts(config, range(min(each - 1, 32), 1, -1)), without(config, LAYERS_EACH, COUNT, "pipeline_schedule")],
             _ends_alone(config, chunks),
-        ),
+        ],
+        f"Each {'chunk' if several else 'pipeline stage'} holds at least one layer.",
+        ("num_layers", PP, *([COUNT] if several else [])),
         chunk_table(config, chunks_of([int(index < layers) for index in range(chunks)]))
         if several and chunks <= _MOST_SHOWN
         else (),
     )
 
 
-def _ends_alone(config: Config, chunks: int) -> tuple[Change, ...]:
+def _ends_alone(config: Config, chunks: int) -> list[Change]:
     """Layouts with one layer in each chunk, but with the loss alone or, also, the embedding alone."""
     first = {1: 0, 2: 1}.get(chunks - config.model.num_layers)  # chunk that holds the first layer
     if first is None or chunks > _MOST_SHOWN:
-        return ()
+        return []
     layout = layout_text(chunks_of([int(first <= index < chunks - 1) for index in range(chunks)]))
-    return (without(config, *SPLITS, **{LAYOUT: layout}),)
+    return [without(config, *SPLITS, **{LAYOUT: layout})]

@@ -13,18 +13,17 @@ from megatron.config.checks.finding import (
     data_size,
     divisors,
     multiples_near,
-    positive,
     rule,
     try_values,
     without,
 )
 from megatron.config.checks.pipeline import COUNT, LAYERS_EACH, LAYOUT, PP
 from megatron.config.config import Config
-from megatron.config.model import MOST_LAYERS, ModelConfig
+from megatron.config.model import ModelConfig
 from megatron.spec.activations import FLAGS, GATED_FLAGS
 from megatron.spec.layers import alike, layers
 from megatron.spec.schedules import SCHEDULES, default_schedule
-from megatron.spec.weights import layer_weights, outside_layers
+from megatron.spec.weights import Weight, layer_weights, outside_layers
 
 _TP, VOCABULARY = "tensor_model_parallel_size", "make_vocab_size_divisible_by"
 _MODEL = ("hidden_size", "ffn_hidden_size", *FLAGS, "num_attention_heads", "group_query_attention", "num_query_groups")
@@ -60,39 +59,42 @@ class Dimension:
 
 
 def split_dimensions(config: Config) -> list[Dimension]:
-    """Every dimension of a tensor rank's parameters that is divided, on any stage; empty if the shape is not valid."""
+    """Every dimension of a tensor rank's parameters that is divided, on any stage; empty if heads or MLP have no width."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    sizes = (model.hidden_size, model.num_layers, model.num_attention_heads, model.num_key_value_heads, model.kv_channels or 1)
-    if not positive(tp, *sizes, model.make_vocab_size_divisible_by):
+    if min(model.head_size, model.ffn_size) < 1:
         return []
-    if not positive(model.head_size, model.ffn_size, model.num_positions) or model.num_layers > MOST_LAYERS:
-        return []
-    shape = ModelConfig(**{field: getattr(model, field) for field in _SHAPE})
     found = set()
-    for kind in alike(layers(shape)):
-        for weight in (*outside_layers(shape, 1), *layer_weights(shape, kind, 0)):
-            if weight.tied or weight.partial_over_tp(_splits_sequence(config)):
-                continue  # these are left to buckets
-            what, fields = next((_PARTS[start] for start in _PARTS if weight.part.startswith(start)), _WIDTH)
-            size = weight.padded_to or weight.shape[weight.fsdp_dim]
-            if weight.padded_to is None and (weight.fsdp_dim, "tp") in weight.splits:
-                if size % tp:
-                    continue  # refused by another rule
-                size, fields = size // tp, (*fields, _TP)
-                what = f"{what} / TP" if tp > 1 else what
-            found.add(Dimension(what, fields, size))
+    for weight in _weights(ModelConfig(**{field: getattr(model, field) for field in _SHAPE})):
+        if weight.tied or weight.partial_over_tp(_splits_sequence(config)):
+            continue  # these are left to buckets
+        what, fields = next((_PARTS[start] for start in _PARTS if weight.part.startswith(start)), _WIDTH)
+        size = weight.padded_to or weight.shape[weight.fsdp_dim]
+        if weight.padded_to is None and (weight.fsdp_dim, "tp") in weight.splits:
+            if size % tp:
+                continue  # refused by another rule
+            size, fields = size // tp, (*fields, _TP)
+            what = f"{what} / TP" if tp > 1 else what
+        found.add(Dimension(what, fields, size))
     order = [what for what, _ in (_WIDTH, *_PARTS.values())]
     return sorted(found, key=lambda one: (order.index(one.what.removesuffix(" / TP")), one.size))
 
 
 def left_to_buckets(config: Config) -> list[str]:
     """What optim_grads_params leaves to buckets, in words: what is tied, and what tensor ranks sum their gradients of."""
-    left = ["the tied word embedding"] if config.model.tied else []
-    if config.model.qk_layernorm:
-        left.append("the norms of queries and keys")
-    if _splits_sequence(config):
-        left.append("what sequence parallelism leaves whole on each tensor rank")
-    return left
+    weights = list(_weights(config.model))
+    left = {
+        "the tied word embedding": any(weight.tied for weight in weights),
+        "the norms of queries and keys": any(weight.partial_over_tp(False) for weight in weights),
+        "what sequence parallelism leaves whole on each tensor rank": _splits_sequence(config),
+    }
+    return [what for what, is_left in left.items() if is_left]
+
+
+def _weights(model: ModelConfig) -> Iterator[Weight]:
+    """Parameters outside the layers, and those of one layer of each kind."""
+    yield from outside_layers(model, vocab_size=1)
+    for kind in alike(layers(model)):
+        yield from layer_weights(model, kind, 0)
 
 
 def _splits_sequence(config: Config) -> bool:
@@ -110,25 +112,22 @@ def shards_parameters(config: Config) -> bool:
     return config.parallel.sharding == "optim_grads_params"
 
 
-@rule(*_SHARDING, SHARD_SIZE, *RANKS)
+@rule(SHARD_SIZE, "tensor_model_parallel_size", PP, reads=(*_SHARDING, *RANKS))
 def shard_size_divides_data(config: Config, world_size: int) -> Iterator[Finding]:
-    """Groups of --fsdp-shard-size ranks make up the data ranks."""
+    """Each group of --fsdp-shard-size data ranks shares one copy of the parameters. Without it, all data ranks do."""
     size, ranks = config.parallel.fsdp_shard_size, data_size(config, world_size)
-    if not shards_parameters(config) or size is None or ranks is None or not positive(size) or ranks % size == 0:
-        return
-    yield Finding(
-        (SHARD_SIZE, "tensor_model_parallel_size", "pipeline_model_parallel_size"),
-        f"--fsdp-shard-size {size} does not divide the {_count(ranks)} (world size {world_size} / (TP x CP x PP)).",
-        "Each group of so many data ranks shares one copy of the parameters. Without it, all data ranks do.",
-        (try_values(SHARD_SIZE, size, divisors(ranks)),),
-    )
+    if shards_parameters(config) and size is not None and ranks is not None and ranks % size:
+        yield Finding(
+            f"--fsdp-shard-size {size} does not divide the {_count(ranks)} (world size {world_size} / (TP x CP x PP)).",
+            [try_values(SHARD_SIZE, size, divisors(ranks))],
+        )
 
 
-@rule(*_SHARDING, SHARD_SIZE, RESHARD, *RANKS, *DIMENSIONS)
+@rule(reads=(*_SHARDING, SHARD_SIZE, RESHARD, *RANKS, *DIMENSIONS))
 def dimensions_divide_by_shards(config: Config, world_size: int) -> Iterator[Finding]:
     """Each rank of an FSDP group holds an equal part of every parameter."""
     given, ranks = config.parallel.fsdp_shard_size, data_size(config, world_size)
-    if not shards_parameters(config) or ranks is None or (given is not None and (given < 1 or ranks % given)):
+    if not shards_parameters(config) or ranks is None or ranks % (given or 1):
         return
     size = given or ranks
     uneven = [part for part in split_dimensions(config) if part.size % size]
@@ -137,15 +136,15 @@ def dimensions_divide_by_shards(config: Config, world_size: int) -> Iterator[Fin
     fields = {field for part in uneven for field in part.fields}
     width, digits = max(len(part.what) for part in uneven), len(str(max(part.size for part in uneven)))
     yield Finding(
-        (STRATEGY, SHARD_SIZE, *sorted(fields)),
         f"{_ALL} cannot divide every parameter evenly over {_count(size)}{' (--fsdp-shard-size)' if given else ''}.",
-        "Each holds an equal part of every parameter, cut along one dimension."
-        + (" (A vocabulary is padded to a multiple of --make-vocab-size-divisible-by x TP.)" if VOCABULARY in fields else ""),
-        (
+        [
             try_values(SHARD_SIZE, size, [part for part in divisors(ranks) if 1 < part < size]),
             _even_sizes(config, fields, size),
             _other_strategy(config),
-        ),
+        ],
+        "Each holds an equal part of every parameter, cut along one dimension."
+        + (" (A vocabulary is padded to a multiple of --make-vocab-size-divisible-by x TP.)" if VOCABULARY in fields else ""),
+        (STRATEGY, SHARD_SIZE, *sorted(fields)),
         tuple(f"{part.what:{width}}  {part.size:{digits}} = {part.size // size} x {size} + {part.size % size}" for part in uneven),
     )
 
@@ -165,31 +164,24 @@ def _even_sizes(config: Config, fields: Collection[str], size: int) -> tuple[Cha
     return (change(**{field: -(-current // unit) * unit for field, (current, unit) in uneven.items()}),) if uneven else ()
 
 
-@rule(*_SHARDING, SHARD_SIZE, RESHARD, "pipeline_schedule", PP, LAYOUT, LAYERS_EACH, COUNT)
+@rule("pipeline_schedule", STRATEGY, reads=("use_distributed_optimizer", SHARD_SIZE, RESHARD, PP, LAYOUT, LAYERS_EACH, COUNT))
 def late_gradients_find_their_block(config: Config, world_size: int) -> Iterator[Finding]:
-    """A block's weight gradients are there when they are reduced, at the end of its backward."""
+    """It puts weight gradients off, but those of a block are reduced, and its parameters freed, when backward leaves the block."""
     schedule = config.parallel.schedule
-    if not shards_parameters(config) or not SCHEDULES[schedule].splits_backward:
-        return
-    interleaved = default_schedule(several_chunks=True)
-    yield Finding(
-        ("pipeline_schedule", STRATEGY),
-        f"--pipeline-schedule {schedule} cannot be used with {_ALL}.",
-        "It puts weight gradients off, but those of a block are reduced, and its parameters freed, when backward leaves the block.",
-        (
-            (
-                change(pipeline_schedule=interleaved),
-                without(config, COUNT, LAYERS_EACH, pipeline_schedule=default_schedule(several_chunks=False)),
-                change(pipeline_schedule=interleaved, num_virtual_stages_per_pipeline_rank=2),
-            ),
-            _other_strategy(config),
-        ),
-    )
+    if shards_parameters(config) and SCHEDULES[schedule].splits_backward:
+        interleaved = default_schedule(several_chunks=True)
+        other_schedules = [
+            change(pipeline_schedule=interleaved),
+            without(config, COUNT, LAYERS_EACH, pipeline_schedule=default_schedule(several_chunks=False)),
+            change(pipeline_schedule=interleaved, num_virtual_stages_per_pipeline_rank=2),
+        ]
+        message = f"--pipeline-schedule {schedule} cannot be used with {_ALL}."
+        yield Finding(message, [other_schedules, _other_strategy(config)])
 
 
-def _other_strategy(config: Config) -> tuple[Change, ...]:
+def _other_strategy(config: Config) -> Change:
     """The strongest strategy that leaves parameters whole."""
-    return (without(config, SHARD_SIZE, RESHARD, **{STRATEGY: "optim_grads"}),)
+    return without(config, SHARD_SIZE, RESHARD, **{STRATEGY: "optim_grads"})
 
 
 def _count(ranks: int) -> str:

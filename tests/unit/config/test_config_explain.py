@@ -33,7 +33,7 @@ def test_a_page_says_what_a_setting_is() -> None:
     page = explain("tensor-model-parallel-size")
     assert "Ranks that split each layer (TP)." in page and "unit      ranks" in page and "default   1\n" in page
     assert "takes     a whole number, at least 1\n" in page and "under parallel: tensor_model_parallel_size" in page
-    assert "Each tensor rank holds whole query heads. (with --num-attention-heads)" in page
+    assert "Each tensor rank holds whole heads. (with --num-attention-heads)" in page
     assert "default   none: it must be given" in explain("num-layers")
     assert "default   on" in explain("no-load-optim") and "acts      only with --load" in explain("no-load-optim")
     assert "needed by --trace-steps" in explain("save-trace")
@@ -105,7 +105,7 @@ def test_every_setting_has_a_text() -> None:
 
 def test_every_rule_says_why() -> None:
     for rule in RULES:
-        assert rule.why.endswith("."), rule.name
+        assert rule.why.endswith("."), rule.why
 
 
 class ReadFields:
@@ -136,8 +136,8 @@ def test_a_rule_declares_all_settings_that_it_reads_and_names() -> None:
             read: set[str] = set()
             for finding in rule(cast(Config, ReadFields(config_of(extra), read)), world_size):
                 seen.add(rule)
-                assert set(finding.fields) <= set(rule.fields), rule.name
-            assert read <= set(rule.fields), rule.name
+                assert set(finding.fields) <= set(rule.fields), rule.why
+            assert read <= set(rule.fields), rule.why
     assert len(seen) > 40
 
 

@@ -97,7 +97,7 @@ CASES: list[Case] = [
         "--max-position-embeddings 16",
         1,
         {"--seq-length", "--max-position-embeddings"},
-        ["--seq-length 32 is more than --max-position-embeddings 16"],
+        ["--seq-length 32 is above --max-position-embeddings 16"],
         ["--max-position-embeddings 32", "--seq-length 16"],
     ),
     # layout
@@ -126,7 +126,7 @@ CASES: list[Case] = [
         "--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4",
         4,
         {"--num-query-groups", "--tensor-model-parallel-size"},
-        ["--num-query-groups 2 is less than", "not built yet"],
+        ["--num-query-groups 2 does not divide by", "not built yet"],
         ["--tensor-model-parallel-size 2", "--num-query-groups 4"],
     ),
     (
@@ -271,6 +271,14 @@ CASES: list[Case] = [
         ["exclude each other"],
         ["--lr-warmup-fraction None", "--lr-warmup-iters 0"],
     ),
+    ("--lr-decay-iters 50 --lr-decay-samples 5", 1, {"--lr-decay-iters"}, ["exclude each"], ["--lr-decay-samples None"]),
+    (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 50 --lr-wsd-decay-samples 5",
+        1,
+        {"--lr-wsd-decay-iters", "--lr-wsd-decay-samples"},
+        ["exclude each other"],
+        ["--lr-wsd-decay-samples None"],
+    ),
     ("--min-lr 0.01", 1, {"--min-lr", "--lr"}, ["--min-lr 0.01 is above --lr 0.001"], ["--min-lr 0.001", "--lr 0.01"]),
     ("--lr-warmup-init 1 --lr-warmup-iters 5", 1, {"--lr-warmup-init", "--lr"}, ["above --lr"], ["--lr-warmup-init 0.001"]),
     (
@@ -387,7 +395,7 @@ CASES: list[Case] = [
         "--save s --save-interval 10 --save-retain-interval 25",
         1,
         {"--save-retain-interval", "--save-interval"},
-        ["25 is not a multiple of --save-interval 10"],
+        ["25 does not divide by --save-interval 10"],
         ["--save-retain-interval 20", "--save-retain-interval 30"],
     ),
     (

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.checks.each import notes
-from megatron.config.checks.sharding import left_to_buckets, split_dimensions
+from megatron.config.checks.sharding import dimensions_divide_by_shards, left_to_buckets, split_dimensions
 from megatron.config.cli import parse
 from megatron.config.config import Config
 from megatron.data_parallel.fsdp_plan import is_fully_sharded
@@ -213,11 +213,13 @@ def test_the_sizes_are_those_of_the_parameters(name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["--hidden-size 0", "--seq-length 0", "--num-attention-heads 0", "--num-layers 1000000000000", f"{UNIT} 0"]
+    "wrong",
+    ["--hidden-size 0", "--seq-length 0", "--num-attention-heads 0", "--num-layers 1000000000000", f"{UNIT} 0", "--hidden-size 3"],
 )
-def test_a_shape_that_is_not_valid_has_no_dimensions(wrong: str) -> None:
+def test_of_a_shape_that_is_not_valid_nothing_is_said(wrong: str) -> None:
     """What is wrong with it is said by a rule about the setting itself."""
-    assert not split_dimensions(parse(f"{MODELS['gpt']} {UNIT} 14 {wrong}".split()))
+    config = parse(f"{MODELS['gpt']} {UNIT} 14 {ALL} {wrong}".split())
+    assert not list(dimensions_divide_by_shards(config, 7))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 13, 14, 15, 200])

@@ -82,7 +82,7 @@ def settings(draw: st.DrawFn) -> Config:
 
 def findings(config: Config) -> dict[str, list[Finding]]:
     """What the rules about the pipeline report, by rule."""
-    found = {rule.name: list(rule(config, config.parallel.pipeline_model_parallel_size)) for rule in PIPELINE_RULES}
+    found = {rule.check.__name__: list(rule(config, config.parallel.pipeline_model_parallel_size)) for rule in PIPELINE_RULES}
     return {name: items for name, items in found.items() if items}
 
 
