@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.content_sums import checksum
+from megatron.checkpoint.content_sums import Checksum
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, Manifest, StoredFile, joined
 from megatron.checkpoint.save_folder import LATEST, RUN, checkpoint_name, iterations_in, latest_in
@@ -89,7 +89,7 @@ def commit(
                 f"{draft.storage.at(name)} was written with {file.num_bytes} bytes, the first rank sees "
                 f"{'no such file' if found is None else found}"
             )
-    small = {name: StoredFile(len(data), checksum(data)) for name, data in files.items()}
+    small = {name: StoredFile(len(data), Checksum(data).text) for name, data in files.items()}
     manifest = Manifest(manifest.tensors, dict(sorted((manifest.files | small).items())))
     if run is not None:
         _check_not_taken_over(save, run)

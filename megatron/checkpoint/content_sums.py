@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -63,74 +63,14 @@ class Sums(NamedTuple):
 NO_SUMS = Sums(0, 0)
 
 
-class BoxSummer:
-    """Sums of one box. Feed it the box's bytes from the first to the last, in the pieces that `pieces` names.
-
-    Args:
-        dtype: name of the elements' dtype.
-        box: the box.
-        global_shape: shape of the whole tensor.
-        block_bytes: about the largest size of a piece.
-    """
-
-    def __init__(self, dtype: str, box: Box, global_shape: tuple[int, ...], block_bytes: int = _BLOCK_BYTES) -> None:
-        itemsize = DTYPES[dtype].itemsize
-        self._unit = np.dtype("<u2" if itemsize == 2 else "<u4")
-        words = itemsize // self._unit.itemsize
-        width = words * (box.sizes[-1] if box.sizes else 1)
-        first_column = words * (box.offsets[-1] if box.offsets else 0)
-        self._width = width
-        self._rows_at_once = max(1, block_bytes // (width * self._unit.itemsize)) if width else 1
-        # A row that is longer than a piece is cut too; a piece then lies within one row.
-        self._columns_at_once = width if self._rows_at_once > 1 else max(1, min(width, block_bytes // self._unit.itemsize))
-        self._row_weights = _row_weights(box, global_shape)
-        self._column_weights = _weights(first_column, width, 1)
-        self._columns = np.zeros(width, np.uint32)
-        self._scratch = np.empty(self._rows_at_once * self._columns_at_once, np.uint32)
-        self._rows = 0
-        self._row = self._column = 0
-
-    def pieces(self) -> Iterable[tuple[int, int]]:
-        """Start and end, in bytes, of the pieces in which the data is to be fed."""
-        row_bytes = self._width * self._unit.itemsize
-        num_rows = len(self._row_weights)
-        if self._columns_at_once == self._width:
-            for start in range(0, num_rows, self._rows_at_once):
-                yield start * row_bytes, min(start + self._rows_at_once, num_rows) * row_bytes
-            return
-        step = self._columns_at_once * self._unit.itemsize
-        for row in range(num_rows):
-            for start in range(0, row_bytes, step):
-                yield row * row_bytes + start, row * row_bytes + min(start + step, row_bytes)
-
-    def add(self, data: memoryview | bytes) -> None:
-        """Take in the next piece."""
-        bits = np.frombuffer(data, self._unit)
-        flat = self._scratch[: len(bits)]
-        if self._unit.itemsize == 2:
-            np.copyto(flat, bits)
-        else:
-            np.right_shift(bits, np.uint32(16), out=flat)
-            np.bitwise_xor(flat, bits, out=flat)
-        if self._columns_at_once < self._width:
-            end = self._column + len(flat)
-            self._columns[self._column : end] += flat
-            self._rows += int(self._row_weights[self._row]) * int(np.add.reduce(flat, dtype=np.uint32))
-            self._row, self._column = (self._row, end) if end < self._width else (self._row + 1, 0)
-            return
-        block = flat.reshape(-1, self._width)
-        self._columns += np.add.reduce(block, axis=0, dtype=np.uint32)
-        sums = np.add.reduce(block, axis=1, dtype=np.uint32)
-        self._rows += int(np.add.reduce(sums * self._row_weights[self._row : self._row + len(block)], dtype=np.uint32))
-        self._row += len(block)
-
-    def sums(self) -> Sums:
-        """The sums of all pieces so far."""
-        columns = np.add.reduce(self._columns * self._column_weights, dtype=np.uint32)
-        return Sums(self._rows & 0xFFFFFFFF, int(columns))
-
-
-def content_sums(data: memoryview | bytes | bytearray, dtype: str, box: Box, global_shape: tuple[int, ...]) -> Sums:
+def content_sums(
+    data: memoryview | bytes | bytearray,
+    dtype: str,
+    box: Box,
+    global_shape: tuple[int, ...],
+    take: Callable[[memoryview], None] | None = None,
+    block_bytes: int = _BLOCK_BYTES,
+) -> Sums:
     """Sums of a box.
 
     Args:
@@ -138,21 +78,41 @@ def content_sums(data: memoryview | bytes | bytearray, dtype: str, box: Box, glo
         dtype: name of the elements' dtype.
         box: which part of the tensor it is.
         global_shape: of the whole tensor.
+        take: called with one piece of the data after the other, just before each is summed: while it is in the cache.
+        block_bytes: about the largest size of a piece.
     """
-    summer = BoxSummer(dtype, box, global_shape)
-    view = memoryview(data).cast("B") if box.numel else memoryview(b"")
-    for start, end in summer.pieces():
-        summer.add(view[start:end])
-    return summer.sums()
-
-
-def digest_of(entries: Iterable[tuple[str, tuple[int, ...], str, str]]) -> str:
-    """One digest of many tensors: the `content_digest` of the lines `name [shape] dtype content`.
-
-    Args:
-        entries: name, shape, name of the dtype and content sums (`Sums.hex`) of each.
-    """
-    return content_digest(f"{name} {list(shape)} {dtype} {content}" for name, shape, dtype, content in entries)
+    if not box.numel:
+        return NO_SUMS
+    view = memoryview(data).cast("B")
+    itemsize = DTYPES[dtype].itemsize
+    unit = np.dtype("<u2" if itemsize == 2 else "<u4")
+    words = itemsize // unit.itemsize
+    width, first_column = (words * box.sizes[-1], words * box.offsets[-1]) if box.sizes else (words, 0)
+    # A piece holds whole rows, or a part of one row that is longer than a piece.
+    block = max(1, block_bytes // unit.itemsize)
+    num_rows, num_columns = max(1, block // width), min(width, block)
+    row_weights = _row_weights(box, global_shape)
+    rows, columns = 0, np.zeros(width, np.uint32)
+    scratch = np.empty(num_rows * num_columns, np.uint32)
+    for row in range(0, len(row_weights), num_rows):
+        weights = row_weights[row : row + num_rows]
+        for column in range(0, width, num_columns):
+            some = len(weights) * min(num_columns, width - column)
+            start = (row * width + column) * unit.itemsize
+            piece = view[start : start + some * unit.itemsize]
+            if take is not None:
+                take(piece)
+            bits, mixed = np.frombuffer(piece, unit), scratch[:some]
+            if unit.itemsize == 2:
+                np.copyto(mixed, bits)
+            else:
+                np.right_shift(bits, np.uint32(16), out=mixed)
+                np.bitwise_xor(mixed, bits, out=mixed)
+            matrix = mixed.reshape(len(weights), -1)
+            columns[column : column + matrix.shape[1]] += np.add.reduce(matrix, axis=0, dtype=np.uint32)
+            rows += int(np.add.reduce(np.add.reduce(matrix, axis=1, dtype=np.uint32) * weights, dtype=np.uint32))
+    column_weights = _weights(first_column, width, 1)
+    return Sums(rows & 0xFFFFFFFF, int(np.add.reduce(columns * column_weights, dtype=np.uint32)))
 
 
 def _row_weights(box: Box, global_shape: tuple[int, ...]) -> np.ndarray:
@@ -187,19 +147,14 @@ def _mixed(index: np.ndarray, seed: int) -> np.ndarray:
 _KIND = "xxh3:"
 
 
-def checksum(data: memoryview | bytes) -> str:
-    """Checksum of raw bytes, with its kind: `xxh3:` and 16 hexadecimal digits (XXH3, 64 bits, seed 0).
+class Checksum:
+    """Checksum of raw bytes, which may come in pieces (XXH3, 64 bits, seed 0).
 
     It keeps up with memory (28 GB/s a core, where zlib's CRC-32 does 4), so checking costs a load next to nothing.
     """
-    return f"{_KIND}{xxhash.xxh3_64_hexdigest(data)}"
 
-
-class Checksum:
-    """The checksum of bytes that come in pieces."""
-
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_64()
+    def __init__(self, data: memoryview | bytes = b"") -> None:
+        self._hash = xxhash.xxh3_64(data)
 
     def update(self, data: memoryview | bytes) -> None:
         """Take in the next piece."""
@@ -207,7 +162,7 @@ class Checksum:
 
     @property
     def text(self) -> str:
-        """What `checksum` gives for all pieces together."""
+        """The checksum of all pieces together, with its kind: `xxh3:` and 16 hexadecimal digits."""
         return f"{_KIND}{self._hash.hexdigest()}"
 
 

@@ -110,11 +110,7 @@ class LocalWriting(Writing):
                 _writeback()(self._handle, self._begun, self.num_bytes - self._begun, _SYNC_FILE_RANGE_WRITE)
                 self._begun = self.num_bytes
 
-    def fileno(self) -> int:
-        return self._handle
-
     def sync(self) -> None:
-        """Write all of it to the disk."""
         with self._named():
             os.fsync(self._handle)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.content_sums import NO_SUMS, Sums, content_digest, digest_of
+from megatron.checkpoint.content_sums import NO_SUMS, Sums, content_digest
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.parallel.boxes import Box
@@ -78,11 +78,10 @@ class Manifest:
 
     @functools.cached_property
     def content_digest(self) -> str | None:
-        """Digest of the tensors, the same at every layout; None in old checkpoints."""
-        contents = [(name, tensor.shape, tensor.dtype, tensor.content) for name, tensor in self.tensors.items()]
-        if any(content is None for *_, content in contents):
+        """Digest of the tensors, one entry each: `name shape dtype content`. The same at every layout; None in old checkpoints."""
+        if any(tensor.content is None for tensor in self.tensors.values()):
             return None
-        return digest_of((name, shape, dtype, str(content)) for name, shape, dtype, content in contents)
+        return content_digest(f"{name} {list(t.shape)} {t.dtype} {t.content}" for name, t in self.tensors.items())
 
     def to_json(self) -> bytes:
         """The content of `manifest.json`."""

@@ -88,7 +88,7 @@ class ObjectWriting(Writing):
                 self.num_bytes += written
                 rest = rest[written:]
 
-    def fileno(self) -> None:
+    def sync(self) -> None:
         pass
 
     def finish(self) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.checkpoint.content_sums import NO_SUMS, BoxSummer, Checksum, Sums
+from megatron.checkpoint.content_sums import NO_SUMS, Checksum, Sums, content_sums
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor, box_key, joined, tiles
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, header_bytes, in_file_order
@@ -186,9 +185,8 @@ def write_part(
         name = draft.file_name(file.name)
         with _room_for(file.num_data_bytes, draft.storage.at(name)), draft.storage.create(name) as out:
             out.write(header_bytes([box.entry for box in file.boxes]))
-            ahead = _Ahead(out, progress)
             for box in file.boxes:
-                checksum, sums = _write_box(ahead, box, data_of(box))
+                checksum, sums = _write_box(out, box, data_of(box), progress)
                 stored = StoredBox(box.box, name, box.key, checksum)
                 tensors.append((box.name, StoredTensor(box.shape, box.dtype, (stored,), sums.hex)))
             files[name] = StoredFile(out.num_bytes)
@@ -206,31 +204,21 @@ def _room_for(num_bytes: int, place: str) -> Iterator[None]:
         raise OSError(error.errno, f"{error.strerror} (make room: the file needs {num_bytes} bytes)", place) from error
 
 
-class _Ahead:
-    """Writes, and now and then brings what is written to the disk.
+def _write_box(out: Writing, box: BoxToWrite, data: memoryview, progress: Callable[[], None] | None) -> tuple[str, Sums]:
+    """Write one box, piece by piece, so that each piece is summed and written while it is in the cache. Returns checksum and sums.
 
-    So little is left to do at the end, the system's memory is not full of data that waits for the disk, and progress shows.
+    If somebody asks for progress, what is written is brought to the disk now and then. So little is left to do at the end, the
+    system's memory is not full of data that waits for the disk, and progress shows.
     """
+    checksum = Checksum()
 
-    def __init__(self, out: Writing, progress: Callable[[], None] | None) -> None:
-        self._out, self._progress, self._synced = out, progress, 0
-
-    def write(self, data: memoryview) -> None:
-        """Add all of it."""
-        self._out.write(data)
-        if self._progress is not None and self._out.num_bytes - self._synced >= _SYNC_BYTES:
-            if (handle := self._out.fileno()) is not None:
-                os.fdatasync(handle)
-            self._synced = self._out.num_bytes
-            self._progress()
-
-
-def _write_box(out: _Ahead, box: BoxToWrite, data: memoryview) -> tuple[str, Sums]:
-    """Write one box, piece by piece, so that each piece is summed and written while it is in the cache."""
-    checksum, summer = Checksum(), BoxSummer(box.dtype, box.box, box.shape)
-    for start, end in summer.pieces():
-        piece = data[start:end]
+    def take(piece: memoryview) -> None:
         checksum.update(piece)
-        summer.add(piece)
+        before = out.num_bytes
         out.write(piece)
-    return checksum.text, summer.sums()
+        if progress is not None and out.num_bytes // _SYNC_BYTES > before // _SYNC_BYTES:
+            out.sync()
+            progress()
+
+    sums = content_sums(data, box.dtype, box.box, box.shape, take)
+    return checksum.text, sums

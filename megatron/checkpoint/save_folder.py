@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.content_sums import checksum, matches
+from megatron.checkpoint.content_sums import Checksum, matches
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
 from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, Manifest, part_from_json
 from megatron.checkpoint.storage import Storage, open_storage
@@ -157,11 +157,6 @@ def manifest_in(inside: Storage) -> Manifest:
     return manifest
 
 
-def read_manifest(path: Place) -> Manifest:
-    """`manifest_in` for a folder given by its path or URL."""
-    return manifest_in(open_storage(path))
-
-
 def read_state(path: Place) -> dict[str, Any]:
     """The training state that was saved in the checkpoint in folder `path`.
 
@@ -188,7 +183,7 @@ def read_json(inside: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
         data = inside.read(name)
     except FileNotFoundError as error:
         raise DamagedCheckpointError(f"{inside.at(name)} is missing") from error
-    if not matches(checksum(data), manifest.files[name].checksum or ""):
+    if not matches(Checksum(data).text, manifest.files[name].checksum or ""):
         raise DamagedCheckpointError(f"{inside.at(name)} was altered (checksum)")
     content: dict[str, Any] = json.loads(data)
     return content

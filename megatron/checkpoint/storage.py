@@ -43,8 +43,8 @@ class Writing(Protocol):
     def write(self, data: bytes | memoryview) -> None:
         """Write all of `data` at the end."""
 
-    def fileno(self) -> int | None:
-        """The file's descriptor, if it has one."""
+    def sync(self) -> None:
+        """Bring what is written so far to the disk, where that can be done before the end."""
 
 
 class Storage(Protocol):

@@ -27,7 +27,7 @@ from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.rank_parts import RankPart, share_out
-from megatron.checkpoint.save_folder import LATEST, RUN, checkpoints, find_checkpoint, read_config, read_manifest, read_state
+from megatron.checkpoint.save_folder import LATEST, RUN, checkpoints, find_checkpoint, read_config, read_state
 from megatron.checkpoint.storage import open_storage
 from megatron.checkpoint.tensor_saver import TensorSaver, described, reader_of
 from megatron.checkpoint.writer_process import (
@@ -44,7 +44,7 @@ from megatron.checkpoint.writer_process import (
     part_file,
 )
 from megatron.verification.local_ranks import run_ranks
-from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, save_checkpoint, whole
+from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, read_manifest, save_checkpoint, whole
 
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
 LAYOUT = Layout(2, (0.4,))

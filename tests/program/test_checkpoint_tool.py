@@ -13,12 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.checkpoint.content_sums import content_digest
 from megatron.checkpoint.data_files import DataFiles
 from megatron.checkpoint.local_storage import LocalStorage
-from megatron.checkpoint.save_folder import read_manifest
 from megatron.checkpoint.stored import StoredCheckpoint
 from megatron.checkpoint.stream import write_checkpoint
 from megatron.parallel.boxes import Box
+from tests.support.checkpoint_worlds import read_manifest
 from tests.support.runs import arguments, checkpoint, run
 from tools.checkpoint import main
 from tools.checkpoints import compare
@@ -135,9 +136,8 @@ def test_verify_compares_the_content(saved: Path, capsys: pytest.CaptureFixture[
     other = manifest.tensors["model.final_norm.bias"].content
     content = json.loads(text)
     content["tensors"][name]["content"] = other
-    from megatron.checkpoint.content_sums import digest_of
-
-    content["content_digest"] = digest_of((n, t["shape"], t["dtype"], t["content"]) for n, t in content["tensors"].items())
+    entries = (f"{name} {t['shape']} {t['dtype']} {t['content']}" for name, t in content["tensors"].items())
+    content["content_digest"] = content_digest(entries)
     (path / "manifest.json").write_text(json.dumps(content))
     assert f"{name}: its content sums are" in said(capsys, 1, "verify", path)
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.global_tensor import bytes_of
-from megatron.checkpoint.save_folder import read_manifest
 from megatron.checkpoint.storage import open_storage
 from megatron.checkpoint.stored import StoredCheckpoint, verify
+from tests.support.checkpoint_worlds import read_manifest
 from tests.support.equality import number_differences
 from tests.support.runs import arguments, checkpoint, losses, read_metrics, run
 

@@ -13,16 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.content_sums import checksum
+from megatron.checkpoint.content_sums import Checksum
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor
-from megatron.checkpoint.save_folder import find_checkpoint, read_config, read_manifest, read_state
+from megatron.checkpoint.save_folder import find_checkpoint, read_config, read_state
 from megatron.parallel.boxes import Box
 from megatron.verification.local_ranks import run_ranks
-from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, save_checkpoint, save_world, whole
+from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, read_manifest, save_checkpoint, save_world, whole
 
 DATA = "rank_00000.safetensors"
 
@@ -160,7 +160,7 @@ def test_altered_json_is_refused(tmp_path: Path, name: str, read: Callable[[Path
 def test_an_entry_that_is_not_what_the_manifest_says(tmp_path: Path, header: dict) -> None:
     text = json.dumps(header).encode()
     (tmp_path / "x").write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
-    box = StoredBox(Box((0,), (4,)), "x", "a", checksum(bytes(16)))
+    box = StoredBox(Box((0,), (4,)), "x", "a", Checksum(bytes(16)).text)
     manifest = Manifest({"a": StoredTensor((4,), "float32", (box,))}, {"x": StoredFile(8 + len(text) + 16)})
     files, target = DataFiles(LocalStorage(tmp_path), manifest), torch.zeros(4)
     with pytest.raises(DamagedCheckpointError, match=r"x(: entry a is| holds no readable entry a| cannot be read to its end)"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import load_tensors
-from megatron.checkpoint.save_folder import read_config, read_manifest, read_state
+from megatron.checkpoint.save_folder import read_config, read_state
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import (
     PADDING,
@@ -23,6 +23,7 @@ from tests.support.checkpoint_worlds import (
     hold,
     load_world,
     random_values,
+    read_manifest,
     save_checkpoint,
     save_world,
     whole,

@@ -20,7 +20,7 @@ from megatron.checkpoint.global_tensor import GlobalTensor, slices
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor
-from megatron.checkpoint.save_folder import find_checkpoint, read_manifest, read_state
+from megatron.checkpoint.save_folder import find_checkpoint, read_state
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import (
@@ -30,6 +30,7 @@ from tests.support.checkpoint_worlds import (
     hold,
     load_world,
     random_values,
+    read_manifest,
     save_checkpoint,
     save_world,
     whole,

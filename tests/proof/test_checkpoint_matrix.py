@@ -18,10 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.save_folder import read_manifest
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.shape import random_weights
+from tests.support.checkpoint_worlds import read_manifest
 from tests.support.covering import Case, covering
 from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches

@@ -15,12 +15,12 @@ import torch
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import slices
 from megatron.checkpoint.load import load_tensors
-from megatron.checkpoint.save_folder import LATEST, read_config, read_manifest, read_state
+from megatron.checkpoint.save_folder import LATEST, read_config, read_state
 from megatron.checkpoint.source import TensorInfo
 from megatron.checkpoint.stream import write_checkpoint
 from megatron.parallel.boxes import Box
 from megatron.verification.local_ranks import run_ranks
-from tests.support.checkpoint_worlds import save_checkpoint, whole
+from tests.support.checkpoint_worlds import read_manifest, save_checkpoint, whole
 
 TENSORS = {
     "model.up": torch.arange(24.0).view(4, 6),

@@ -15,6 +15,7 @@ from megatron.checkpoint.agreement import group_of
 from megatron.checkpoint.commit import commit, encoded
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import check_requests, plan_load, read_boxes
+from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.rank_parts import share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
 from megatron.checkpoint.storage import open_storage
@@ -124,6 +125,11 @@ def load_world(path: Path, world: World, allow_unused: Callable[[str], bool] = l
     check_requests([request for request, _ in planned], manifest, allow_unused)
     for _, reads in planned:
         read_boxes(storage, manifest, reads)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint in a folder."""
+    return manifest_in(open_storage(path))
 
 
 def assert_holds(tensors: Sequence[GlobalTensor], expected: Sequence[GlobalTensor], padding: float) -> None:
