@@ -19,15 +19,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.agreement import decide
-from megatron.checkpoint.commit import Retention, encoded, sweep, take_over
+from megatron.checkpoint.commit import Retention, encoded
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.rank_parts import HeldTensor
 from megatron.checkpoint.rank_writer import PATIENCE_S, RankWriter
 from megatron.checkpoint.save_folder import checkpoint_name, latest_in
 from megatron.checkpoint.storage import Storage
-from megatron.checkpoint.tensor_saver import Assignment, PartPlanner, described
-from megatron.checkpoint.writer_process import Committed
+from megatron.checkpoint.tensor_saver import Assignment, RunSaver, described
+from megatron.checkpoint.writer_messages import Committed
 from megatron.parallel.context import Group
 
 Say = Callable[[str], None]
@@ -46,19 +46,17 @@ class _Status(NamedTuple):
     """What it holds, if that has changed."""
 
 
-class BackgroundSaver:
-    """Saves checkpoints of one run into one folder; at most one at a time.
+class BackgroundSaver(RunSaver):
+    """Saves checkpoints, at most one at a time.
 
     Args:
-        storage: the save folder.
-        group: the ranks that save.
+        storage, group: see `RunSaver`.
         retention: which checkpoints stay.
         patience_s: see `RankWriter`; less than the ranks wait for each other in a collective.
     """
 
     def __init__(self, storage: Storage, group: Group, retention: Retention, patience_s: float = PATIENCE_S) -> None:
-        self._storage, self._group = storage, group
-        self._planner = PartPlanner(group)
+        super().__init__(storage, group)
         self._writer = RankWriter(storage, group.index, group.size, retention, patience_s)
         self._told: Committed | None = None
         """On the first rank: the last result of a save that was logged."""
@@ -66,21 +64,13 @@ class BackgroundSaver:
         self._failure: str | None = None
         """On the first rank: why the last save failed, if it did."""
 
-    def begin(self, record: dict[str, Any]) -> None:
-        """On the first rank, before the first save: remove what killed runs left, and take the folder over (`run.json`)."""
-        sweep(self._storage, self._planner.token)
-        take_over(self._storage, record, self._planner.token)
-
-    def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any], say: Say) -> str:
+    def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any], say: Say) -> None:
         """Begin a save; all ranks call it together. The tensors may change when it returns.
 
         A checkpoint that cannot be written is no error here: the first rank logs it, in `poll` or at the next save.
 
         Args:
             say: called on the first rank with lines for the log. The others are those of `TensorSaver.save`.
-
-        Returns:
-            where the checkpoint will be.
 
         Raises:
             CheckpointError: on all ranks, if config or state do not fit into JSON, or the boxes are not whole tensors.
@@ -92,9 +82,9 @@ class BackgroundSaver:
         def begin(statuses: list[_Status]) -> list[Assignment | None]:
             self._settle(statuses, asked, say)
             files.update(encoded(config, state))
-            assignments = self._planner.assign([status.held for status in statuses])
+            assignments = self._assign([status.held for status in statuses])
             try:
-                self._storage.draft(checkpoint_name(iteration), self._planner.token).make()
+                self._draft(iteration).make()
             except OSError as error:
                 self._say_failed(location, f"rank 0: {error}", say)
                 return [None] * len(statuses)
@@ -102,14 +92,13 @@ class BackgroundSaver:
 
         assignment = decide(self._group, f"cannot save {location}", lambda: self._status(held), begin)
         if assignment is None:
-            return location
+            return
         began = time.monotonic()
-        self._writer.start(iteration, assignment.token, self._planner.take(held, assignment), tensors, files)
+        self._writer.start(iteration, assignment.token, self._take(held, assignment), tensors, files)
         if self._group.index == 0:
             self._failure = None
             say(f"saving {location} in the background (copied in {time.monotonic() - began:.2f} s)")
             self._tell(say)
-        return location
 
     def poll(self, say: Say) -> None:
         """Look, without waiting, whether the process has replied. The first rank logs how a save has ended."""
@@ -144,7 +133,7 @@ class BackgroundSaver:
             self._tell(say)
 
     def _status(self, held: list[HeldTensor] | None) -> _Status:
-        return _Status(self._writer.wait_until_written(), None if held is None else self._planner.unless_known(held))
+        return _Status(self._writer.wait_until_written(), None if held is None else self._unless_known(held))
 
     def _settle(self, statuses: list[_Status], asked: float, say: Say) -> None:
         """On the first rank, when all parts of the last save are written: wait until it is a checkpoint, and log it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,12 @@ class RankPart:
     files: tuple[PartFile, ...]
     empty: tuple[HeldTensor, ...] = ()
     """Tensors without elements. No file holds them, but the manifest lists them."""
+
+    def places(self) -> dict[BoxToWrite, slice]:
+        """Where the raw bytes of each box lie in memory that holds one box after the other, in the order of the files."""
+        boxes = [box for file in self.files for box in file.boxes]
+        ends = itertools.accumulate((box.entry.num_bytes for box in boxes), initial=0)
+        return {box: slice(start, end) for box, (start, end) in zip(boxes, itertools.pairwise(ends), strict=True)}
 
 
 def share_out(world: Sequence[Sequence[HeldTensor]], max_file_bytes: int | None = None) -> list[RankPart]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -17,17 +21,16 @@ from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
 from megatron.checkpoint.rank_parts import RankPart
 from megatron.checkpoint.save_folder import checkpoint_name
 from megatron.checkpoint.storage import Draft, Storage
-from megatron.checkpoint.writer_process import (
-    AllWritten,
+from megatron.checkpoint.writer_messages import (
     Begin,
     Committed,
     End,
-    GiveUp,
+    Message,
     Note,
+    PartsEnded,
     PartWritten,
+    Reply,
     Save,
-    WriterDied,
-    WriterProcess,
     failure_mark,
 )
 from megatron.parallel.boxes import Box
@@ -63,10 +66,7 @@ class SharedBuffer:
         """Give the memory back, as soon as no view of it is left."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
-            self._pinned = False
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        os.close(self.fd)
         del self.bytes, self._map
 
 
@@ -75,6 +75,78 @@ def _anonymous_file() -> int:
         return os.memfd_create("checkpoint", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+"""The folder that holds `megatron`."""
+_DIES_WITHIN_S = 2.0
+
+
+class WriterDied(Exception):
+    """The process has ended by itself."""
+
+
+class WriterProcess:
+    """A process that runs `writer_main.py`.
+
+    Args:
+        memory: file descriptor of the shared memory.
+        num_bytes: its size.
+        begin: what each save writes.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, memory: int, num_bytes: int, begin: Begin) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        numbers = (memory, num_bytes, theirs.fileno(), os.getpid())
+        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with theirs:
+            self._process = subprocess.Popen(
+                # -P, so that no file in the working directory is taken for a module.
+                [sys.executable, "-P", "-m", "megatron.checkpoint.writer_main", *map(str, numbers)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                pass_fds=(memory, theirs.fileno()),
+                start_new_session=True,  # signals to the job's process group are not for it
+            )
+        self.send(begin)
+
+    @property
+    def pid(self) -> int:
+        """Number of the process, for messages."""
+        return self._process.pid
+
+    def send(self, message: Message) -> None:
+        """Send it a message. If it has ended, `receive` reports it."""
+        with contextlib.suppress(ConnectionError):
+            self._connection.send(message)
+
+    def receive(self, timeout: float = 0.0) -> list[Reply]:
+        """Replies that have come, or that come within `timeout` seconds.
+
+        Raises:
+            WriterDied: there is none left, and the process has ended.
+        """
+        replies: list[Reply] = []
+        try:
+            while self._connection.poll(0.0 if replies else timeout):
+                replies.append(self._connection.recv())
+        except (EOFError, OSError):
+            if not replies:
+                code = self._process.wait()
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                raise WriterDied(f"the process that writes it {how}") from None
+        return replies
+
+    def stop(self) -> None:
+        """End the process, whatever it is doing."""
+        self._connection.close()
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that waits for a file system cannot even be killed
+            self._process.wait(_DIES_WITHIN_S)
 
 
 _log = logging.getLogger(__name__)
@@ -165,7 +237,7 @@ class RankWriter:
             failures: why ranks could not write theirs.
         """
         if self.iteration is not None and self.committed is None and self._process is not None:
-            self._process.send(GiveUp("\n  ".join(dict.fromkeys(failures))) if failures else AllWritten())
+            self._process.send(PartsEnded("\n  ".join(dict.fromkeys(failures)) or None))
         self._wait_until(lambda: self.committed is not None)
 
     def end(self) -> None:
@@ -218,12 +290,8 @@ class RankWriter:
         self.close()
         num_bytes = sum(file.num_data_bytes for file in part.files)
         self._part, self._buffer = part, SharedBuffer(num_bytes, pinned=any(tensor.local.is_cuda for tensor in tensors))
-        at = 0
-        for file in part.files:
-            for box in file.boxes:
-                end = at + box.entry.num_bytes
-                self._targets[box.name, box.box] = self._buffer.bytes[at:end].view(torch_dtype(box.dtype)).view(box.box.sizes)
-                at = end
+        for box, place in part.places().items():
+            self._targets[box.name, box.box] = self._buffer.bytes[place].view(torch_dtype(box.dtype)).view(box.box.sizes)
         begin = Begin(self._storage.location, part, self._num_ranks, self._retention)
         self._process = WriterProcess(self._buffer.fd, max(num_bytes, 1), begin)
         return self._process
@@ -245,7 +313,7 @@ class RankWriter:
         if self.iteration is None:
             return
         if self.written is None:
-            self.written = PartWritten(self.iteration, reason)
+            self.written = PartWritten(reason)
             assert self.draft is not None
             with contextlib.suppress(OSError):
                 self.draft.storage.write(self.draft.file_name(failure_mark(self._rank)), reason.encode())

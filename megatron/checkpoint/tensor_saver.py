@@ -1,4 +1,4 @@
-"""Saves that are complete when the call returns; and the plan of a run's saves, made again only when boxes have changed."""
+"""The plan of a run's saves, made again only when boxes have changed; and saves that are complete when the call returns."""
 
 from __future__ import annotations
 
@@ -26,43 +26,56 @@ class Assignment(NamedTuple):
     """What this rank writes; None: the same as before."""
 
 
-class PartPlanner:
-    """Plans a save with one round of messages, which are small when nothing has changed.
+class RunSaver:
+    """Plans the saves of one run into one folder, with one round of messages, which are small when nothing has changed.
 
     Args:
+        storage: the save folder, on a file system that all ranks share; made if it does not exist.
         group: the ranks that save.
-        max_file_bytes: begin another data file where one would become larger.
+        max_file_bytes: begin another data file where one would become larger (a box is never cut).
     """
 
-    def __init__(self, group: Group, max_file_bytes: int | None = None) -> None:
-        self._max_file_bytes = max_file_bytes
-        self.token = secrets.token_hex(4)  # the first rank's token is the run's
+    def __init__(self, storage: Storage, group: Group, max_file_bytes: int | None = None) -> None:
+        self._storage, self._group, self._max_file_bytes = storage, group, max_file_bytes
+        self._token = secrets.token_hex(4)  # the first rank's token is the run's
         self._held: list[HeldTensor] | None = None
         self._part = RankPart(group.index, ())
         self._world: list[list[HeldTensor]] = []
 
-    def unless_known(self, held: list[HeldTensor]) -> list[HeldTensor] | None:
+    def begin(self, record: dict[str, Any]) -> None:
+        """On the first rank, before the first save: remove what killed runs left, and take the folder over (`run.json`).
+
+        Args:
+            record: settings, versions and command line of the run.
+        """
+        sweep(self._storage, self._token)
+        take_over(self._storage, record, self._token)
+
+    def _draft(self, iteration: int) -> Draft:
+        return self._storage.draft(checkpoint_name(iteration), self._token)
+
+    def _unless_known(self, held: list[HeldTensor]) -> list[HeldTensor] | None:
         """What this rank holds; None if that has not changed."""
         return None if held == self._held else held
 
-    def assign(self, shares: list[list[HeldTensor] | None]) -> list[Assignment]:
+    def _assign(self, shares: list[list[HeldTensor] | None]) -> list[Assignment]:
         """On the first rank: plan what every rank writes.
 
         Args:
-            shares: what each rank's `unless_known` returned.
+            shares: what each rank's `_unless_known` returned.
 
         Raises:
             CheckpointError: the boxes are not whole tensors; see `share_out`.
         """
         if all(share is None for share in shares):
-            return [Assignment(self.token, None)] * len(shares)
+            return [Assignment(self._token, None)] * len(shares)
         before = self._world or [[]] * len(shares)
         self._world = [old if new is None else new for old, new in zip(before, shares, strict=True)]
-        return [Assignment(self.token, part) for part in share_out(self._world, self._max_file_bytes)]
+        return [Assignment(self._token, part) for part in share_out(self._world, self._max_file_bytes)]
 
-    def take(self, held: list[HeldTensor], assignment: Assignment) -> RankPart:
+    def _take(self, held: list[HeldTensor], assignment: Assignment) -> RankPart:
         """On every rank: take the assignment; returns what this rank writes."""
-        self.token = assignment.token
+        self._token = assignment.token
         if assignment.part is not None:
             self._part = assignment.part
         self._held = held
@@ -88,40 +101,10 @@ def reader_of(tensors: list[GlobalTensor]) -> Callable[[BoxToWrite], memoryview]
     return data_of
 
 
-class Written(NamedTuple):
-    """A checkpoint that is complete."""
+class TensorSaver(RunSaver):
+    """Saves checkpoints, each complete when `save` returns."""
 
-    location: str
-    """Its folder: a path or a URL."""
-    content_digest: str
-
-
-class TensorSaver:
-    """Saves checkpoints of one run into one folder, each complete when `save` returns.
-
-    Args:
-        storage: the save folder, on a file system that all ranks share; made if it does not exist.
-        group: the ranks that save.
-        max_file_bytes: begin another data file where one would become larger (a box is never cut).
-    """
-
-    def __init__(self, storage: Storage, group: Group, max_file_bytes: int | None = None) -> None:
-        self._storage, self._group = storage, group
-        self._planner = PartPlanner(group, max_file_bytes)
-        self._swept = self._owns = False
-
-    def begin(self, record: dict[str, Any]) -> None:
-        """On the first rank, before the first save: remove what killed runs left, and take the folder over (`run.json`)."""
-        self._sweep()
-        take_over(self._storage, record, self._planner.token)
-        self._owns = True
-
-    def _sweep(self) -> None:
-        if not self._swept:
-            sweep(self._storage, self._planner.token)
-            self._swept = True
-
-    def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any]) -> Written:
+    def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any]) -> str:
         """Write `<folder>/iter_<iteration>/`, in the format that docs/checkpoints.md describes, and point the latest file to it.
 
         Call it on every rank of the group. All ranks return when the checkpoint is complete, or all raise, and then nothing half
@@ -134,37 +117,32 @@ class TensorSaver:
             config: goes into `config.json`; the first rank's is written.
             state: goes into `state.json`; the first rank's is written.
 
+        Returns:
+            the digest of the content.
+
         Raises:
             CheckpointError: a rank could not write, config or state do not fit into JSON, or the boxes are not whole tensors.
         """
-        name = checkpoint_name(iteration)
-        doing = f"cannot save {self._storage.at(name)}"
+        doing = f"cannot save {self._storage.at(checkpoint_name(iteration))}"
         held = described(tensors)
         files: dict[str, bytes] = {}
-        draft: Draft | None = None
+        drafts: list[Draft] = []
 
-        def begin(shares: list[list[HeldTensor] | None]) -> list[Assignment]:
-            nonlocal draft
+        def plan(shares: list[list[HeldTensor] | None]) -> list[Assignment]:
             files.update(encoded(config, state))
-            answers = self._planner.assign(shares)
-            self._sweep()
-            draft = self._storage.draft(name, self._planner.token)
-            draft.make()
-            return answers
+            assignments = self._assign(shares)
+            drafts.append(self._draft(iteration))
+            drafts[0].make()
+            return assignments
 
-        def write() -> Manifest:
-            return write_part(self._storage.draft(name, self._planner.token), part, data_of)
-
-        def finish(parts: list[Manifest]) -> list[Written]:
-            assert draft is not None
-            manifest = commit(self._storage, draft, iteration, parts, files, self._planner.token if self._owns else None)
-            return [Written(self._storage.at(name), str(manifest.content_digest))] * len(parts)
+        def finish(parts: list[Manifest]) -> list[str]:
+            manifest = commit(self._storage, drafts[0], iteration, parts, files, self._token)
+            return [str(manifest.content_digest)] * len(parts)
 
         try:
-            part = self._planner.take(held, decide(self._group, doing, lambda: self._planner.unless_known(held), begin))
-            data_of = reader_of(tensors)
-            return decide(self._group, doing, write, finish)
+            part = self._take(held, decide(self._group, doing, lambda: self._unless_known(held), plan))
+            return decide(self._group, doing, lambda: write_part(self._draft(iteration), part, reader_of(tensors)), finish)
         except (CheckpointError, RuntimeError):
-            if draft is not None:
+            for draft in drafts:  # only the first rank has one
                 draft.abandon()
             raise

@@ -1,10 +1,10 @@
 """The process that writes a rank's part beside the training, and on the first rank makes a checkpoint of all parts.
 
-    python -m megatron.checkpoint.writer_main FD NUM_BYTES
+    python -m megatron.checkpoint.writer_main MEMORY NUM_BYTES CONNECTION PARENT
 
-It is started by `writer_process.py`: a program of its own, not a fork, because a fork of a process with a CUDA device or many
-gigabytes is dangerous or slow. It imports no torch. Messages come through standard input and replies go to standard output,
-the data lies in the memory behind the file descriptor. When training ends, in whatever way, it ends at once too.
+It is started by `rank_writer.py`: a program of its own, not a fork, because a fork of a process with a CUDA device or many
+gigabytes is dangerous or slow. It imports no torch. The data lies in the memory behind the first file descriptor, messages come and
+replies go through the second. When training (the process PARENT) ends, in whatever way, it ends at once too.
 """
 
 from __future__ import annotations
@@ -13,29 +13,28 @@ import contextlib
 import ctypes
 import mmap
 import os
-import pickle
 import queue
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 from megatron.checkpoint.commit import commit, retain
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.manifest import Manifest, part_from_json
-from megatron.checkpoint.rank_parts import BoxToWrite, write_part
+from megatron.checkpoint.rank_parts import write_part
 from megatron.checkpoint.save_folder import checkpoint_name
 from megatron.checkpoint.storage import Draft, open_storage
-from megatron.checkpoint.writer_process import (
+from megatron.checkpoint.writer_messages import (
     Alive,
-    AllWritten,
     Begin,
     Committed,
     End,
-    GiveUp,
     Message,
     Note,
+    PartsEnded,
     PartWritten,
     Reply,
     Save,
@@ -67,12 +66,7 @@ class Background:
         self._inbox, self._begin, self._reply = inbox, begin, reply
         self._storage = open_storage(begin.location)
         self._said_alive_at = -ALIVE_EVERY_S
-        self._data: dict[BoxToWrite, memoryview] = {}
-        at = 0
-        for file in begin.part.files:
-            for box in file.boxes:
-                self._data[box] = data[at : at + box.entry.num_bytes]
-                at += box.entry.num_bytes
+        self._data = {box: data[place] for box, place in begin.part.places().items()}
 
     def run(self) -> None:
         """Write whenever training asks for it, until the message `End`."""
@@ -92,7 +86,7 @@ class Background:
             failure = _reason(error, rank)
             with contextlib.suppress(Exception):
                 draft.storage.write(draft.file_name(failure_mark(rank)), failure.encode())
-        self._reply(PartWritten(message.iteration, failure))
+        self._reply(PartWritten(failure))
         if message.files is None:
             return
         digest = ""
@@ -109,10 +103,9 @@ class Background:
     def _commit(self, draft: Draft, message: Save, failure: str | None) -> Manifest:
         if failure is not None:
             raise CheckpointError(failure)
-        ranks = range(self._begin.num_ranks)
         self._wait_for_parts(draft)
         parts = []
-        for rank in ranks:
+        for rank in range(self._begin.num_ranks):
             name = draft.file_name(part_file(rank))
             parts.append(part_from_json(draft.storage.read(name), draft.storage.location, name))
             draft.storage.remove(name)
@@ -145,12 +138,12 @@ class Background:
                 )
             with contextlib.suppress(queue.Empty):
                 message = self._inbox.get(timeout=pause)
-                if isinstance(message, GiveUp):
-                    raise CheckpointError(message.reason)
                 if isinstance(message, End):
                     self._inbox.put(message)
                     raise CheckpointError("training has ended before all parts were written")
-                if isinstance(message, AllWritten):
+                if isinstance(message, PartsEnded):
+                    if message.failure is not None:
+                        raise CheckpointError(message.failure)
                     deadline = time.monotonic() + VISIBLE_WITHIN_S
             pause = min(2 * pause, LONGEST_PAUSE_S)
             self._alive()
@@ -182,38 +175,29 @@ def _end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _receive(inbox: queue.Queue[Message]) -> None:
+def _receive(connection: Connection, inbox: queue.Queue[Message]) -> None:
     """Pass on all messages; end with the last one, which means that training has ended."""
-    try:
+    with contextlib.suppress(EOFError, OSError):
         while True:
-            inbox.put(pickle.load(sys.stdin.buffer))
-    except (EOFError, OSError, pickle.UnpicklingError):
-        os._exit(0)
+            inbox.put(connection.recv())
+    os._exit(0)
 
 
 def main() -> None:
     """Map the memory, then write when asked to."""
-    fd, num_bytes, parent = (int(text) for text in sys.argv[1:])
+    memory, num_bytes, messages, parent = (int(text) for text in sys.argv[1:])
     _end_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # these signals are meant for training, which decides whether a save is finished
     with contextlib.suppress(OSError):
         os.nice(_NICE)
-    data = memoryview(mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED))
-    os.close(fd)
-    replies = sys.stdout.buffer
-    sys.stdout = sys.stderr  # so that nothing that a library prints gets in between
-
-    def reply(message: Reply) -> None:
-        text = pickle.dumps(message)
-        replies.write(len(text).to_bytes(4, "little") + text)
-        replies.flush()
-
-    inbox: queue.Queue[Message] = queue.Queue()
-    threading.Thread(target=_receive, args=(inbox,), daemon=True).start()
+    data = memoryview(mmap.mmap(memory, num_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED))
+    os.close(memory)
+    connection, inbox = Connection(messages), queue.Queue[Message]()
+    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
     begin = inbox.get()
     assert isinstance(begin, Begin)
-    Background(data, inbox, begin, reply).run()
+    Background(data, inbox, begin, connection.send).run()
     os._exit(0)  # without waiting for the thread that waits for messages
 
 

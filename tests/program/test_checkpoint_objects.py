@@ -13,7 +13,7 @@ from megatron.checkpoint.agreement import group_of
 from megatron.checkpoint.commit import Retention, retain
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.load import load_tensors
-from megatron.checkpoint.save_folder import find_checkpoint, latest_in, read_state
+from megatron.checkpoint.save_folder import checkpoint_name, find_checkpoint, latest_in, read_state
 from megatron.checkpoint.storage import open_storage
 from megatron.checkpoint.tensor_saver import TensorSaver
 from tests.support.checkpoint_worlds import whole
@@ -35,7 +35,8 @@ def empty_store() -> Iterator[None]:
 
 def save(iteration: int, value: float = 1.0) -> str:
     tensors = [whole("a", torch.full((300, 7), value)), whole("b", torch.full((5,), value, dtype=torch.float64))]
-    return TensorSaver(open_storage(URL), group_of(None)).save(iteration, tensors, {}, {"value": value}).location
+    TensorSaver(open_storage(URL), group_of(None)).save(iteration, tensors, {}, {"value": value})
+    return f"{URL}/{checkpoint_name(iteration)}"
 
 
 def loaded(url: str) -> float:

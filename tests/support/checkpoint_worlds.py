@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.agreement import group_of
-from megatron.checkpoint.commit import commit, encoded
+from megatron.checkpoint.commit import commit, encoded, sweep
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import check_requests, plan_load, read_boxes
 from megatron.checkpoint.manifest import Manifest
@@ -154,5 +154,8 @@ def save_checkpoint(
     max_file_bytes: int | None = None,
 ) -> Path:
     """Write one checkpoint, called on every rank of the group; returns its folder. See `TensorSaver.save`."""
-    saver = TensorSaver(open_storage(folder), group_of(process_group), max_file_bytes)
-    return Path(saver.save(iteration, tensors, config, state).location)
+    storage, group = open_storage(folder), group_of(process_group)
+    if group.index == 0:
+        sweep(storage, "no run's")
+    TensorSaver(storage, group, max_file_bytes).save(iteration, tensors, config, state)
+    return Path(storage.at(checkpoint_name(iteration)))

@@ -19,6 +19,7 @@ import torch
 from megatron.checkpoint.agreement import group_of
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
 from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.save_folder import checkpoint_name
 from megatron.checkpoint.storage import open_storage
 from megatron.checkpoint.tensor_saver import TensorSaver
 from megatron.parallel.boxes import Box, PlacedBox
@@ -46,7 +47,9 @@ def _read(rank: int, ranks: int, megabytes: int, pairs: int, folder: Path) -> li
     """Seconds of a plain read and of a load: at the layout that saved, and at another."""
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # as a launcher does: ranks share the cores
     tensors = held_tensors(rank, ranks, megabytes)
-    path = TensorSaver(open_storage(folder), group_of(None)).save(1, tensors, {}, {}).location
+    storage = open_storage(folder)
+    TensorSaver(storage, group_of(None)).save(1, tensors, {}, {})
+    path = storage.at(checkpoint_name(1))
     file = Path(path) / f"rank_{rank:05d}.safetensors"
     buffer = bytes_of(torch.ones(file.stat().st_size, dtype=torch.uint8))
 
