@@ -29,16 +29,6 @@ def encoded(config: dict[str, Any], state: dict[str, Any]) -> dict[str, bytes]:
     return files
 
 
-def sweep(save: Storage, token: str) -> None:
-    """Remove what killed saves and removals of other runs left. Call it when no other run saves there.
-
-    Args:
-        save: the save folder.
-        token: that of this run, whose saves are kept.
-    """
-    save.sweep([checkpoint_name(iteration) for iteration in iterations_in(save)], keep=token)
-
-
 def take_over(save: Storage, record: dict[str, Any], token: str) -> None:
     """Write `run.json`: this run is the one that saves here from now on.
 
@@ -154,7 +144,9 @@ def check_writable(save: Storage) -> None:
         CheckpointError: one of these is not possible.
     """
     try:
-        save.check_writable()
+        save.make()
+        save.write(".writable", b"x")
+        save.remove(".writable")
     except OSError as error:
         raise CheckpointError(
             f"--save {save.location}: cannot write there ({error.strerror or error}). "

@@ -25,8 +25,8 @@ from megatron.checkpoint.errors import CheckpointError, listed, ranks_named
 from megatron.checkpoint.global_tensor import GlobalTensor, relative, torch_dtype, within
 from megatron.checkpoint.loaded_content import Compared, compare_content
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor, tiles
-from megatron.checkpoint.save_folder import Place, manifest_in
-from megatron.checkpoint.storage import Storage, open_storage
+from megatron.checkpoint.save_folder import manifest_in
+from megatron.checkpoint.storage import Place, Storage, open_storage
 from megatron.parallel.boxes import Box, PlacedBox
 
 _MOST_THREADS = 4

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from megatron.checkpoint.errors import TruncatedError
@@ -61,12 +61,13 @@ def set_aside(path: Path, suffix: str) -> Path:
 
 def exchange(one: Path, other: Path) -> bool:
     """Exchange the names of two folders in one step. Returns whether the file system can (many network file systems cannot)."""
-    return _renameat2()(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+    return _of_linux("renameat2")(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
 @functools.cache
-def _renameat2() -> Callable[..., int]:
-    function = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+def _of_linux(name: str) -> Callable[..., int]:
+    """A function of the C library of Linux; where there is none, one that fails."""
+    function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
     return function or (lambda *arguments: -1)
 
 
@@ -93,48 +94,31 @@ class LocalFile(Reading):
 class LocalWriting(Writing):
     """A `Writing` to a local file, without a buffer of its own."""
 
-    def __init__(self, path: Path, handle: int) -> None:
-        self._path, self._handle = path, handle
-        self._begun = 0
-        self.num_bytes = 0
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self._begun = self.num_bytes = 0
 
     def write(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
         rest = rest.cast("B") if rest.nbytes else rest
         while rest.nbytes:
-            with self._named():
-                written = os.write(self._handle, rest[:FLUSH_BYTES])
+            written = os.write(self._handle, rest[:FLUSH_BYTES])
             self.num_bytes += written
             rest = rest[written:]
             if self.num_bytes - self._begun >= FLUSH_BYTES:
-                _writeback()(self._handle, self._begun, self.num_bytes - self._begun, _SYNC_FILE_RANGE_WRITE)
+                begin_to_sync(self._handle, self._begun, self.num_bytes - self._begun)
                 self._begun = self.num_bytes
 
     def sync(self) -> None:
-        with self._named():
-            os.fsync(self._handle)
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Add the file's name to errors."""
-        try:
-            yield
-        except OSError as error:
-            error.filename = str(self._path)
-            raise
+        os.fsync(self._handle)
 
 
 _SYNC_FILE_RANGE_WRITE = 2
 
 
-@functools.cache
-def _writeback() -> Callable[[int, int, int, int], object]:
-    """Linux's `sync_file_range`, which here only begins to write. What it cannot do is left to fsync, and so are its errors."""
-    if sys.platform != "linux":
-        return lambda handle, start, length, flags: None
-    function = ctypes.CDLL(None).sync_file_range
-    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return function
+def begin_to_sync(handle: int, start: int, length: int) -> None:
+    """Ask Linux to begin with the writing of a range of a file. What it cannot do is left to fsync, and so are its errors."""
+    _of_linux("sync_file_range")(handle, ctypes.c_int64(start), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
 _LEFT = re.compile(r"\.(?P<name>iter_\d+)\.(?:(?P<token>[0-9a-f]+)\.)?(?P<what>saving|removing|replaced)")
@@ -186,10 +170,12 @@ class LocalStorage(Storage):
         path = self.local / name
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            file = LocalWriting(path, handle)
+            file = LocalWriting(handle)
             yield file
             file.sync()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(path)
             with contextlib.suppress(OSError):
                 path.unlink()
             raise
@@ -219,19 +205,15 @@ class LocalStorage(Storage):
         with _missing_is_missing():
             shutil.rmtree(set_aside(self.local / name, "removing"))
 
-    def sweep(self, names: Iterable[str], keep: str | None = None) -> list[str]:
-        removed = []
-        for name in self.names():
-            left = _LEFT.fullmatch(name)
-            if left is None or (keep is not None and left["token"] == keep):
+    def sweep(self, keep: str) -> None:
+        for left in filter(None, map(_LEFT.fullmatch, self.names())):
+            if left["token"] == keep:
                 continue
             with contextlib.suppress(OSError):  # a late writer on another node may still be adding files
                 if left["what"] == "replaced" and not (self.local / left["name"]).exists():
-                    (self.local / name).rename(self.local / left["name"])
-                    continue
-                self.remove(name)
-                removed.append(name)
-        return removed
+                    (self.local / left[0]).rename(self.local / left["name"])
+                else:
+                    self.remove(left[0])
 
 
 class LocalDraft(Draft):

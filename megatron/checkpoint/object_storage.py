@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron.checkpoint.errors import TruncatedError
@@ -91,25 +91,12 @@ class ObjectWriting(Writing):
     def sync(self) -> None:
         pass
 
-    def finish(self) -> None:
-        """Complete the file in the store."""
-        with told(self._url):
-            self._file.close()
-
-    def give_up(self) -> None:
-        """End an upload so that no file results."""
-        with contextlib.suppress(Exception):
-            self._file.discard()
-        try:
-            self._file.closed = True  # else it would be finished when the object goes
-        except AttributeError:
-            self._file.close()
-
 
 COMPLETE = "manifest.json"
 """A checkpoint that has this file is complete."""
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"}
 """Stores in which folders need not be made; asked to, some make a missing bucket, perhaps of a misspelt name."""
+_CHECKPOINT = re.compile(r"iter_\d{7,}")
 _LEFT_FILE = re.compile(r"rank_.*-[0-9a-f]+\..+|(?:config|state)\.json")
 
 
@@ -166,15 +153,22 @@ class ObjectStorage(Storage):
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[ObjectWriting]:
-        with told(self.at(name)):
-            file = ObjectWriting(self._files.open(self._path(name), "wb", block_size=BLOCK_BYTES), self.at(name))
+        place, path = self.at(name), self._path(name)
+        with told(place):
+            file = self._files.open(path, "wb", block_size=BLOCK_BYTES)
         try:
-            yield file
-            file.finish()
+            yield ObjectWriting(file, place)
+            with told(place):
+                file.close()
         except BaseException:
-            file.give_up()
             with contextlib.suppress(Exception):
-                self._files.rm_file(self._path(name))
+                file.discard()
+            try:
+                file.closed = True  # else the upload would be finished when the object goes
+            except AttributeError:
+                file.close()
+            with contextlib.suppress(Exception):
+                self._files.rm_file(path)
             raise
 
     def write(self, name: str, data: bytes) -> None:
@@ -195,17 +189,13 @@ class ObjectStorage(Storage):
         self.child(name).remove(COMPLETE)
         self.remove(name)
 
-    def sweep(self, names: Iterable[str], keep: str | None = None) -> list[str]:
+    def sweep(self, keep: str) -> None:
         """Remove checkpoints without a manifest."""
-        removed = []
-        for name in names:
+        for name in filter(_CHECKPOINT.fullmatch, self.names()):
             found = self.names(name)
-            if not all(map(_is_left, found)) or (keep is not None and any(_written_by(file, keep) for file in found)):
-                continue
-            with contextlib.suppress(OSError):
-                self.remove(name)
-                removed.append(name)
-        return removed
+            if all(_is_left(file) and not _written_by(file, keep) for file in found):
+                with contextlib.suppress(OSError):
+                    self.remove(name)
 
     def _path(self, name: str) -> str:
         return posixpath.join(self._root, name) if name else self._root

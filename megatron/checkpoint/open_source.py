@@ -7,9 +7,9 @@ from enum import StrEnum
 
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.manifest import CONFIG, MANIFEST
-from megatron.checkpoint.save_folder import LATEST, Place, checkpoint_name, find_checkpoint, iterations_in
+from megatron.checkpoint.save_folder import LATEST, checkpoint_name, find_checkpoint, iterations_in
 from megatron.checkpoint.source import WeightSource
-from megatron.checkpoint.storage import Storage, open_storage
+from megatron.checkpoint.storage import Place, Storage, open_storage
 from megatron.checkpoint.stored import StoredCheckpoint
 
 

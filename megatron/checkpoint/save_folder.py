@@ -21,7 +21,7 @@ from typing import Any
 from megatron.checkpoint.content_sums import Checksum, matches
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
 from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, Manifest, part_from_json
-from megatron.checkpoint.storage import Storage, open_storage
+from megatron.checkpoint.storage import Place, Storage, open_storage
 
 LATEST = "latest_checkpointed_iteration.txt"
 RUN = "run.json"
@@ -50,10 +50,6 @@ def latest_in(save: Storage) -> int | None:
 def checkpoints(folder: Path) -> dict[int, Path]:
     """Checkpoints in a local save folder by iteration, ascending; empty if there is no such folder."""
     return {iteration: folder / checkpoint_name(iteration) for iteration in iterations_in(open_storage(folder))}
-
-
-Place = Path | str
-"""A folder, or its URL."""
 
 
 def find_checkpoint(
@@ -92,7 +88,7 @@ def find_checkpoint(
             raise CheckpointError(f"--ckpt-step {step}: {folder} has no such checkpoint; it has: {there}")
         if fault := fault_of(storage.child(checkpoint_name(step))):
             raise DamagedCheckpointError(f"--ckpt-step {step}: {fault}")
-        return place_of(storage.child(checkpoint_name(step)))
+        return storage.child(checkpoint_name(step)).place
     latest = latest_in(storage)
     if latest is None and not found:
         return None
@@ -112,7 +108,7 @@ def find_checkpoint(
         elif iteration != max(found):
             newest = storage.at(checkpoint_name(max(found)))
             tell(f"taking {inside.location}, which {LATEST} names; {newest} is newer but was not saved last")
-        return place_of(inside)
+        return inside.place
     raise DamagedCheckpointError(f"{folder} holds no complete checkpoint:\n  " + listed(faults, "\n  "))
 
 
@@ -187,8 +183,3 @@ def read_json(inside: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{inside.at(name)} was altered (checksum)")
     content: dict[str, Any] = json.loads(data)
     return content
-
-
-def place_of(storage: Storage) -> Place:
-    """The path or URL of a folder, for callers outside this package."""
-    return storage.local or storage.location

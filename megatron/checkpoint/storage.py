@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -47,6 +47,10 @@ class Writing(Protocol):
         """Bring what is written so far to the disk, where that can be done before the end."""
 
 
+Place = Path | str
+"""A folder, or its URL."""
+
+
 class Storage(Protocol):
     """A folder, local or by URL. Names are relative to it, with `/` between; the empty name is the folder itself.
 
@@ -57,6 +61,11 @@ class Storage(Protocol):
     """The folder as a user names it: a path or a URL. Another process can open the same storage with it."""
     local: Path | None
     """The folder, if it is a local one."""
+
+    @property
+    def place(self) -> Place:
+        """The folder, for callers outside this package."""
+        return self.local or self.location
 
     def at(self, name: str) -> str:
         """A file in it, as a user names it."""
@@ -88,12 +97,6 @@ class Storage(Protocol):
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all in it, if it exists."""
 
-    def check_writable(self) -> None:
-        """Make the folder, then write and remove a file in it."""
-        self.make()
-        self.write(".writable", b"x")
-        self.remove(".writable")
-
     def draft(self, name: str, token: str) -> Draft:
         """The place where the checkpoint `name` is written.
 
@@ -105,15 +108,11 @@ class Storage(Protocol):
     def retire(self, name: str) -> None:
         """Remove a checkpoint in an order in which half of one is never taken for a whole one."""
 
-    def sweep(self, names: Iterable[str], keep: str | None = None) -> list[str]:
-        """Remove what killed saves and removals left; what cannot be removed stays. Call it while nobody saves.
+    def sweep(self, keep: str) -> None:
+        """Remove what killed saves and removals left; what cannot be removed stays. Call it when no other run saves here.
 
         Args:
-            names: the checkpoints here, complete or not.
-            keep: the token of a run whose drafts stay.
-
-        Returns:
-            what was removed.
+            keep: the token of the run whose drafts stay.
         """
 
 

@@ -1,24 +1,22 @@
-"""Reads a checkpoint of this framework as whole tensors, one in memory at a time, without a process group; and verifies it."""
+"""Reads a checkpoint of this framework as whole tensors, one in memory at a time, without a process group."""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.checkpoint.content_sums import NO_SUMS, content_sums
+from megatron.checkpoint.content_sums import content_sums
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.global_tensor import WEIGHT, bytes_of, relative, torch_dtype, within
-from megatron.checkpoint.manifest import CONFIG, STATE, Manifest, StoredTensor, tiles
-from megatron.checkpoint.save_folder import faults_of_files, manifest_in, read_json
+from megatron.checkpoint.manifest import CONFIG, STATE, Manifest
+from megatron.checkpoint.save_folder import manifest_in, read_json
 from megatron.checkpoint.source import TensorInfo
-from megatron.checkpoint.storage import Storage, open_storage
+from megatron.checkpoint.storage import open_storage
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_SETTINGS, DataConfig
 from megatron.config.model import ModelConfig
@@ -122,62 +120,3 @@ class StoredCheckpoint:
         if content != tensor.content:
             raise DamagedCheckpointError(f"{self.name}: {name} has the content sums {content}, the manifest says {tensor.content}")
         return found
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The result of reading a whole checkpoint, with its faults."""
-
-    tensors: int
-    num_bytes: int
-    """Bytes of all boxes."""
-    digest: str | None
-    """Digest of the content; None in an older checkpoint, which holds no content sums."""
-    faults: tuple[str, ...]
-
-
-def verify(inside: Storage, progress: Callable[[str], None] = lambda name: None) -> Verified:
-    """Read all of a checkpoint. At most one box is in memory.
-
-    Args:
-        inside: its folder.
-        progress: called with the name of each tensor before it is read.
-
-    Raises:
-        CheckpointError: it was written by a newer version.
-    """
-    try:
-        manifest = manifest_in(inside)
-    except DamagedCheckpointError as error:
-        return Verified(0, 0, None, (str(error),))
-    faults = [*faults_of_files(inside, manifest)]
-    for name in (CONFIG, STATE):
-        try:
-            read_json(inside, name, manifest)
-        except DamagedCheckpointError as error:
-            faults.append(str(error))
-    num_bytes = 0
-    with DataFiles(inside, manifest) as files:
-        for name, stored in manifest.tensors.items():
-            progress(name)
-            num_bytes += sum(box.box.numel for box in stored.boxes) * torch_dtype(stored.dtype).itemsize
-            faults += _faults_of_tensor(name, stored, files)
-    return Verified(len(manifest.tensors), num_bytes, manifest.content_digest, tuple(dict.fromkeys(faults)))
-
-
-def _faults_of_tensor(name: str, stored: StoredTensor, files: DataFiles) -> list[str]:
-    if not tiles(stored.shape, [box.box for box in stored.boxes]):
-        return [f"{name}: its boxes do not make up a whole tensor of shape {list(stored.shape)}"]
-    faults, total = [], NO_SUMS
-    for box in stored.boxes:
-        data = torch.empty(math.prod(box.box.sizes), dtype=torch_dtype(stored.dtype)).view(box.box.sizes)
-        try:
-            files.read(box, stored.dtype, [BoxRead(Box((0,) * len(box.box.sizes), box.box.sizes), data)])
-        except DamagedCheckpointError as error:
-            faults.append(str(error))
-            continue
-        if stored.content is not None:
-            total = total.plus(content_sums(bytes_of(data), stored.dtype, box.box, stored.shape))
-    if not faults and stored.content not in (None, total.hex):
-        faults.append(f"{name}: its content sums are {total.hex}, the manifest says {stored.content}")
-    return faults

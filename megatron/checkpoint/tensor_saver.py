@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.agreement import decide
-from megatron.checkpoint.commit import commit, encoded, sweep, take_over
+from megatron.checkpoint.commit import commit, encoded, take_over
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of, dtype_name
 from megatron.checkpoint.manifest import Manifest
@@ -48,7 +48,7 @@ class RunSaver:
         Args:
             record: settings, versions and command line of the run.
         """
-        sweep(self._storage, self._token)
+        self._storage.sweep(self._token)
         take_over(self._storage, record, self._token)
 
     def _draft(self, iteration: int) -> Draft:

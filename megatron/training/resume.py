@@ -11,8 +11,8 @@ from megatron.checkpoint.global_tensor import WEIGHT
 from megatron.checkpoint.load import Loaded, load_tensors
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.open_source import FOREIGN, kind_of
-from megatron.checkpoint.save_folder import Place, find_checkpoint, iteration_of, read_config, read_state
-from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.save_folder import find_checkpoint, iteration_of, read_config, read_state
+from megatron.checkpoint.storage import Place, open_storage
 from megatron.config.config import Config
 from megatron.config.model import FREE_AT_BEGINNING, FREE_FIELDS, ModelConfig
 from megatron.config.save import from_dict
@@ -211,7 +211,7 @@ def _look_base(config: Config, base: str, vocab_size: int, damaged: dict[int, st
     if storage.size(MANIFEST) is not None:
         if damaged:  # there is no other
             raise DamagedCheckpointError("; ".join(damaged.values()))
-        return _fitting(config, storage.local or storage.location, vocab_size, [], goes_on=False)
+        return _fitting(config, storage.place, vocab_size, [], goes_on=False)
     found = _look(config, base, None, vocab_size, damaged, goes_on=False)
     if found is None:
         raise CheckpointError(

@@ -17,13 +17,13 @@ from megatron.checkpoint.content_sums import content_digest
 from megatron.checkpoint.data_files import DataFiles
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.stored import StoredCheckpoint
-from megatron.checkpoint.stream import write_checkpoint
 from megatron.parallel.boxes import Box
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.runs import arguments, checkpoint, run
 from tools.checkpoint import main
 from tools.checkpoints import compare
 from tools.checkpoints.compare import difference
+from tools.checkpoints.stream import write_checkpoint
 
 
 @pytest.fixture(scope="module")

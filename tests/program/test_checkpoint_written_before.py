@@ -16,10 +16,11 @@ import torch
 
 from megatron.checkpoint.global_tensor import bytes_of
 from megatron.checkpoint.storage import open_storage
-from megatron.checkpoint.stored import StoredCheckpoint, verify
+from megatron.checkpoint.stored import StoredCheckpoint
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.equality import number_differences
 from tests.support.runs import arguments, checkpoint, losses, read_metrics, run
+from tools.checkpoints.verified import verify
 
 FOLDER = Path(__file__).parents[1] / "support" / "written_before" / "checkpoints"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())

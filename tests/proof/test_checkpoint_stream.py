@@ -17,10 +17,10 @@ from megatron.checkpoint.global_tensor import slices
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.save_folder import LATEST, read_config, read_state
 from megatron.checkpoint.source import TensorInfo
-from megatron.checkpoint.stream import write_checkpoint
 from megatron.parallel.boxes import Box
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import read_manifest, save_checkpoint, whole
+from tools.checkpoints.stream import write_checkpoint
 
 TENSORS = {
     "model.up": torch.arange(24.0).view(4, 6),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.agreement import group_of
-from megatron.checkpoint.commit import commit, encoded, sweep
+from megatron.checkpoint.commit import commit, encoded
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import check_requests, plan_load, read_boxes
 from megatron.checkpoint.manifest import Manifest
@@ -156,6 +156,6 @@ def save_checkpoint(
     """Write one checkpoint, called on every rank of the group; returns its folder. See `TensorSaver.save`."""
     storage, group = open_storage(folder), group_of(process_group)
     if group.index == 0:
-        sweep(storage, "no run's")
+        storage.sweep("")
     TensorSaver(storage, group, max_file_bytes).save(iteration, tensors, config, state)
     return Path(storage.at(checkpoint_name(iteration)))

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Import and say what was written."""
     from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
-    from megatron.checkpoint.stream import write_checkpoint
+    from tools.checkpoints.stream import write_checkpoint
 
     output: Path = args.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron.checkpoint.save_folder import checkpoint_name, iteration_of
     from megatron.checkpoint.storage import open_storage
     from megatron.checkpoint.stored import StoredCheckpoint
-    from megatron.checkpoint.stream import write_checkpoint
     from tools.checkpoints.layout_files import files_of_layout
+    from tools.checkpoints.stream import write_checkpoint
 
     source = open_source(args.source, args.step)
     if not isinstance(source, StoredCheckpoint):

@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check; one line for each checkpoint, and one for each fault."""
-    from megatron.checkpoint.stored import verify
     from tools.checkpoints.text import size
+    from tools.checkpoints.verified import verify
 
     faults = 0
     for place in _places(args.source, args.step):

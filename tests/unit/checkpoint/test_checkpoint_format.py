@@ -18,8 +18,8 @@ from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.safetensors_file import Entry, Header, header_length
 from megatron.checkpoint.save_folder import read_state
 from megatron.checkpoint.source import TensorInfo
-from megatron.checkpoint.stream import write_checkpoint
 from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, read_manifest, save_checkpoint, save_world, whole
+from tools.checkpoints.stream import write_checkpoint
 
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
 LAYOUT = Layout(2, (0.4,))

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint import local_storage, object_storage
-from megatron.checkpoint.errors import TruncatedError
+from megatron.checkpoint.commit import check_writable
+from megatron.checkpoint.errors import CheckpointError, TruncatedError
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.object_storage import ObjectStorage
 from megatron.checkpoint.storage import Storage, is_url, open_storage
@@ -139,7 +140,7 @@ def test_another_process_opens_the_same(storage: Storage, tmp_path: Path) -> Non
 def test_a_path_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     storage = open_storage("save")
-    storage.check_writable()
+    check_writable(storage)
     storage.write("latest", b"1")
     storage.child("below").make()
     storage.write("below/small", b"2")
@@ -152,12 +153,12 @@ def test_a_path_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_check_writable_leaves_nothing(storage: Storage) -> None:
     deep = storage.child("x").child("y")
-    deep.check_writable()
+    check_writable(deep)
     assert deep.names() == []
     storage.write("file", b"")
     for inside in (storage.child("file"), storage.child("file/below")):
-        with pytest.raises(OSError, match="Not a directory" if storage.local else "file"):
-            inside.check_writable()
+        with pytest.raises(CheckpointError, match="Not a directory" if storage.local else "file"):
+            check_writable(inside)
 
 
 @given(st.integers(0, 90), st.integers(0, 90), st.integers(1, 12), st.integers(1, 4))
@@ -264,9 +265,9 @@ def test_leftovers_are_swept(storage: Storage) -> None:
         storage.child(name).make()
         put(storage, f"{name}/model_optim_rng.pt")
     mine = storage.draft("iter_0000009", "c3")
-    for keep in ("c3", None):
-        assert len(storage.sweep([name for name in storage.names() if name.startswith("iter")], keep)) == 1
-        assert mine.storage.names() == ([mine.file_name("rank_00000.part.json")] if keep else [])
+    for keep, left in (("c3", [mine.file_name("rank_00000.part.json")]), ("d4", [])):
+        storage.sweep(keep)
+        assert mine.storage.names() == left
     assert storage.names() == [".other.saving", "iter_0000003", "iter_0000012"]
     assert len(storage.names("iter_0000003")) == 4 and storage.names("iter_0000012/mp_rank_00") == ["model_optim_rng.pt"]
 
@@ -351,7 +352,7 @@ def test_a_checkpoint_that_is_replaced_is_never_gone(tmp_path: Path, monkeypatch
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)
-        storage.sweep([])
+        storage.sweep("c3")
         assert storage.names() == ["iter_0000001"]
         found.add(storage.read("iter_0000001/rank_00000.safetensors"))
     assert found == {b"old", b"new"}
@@ -411,7 +412,8 @@ def test_a_removal_that_fails_leaves_no_half(tmp_path: Path, monkeypatch: pytest
     storage.retire("iter_0000001")  # what the other removal left is in the way
     assert storage.names() == []
     storage.child(".iter_0000001.removing").make()
-    assert storage.sweep([]) == [".iter_0000001.removing"] and storage.names() == []
+    storage.sweep("b2")
+    assert storage.names() == []
 
 
 def test_large_data_in_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +422,7 @@ def test_large_data_in_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write, data = os.write, bytes(range(100))
     monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:7]))
     monkeypatch.setattr(local_storage, "FLUSH_BYTES", 10)
-    monkeypatch.setattr(local_storage, "_writeback", lambda: lambda handle, start, length, flags: begun.append((start, length)))
+    monkeypatch.setattr(local_storage, "begin_to_sync", lambda handle, start, length: begun.append((start, length)))
     storage = open_storage(tmp_path)
     with storage.create("x") as file:
         for start in range(0, 100, 25):
@@ -610,7 +612,7 @@ def test_a_url_that_nobody_knows_or_whose_package_is_missing(url: str, monkeypat
 def test_no_bucket_is_made(memory: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """A misspelt one must be an error, not a new bucket."""
     monkeypatch.setattr(MemoryFileSystem, "makedirs", fails)
-    memory.check_writable()
+    check_writable(memory)
 
 
 def test_storages_load_neither_torch_nor_numpy_nor_fsspec() -> None:
