@@ -57,8 +57,7 @@ def box_signature(name: str, box: Box, part: torch.Tensor) -> torch.Tensor:
 
 def signature_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Signature of a whole tensor: float64 [5]."""
-    shape = tuple(tensor.shape)
-    return box_signature(name, Box((0,) * len(shape), shape), tensor.contiguous())
+    return box_signature(name, Box.whole(tuple(tensor.shape)), tensor.contiguous())
 
 
 def placed_signature(name: str, boxes: Sequence[PlacedBox], flat: torch.Tensor) -> torch.Tensor:

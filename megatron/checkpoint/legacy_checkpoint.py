@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import math
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,10 +16,12 @@ from megatron.checkpoint.legacy_settings import model_of, notes_on, tokenizer_of
 from megatron.checkpoint.source import TensorInfo
 from megatron.parallel.boxes import Box
 from megatron.parallel.params import ParamRecord, global_records
-from megatron.spec.activations import activation_of
-from megatron.spec.weights import padded_vocab_size
+from megatron.spec.weights import WORD_EMBEDDING, in_layer, padded_vocab_size
 
-_PARTS = {
+WORD, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_THEIRS = {
+    "embedding.word": ("embedding.word_embeddings.",),
+    "embedding.position": ("embedding.position_embeddings.",),
     "attention_norm": ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     "attention.qkv": ("self_attention.linear_qkv.",),
     "attention.q_norm": ("self_attention.q_layernorm.",),
@@ -29,54 +30,20 @@ _PARTS = {
     "mlp_norm": ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
     "mlp.up": ("mlp.linear_fc1.",),
     "mlp.down": ("mlp.linear_fc2.",),
+    "final_norm": ("decoder.final_layernorm.",),
+    "output": ("output_layer.",),
 }
-"""Their names for parts of a layer: the own module and, where Transformer Engine joins a norm to the product after it, that one."""
-WORD = "embedding.word_embeddings.weight"
-OUTPUT = "output_layer.weight"
-_OUTSIDE = {
-    "embedding.word.weight": (WORD,),
-    "embedding.position.weight": ("embedding.position_embeddings.weight",),
-    "final_norm.weight": ("decoder.final_layernorm.weight",),
-    "final_norm.bias": ("decoder.final_layernorm.bias",),
-    "output.weight": (OUTPUT,),
-}
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+"""Their names by ours: the own module and, where Transformer Engine joins a norm to the product after it, that one."""
 LEFT_OUT = ("_extra_state", "rotary_pos_emb.inv_freq")
 """Ends of names that hold no parameter: states of 8-bit products, and a table that follows from the settings."""
 
 
-@dataclass(frozen=True)
-class LegacyPlace:
-    """The places where a parameter may be stored."""
-
-    layer: int | None
-    """Its layer; None for a parameter outside the layers."""
-    names: tuple[str, ...]
-    """Possible names in the state of a chunk, without the layer's number; one of them is there."""
-
-    def stored_names(self, first_layer: int) -> list[str]:
-        """The possible names in the state of a chunk whose first layer is `first_layer`."""
-        before = "" if self.layer is None else f"decoder.layers.{self.layer - first_layer}."
-        return [before + name for name in self.names]
-
-
-def place_of(name: str) -> LegacyPlace:
-    """Where one of our parameters is stored there."""
-    found = _LAYER.fullmatch(name)
-    if found is None:
-        return LegacyPlace(None, _OUTSIDE[name])
-    layer, part, attribute = found.groups()
-    return LegacyPlace(int(layer), tuple(start + attribute for start in _PARTS[part]))
-
-
-def local_shape(record: ParamRecord, ranks: int, padded_vocabulary: int) -> tuple[int, ...]:
-    """Shape of one tensor rank's part, as it is here: where a gated up projection there is [2f/ranks, h], the gate above, it is [2,
-    f/ranks, h]."""
-    shape = list(record.shape)
-    for split in record.splits:
-        whole = padded_vocabulary if split.padded_size is not None else shape[split.dim]
-        shape[split.dim] = whole // ranks
-    return tuple(shape)
+def stored_names(name: str, first_layer: int) -> list[str]:
+    """Possible names of one of our parameters in the state of a chunk that begins with `first_layer`; one of them is there."""
+    layer, part = in_layer(name)
+    module, _, attribute = part.rpartition(".")
+    before = "" if layer is None else f"decoder.layers.{layer - first_layer}."
+    return [f"{before}{start}{attribute}" for start in _THEIRS[module]]
 
 
 class LegacyCheckpoint:
@@ -123,27 +90,21 @@ class LegacyCheckpoint:
             DamagedCheckpointError: its file is damaged, or copies of it that must be the same differ.
         """
         record, parts = self._records[name], self._parts[name]
-        box = box or Box((0,) * len(record.shape), record.shape)
+        box = box or Box.whole(record.shape)
         if not record.splits:
             self._check_replicas(name, parts)
             parts = parts[:1]
-        if name == "embedding.word.weight" and self._tied_copy:
+        if name == WORD_EMBEDDING and self._tied_copy:
             self._check_tied(parts)
-        return self._join(record, parts, box)
-
-    def _join(self, record: ParamRecord, parts: Sequence[FilePart], box: Box) -> torch.Tensor:
-        """A box of a parameter from the parts of all tensor ranks, or from one replica."""
         out = torch.empty(box.sizes, dtype=parts[0][1].dtype)
-        shape = local_shape(record, self._tensor_ranks, self._padded)
         for rank, (file, part) in enumerate(parts):
-            offsets = [0] * len(shape)
+            offsets = [0] * part.dim()
             for split in record.splits:
-                offsets[split.dim] = rank * shape[split.dim]
-            part_box = Box(tuple(offsets), shape)
-            common = box.intersect(part_box)
+                offsets[split.dim] = rank * part.shape[split.dim]
+            held = Box(tuple(offsets), tuple(part.shape))
+            common = box.intersect(held)
             if common is not None:
-                values = file.check(part, record.name).reshape(shape)
-                out[within(common, box)] = values[within(common, part_box)]
+                out[within(common, box)] = file.check(part, name)[within(common, held)]
         return out
 
     @staticmethod
@@ -190,42 +151,42 @@ class LegacyCheckpoint:
         return padded_vocab_size(vocab_size, self.model.make_vocab_size_divisible_by, self._tensor_ranks) == self._padded
 
     def _chunk_of(self, name: str) -> LegacyChunk:
-        layer = place_of(name).layer
+        layer, _ = in_layer(name)
         if layer is None:
             return self._chunks[-1] if name.startswith(("final_norm.", "output.")) else self._chunks[0]
-        return next(chunk for chunk in self._chunks if chunk.first_layer <= layer < chunk.first_layer + chunk.num_layers)
+        return next(chunk for chunk in self._chunks if layer in chunk.layers)
 
     def _find(self, record: ParamRecord) -> Iterator[FilePart]:
-        """The parts of a parameter by tensor rank."""
-        shape = local_shape(record, self._tensor_ranks, self._padded)
-        if activation_of(self.model).gated and ".mlp.up." in record.name:
-            shape = (shape[0] * shape[1], *shape[2:])
+        """The parts of a parameter by tensor rank, in our shape: a gated up projection is [2f/ranks, h] there, the gate above, and
+        here [2, f/ranks, h]."""
+        shape = list(record.shape)
+        for split in record.splits:
+            whole = self._padded if split.padded_size is not None else shape[split.dim]
+            shape[split.dim] = whole // self._tensor_ranks
+        theirs = [math.prod(shape[:-1]), shape[-1]] if record.matrix_dims else [math.prod(shape)]
         chunk = self._chunk_of(record.name)
-        names = place_of(record.name).stored_names(chunk.first_layer)
+        names = stored_names(record.name, chunk.layers.start)
+        chunk.expected.update(names)
         for file, state in chunk.states:
             found = [name for name in names if name in state]
             if len(found) != 1:
                 raise CheckpointError(f"{file.path} has {f'both {names[0]} and {names[1]}' if found else f'no {names[0]}'}")
             part = state[found[0]]
-            if not isinstance(part, torch.Tensor) or tuple(part.shape) != shape:
+            if not isinstance(part, torch.Tensor) or list(part.shape) != theirs:
                 what = f"of shape {list(part.shape)}" if isinstance(part, torch.Tensor) else f"a {type(part).__name__}"
-                raise CheckpointError(f"{file.path}: {found[0]} is {what}, where its args make it {list(shape)}")
-            yield file, part
+                raise CheckpointError(f"{file.path}: {found[0]} is {what}, where its args make it {theirs}")
+            yield file, part.view(shape)
 
     def _refuse_unread(self) -> None:
         """Check that every tensor of the model is read."""
-        known: dict[LegacyChunk, set[str]] = {chunk: set() for chunk in self._chunks}
-        for name in self._records:
-            chunk = self._chunk_of(name)
-            known[chunk].update(place_of(name).stored_names(chunk.first_layer))
         if self._tied_copy:
-            known[self._chunks[-1]].add(OUTPUT)
+            self._chunks[-1].expected.add(OUTPUT)
         unread = [
             f"{name} ({file.path.parent.name})"
             for chunk in self._chunks
             for file, state in chunk.states
             for name, value in state.items()
-            if isinstance(value, torch.Tensor) and not name.endswith(LEFT_OUT) and name not in known[chunk]
+            if isinstance(value, torch.Tensor) and not name.endswith(LEFT_OUT) and name not in chunk.expected
         ]
         if unread:
             raise CheckpointError(f"{self.folder} holds tensors that the model of its args has not: {listed(unread)}")

@@ -13,7 +13,7 @@ import re
 import zipfile
 import zlib
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -72,20 +72,23 @@ class RankFile:
         self._checksums = _record_checksums(path)
         self._checked: set[int] = set()
         allowed: list[Any] = [(Namespace, name) for name in _SETTINGS]
-        allowed += [(_stand_in(name), name) for name in LEFT_OUT]
+        allowed += [(type(name.rpartition(".")[2], (LeftOut,), {}), name) for name in LEFT_OUT]
         with safe_globals(allowed):
             try:
                 unknown = get_unsafe_globals_in_checkpoint(str(path))
-                if unknown:
-                    raise CheckpointError(_forbidden(path, sorted(unknown)))
-                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except CheckpointError:
-                raise
+                content = None if unknown else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except pickle.UnpicklingError as error:
                 first = str(error).strip().splitlines()[-1] if str(error).strip() else "it is no pickle of torch.save"
                 raise CheckpointError(f"{path} cannot be opened safely, and nothing of it was run: {first}") from error
             except (RuntimeError, ValueError, EOFError, KeyError, IndexError, TypeError, AttributeError) as error:
                 raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
+        if unknown:
+            raise CheckpointError(
+                f"{path} asks for {listed(sorted(unknown))}, which opening a checkpoint must not run; nothing of it was run.\n"
+                "  If the file is your own, load it with the program that wrote it and save what is needed here alone:\n"
+                "  torch.save({key: saved[key] for key in saved if key in ('args', 'checkpoint_version', 'iteration')"
+                " or key.startswith('model')}, path)"
+            )
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint of Megatron-LM (a dictionary)")
         self.content: dict[str, Any] = content
@@ -103,10 +106,6 @@ class RankFile:
                 raise DamagedCheckpointError(f"{self.path} is damaged: {name} is not what was saved (its checksum differs)")
             self._checked.add(storage.data_ptr())
         return tensor
-
-
-def _stand_in(name: str) -> type[LeftOut]:
-    return type(name.rpartition(".")[2], (LeftOut,), {})
 
 
 def _record_checksums(path: Path) -> set[tuple[int, int]] | None:
@@ -136,15 +135,6 @@ def _record_checksums(path: Path) -> set[tuple[int, int]] | None:
         ) from error
 
 
-def _forbidden(path: Path, names: list[str]) -> str:
-    return (
-        f"{path} asks for {listed(names)}, which opening a checkpoint must not run; nothing of it was run.\n"
-        "  If the file is your own, load it with the program that wrote it and save what is needed here alone:\n"
-        "  torch.save({key: saved[key] for key in saved if key in ('args', 'checkpoint_version', 'iteration')"
-        " or key.startswith('model')}, path)"
-    )
-
-
 LATEST = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -164,8 +154,9 @@ class LegacyChunk:
 
     states: list[tuple[RankFile, dict[str, Any]]]
     """(file, the chunk's tensors in it) of each tensor rank."""
-    first_layer: int
-    num_layers: int
+    layers: range
+    expected: set[str] = field(default_factory=set)
+    """Names under which a tensor of the model may be stored in it."""
 
     def parts(self, name: str) -> list[FilePart]:
         """A stored tensor on the tensor ranks that have it."""
@@ -255,7 +246,7 @@ def find_chunks(files: RankFiles, num_layers: int) -> list[LegacyChunk]:
             layers = {int(found[1]) for name in states[0][1] if (found := STORED_LAYER.match(name))}
             if layers != set(range(len(layers))):
                 raise CheckpointError(f"{states[0][0].path}: its layers are {sorted(layers)}, not counted from 0 on")
-            chunks.append(LegacyChunk(states, depth, len(layers)))
+            chunks.append(LegacyChunk(states, range(depth, depth + len(layers))))
             depth += len(layers)
     if depth != num_layers:
         raise CheckpointError(f"{files[0, 0].path.parents[1]} holds {depth} layers, but its args say {num_layers}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from argparse import Namespace
 from typing import Any, get_args
 
@@ -9,39 +10,11 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.config.checks import model as model_checks
 from megatron.config.checks.finding import rules_in
 from megatron.config.config import Config
-from megatron.config.data import TOKENIZER_SETTINGS, DataConfig, TokenizerType
-from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
+from megatron.config.data import DataConfig, TokenizerType, tokenizer_settings
+from megatron.config.flags import flags
+from megatron.config.model import ModelConfig
 from megatron.spec.activations import FLAGS
 
-_SAME = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "group_query_attention",
-    "num_query_groups",
-    "seq_length",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "normalization",
-    "norm_epsilon",
-    *FLAGS,
-    "untie_embeddings_and_output_weights",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-    "make_vocab_size_divisible_by",
-    "fp32_residual_connection",
-)
-"""Arguments with the same name and meaning here."""
-_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 _OTHER_MODELS: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
@@ -83,23 +56,25 @@ def model_of(args: Namespace, where: str) -> ModelConfig:
     """
     given = vars(args)
     others = [f"{name} = {given[name]!r}" for name, plain in _OTHER_MODELS.items() if name in given and given[name] not in plain]
-    positions, normalization = given.get("position_embedding_type"), given.get("normalization")
-    if positions is not None and positions not in get_args(PositionEmbedding):
-        others.append(f"position_embedding_type = {positions!r}")
-    if normalization is not None and normalization not in get_args(Normalization):
-        others.append(f"normalization = {normalization!r}")
     if others:
         raise CheckpointError(f"{where} holds a model that cannot be built here: {', '.join(others)}")
-    settings = {name: given[name] for name in _SAME if given.get(name) is not None}
-    settings["disable_bias_linear"] = not given.get("add_bias_linear", True)
-    settings["rotary_seq_len_interpolation_factor"] = given.get("rotary_seq_len_interpolation_factor") or 1.0
-    if "norm_epsilon" not in settings and given.get("layernorm_epsilon") is not None:  # the name before 2023
-        settings["norm_epsilon"] = given["layernorm_epsilon"]
+    # All other arguments have the same name and meaning here.
+    renamed = {"norm_epsilon": given.get("layernorm_epsilon")}  # the name before 2023
+    said = renamed | {name: value for name, value in given.items() if value is not None}
+    said["disable_bias_linear"] = not given.get("add_bias_linear", True)
+    said["rotary_seq_len_interpolation_factor"] = given.get("rotary_seq_len_interpolation_factor") or 1.0
     if given.get("use_rotary_position_embeddings"):
-        settings["position_embedding_type"] = "rope"
-    for name, value in settings.items():
-        settings[name] = _as_field(name, value, where)
-    missing = [name for name in _REQUIRED if settings.get(name, 0) < 1]
+        said["position_embedding_type"] = "rope"
+    settings, missing = {}, []
+    for flag in (flag for flag in flags().values() if flag.topic == "model"):
+        value = said.get(flag.field)
+        if value is not None:
+            try:
+                settings[flag.field] = flag.from_plain(value)
+            except ValueError as error:
+                raise CheckpointError(f"{where}: its args say {flag.field} = {value!r}, but {error}") from error
+        if flag.facts.required and settings.get(flag.field, 0) < 1:
+            missing.append(flag.field)
     if missing:
         raise CheckpointError(f"{where}: its args say nothing of {', '.join(missing)}, or a number below 1")
     model = ModelConfig(**settings)
@@ -107,17 +82,6 @@ def model_of(args: Namespace, where: str) -> ModelConfig:
         for finding in rule(Config(model=model), 1):
             raise CheckpointError(f"{where}: its args describe no model: {finding.message}")
     return model
-
-
-def _as_field(name: str, value: Any, where: str) -> Any:
-    """The value, in the type that the setting has."""
-    default = getattr(ModelConfig, name)
-    wanted = int if default is None else type(default)
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not wanted:
-        raise CheckpointError(f"{where}: its args say {name} = {value!r}, which is no {wanted.__name__}")
-    return value
 
 
 def notes_on(args: Namespace) -> list[str]:
@@ -132,18 +96,14 @@ def notes_on(args: Namespace) -> list[str]:
 def tokenizer_of(args: Namespace) -> DataConfig | None:
     """The tokenizer that the arguments name, if its kind exists here."""
     given = vars(args)
-    kind = given.get("tokenizer_type")
+    kind: Any = given.get("tokenizer_type")
     if kind not in get_args(TokenizerType):
         return None
     settings: dict[str, Any] = {}
-    for name in TOKENIZER_SETTINGS:
-        value, default = given.get(name), getattr(DataConfig, name)
-        if isinstance(value, list):
-            value = tuple(value)
-        if type(value) is (type(default) if default is not None else int if name == "vocab_size" else str):
-            settings[name] = value
-    if kind not in ("NullTokenizer", "TikTokenizer"):
-        settings.pop("vocab_size", None)
+    for flag in flags().values():
+        if flag.field in tokenizer_settings(kind) and flag.field in given:
+            with contextlib.suppress(ValueError):
+                settings[flag.field] = flag.from_plain(given[flag.field])
     return DataConfig(tokenizer_type=kind, **settings)
 
 

@@ -20,6 +20,11 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """The box of all of a tensor."""
+        return cls((0,) * len(shape), shape)
+
     @property
     def numel(self) -> int:
         """Elements in the box."""

@@ -67,7 +67,7 @@ class HuggingFaceFolder:
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """A parameter, or a box of it; see `WeightSource`."""
         info = self.weights[name]
-        box = box or Box((0,) * len(info.shape), info.shape)
+        box = box or Box.whole(info.shape)
         return self._layouts[name].ours(box, info.dtype, lambda theirs: self._files.read(self._there(theirs)))
 
     def _there(self, theirs: str) -> str:

@@ -74,7 +74,7 @@ class WeightLayout:
 
 
 def projection_rows(model: ModelConfig) -> tuple[list[int], torch.Tensor]:
-    """Of the query-key-value projection: how many rows are queries, keys and values, and the place of each of our rows in these,
+    """Numbers of queries, keys and values among the rows of the projection to them; and the place of each of our rows in the three,
     laid end to end. Ours are grouped by key-value head: its query heads, its key, its value."""
     groups, size = model.num_key_value_heads, model.head_size
     counts = [model.num_attention_heads * size, groups * size, groups * size]
