@@ -10,7 +10,7 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.data.preprocess import engines
-from megatron.data.preprocess.engines import Engine, Listen, run_on_ray, run_shard_remotely
+from megatron.data.preprocess.engines import Engine, run_shard_remotely
 from megatron.data.preprocess.input_shards import InputShard
 from megatron.data.preprocess.job import preprocess
 from megatron.data.preprocess.part_files import ShardReport
@@ -61,12 +61,7 @@ def never(job: PreprocessJob, shard: InputShard, folder: str) -> ShardReport | V
 
 
 def test_lost_workers_do_not_show_in_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_losses(
-        job: PreprocessJob, shards: list[InputShard], folder: str, listen: Listen, num_workers: int, address: None
-    ) -> None:
-        run_on_ray(job, shards, folder, listen, num_workers, address, lost_at_first)
-
-    monkeypatch.setattr(engines, "run_on_ray", with_losses)
+    monkeypatch.setattr(engines, "run_shard_remotely", lost_at_first)
     preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, engine=Engine("ray", 2), shard_size=1000)
     assert (tmp_path / "lost").exists() and (tmp_path / "failed").exists()
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
@@ -91,12 +86,7 @@ def elsewhere(job: PreprocessJob, shard: InputShard, folder: str) -> ShardReport
 
 
 def test_a_folder_that_is_not_shared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_another_node(
-        job: PreprocessJob, shards: list[InputShard], folder: str, listen: Listen, num_workers: int, address: None
-    ) -> None:
-        run_on_ray(job, shards, folder, listen, num_workers, address, elsewhere)
-
-    monkeypatch.setattr(engines, "run_on_ray", on_another_node)
+    monkeypatch.setattr(engines, "run_shard_remotely", elsewhere)
     with pytest.raises(ValueError, match=r"out\.parts is not there on the node .*\n.*must be shared by all nodes, or be a URL"):
         preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, engine=RAY)
 
@@ -111,10 +101,7 @@ def test_paths_of_a_tokenizer_hold_on_other_nodes(tmp_path: Path, monkeypatch: p
 
 
 def test_a_task_that_always_fails_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(job: PreprocessJob, shards: list[InputShard], folder: str, listen: Listen, num_workers: int, address: None) -> None:
-        run_on_ray(job, shards, folder, listen, num_workers, address, never)
-
-    monkeypatch.setattr(engines, "run_on_ray", failing)
+    monkeypatch.setattr(engines, "run_shard_remotely", never)
     with pytest.raises(ValueError, match=r"(?s)a task failed 4 times, at last with: .*unreachable.*--resume"):
         preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, engine=RAY)
     assert (tmp_path / "tries").read_text() == "x" * 4

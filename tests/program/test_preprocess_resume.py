@@ -22,8 +22,8 @@ from megatron.data.preprocess import engines, shard_work
 from megatron.data.preprocess.engines import Engine, Listen
 from megatron.data.preprocess.input_shards import InputShard
 from megatron.data.preprocess.job import preprocess
-from megatron.data.preprocess.part_files import ShardReport
-from megatron.data.preprocess.shard_work import PreprocessJob, ShardCounts
+from megatron.data.preprocess.part_files import ShardCounts, ShardReport
+from megatron.data.preprocess.shard_work import PreprocessJob
 from tests.support.bpe_trainer import train_bpe, write_bpe
 from tests.support.cli import ROOT
 from tests.support.corpora import BYTES, JOB, SKIP, TEXTS, documents, expected_of, files_of, write_gz, write_lines, written

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.data.indexed_writer import unfinished
-from megatron.data.preprocess.input_shards import Kind, cut, find_sources
-from megatron.data.preprocess.text_records import PARSERS, place, records
+from megatron.data.preprocess.input_shards import cut, find_sources
+from megatron.data.preprocess.text_records import PARSERS, InputPiece, records
 from megatron.data.tokenizers.gpt2_bpe import END_OF_TEXT
 from tools.data.sentencepiece_json import added_token
 
@@ -177,12 +177,12 @@ def take_sample(inputs: Sequence[str], key: str, max_bytes: int) -> TextSample:
     """
     kept: list[tuple[int, int, str]] = []
     size = least = num_documents = 0
-    for number, (kind, where, record) in enumerate(_records(inputs, key)):
+    for number, (source, at, record) in enumerate(_records(inputs, key)):
         height = 64 - (number * _FIBONACCI % 2**64).bit_length()  # reaches k for one number in 2**k
         num_documents += 1
         if height < least:
             continue
-        text = _text(kind, where, record, key)
+        text = _text(source, at, record, key)
         if not text:
             continue
         kept.append((height, len(text.encode()), text))
@@ -201,8 +201,8 @@ def take_sample(inputs: Sequence[str], key: str, max_bytes: int) -> TextSample:
     return TextSample(training, held_out, num_documents)
 
 
-def _records(inputs: Sequence[str], key: str) -> Iterator[tuple[Kind, tuple[str, int], Any]]:
-    """Kind of the file, its path and the number of the record in it, the record."""
+def _records(inputs: Sequence[str], key: str) -> Iterator[tuple[InputPiece, int, Any]]:
+    """A file, the number of the record in it, the record."""
     sources, _ = find_sources(inputs)
     for source in sources:
         keys = ("text",) if source.kind == "text" else (key,)
@@ -211,13 +211,13 @@ def _records(inputs: Sequence[str], key: str) -> Iterator[tuple[Kind, tuple[str,
             for piece in shard.pieces:
                 with closing(records(piece, keys, lambda _: None)) as found:
                     for record in found:
-                        yield source.kind, (source.path, number), record
+                        yield source, number, record
                         number += 1
 
 
-def _text(kind: Kind, where: tuple[str, int], record: Any, key: str) -> str:
+def _text(source: InputPiece, number: int, record: Any, key: str) -> str:
     try:
-        texts = PARSERS[kind](record, (key,))
+        texts = PARSERS[source.kind](record, (key,))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place(where[0], kind, where[1])}: {error}\n  Mend or remove it.") from error
+        raise ValueError(f"{source.place(number)}: {error}\n  Mend or remove it.") from error
     return texts[0][:_LONGEST] if texts else ""

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from megatron.config.data import TOKENIZER_FILES
 from megatron.data.preprocess.input_shards import InputShard
-from megatron.data.preprocess.part_files import PartFolder, ShardReport
-from megatron.data.preprocess.shard_work import PreprocessJob, ShardCounts, run_shard, tokenizer_of
+from megatron.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
+from megatron.data.preprocess.shard_work import PreprocessJob, run_shard, tokenizer_of
 
 Listen = Callable[[int, ShardCounts | ShardReport], None]
 """Called with the index of a shard, and its progress or its report."""
@@ -30,43 +30,24 @@ _TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
 """Signals that all processes of a job may get; the parent ends its workers."""
 
 
-class ShardError(ValueError):
-    """The error of one shard.
-
-    Args:
-        shard: Its index.
-        error: The exception that its worker raised.
-    """
-
-    def __init__(self, shard: int, error: Exception) -> None:
-        super().__init__(str(error))
-        self.shard, self.error = shard, error
-
-
-def run_here(job: PreprocessJob, shards: Sequence[InputShard], folder: str, listen: Listen) -> None:
-    """Make all shards, one after another in this process.
-
-    Raises:
-        ShardError: one cannot be made.
-    """
-    for number, shard in enumerate(shards):
-        try:
-            listen(number, run_shard(job, shard, folder, lambda counts: listen(number, counts)))  # noqa: B023 - called within the turn
-        except ValueError as error:
-            raise ShardError(number, error) from error
-
-
 def run_in_processes(job: PreprocessJob, shards: Sequence[InputShard], folder: str, listen: Listen, num_workers: int) -> None:
     """Make all shards, each in the first process that is free. The processes end when this one ends, however it does.
 
     Raises:
-        ShardError: a shard cannot be made.
-        ValueError: a process was killed.
+        ValueError: a shard cannot be made, or a process was killed.
     """
     tokenizer_of(job)  # before the fork
     context = multiprocessing.get_context("fork")
     workers: dict[Connection, ForkProcess] = {}
-    waiting = iter(range(len(shards)))
+    waiting, at_work = iter(range(len(shards))), list[Connection]()
+
+    def give_next(worker: Connection) -> None:
+        if (number := next(waiting, None)) is None:
+            at_work.remove(worker)
+        else:
+            with contextlib.suppress(BrokenPipeError):  # it died meanwhile, which the next look at its connection shows
+                worker.send(number)
+
     try:
         for _ in range(min(num_workers, len(shards))):
             ours, theirs = context.Pipe()
@@ -79,7 +60,8 @@ def run_in_processes(job: PreprocessJob, shards: Sequence[InputShard], folder: s
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_PARENT)
             theirs.close()
             workers[ours] = process
-        at_work = [worker for worker in workers if _give_next(worker, waiting)]
+            at_work.append(ours)
+            give_next(ours)
         while at_work:
             for worker in wait(at_work):
                 assert isinstance(worker, Connection)
@@ -88,12 +70,12 @@ def run_in_processes(job: PreprocessJob, shards: Sequence[InputShard], folder: s
                 except (EOFError, ConnectionResetError):
                     raise ValueError(_how_it_ended(workers[worker], num_workers)) from None
                 if isinstance(found, ValueError | OSError):
-                    raise ShardError(number, found)
+                    raise found
                 if isinstance(found, str):
                     raise RuntimeError(f"a worker failed:\n{found}")
                 listen(number, found)
-                if isinstance(found, ShardReport) and not _give_next(worker, waiting):
-                    at_work.remove(worker)
+                if isinstance(found, ShardReport):
+                    give_next(worker)
     finally:
         # At once: what they were writing has temporary names, and the caller removes it.
         for worker, process in workers.items():
@@ -102,26 +84,12 @@ def run_in_processes(job: PreprocessJob, shards: Sequence[InputShard], folder: s
             worker.close()
 
 
-def _give_next(worker: Connection, waiting: object) -> bool:
-    """Send the index of the next shard to a worker; False if there is none left."""
-    number = next(waiting, None)  # type: ignore[call-overload]
-    if number is not None:
-        # If the worker has died meanwhile, the next look at its connection shows it.
-        with contextlib.suppress(BrokenPipeError):
-            worker.send(number)
-    return number is not None
-
-
 def _how_it_ended(process: ForkProcess, num_workers: int) -> str:
     process.join()
     code = process.exitcode or 0
-    if code < 0:
-        name = signal.Signals(-code).name
-        cause = f"was killed by {name}"
-        if name == "SIGKILL":
-            cause += ", as the system does for want of memory"
-    else:
-        cause = f"ended with status {code}"
+    cause = f"ended with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    if code == -signal.SIGKILL:
+        cause += ", as the system does for want of memory"
     return (
         f"a worker process {cause} before its shard was done.\n"
         f"  Finished shards are kept: go on with --resume, and fewer workers than {num_workers} if memory is short."
@@ -182,13 +150,7 @@ def run_shard_remotely(job: PreprocessJob, shard: InputShard, folder: str) -> Sh
 
 
 def run_on_ray(
-    job: PreprocessJob,
-    shards: Sequence[InputShard],
-    folder: str,
-    listen: Listen,
-    num_workers: int | None,
-    address: str | None,
-    task: Callable[[PreprocessJob, InputShard, str], ShardReport | ValueError] = run_shard_remotely,
+    job: PreprocessJob, shards: Sequence[InputShard], folder: str, listen: Listen, num_workers: int | None, address: str | None
 ) -> None:
     """Make all shards, as tasks of one CPU each.
 
@@ -199,11 +161,9 @@ def run_on_ray(
         listen: called with each report.
         num_workers: tasks at the same time; None: as many as the cluster has CPUs.
         address: address of the cluster; None starts one on this machine that ends with the job.
-        task: the function that runs on the cluster.
 
     Raises:
-        ShardError: a shard cannot be made.
-        ValueError: Ray is not installed, or does not answer.
+        ValueError: a shard cannot be made, or Ray is not installed, or does not answer.
     """
     try:
         import ray
@@ -213,8 +173,8 @@ def run_on_ray(
     if not connected:
         _connect(ray, num_workers, address)
     # OSError includes errors of connections, time-outs and file systems.
-    remote: Any = ray.remote(task)
-    remote = remote.options(num_cpus=1, max_retries=RETRIES, retry_exceptions=[OSError])
+    task: Any = ray.remote(run_shard_remotely)
+    task = task.options(num_cpus=1, max_retries=RETRIES, retry_exceptions=[OSError])
     under_way: dict[Any, int] = {}
     waiting = iter(enumerate(shards))
     try:
@@ -222,12 +182,19 @@ def run_on_ray(
         while True:
             while len(under_way) < (num_workers or _AT_ONCE) and (following := next(waiting, None)) is not None:
                 number, shard = following
-                under_way[remote.remote(shared_job, shard, folder)] = number
+                under_way[task.remote(shared_job, shard, folder)] = number
             if not under_way:
                 return
             (done,), _ = ray.wait(list(under_way), num_returns=1)
             number = under_way.pop(done)
-            found = _result(ray, done, number)
+            try:
+                found: ShardReport | ValueError = ray.get(done)
+            except ray.exceptions.RayError as error:
+                raise ValueError(
+                    f"a task failed {RETRIES + 1} times, at last with: {error}\n  Finished shards are kept: go on with --resume."
+                ) from error
+            if isinstance(found, ValueError):
+                raise found
             listen(number, found)
     finally:
         for unfinished in under_way:
@@ -255,19 +222,6 @@ def _connect(ray: Any, num_workers: int | None, address: str | None) -> None:
         ) from error
 
 
-def _result(ray: Any, done: Any, number: int) -> ShardReport:
-    try:
-        found: ShardReport | ValueError = ray.get(done)
-    except ray.exceptions.RayError as error:
-        told = ValueError(
-            f"a task failed {RETRIES + 1} times, at last with: {error}\n  Finished shards are kept: go on with --resume."
-        )
-        raise ShardError(number, told) from error
-    if isinstance(found, ValueError):
-        raise ShardError(number, found)
-    return found
-
-
 @dataclass(frozen=True)
 class Engine:
     """What makes the shards. It has no influence on the result."""
@@ -278,10 +232,16 @@ class Engine:
     ray_address: str | None = None
 
     def run(self, job: PreprocessJob, shards: Sequence[InputShard], folder: str, listen: Listen) -> None:
-        """Make all shards."""
+        """Make all shards.
+
+        Raises:
+            BadShardError: a shard has a bad record.
+            ValueError: a shard cannot be made, or the engine does not work.
+        """
         if self.kind == "ray":
             run_on_ray(job, shards, folder, listen, self.num_workers, self.ray_address)
-        elif (self.num_workers or 1) == 1:
-            run_here(job, shards, folder, listen)
+        elif self.num_workers is not None and self.num_workers > 1:
+            run_in_processes(job, shards, folder, listen, self.num_workers)
         else:
-            run_in_processes(job, shards, folder, listen, self.num_workers or 1)
+            for number, shard in enumerate(shards):
+                listen(number, run_shard(job, shard, folder, lambda counts: listen(number, counts)))  # noqa: B023 - called within the turn

@@ -13,14 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import xxhash
 
 from megatron.data.preprocess import storage
-from megatron.data.preprocess.packed_files import row_groups
-
-Kind = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "text"]
+from megatron.data.preprocess.text_records import InputPiece, Kind, row_groups
 
 _LINES = (".jsonl", ".ndjson", ".json")
 SUFFIXES: dict[str, Kind] = {
@@ -35,26 +32,13 @@ SUFFIXES: dict[str, Kind] = {
 _KNOWN = f"Known: {', '.join(SUFFIXES)}. For files of other names say what they are by --input-format."
 
 
-@dataclass(frozen=True)
-class InputFile:
-    """An input file."""
-
-    path: str
-    """Absolute path, or a URL."""
-    kind: Kind
-    size: int
-    """Size in bytes, packed if it is packed."""
-    version: str
-    """A text that changes with the content."""
-
-
 def kind_of(path: str) -> Kind | None:
     """The kind of a file by its name; None if unknown."""
     name = path.rpartition("/")[2].lower()
     return next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), None)
 
 
-def find_sources(inputs: Sequence[str], kind: Kind | None = None, own: Sequence[str] = ()) -> tuple[list[InputFile], list[str]]:
+def find_sources(inputs: Sequence[str], kind: Kind | None = None, own: Sequence[str] = ()) -> tuple[list[InputPiece], list[str]]:
     """The files of --input: arguments in the order given, the files of a folder or a pattern sorted by path.
 
     A file that is named itself must be of a known kind; in folders and patterns other files are left out.
@@ -65,12 +49,12 @@ def find_sources(inputs: Sequence[str], kind: Kind | None = None, own: Sequence[
         own: files that this tool writes, which are left out where a folder holds them.
 
     Returns:
-        The files, and lines for the log about what was left out.
+        The files, each as one piece, and lines for the log about what was left out.
 
     Raises:
         ValueError: an argument names nothing, or nothing that can be read; a file is named twice.
     """
-    sources: dict[str, InputFile] = {}  # by path, with links followed
+    sources: dict[str, InputPiece] = {}  # by path, with links followed
     others: Counter[str] = Counter()
     for word in inputs:
         before = len(sources)
@@ -86,11 +70,12 @@ def find_sources(inputs: Sequence[str], kind: Kind | None = None, own: Sequence[
                         f"--input names {sources[real].path} twice, the second time by {word}"
                         f"{'' if sources[real].path == path else f' as {path}'}.\n  Leave one of them out."
                     )
-                sources[real] = InputFile(path, found_kind, *found)
+                size, version = found
+                sources[real] = InputPiece(path, found_kind, version, 0, size, size, 0)
         if len(sources) == before:
             raise ValueError(f"--input {word}: no file of a known kind is there.\n  {_KNOWN}")
     notes = [f"left out for no known kind: {number:,} ending with {suffix}" for suffix, number in sorted(others.items())]
-    empty = [source.path for source in sources.values() if not source.size]
+    empty = [source.path for source in sources.values() if not source.num_bytes]
     if empty:
         notes.append(f"empty files: {len(empty):,}, for example {empty[0]}")
     return list(sources.values()), notes
@@ -118,27 +103,6 @@ SMALLEST, LARGEST, ABOUT_SHARDS = 1 << 20, 256 << 20, 1024
 
 
 @dataclass(frozen=True)
-class InputPiece:
-    """Records of one file: the lines that begin in a range of bytes, the rows of some row groups, or all of them."""
-
-    path: str
-    kind: Kind
-    version: str
-    """Size and version of the whole file."""
-    begin: int
-    end: int
-    """The range [begin, end) of bytes, or of row groups."""
-    num_bytes: int
-    """Bytes of the file that are read for it."""
-    records_before: int | None
-    """Number of records of the file before this piece; None where counting them takes reading."""
-
-    def unchanged(self) -> bool:
-        """Whether the file is still the one that was cut."""
-        return _version(storage.stat(self.path)) == self.version
-
-
-@dataclass(frozen=True)
 class InputShard:
     """Consecutive pieces that one worker makes into one part of each dataset."""
 
@@ -155,12 +119,12 @@ class InputShard:
         return xxhash.xxh3_128_hexdigest(json.dumps([dataclasses.astuple(piece) for piece in self.pieces]).encode())
 
 
-def default_shard_size(sources: Sequence[InputFile]) -> int:
+def default_shard_size(sources: Sequence[InputPiece]) -> int:
     """Bytes for about a thousand shards, each of 1 to 256 MiB: small enough to lose little, large enough to cost little."""
-    return min(max(sum(source.size for source in sources) // ABOUT_SHARDS, SMALLEST), LARGEST)
+    return min(max(sum(source.num_bytes for source in sources) // ABOUT_SHARDS, SMALLEST), LARGEST)
 
 
-def cut(sources: Iterable[InputFile], shard_size: int, keys: Sequence[str]) -> list[InputShard]:
+def cut(sources: Iterable[InputPiece], shard_size: int, keys: Sequence[str]) -> list[InputShard]:
     """Cut the inputs into shards, in their order.
 
     Files above the shard size are cut where that is possible, and share no shard with others. Smaller consecutive ones are joined.
@@ -182,37 +146,33 @@ def cut(sources: Iterable[InputFile], shard_size: int, keys: Sequence[str]) -> l
                 f"{source.path} is plain text, whose only key is 'text', but --json-keys is {' '.join(keys)}.\n"
                 "  Preprocess such files apart."
             )
-        pieces = list(_pieces(source, shard_size, keys))
-        if together and size + source.size > shard_size:
+        if together and size + source.num_bytes > shard_size:
             shards.append(InputShard(tuple(together)))
             together, size = [], 0
-        if source.size > shard_size:
+        pieces = list(_pieces(source, shard_size, keys))
+        if source.num_bytes > shard_size:
             shards += [InputShard((piece,)) for piece in pieces]
         else:
             together += pieces
-            size += source.size
+            size += source.num_bytes
     return [*shards, InputShard(tuple(together))] if together else shards
 
 
-def _pieces(source: InputFile, shard_size: int, keys: Sequence[str]) -> Iterator[InputPiece]:
-    whole = InputPiece(source.path, source.kind, _version((source.size, source.version)), 0, source.size, source.size, 0)
+def _pieces(source: InputPiece, shard_size: int, keys: Sequence[str]) -> Iterator[InputPiece]:
+    """A file, cut where that is possible."""
     if source.kind == "jsonl":
-        for begin in range(0, source.size, shard_size):
-            end = min(begin + shard_size, source.size)
+        for begin in range(0, source.num_bytes, shard_size):
+            end = min(begin + shard_size, source.num_bytes)
             before = None if begin else 0
-            yield dataclasses.replace(whole, begin=begin, end=end, num_bytes=end - begin, records_before=before)
+            yield dataclasses.replace(source, begin=begin, end=end, num_bytes=end - begin, records_before=before)
     elif source.kind == "parquet":
         begin = num_bytes = first_row = num_rows = 0
         sizes = row_groups(source.path, keys)
         for number, (size, rows) in enumerate(sizes):
             num_bytes, num_rows = num_bytes + size, num_rows + rows
             if number + 1 == len(sizes) or num_bytes + sizes[number + 1][0] > shard_size:
-                yield dataclasses.replace(whole, begin=begin, end=number + 1, num_bytes=num_bytes, records_before=first_row)
+                yield dataclasses.replace(source, begin=begin, end=number + 1, num_bytes=num_bytes, records_before=first_row)
                 begin, first_row = number + 1, first_row + num_rows
                 num_bytes = num_rows = 0
     else:
-        yield whole
-
-
-def _version(found: tuple[int, str] | None) -> str:
-    return "gone" if found is None else f"{found[0]} {found[1]}"
+        yield source

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from megatron.data.indexed_writer import join
 from megatron.data.preprocess import storage
-from megatron.data.preprocess.engines import Engine, ShardError
-from megatron.data.preprocess.input_shards import InputFile, InputShard, Kind, cut, default_shard_size, find_sources
-from megatron.data.preprocess.part_files import PartFolder, ShardReport
+from megatron.data.preprocess.engines import Engine
+from megatron.data.preprocess.input_shards import InputShard, cut, default_shard_size, find_sources
+from megatron.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
 from megatron.data.preprocess.reports import DiskRoom, Meter, Summary, bad_lines, records_before, write_bad_lines
-from megatron.data.preprocess.shard_work import PreprocessJob, ShardCounts, file_digests, settings
-from megatron.data.preprocess.storage import BadShardError, NoDocumentError, told_where_no_room
-from megatron.data.preprocess.text_records import place
+from megatron.data.preprocess.shard_work import BadShardError, PreprocessJob, file_digests, settings
+from megatron.data.preprocess.storage import told_where_no_room
+from megatron.data.preprocess.text_records import InputPiece, Kind
 
 _RESUME = "Go on with --resume: finished shards are kept."
 _ON_DISK = f"Make room there. {_RESUME}"
+
+
+class NoDocumentError(ValueError):
+    """The whole input gives a dataset without a document, so the job cannot continue."""
 
 
 def preprocess(
@@ -75,7 +78,19 @@ def preprocess(
     with parts.lock(), told_where_no_room(parts.folder, _ON_DISK):
         parts.remove_unfinished()
         try:
-            summary, reports = _make(parts, job, shards, engine or Engine(), output_prefix, note, progress)
+            reports = _make(parts, job, shards, engine or Engine(), note, progress)
+            made = sum((report.counts for report in reports.values()), ShardCounts())
+            summary = Summary(
+                tuple(f"{output_prefix}_{key}_document" for key in job.keys),
+                num_bytes=made.num_bytes,
+                num_documents=made.num_documents,
+                num_tokens=made.num_tokens,
+                num_empty=sum(report.num_empty for report in reports.values()),
+                num_bad_lines=sum(report.num_bad for report in reports.values()),
+                num_kept=sum(not report.new for report in reports.values()),
+            )
+            if summary.num_kept:
+                note(f"shards finished by an earlier run: {summary.num_kept:,} of {len(shards):,}")
             _join(parts, shards, reports, job, summary, note)
             write_bad_lines(parts, shards, reports, bad_lines_file, summary)
         except BaseException as error:
@@ -90,7 +105,7 @@ def preprocess(
 def _prepare(
     parts: PartFolder,
     job: PreprocessJob,
-    sources: Sequence[InputFile],
+    sources: Sequence[InputPiece],
     shard_size: int | None,
     start: str,
     note: Callable[[str], None],
@@ -124,8 +139,8 @@ def _prepare(
         shard_size = int(str(earlier["shard size"]))
     size = shard_size or default_shard_size(sources)
     shards = cut(sources, size, job.keys)
-    note(f"files: {len(sources):,}, {sum(source.size for source in sources) / 1e6:,.1f} MB; shards: {len(shards):,}")
-    whole = [source for source in sources if source.kind in ("jsonl.gz", "jsonl.zst") and source.size > size]
+    note(f"files: {len(sources):,}, {sum(source.num_bytes for source in sources) / 1e6:,.1f} MB; shards: {len(shards):,}")
+    whole = [source for source in sources if source.kind in ("jsonl.gz", "jsonl.zst") and source.num_bytes > size]
     if whole:
         note(
             f"packed files that cannot be divided: {len(whole):,}, for example {whole[0].path}; "
@@ -140,12 +155,10 @@ def _make(
     job: PreprocessJob,
     shards: Sequence[InputShard],
     engine: Engine,
-    output_prefix: str,
     note: Callable[[str], None],
     progress: Callable[[str], None],
-) -> tuple[Summary, dict[int, ShardReport]]:
+) -> dict[int, ShardReport]:
     """Have all shards made. Returns the reports without their bad records, which may be many."""
-    summary = Summary(tuple(f"{output_prefix}_{key}_document" for key in job.keys))
     reports: dict[int, ShardReport] = {}
     meter = Meter(shards, progress)
     room = DiskRoom(parts.folder, sum(shard.num_bytes for shard in shards), note)
@@ -159,26 +172,15 @@ def _make(
 
     try:
         engine.run(job, shards, parts.folder, listen)
-    except ShardError as failed:
-        if not isinstance(failed.error, BadShardError):
-            raise failed.error from failed
-        error = failed.error
-        piece = shards[failed.shard].pieces[error.piece]
-        where = place(piece.path, piece.kind, records_before(shards, reports, failed.shard, error.piece) + error.record)
+    except BadShardError as error:
+        number = [shard.name for shard in shards].index(error.shard)
+        record = records_before(shards, reports, number, error.piece) + error.record
         raise ValueError(
-            f"{where}: {error.reason}\n  Mend it, or leave such records out with --on-error skip. No dataset is written; "
-            "finished shards are kept for --resume (those of files that change are made again)."
-        ) from failed
-    summary.num_kept = sum(not report.new for report in reports.values())
-    if summary.num_kept:
-        note(f"shards finished by an earlier run: {summary.num_kept:,} of {len(shards):,}")
-    for report in reports.values():
-        summary.num_bytes += report.num_bytes
-        summary.num_documents += sum(report.num_documents)
-        summary.num_tokens += report.num_tokens
-        summary.num_empty += report.num_empty
-        summary.num_bad_lines += report.num_bad
-    return summary, reports
+            f"{shards[number].pieces[error.piece].place(record)}: {error.reason}\n"
+            "  Mend it, or leave such records out with --on-error skip. No dataset is written; finished shards are kept for "
+            "--resume (those of files that change are made again)."
+        ) from error
+    return reports
 
 
 def _join(
@@ -191,7 +193,7 @@ def _join(
 ) -> None:
     """Join the parts. A dataset whose prefix is a URL is joined here first and then uploaded, the index last."""
     for key, prefix in enumerate(summary.prefixes):
-        if not sum(report.num_documents[key] for report in reports.values()):
+        if not any(report.num_documents[key] for report in reports.values()):
             told = f"no document with a token for {prefix} (key {job.keys[key]!r}). No dataset is written."
             if summary.num_bad_lines:
                 first = next(bad_lines(parts, shards, reports))
@@ -203,7 +205,7 @@ def _join(
         if not storage.is_url(prefix):
             join(names, prefix, parts.folder, _RESUME)  # what a killed run leaves in that folder is removed
             continue
-        with tempfile.TemporaryDirectory(prefix="preprocess-") as folder, told_where_no_room(folder, _ON_DISK):
+        with parts.workspace() as folder, told_where_no_room(folder, _ON_DISK):
             local = [f"{folder}/{os.path.basename(name)}" for name in names]
             for name, path in zip(names, local, strict=True):
                 for suffix in (".bin", ".idx"):

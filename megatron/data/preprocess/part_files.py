@@ -16,11 +16,27 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron.data.preprocess import storage
 from megatron.data.preprocess.storage import digest
 
 _SUFFIXES = (".bin", ".idx")
+
+
+@dataclass(frozen=True)
+class ShardCounts:
+    """The progress of a shard, or of several. Documents and tokens are counted over all keys."""
+
+    num_bytes: int = 0
+    """Bytes of the input."""
+    num_documents: int = 0
+    num_tokens: int = 0
+
+    def __add__(self, other: ShardCounts) -> ShardCounts:
+        return ShardCounts(
+            self.num_bytes + other.num_bytes, self.num_documents + other.num_documents, self.num_tokens + other.num_tokens
+        )
 
 
 @dataclass
@@ -43,6 +59,11 @@ class ShardReport:
     new: bool = True
     """Whether it was made just now, not by an earlier run."""
 
+    @property
+    def counts(self) -> ShardCounts:
+        """Its part of the progress."""
+        return ShardCounts(self.num_bytes, sum(self.num_documents), self.num_tokens)
+
 
 @dataclass(frozen=True)
 class PartFolder:
@@ -62,15 +83,8 @@ class PartFolder:
 
     def settings(self) -> dict[str, object] | None:
         """The settings of the job that made the folder; None if there is no such folder, empty if it does not say."""
-        path = f"{self.folder}/{storage.JOB_FILE}"
-        if storage.stat(path) is None:
-            return {} if storage.is_folder(self.folder) else None
-        with storage.open_binary(path) as file:
-            try:
-                found = json.loads(file.read())
-            except ValueError:
-                return {}
-        return found if isinstance(found, dict) else {}
+        found = self._read(storage.JOB_FILE)
+        return found if found is not None or not storage.is_folder(self.folder) else {}
 
     def make(self, settings: dict[str, object]) -> None:
         """Make the folder, if it is not there, and write the settings into it."""
@@ -100,15 +114,23 @@ class PartFolder:
 
     def report(self, shard: str) -> ShardReport | None:
         """The report of a shard; None if it has none that can be read."""
-        path = f"{self.folder}/{shard}.json"
+        found = self._read(f"{shard}.json")
+        try:
+            return None if found is None else ShardReport(**found)
+        except TypeError:
+            return None
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        """The object in a JSON file; None if there is none."""
+        path = f"{self.folder}/{name}"
         if storage.stat(path) is None:
             return None
         with storage.open_binary(path) as file:
             try:
-                found = ShardReport(**json.loads(file.read()))
-            except (ValueError, TypeError):
+                found = json.loads(file.read())
+            except ValueError:
                 return None
-        return found
+        return found if isinstance(found, dict) else None
 
     def finished(self, shard: str) -> ShardReport | None:
         """The report of a shard whose part files agree with it; None if the shard must be made.

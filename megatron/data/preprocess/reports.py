@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 from megatron.data.indexed_writer import unfinished
 from megatron.data.preprocess import storage
 from megatron.data.preprocess.input_shards import InputShard
-from megatron.data.preprocess.part_files import PartFolder, ShardReport
-from megatron.data.preprocess.shard_work import ShardCounts
-from megatron.data.preprocess.text_records import place
+from megatron.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
+from megatron.data.preprocess.text_records import InputPiece
 
 
 @dataclass
@@ -25,19 +22,19 @@ class Summary:
 
     prefixes: tuple[str, ...]
     """Paths of the datasets without .bin and .idx."""
-    num_bytes: int = 0
+    num_bytes: int
     """Bytes of the input files."""
-    num_documents: int = 0
-    num_tokens: int = 0
-    num_empty: int = 0
+    num_documents: int
+    num_tokens: int
+    num_empty: int
     """Number of blank lines and texts without a token."""
-    num_bad_lines: int = 0
+    num_bad_lines: int
+    num_kept: int
+    """Number of shards that an earlier run had finished."""
     bad_lines: list[str] = field(default_factory=list)
     """"FILE:LINE: what is wrong" for the first bad records."""
     bad_lines_file: str | None = None
     """The file with all of them, if there are any."""
-    num_kept: int = 0
-    """Number of shards that an earlier run had finished."""
 
 
 class Meter:
@@ -69,10 +66,9 @@ class Meter:
             self._under_way[number] = found
         else:
             self._under_way.pop(number, None)
-            counts = ShardCounts(found.num_bytes, sum(found.num_documents), found.num_tokens)
-            self._done = _sum(self._done, counts)
+            self._done += found.counts
             if found.new:
-                self._new = _sum(self._new, counts)
+                self._new += found.counts
         if (now := self._clock()) - self._shown >= self._every:
             self._shown = now
             self._show(self.line())
@@ -80,7 +76,7 @@ class Meter:
     def line(self) -> str:
         """The share done, the speed and the time left. The speed is that of this run alone."""
         seconds = max(self._clock() - self._start, 1e-9)
-        done, new = (_sum(counts, *self._under_way.values()) for counts in (self._done, self._new))
+        done, new = (sum(self._under_way.values(), counts) for counts in (self._done, self._new))
         left = "unknown"
         if new.num_bytes:
             left = str(timedelta(seconds=round((self._total - done.num_bytes) * seconds / new.num_bytes)))
@@ -88,12 +84,6 @@ class Meter:
             f"{done.num_bytes / self._total:6.1%}  {new.num_bytes / 1e6 / seconds:,.1f} MB/s  "
             f"{new.num_documents / seconds:,.0f} documents/s  {done.num_tokens:,} tokens  time left {left}"
         )
-
-
-def _sum(*counts: ShardCounts) -> ShardCounts:
-    return ShardCounts(
-        sum(one.num_bytes for one in counts), sum(one.num_documents for one in counts), sum(one.num_tokens for one in counts)
-    )
 
 
 _SHARE_TO_JUDGE_BY = 0.01
@@ -139,15 +129,14 @@ def write_bad_lines(
     if not summary.num_bad_lines:
         storage.remove(path)
         return
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="preprocess-")) if storage.is_url(path) else None
-        local = f"{folder}/bad_lines.txt" if folder else unfinished(f"{parts.folder}/bad_lines.txt")
+    with parts.workspace() as workspace:
+        local = unfinished(f"{workspace}/bad_lines.txt")
         with open(local, "w", encoding="utf-8", errors="backslashreplace") as file:
             for line in bad_lines(parts, shards, reports):
                 file.write(line + "\n")
                 if len(summary.bad_lines) < _KEPT_FOR_THE_SUMMARY:
                     summary.bad_lines.append(line)
-        if folder:
+        if storage.is_url(path):
             storage.upload(local, path)
         else:
             os.replace(local, path)
@@ -155,19 +144,15 @@ def write_bad_lines(
 
 
 def bad_lines(parts: PartFolder, shards: Sequence[InputShard], reports: dict[int, ShardReport]) -> Iterator[str]:
-    """Lines "FILE:LINE: what is wrong", in the order of the input."""
-    before: dict[str, int] = {}  # records of a file in earlier pieces
+    """Lines "FILE:LINE: what is wrong", in the order of the input, once all shards are made."""
     for number, shard in enumerate(shards):
         report = parts.report(shard.name) if reports[number].num_bad else None
-        bad: dict[int, list[tuple[int, str]]] = {}
-        for index, record, reason in report.bad if report else ():
-            bad.setdefault(index, []).append((record, reason))
-        for index, piece in enumerate(shard.pieces):
-            first = before.get(piece.path, 0)
-            for record, reason in bad.get(index, ()):
-                yield f"{place(piece.path, piece.kind, first + record)}: {reason}"
-            before[piece.path] = first + reports[number].num_records[index]
-        if report and report.num_bad > len(report.bad):
+        if report is None:
+            continue
+        before = {index: records_before(shards, reports, number, index) for index in {index for index, _, _ in report.bad}}
+        for index, record, reason in report.bad:
+            yield f"{shard.pieces[index].place(before[index] + record)}: {reason}"
+        if report.num_bad > len(report.bad):
             yield f"{shard.pieces[-1].path}: {report.num_bad - len(report.bad):,} more up to here"
 
 
@@ -179,18 +164,18 @@ def records_before(shards: Sequence[InputShard], reports: dict[int, ShardReport]
     total = 0
     for number in range(shard - 1, -1, -1):
         (earlier,) = shards[number].pieces  # a file that is cut shares no shard
-        total += reports[number].num_records[0] if number in reports else count_lines(earlier.path, earlier.begin, earlier.end)
+        total += reports[number].num_records[0] if number in reports else count_lines(earlier)
         if earlier.records_before == 0:
             break
     return total
 
 
-def count_lines(path: str, begin: int, end: int) -> int:
-    """Number of lines that begin in a range of bytes."""
-    count, position = int(begin == 0), max(begin - 1, 0)
-    with storage.open_binary(path) as file:
+def count_lines(piece: InputPiece) -> int:
+    """Number of lines that begin in its range of bytes."""
+    count, position = int(piece.begin == 0), max(piece.begin - 1, 0)
+    with storage.open_binary(piece.path) as file:
         file.seek(position)
-        while block := file.read(min(storage.BUFFER_BYTES, end - 1 - position)):
+        while block := file.read(min(storage.BUFFER_BYTES, piece.end - 1 - position)):
             count += block.count(b"\n")
             position += len(block)
     return count

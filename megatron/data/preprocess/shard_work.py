@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
 from megatron.data.indexed_dataset import token_dtype
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.preprocess.input_shards import InputPiece, InputShard
-from megatron.data.preprocess.part_files import PartFolder, ShardReport
-from megatron.data.preprocess.storage import BadRecordError, BadShardError, DamagedFileError, digest, told_where_no_room
-from megatron.data.preprocess.text_records import PARSERS, records
+from megatron.data.preprocess.input_shards import InputShard
+from megatron.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
+from megatron.data.preprocess.storage import digest, told_where_no_room
+from megatron.data.preprocess.text_records import PARSERS, BadRecordError, DamagedFileError, InputPiece, records
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer
 
@@ -87,13 +87,19 @@ _KEPT_BAD_RECORDS = 10_000
 _SECONDS_BETWEEN_COUNTS = 0.5
 
 
-@dataclass(frozen=True)
-class ShardCounts:
-    """The progress of a shard. Documents and tokens are counted over all keys."""
+class BadShardError(ValueError):
+    """The first bad record of a shard, where bad ones stop the job.
 
-    num_bytes: int = 0
-    num_documents: int = 0
-    num_tokens: int = 0
+    Args:
+        shard: Name of the shard.
+        piece: Index of the piece of the shard that holds it.
+        record: Number of the record in the piece, from 0.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, shard: str, piece: int, record: int, reason: str) -> None:
+        super().__init__(shard, piece, record, reason)
+        self.shard, self.piece, self.record, self.reason = shard, piece, record, reason
 
 
 def run_shard(
@@ -122,7 +128,8 @@ def run_shard(
         with ExitStack() as stack:
             _, dtype = tokenizer_of(job)
             prefixes = (f"{workspace}/{shard.name}_{key}" for key in range(len(job.keys)))
-            work = _Work(job, [stack.enter_context(IndexedDatasetWriter(prefix, dtype, sync=False)) for prefix in prefixes], listen)
+            writers = [stack.enter_context(IndexedDatasetWriter(prefix, dtype, sync=False)) for prefix in prefixes]
+            work = _Work(job, shard, writers, listen)
             for number, piece in enumerate(shard.pieces):
                 try:
                     work.add(number, piece)
@@ -139,15 +146,20 @@ def run_shard(
 class _Work:
     """The shard that is being made."""
 
-    def __init__(self, job: PreprocessJob, writers: Sequence[IndexedDatasetWriter], listen: Callable[[ShardCounts], None]) -> None:
-        self._job, self._writers, self._listen = job, writers, listen
+    def __init__(
+        self,
+        job: PreprocessJob,
+        shard: InputShard,
+        writers: Sequence[IndexedDatasetWriter],
+        listen: Callable[[ShardCounts], None],
+    ) -> None:
+        self._job, self._shard, self._writers, self._listen = job, shard, writers, listen
         self._tokenizer, _ = tokenizer_of(job)
         # Of the smallest type, so that the ids beside it keep theirs.
         self._eod = np.array([self._tokenizer.eod], np.min_scalar_type(self._tokenizer.eod))
         self._tokens: list[list[NDArray[np.integer]]] = [[] for _ in writers]
         self._lengths: list[list[int]] = [[] for _ in writers]
         self._waiting = 0
-        self._num_bytes = self._bytes_before = 0
         self._report = ShardReport([], 0, 0, 0, [], 0, [])
         self._told = time.monotonic()
 
@@ -167,13 +179,12 @@ class _Work:
         if not piece.unchanged():
             raise DamagedFileError(f"{piece.path} was changed while it was read.\n  Start again with --resume.")
         self._report.num_records.append(count)
-        self._bytes_before += piece.num_bytes
+        self._report.num_bytes += piece.num_bytes
         self._at(0)
 
     def report(self) -> ShardReport:
         """The report of the shard, once everything is handed to the writers."""
         self._write()
-        self._report.num_bytes = self._bytes_before
         self._report.num_documents = [writer.num_documents for writer in self._writers]
         self._report.num_tokens = sum(writer.num_tokens for writer in self._writers)
         return self._report
@@ -210,16 +221,16 @@ class _Work:
 
     def _refuse(self, piece: int, record: int, reason: str) -> None:
         if not self._job.skip_bad_lines:
-            raise BadShardError(piece, record, reason)
+            raise BadShardError(self._shard.name, piece, record, reason)
         self._report.num_bad += 1
         if len(self._report.bad) < _KEPT_BAD_RECORDS:
             self._report.bad.append((piece, record, reason))
 
     def _at(self, num_bytes: int) -> None:
-        """Report the progress, now and then."""
-        self._num_bytes = self._bytes_before + num_bytes
+        """Report the progress, now and then, at so many bytes of a piece."""
         now = time.monotonic()
         if now - self._told > _SECONDS_BETWEEN_COUNTS:
             self._told = now
             documents = sum(writer.num_documents for writer in self._writers)
-            self._listen(ShardCounts(self._num_bytes, documents, sum(writer.num_tokens for writer in self._writers)))
+            tokens = sum(writer.num_tokens for writer in self._writers)
+            self._listen(ShardCounts(self._report.num_bytes + num_bytes, documents, tokens))

@@ -54,21 +54,20 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 def stat(path: str) -> tuple[int, str] | None:
-    """Size in bytes, and a text that changes with the content (time of change, or entity tag); None if there is no such file."""
+    """Size in bytes, and a text that changes with the content: size and time of change or entity tag; None if no file is there."""
     if not is_url(path):
         try:
             found = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return (found.st_size, str(found.st_mtime_ns)) if os.path.isfile(path) else None
+        return (found.st_size, f"{found.st_size} {found.st_mtime_ns}") if os.path.isfile(path) else None
     files, name = filesystem(path)
     try:
         info = files.info(name)
     except FileNotFoundError:
         return None
-    if info["type"] != "file":
-        return None
-    return int(info["size"]), next((str(info[field]) for field in _VERSION_FIELDS if info.get(field) is not None), "")
+    version = next((info[field] for field in _VERSION_FIELDS if info.get(field) is not None), "")
+    return (int(info["size"]), f"{info['size']} {version}") if info["type"] == "file" else None
 
 
 def is_folder(path: str) -> bool:
@@ -169,32 +168,6 @@ def remove(path: str) -> None:
         shutil.rmtree(path)
     else:
         Path(path).unlink(missing_ok=True)
-
-
-class BadRecordError(ValueError):
-    """A record that cannot be used."""
-
-
-class BadShardError(ValueError):
-    """The first bad record of a shard, where bad ones stop the job.
-
-    Args:
-        piece: Index of the piece of the shard that holds it.
-        record: Number of the record in the piece, from 0.
-        reason: What is wrong with it.
-    """
-
-    def __init__(self, piece: int, record: int, reason: str) -> None:
-        super().__init__(piece, record, reason)
-        self.piece, self.record, self.reason = piece, record, reason
-
-
-class DamagedFileError(ValueError):
-    """A file that cannot be read to its end. It stops the job, since nobody knows how much is missing."""
-
-
-class NoDocumentError(ValueError):
-    """The whole input gives a dataset without a document, so the job cannot continue."""
 
 
 _NO_ROOM = {

@@ -1,4 +1,7 @@
-"""Streams the records of a piece. Memory holds a buffer and one record; for parquet, one row group."""
+"""Streams the records of a piece of a file, and takes the texts out of them.
+
+Memory holds a buffer and one record; for parquet, one row group.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,54 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, BinaryIO, cast
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal, cast
 
-from megatron.data.preprocess import packed_files, storage
-from megatron.data.preprocess.input_shards import InputPiece, Kind
-from megatron.data.preprocess.packed_files import ZstdReader
-from megatron.data.preprocess.storage import BadRecordError, DamagedFileError
+from megatron.data.preprocess import storage
+
+Kind = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "text"]
 
 Record = Any
 """A line (bytes), the values of a row, or the content of a text file (bytes)."""
 Records = Generator[Record, None, None]
+
+
+class BadRecordError(ValueError):
+    """A record that cannot be used."""
+
+
+class DamagedFileError(ValueError):
+    """A file that cannot be read to its end. It stops the job, since nobody knows how much is missing."""
+
+
+@dataclass(frozen=True)
+class InputPiece:
+    """Records of one file: the lines that begin in a range of bytes, the rows of some row groups, or all of them."""
+
+    path: str
+    """Absolute path, or a URL."""
+    kind: Kind
+    version: str
+    """A text that changes with the content of the whole file (`storage.stat`)."""
+    begin: int
+    end: int
+    """The range [begin, end) of bytes, or of row groups."""
+    num_bytes: int
+    """Bytes of the file that are read for it, packed if it is packed."""
+    records_before: int | None
+    """Number of records of the file before this piece; None where counting them takes reading."""
+
+    def unchanged(self) -> bool:
+        """Whether the file is still the one that was cut."""
+        found = storage.stat(self.path)
+        return found is not None and found[1] == self.version
+
+    def place(self, number: int) -> str:
+        """The place of a record for messages. Records count from 0 in the file; lines are shown from 1, rows from 0."""
+        if self.kind == "text":
+            return self.path
+        return f"{self.path}: row {number}" if self.kind == "parquet" else f"{self.path}:{number + 1}"
 
 
 def records(piece: InputPiece, keys: Sequence[str], at: Callable[[int], None]) -> Records:
@@ -35,7 +75,7 @@ def records(piece: InputPiece, keys: Sequence[str], at: Callable[[int], None]) -
             yield from _lines(file, piece, at)
         elif piece.kind == "parquet":
             for group in range(piece.begin, piece.end):
-                yield from packed_files.rows(piece.path, file, keys, group)
+                yield from _rows(piece.path, file, keys, group)
                 at(piece.num_bytes * (group + 1 - piece.begin) // (piece.end - piece.begin))
         elif piece.kind == "text":
             yield file.read()
@@ -72,6 +112,140 @@ def _unpacked_lines(file: BinaryIO, piece: InputPiece, at: Callable[[int], None]
         raise DamagedFileError(
             f"{piece.path} is truncated or damaged, after line {number:,} or later: {error}.\n  Make or copy it again."
         ) from error
+
+
+_ROWS_AT_ONCE = 256
+
+
+def row_groups(path: str, keys: Sequence[str]) -> list[tuple[int, int]]:
+    """(bytes in the file, number of rows) of each row group.
+
+    Raises:
+        ValueError: no parquet file, a damaged one, or a column is missing or holds no strings.
+    """
+    with storage.open_binary(path) as file:
+        opened = _open_parquet(path, file)
+        from pyarrow import types
+
+        schema, metadata = opened.schema_arrow, opened.metadata
+        for key in keys:
+            if schema.names.count(key) != 1:
+                number = "no column" if key not in schema.names else "more than one column"
+                names = ", ".join(map(repr, schema.names[:8]))
+                raise ValueError(f"{path}: {number} {key!r} (--json-keys); it has: {names}")
+            column = schema.field(key).type
+            held = column.value_type if types.is_dictionary(column) else column
+            if not (types.is_string(held) or types.is_large_string(held) or str(held) == "string_view"):
+                raise ValueError(f"{path}: the column {key!r} (--json-keys) holds {column}, not strings")
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        return [(sum(group.column(n).total_compressed_size for n in range(group.num_columns)), group.num_rows) for group in groups]
+
+
+def _rows(path: str, file: BinaryIO, keys: Sequence[str], group: int) -> Iterator[tuple[object, ...]]:
+    """The values of these columns, row by row. Memory holds the row group at most.
+
+    A string that is not UTF-8 comes as bytes.
+
+    Raises:
+        DamagedFileError: the row group cannot be read.
+    """
+    import pyarrow
+
+    opened = _open_parquet(path, file)
+    try:
+        for batch in opened.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[*keys], use_threads=False):
+            yield from zip(*(_values(batch.column(key)) for key in keys), strict=True)
+    except (pyarrow.lib.ArrowException, OSError) as error:
+        raise DamagedFileError(
+            f"{path}: row group {group} is damaged: {' '.join(str(error).split())}\n  Make or copy the file again."
+        ) from error
+
+
+def _values(column: Any) -> list[object]:
+    import pyarrow
+
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:  # only one value is bad; the others are good
+        return [_text(value) for value in column.cast(pyarrow.large_binary()).to_pylist()]
+
+
+def _text(value: bytes | None) -> str | bytes | None:
+    try:
+        return value.decode() if value is not None else None
+    except UnicodeDecodeError:
+        return value
+
+
+def _open_parquet(path: str, file: BinaryIO) -> Any:
+    """An opened file whose footer has been read."""
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ValueError(
+            f"{path}: parquet is read by pyarrow, which is not installed: pip install 'megatron-3d[pyarrow]'"
+        ) from error
+    try:
+        return ParquetFile(file, pre_buffer=False, buffer_size=storage.BUFFER_BYTES, page_checksum_verification=True)
+    except pyarrow.lib.ArrowException as error:
+        raise ValueError(f"{path} is no parquet file, or a damaged one ({error}).\n  Make or copy it again.") from error
+
+
+_LARGEST_WINDOW = 1 << 31  # zstd --long=31; a window is held in memory, and is 8 MB at most without --long and --ultra
+_COMPRESSED_AT_ONCE = 1 << 14  # text that is packed a hundredfold then takes 1.6 MB
+
+
+class ZstdReader(io.RawIOBase):
+    """The unpacked bytes. (The stream reader of the library takes a truncated file for a complete one.)
+
+    Args:
+        path: The name for messages.
+        file: The packed bytes.
+
+    Raises:
+        ValueError: the library is not installed.
+        DamagedFileError: while reading.
+    """
+
+    def __init__(self, path: str, file: BinaryIO) -> None:
+        super().__init__()
+        try:
+            import zstandard
+        except ImportError as error:
+            raise ValueError(
+                f"{path}: zstd files are read by zstandard, which is not installed: pip install 'megatron-3d[zstandard]'"
+            ) from error
+        self._file = file
+        self._library = zstandard
+        self._frame: Any = None
+        self._packed = b""
+        self._unpacked = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Always true."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """The next bytes; none at the end."""
+        while not self._unpacked:
+            packed = self._packed or self._file.read(_COMPRESSED_AT_ONCE)
+            if not packed:
+                if self._frame is not None:
+                    raise DamagedFileError("a frame is cut off")
+                return 0
+            self._frame = self._frame or self._library.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
+            try:
+                self._unpacked = memoryview(self._frame.decompress(packed))
+            except self._library.ZstdError as error:
+                raise DamagedFileError(str(error)) from error
+            self._packed = b""
+            if self._frame.eof:
+                self._packed, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._unpacked))
+        buffer[:count] = self._unpacked[:count]
+        self._unpacked = self._unpacked[count:]
+        return count
 
 
 # ---- the texts of a record, one for each key
@@ -142,10 +316,3 @@ PARSERS: dict[Kind, Callable[[Any, Sequence[str]], list[str] | None]] = {
     "parquet": parse_values,
     "text": parse_text,
 }
-
-
-def place(path: str, kind: Kind, number: int) -> str:
-    """A record's place for messages. Records are numbered from 0 in their file; lines are shown from 1, rows from 0."""
-    if kind == "text":
-        return path
-    return f"{path}: row {number}" if kind == "parquet" else f"{path}:{number + 1}"

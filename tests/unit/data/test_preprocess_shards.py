@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from megatron.data.preprocess import input_shards, job, storage
 from megatron.data.preprocess.engines import Engine
-from megatron.data.preprocess.input_shards import LARGEST, SMALLEST, InputFile, InputShard, cut, default_shard_size, find_sources
+from megatron.data.preprocess.input_shards import LARGEST, SMALLEST, InputShard, cut, default_shard_size, find_sources
 from megatron.data.preprocess.job import preprocess
 from megatron.data.preprocess.reports import count_lines
 from megatron.data.preprocess.shard_work import PreprocessJob
-from megatron.data.preprocess.text_records import records
+from megatron.data.preprocess.text_records import InputPiece, Kind, records
 from tests.support.corpora import BYTES, FORMS, JOB, SKIP, TEXTS, expected_of, files_of, write_lines, write_parquet
 from tools.preprocess_data import parser
 
@@ -43,7 +43,7 @@ def test_every_line_is_in_one_shard_at_any_size(tmp_path_factory: pytest.TempPat
     for piece in (piece for shard in shards for piece in shard.pieces):
         owned = len(list(records(piece, ("text",), lambda at: None)))
         if piece.begin or owned:  # an empty file has no line, though one would begin there
-            assert count_lines(piece.path, piece.begin, piece.end) == owned
+            assert count_lines(piece) == owned
 
 
 def test_a_line_longer_than_the_buffer_is_skipped_by_the_shards_in_its_middle(
@@ -84,7 +84,7 @@ def test_row_groups_are_put_together_up_to_the_size(tmp_path: Path) -> None:
 
 def test_small_files_share_a_shard_and_large_ones_do_not() -> None:
     sizes = [3, 4, 4, 25, 5, 5, 1]
-    sources = [InputFile(f"/{n}.jsonl", "jsonl", size, "") for n, size in enumerate(sizes)]
+    sources = [InputPiece(f"/{n}.jsonl", "jsonl", "", 0, size, size, 0) for n, size in enumerate(sizes)]
     shards = cut(sources, 10, ("text",))
     assert [[(piece.path[1], piece.begin, piece.end) for piece in shard.pieces] for shard in shards] == [
         [("0", 0, 3), ("1", 0, 4)],
@@ -99,7 +99,8 @@ def test_small_files_share_a_shard_and_large_ones_do_not() -> None:
 
 def test_the_size_of_shards_follows_the_input() -> None:
     def size(gigabytes: float) -> int:
-        return default_shard_size([InputFile("/a.jsonl", "jsonl", int(gigabytes * 2**30), "")])
+        num_bytes = int(gigabytes * 2**30)
+        return default_shard_size([InputPiece("/a.jsonl", "jsonl", "", 0, num_bytes, num_bytes, 0)])
 
     assert [size(g) for g in (0.001, 10, 10_000)] == [SMALLEST, 10 * 2**20, LARGEST]
 
@@ -192,7 +193,7 @@ def test_a_kind_that_names_do_not_say(tmp_path: Path) -> None:
 
 def test_the_tool_knows_all_kinds() -> None:
     (choices,) = [action.choices for action in parser()._actions if action.dest == "input_format"]
-    assert set(choices or ()) == set(get_args(input_shards.Kind)) == {*input_shards.SUFFIXES.values()}
+    assert set(choices or ()) == set(get_args(Kind)) == {*input_shards.SUFFIXES.values()}
 
 
 def test_kinds_by_name() -> None:
