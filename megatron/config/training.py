@@ -44,7 +44,7 @@ class TrainingConfig:
     """Steps between collections with --manual-gc; 0 collects only at evaluations and saves."""
 
 
-_LARGEST = 2.0**127  # the scale is a float32
+LARGEST_LOSS_SCALE = 2.0**127  # the scale is a float32
 _DYNAMIC = acts_with(
     "with --fp16 and without --loss-scale, when the scale is dynamic", every=True, fix={}, fp16=True, loss_scale=None
 )
@@ -60,9 +60,11 @@ class PrecisionConfig:
     """Compute in bfloat16 with float32 main parameters."""
     fp64: bool = False
     """Compute in float64 (for proofs)."""
-    loss_scale: float | None = setting(None, above=0, at_most=_LARGEST, unit="factor on the loss", acts=acts_with(fp16=True))
+    loss_scale: float | None = setting(
+        None, above=0, at_most=LARGEST_LOSS_SCALE, unit="factor on the loss", acts=acts_with(fp16=True)
+    )
     """Constant loss scale; by default float16 uses a dynamic one."""
-    initial_loss_scale: float = setting(2.0**32, above=0, at_most=_LARGEST, unit="factor on the loss", acts=_DYNAMIC)
+    initial_loss_scale: float = setting(2.0**32, above=0, at_most=LARGEST_LOSS_SCALE, unit="factor on the loss", acts=_DYNAMIC)
     """First dynamic loss scale."""
     min_loss_scale: float = setting(1.0, above=0, unit="factor on the loss", acts=_DYNAMIC)
     """Smallest dynamic loss scale; an overflow at this scale stops the run."""

@@ -16,7 +16,7 @@ from torch import nn
 from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.bucket import Bucket, BufferPool, Fill, SlicedBucket, WholeBucket, main_grad_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
-from megatron.data_parallel.provider import HeldTensors, Inspect, Provider
+from megatron.data_parallel.provider import Inspect, Provider
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import Granularity, ShardGroup, by_elements
@@ -76,12 +76,6 @@ class Buckets(Provider):
         """See `Provider`."""
         for bucket in self.buckets:
             bucket.finish_publishing()
-
-    def held(self) -> HeldTensors:
-        """See `Provider`."""
-        gradients = [bucket.grads if isinstance(bucket, WholeBucket) else bucket.own_grads for bucket in self.buckets]
-        buffers = [buffer for pool in self._pools.values() for buffer in pool.buffers]
-        return HeldTensors([bucket.weights for bucket in self.buckets], gradients, buffers)
 
     def _make(self, plan: BucketPlan, context: ParallelContext, fill: Fill, sharding: str) -> Bucket:
         if sharding != "optim_grads" or plan.num_slices == 1:

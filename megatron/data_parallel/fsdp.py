@@ -30,7 +30,7 @@ from torch.distributed.tensor import Shard as ShardedDim
 from megatron.config.parallel import FsdpReshard
 from megatron.data_parallel.bucket import Fill, main_grad_dtype
 from megatron.data_parallel.fsdp_plan import UnitPlan, own_piece, plan_units
-from megatron.data_parallel.provider import HeldTensors, Inspect, Provider, complain
+from megatron.data_parallel.provider import Inspect, Provider, complain
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
@@ -104,15 +104,6 @@ class FsdpUnit:
     def counts(self) -> list[tuple[str, int, int]]:
         """(name, gradients that reached it in this step, gradients that should have) of each parameter."""
         return [(entry.record.name, found, self._microbatches) for entry, found in zip(self._entries, self._writes, strict=True)]
-
-    def gathered(self) -> list[torch.Tensor]:
-        """The unsharded parameters that have memory now."""
-        return [param.detach() for param in self._gathered if param.untyped_storage().size()]
-
-    def passing(self) -> list[torch.Tensor]:
-        """Gradients that FSDP has not taken yet."""
-        places = [*(sink.main_grad for sink in self._sinks), *(param.grad for param in self._gathered)]
-        return [grad for grad in places if grad is not None]
 
     def _wrap(self, plan: UnitPlan, mesh: DeviceMesh, reshard_after_forward: bool, outside: set[nn.Parameter]) -> FSDPModule:
         dims = {entry.param: ShardedDim(entry.record.fsdp_dim) for entry in plan.entries}
@@ -291,14 +282,6 @@ class FullyShardedParams(Provider):
         """See `Provider`."""
         for unit in self._units:
             unit.reshard()
-
-    def held(self) -> HeldTensors:
-        """See `Provider`."""
-        held = HeldTensors([shard.weights for group in self.groups for shard in group.shards], [unit.grads for unit in self._units])
-        for unit in self._units:
-            held.parameters += unit.gathered()
-            held.buffers += unit.passing()
-        return held
 
 
 def _mesh(context: ParallelContext) -> DeviceMesh:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -18,16 +17,6 @@ from megatron.parallel.shards import ShardGroup
 
 Inspect = Callable[[ParamEntry, torch.Tensor], None]
 """Receives a parameter and one gradient of it on this rank: that of one use in one microbatch, in the parameter's local shape."""
-
-
-@dataclass
-class HeldTensors:
-    """Tensors that a provider keeps, by purpose. Their bytes are those that the report at the start counts."""
-
-    parameters: list[torch.Tensor] = field(default_factory=list)
-    gradients: list[torch.Tensor] = field(default_factory=list)
-    buffers: list[torch.Tensor] = field(default_factory=list)
-    """Memory that tensors only pass through: gradients of a bucket before they are reduced."""
 
 
 class Provider(ABC):
@@ -69,10 +58,6 @@ class Provider(ABC):
 
     def finish_evaluation(self) -> None:  # noqa: B027
         """After forwards without backwards: free what is kept for a backward, if anything is."""
-
-    @abstractmethod
-    def held(self) -> HeldTensors:
-        """The tensors that are kept now."""
 
 
 class WriteCount:

@@ -7,19 +7,19 @@ clipping are one factor on the gradient, which torch's fused kernels apply while
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.placement import HeldState, Link, OnDevice, OnHost, StatePlacement, choose_offloaded
+from megatron.optimizer.placement import Link, OnDevice, OnHost, StatePlacement, choose_offloaded
 from megatron.optimizer.rules import Update, UpdateRule, rules_of
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, ShardGroup
 
 
 class ShardedOptimizer:
-    """Makes and updates the `main` of each shard of some groups.
+    """Makes and updates `main` and `moments` of each shard of some groups.
 
     Gradients and weights must stay at the same place in memory as long as the optimizer lives.
 
@@ -38,11 +38,12 @@ class ShardedOptimizer:
         self.groups = list(groups)
         self.shards = [shard for group in self.groups for shard in group.shards]
         self.num_updates = 0
+        """Updates made so far, also before a resume. (The moments are loaded in place.)"""
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
         chosen = choose_offloaded([shard.grad.numel() for shard in self.shards], fraction)
         if staged is None:
             staged = context.device.type not in ("cpu", "meta")
-        self._link = Link(context.device) if chosen and staged else None
+        link = Link(context.device) if chosen and staged else None
         rule_of = rules_of(config)
         self._placements: list[list[StatePlacement]] = []
         at = 0
@@ -54,17 +55,12 @@ class ShardedOptimizer:
             at += len(group.shards)
             self._placements.append(
                 [
-                    OnHost(group, shards, rule, context, self._link)
-                    if offloaded and self._link is not None
-                    else OnDevice(shards, rule, context, offloaded=offloaded)
+                    OnHost(group, shards, rule, context, link)
+                    if offloaded and link is not None
+                    else OnDevice(shards, rule, context)
                     for (offloaded, rule), shards in together.items()
                 ]
             )
-        self._place_of: dict[int, tuple[StatePlacement, int]] = {}
-        for placement in self._each_placement():
-            for index, (shard, main) in enumerate(zip(placement.shards, placement.mains, strict=True)):
-                shard.main = main
-                self._place_of[id(shard)] = placement, index
 
     @torch.no_grad()
     def step(self, learning_rate: float, weight_decay: float, factor: float) -> None:
@@ -87,27 +83,3 @@ class ShardedOptimizer:
             for placement in placements:
                 placement.write()
             group.publish()
-
-    def moments(self, shard: Shard) -> dict[str, torch.Tensor]:
-        """The optimizer state of a shard, by name, each of the shard's size."""
-        placement, index = self._place_of[id(shard)]
-        return placement.moments(index)
-
-    def set_num_updates(self, count: int) -> None:
-        """Continue after this many updates (the moments are loaded in place)."""
-        self.num_updates = count
-
-    def held(self) -> tuple[HeldState, HeldState]:
-        """The memory that is kept on the device, and the host memory that offloading takes."""
-        device, host = HeldState(), HeldState()
-        for placement in self._each_placement():
-            kept = host if placement.offloaded else device
-            kept.mains += placement.held.mains
-            kept.moments += placement.held.moments
-            kept.buffers += placement.held.buffers
-        if self._link is not None:
-            host.buffers += self._link.buffers
-        return device, host
-
-    def _each_placement(self) -> Iterator[StatePlacement]:
-        return (placement for placements in self._placements for placement in placements)

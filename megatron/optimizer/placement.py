@@ -11,13 +11,15 @@ Another placement (disk) would read main parameters and moments when its update 
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from megatron.optimizer.rules import Target, Update, Updater, UpdateRule, as_seen
+from megatron.optimizer.rules import Target, Update, UpdateRule, as_seen
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, ShardGroup
@@ -30,17 +32,6 @@ ALIGN = 64
 _BATCH = 2**18
 
 
-@dataclass
-class HeldState:
-    """Memory that an optimizer keeps, by purpose."""
-
-    mains: list[torch.Tensor] = field(default_factory=list)
-    """Main parameters that are not the weights themselves."""
-    moments: list[torch.Tensor] = field(default_factory=list)
-    buffers: list[torch.Tensor] = field(default_factory=list)
-    """Host memory that gradients and weights pass through."""
-
-
 @dataclass(frozen=True)
 class MainSpan:
     """Elements [start, stop) of one of several main parameters."""
@@ -49,79 +40,69 @@ class MainSpan:
     start: int
     stop: int
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This span of the flat tensor that belongs to its main parameter."""
-        return tensors[self.index][self.start : self.stop]
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Targets that are updated together and then written to the weights."""
-
-    updater: Updater
-    write: Callable[[], None]
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This span of a flat tensor that belongs to its main parameter."""
+        return tensor[self.start : self.stop]
 
 
 class StatePlacement(ABC):
-    """Some shards of one group that one rule updates, with their main parameters and moments in one place.
+    """Some shards of one group that one rule updates, with their main parameters and moments in one place. It sets these of the
+    shards.
 
     Args:
-        mains: the main parameter of each shard, flat.
+        main_params: the main parameter of each shard, flat.
         grads: the gradients in the same memory as the main parameters; complete after `fetch`.
-        held: memory of main parameters that are not the weights, and of gradients that are not the shards' own.
-        offloaded: whether the shards were chosen for host memory.
     """
 
     def __init__(
         self,
         shards: Sequence[Shard],
-        mains: Sequence[torch.Tensor],
+        main_params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
-        held: HeldState,
         rule: UpdateRule,
         context: ParallelContext,
-        *,
-        offloaded: bool,
     ) -> None:
-        self.shards, self.mains, self.offloaded, self.held = list(shards), list(mains), offloaded, held
+        self.shards, self.main_params = list(shards), list(main_params)
         dtypes = {(shard.weights.dtype, shard.grad.dtype) for shard in self.shards}
         assert len(dtypes) == 1, f"shards that are updated together have several dtypes: {dtypes}"
-        self._moments: dict[str, list[torch.Tensor]] = {}
-        for name in rule.moments:
-            buffer, self._moments[name] = flat_views(self.mains, self.mains[0].dtype, self.mains[0].device)
-            held.moments.append(buffer.zero_())
-        rounds_here = bool(held.mains) and self.mains[0].device.type == "cpu"
-        limit = _BATCH * torch.get_num_threads() if rounds_here and not rule.sees_whole else None
+        dtype, device = self.main_params[0].dtype, self.main_params[0].device
+        moments = {
+            name: flat_views(torch.zeros(room_for(self.main_params), dtype=dtype, device=device), self.main_params)
+            for name in rule.moments
+        }
+        for index, (shard, main) in enumerate(zip(self.shards, self.main_params, strict=True)):
+            shard.main, shard.moments = main, {name: tensors[index] for name, tensors in moments.items()}
+        rounds_here = self.main_params[0] is not self.shards[0].weights and device.type == "cpu"
+        limit = _BATCH * torch.get_num_threads() if rounds_here and not rule.sees_whole else math.inf
 
         def target(span: MainSpan) -> Target:
-            def seen(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-                return as_seen(span.of(tensors), rule, self.shards[span.index], context)
+            shard = self.shards[span.index]
 
-            moments = {name: seen(tensors) for name, tensors in self._moments.items()}
-            return Target(seen(self.mains), seen(grads), moments, self.shards[span.index].record)
+            def seen(tensor: torch.Tensor) -> torch.Tensor:
+                return as_seen(span.of(tensor), rule, shard, context)
+
+            seen_moments = {name: seen(tensor) for name, tensor in shard.moments.items()}
+            return Target(seen(shard.main), seen(grads[span.index]), seen_moments, shard.record)
 
         self._batches = [
-            _Batch(rule.make([target(span) for span in spans], context), self.writer(spans))
-            for spans in batches([main.numel() for main in self.mains], limit)
+            (rule.make([target(span) for span in spans], context), self.writer(spans))
+            for spans in batches([main.numel() for main in self.main_params], limit)
         ]
+        """Targets that are updated together and then written to the weights."""
 
     def update(self, update: Update) -> None:
         """Make one update. The weights follow, in the order of the current stream."""
         self.fetch()
-        for batch in self._batches:
-            batch.updater.step(update)
-            batch.write()
+        for step, write in self._batches:
+            step(update)
+            write()
         self.finish()
 
     def write(self) -> None:
         """Copy the main parameters to the weights as they are."""
-        for batch in self._batches:
-            batch.write()
+        for _, write in self._batches:
+            write()
         self.finish()
-
-    def moments(self, index: int) -> dict[str, torch.Tensor]:
-        """The moments of one of the shards, by name."""
-        return {name: tensors[index] for name, tensors in self._moments.items()}
 
     @abstractmethod
     def fetch(self) -> None:
@@ -135,6 +116,11 @@ class StatePlacement(ABC):
     def finish(self) -> None:
         """Let everything that is issued from now on see the weights that were written."""
 
+    def _of(self, spans: Sequence[MainSpan]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The weights and the main parameters of these spans."""
+        found = [(self.shards[span.index], span) for span in spans]
+        return [span.of(shard.weights) for shard, span in found], [span.of(shard.main) for shard, span in found]
+
 
 class OnDevice(StatePlacement):
     """Main parameters on the device of the weights: the weights themselves where dtypes agree, else copies.
@@ -142,23 +128,21 @@ class OnDevice(StatePlacement):
     Offloaded shards are here too if the device's memory is the host's.
     """
 
-    def __init__(self, shards: Sequence[Shard], rule: UpdateRule, context: ParallelContext, *, offloaded: bool = False) -> None:
-        held, mains = HeldState(), [shard.weights for shard in shards]
-        if shards[0].weights.dtype != shards[0].grad.dtype:
-            buffer, mains = copies_of_weights(shards, shards[0].weights.device)
-            held.mains.append(buffer)
-        super().__init__(shards, mains, [shard.grad for shard in shards], held, rule, context, offloaded=offloaded)
+    def __init__(self, shards: Sequence[Shard], rule: UpdateRule, context: ParallelContext) -> None:
+        self._copies = shards[0].weights.dtype != shards[0].grad.dtype
+        weights = [shard.weights for shard in shards]
+        main_params = copies_of_weights(shards, weights[0].device) if self._copies else weights
+        super().__init__(shards, main_params, [shard.grad for shard in shards], rule, context)
 
     def fetch(self) -> None:
         """Do nothing: the gradients are on the device."""
 
     def writer(self, spans: Sequence[MainSpan]) -> Callable[[], None]:
         """A function that rounds main parameters to the model's dtype, where they are not the weights."""
-        if not self.held.mains:
+        if not self._copies:
             return lambda: None
-        whole = [shard.weights for shard in self.shards]
-        weights, mains = [span.of(whole) for span in spans], [span.of(self.mains) for span in spans]
-        return lambda: torch._foreach_copy_(weights, mains)
+        weights, main_params = self._of(spans)
+        return lambda: torch._foreach_copy_(weights, main_params)
 
     def finish(self) -> None:
         """Do nothing: all happens in the order of the stream."""
@@ -174,10 +158,9 @@ class OnHost(StatePlacement):
         self._link = link
         self._wait: Callable[[], None] | None = None
         self._sources = [shard.grad for shard in shards]
-        copies, mains = copies_of_weights(shards)
-        buffer, self._grads = flat_views(self._sources, self._sources[0].dtype, pinned=link.pins)
-        held = HeldState(mains=[copies], buffers=[buffer])
-        super().__init__(shards, mains, self._grads, held, rule, context, offloaded=True)
+        room = torch.empty(room_for(self._sources), dtype=self._sources[0].dtype, pin_memory=link.pins)
+        self._grads = flat_views(room, self._sources)
+        super().__init__(shards, copies_of_weights(shards), self._grads, rule, context)
         group.on_reduced.append(self._bring)
 
     def fetch(self) -> None:
@@ -190,10 +173,9 @@ class OnHost(StatePlacement):
 
     def writer(self, spans: Sequence[MainSpan]) -> Callable[[], None]:
         """A function that sends the spans to the device."""
-        whole = [shard.weights for shard in self.shards]
-        weights, mains = [span.of(whole) for span in spans], [span.of(self.mains) for span in spans]
-        self._link.reserve(room_for(weights))
-        return lambda: self._link.send(mains, weights)
+        weights, main_params = self._of(spans)
+        self._link.reserve(room_for(weights) * weights[0].itemsize)
+        return lambda: self._link.send(main_params, weights)
 
     def finish(self) -> None:
         """Let everything that is issued from now on wait for the weights."""
@@ -232,12 +214,12 @@ class Link:
             event.record(self._down)
         return event.synchronize
 
-    def send(self, mains: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+    def send(self, main_params: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
         """Round main parameters to the dtype of the weights, and begin to copy them there. They may change again on return."""
         which, self._next = self._next, 1 - self._next
         self._sent[which].synchronize()
-        staged = views_like(self.buffers[which], weights)
-        torch._foreach_copy_(staged, list(mains))
+        staged = flat_views(self.buffers[which].view(weights[0].dtype), weights)
+        torch._foreach_copy_(staged, list(main_params))
         self._up.wait_stream(self._streams.current_stream(self._device))  # which may still read the old weights
         with self._streams.stream(self._up):
             torch._foreach_copy_(list(weights), staged, non_blocking=True)
@@ -269,69 +251,50 @@ def choose_offloaded(sizes: Sequence[int], fraction: float) -> set[int]:
     return chosen
 
 
-def batches(sizes: Sequence[int], limit: int | None) -> list[list[MainSpan]]:
+def batches(sizes: Sequence[int], limit: float) -> list[list[MainSpan]]:
     """MainSpans of flat tensors, in order, in batches of at most `limit` elements.
 
     Args:
-        limit: a multiple of 64, as all cuts are, so that vector kernels see the same vectors; None for one batch of whole tensors.
+        limit: a multiple of 64, as all cuts are, so that vector kernels see the same vectors; infinite for one batch.
     """
-    if limit is None:
-        whole = [MainSpan(index, 0, size) for index, size in enumerate(sizes) if size]
-        return [whole] if whole else []
     made: list[list[MainSpan]] = []
-    room = 0
+    room = 0.0
     for index, size in enumerate(sizes):
         start = 0
         while start < size:
             if room == 0:
                 made.append([])
                 room = limit
-            stop = min(start + room, size)
+            stop = int(min(start + room, size))
             made[-1].append(MainSpan(index, start, stop))
-            room -= -(-(stop - start) // ALIGN) * ALIGN
+            room -= _aligned(stop - start)
             start = stop
     return made
 
 
-def flat_views(
-    like: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device | None = None, *, pinned: bool = False
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One buffer, and views of it with the lengths of these flat tensors.
+def copies_of_weights(shards: Sequence[Shard], device: torch.device | None = None) -> list[torch.Tensor]:
+    """Copies of the weights in the gradients' dtype, in one buffer.
 
     Args:
         device: None for host memory.
     """
-    starts, end = _starts(like)
-    buffer = torch.empty(end, dtype=dtype, device=device, pin_memory=pinned)
-    return buffer, [buffer[start : start + tensor.numel()] for start, tensor in zip(starts, like, strict=True)]
+    weights = [shard.weights for shard in shards]
+    views = flat_views(torch.empty(room_for(weights), dtype=shards[0].grad.dtype, device=device), weights)
+    for view, one in zip(views, weights, strict=True):
+        view.copy_(one)
+    return views
 
 
 def room_for(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of a buffer that holds these tensors, each of them aligned."""
-    return _starts(tensors)[1] * tensors[0].itemsize
+    """Elements of a buffer that holds these flat tensors, each of them aligned."""
+    return sum(_aligned(tensor.numel()) for tensor in tensors)
 
 
-def views_like(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views into a buffer of bytes, as `room_for` lays them out."""
-    typed = buffer[: room_for(tensors)].view(tensors[0].dtype)
-    return [typed[start : start + tensor.numel()] for start, tensor in zip(_starts(tensors)[0], tensors, strict=True)]
+def flat_views(buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of a buffer with the lengths of these flat tensors, as `room_for` lays them out."""
+    starts = itertools.accumulate((_aligned(tensor.numel()) for tensor in like), initial=0)
+    return [buffer[start : start + tensor.numel()] for start, tensor in zip(starts, like, strict=False)]
 
 
-def copies_of_weights(shards: Sequence[Shard], device: torch.device | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Copies of the weights in the gradients' dtype: one buffer, and its views.
-
-    Args:
-        device: None for host memory.
-    """
-    buffer, views = flat_views([shard.weights for shard in shards], shards[0].grad.dtype, device)
-    for view, shard in zip(views, shards, strict=True):
-        view.copy_(shard.weights)
-    return buffer, views
-
-
-def _starts(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.numel() // ALIGN) * ALIGN
-    return starts, end
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGN) * ALIGN

@@ -67,12 +67,8 @@ class Update:
         return self.weight_decay if decays else 0.0
 
 
-class Updater(ABC):
-    """Updates some targets in place."""
-
-    @abstractmethod
-    def step(self, update: Update) -> None:
-        """Make one update."""
+Updater = Callable[[Update], None]
+"""Updates some targets in place."""
 
 
 class UpdateRule(ABC):
@@ -106,74 +102,69 @@ class _Lists:
     """Targets of one decay class, as the kernels take them."""
 
     decays: bool
-    mains: list[torch.Tensor]
+    main_params: list[torch.Tensor]
     grads: list[torch.Tensor]
     moments: list[list[torch.Tensor]]
 
 
-class Fused(Updater):
-    """Updates targets on one device, in one dtype, by a kernel of torch's.
+def fused(
+    targets: Sequence[Target], moments: Sequence[str], kernel: Callable[[_Lists, Update, torch.Tensor | None], None]
+) -> Updater:
+    """Update targets on one device, in one dtype, by a kernel of torch's.
 
     Args:
         moments: their names, in the order in which the kernel takes them.
         kernel: updates the targets of one decay class. It divides their gradients by a float32 scalar on their device, if given.
     """
+    classes = [
+        _Lists(decays, [t.main for t in some], [t.grad for t in some], [[t.moments[name] for t in some] for name in moments])
+        for decays, some in _by_decay(targets)
+    ]
 
-    def __init__(
-        self,
-        targets: Sequence[Target],
-        moments: Sequence[str],
-        kernel: Callable[[_Lists, Update, torch.Tensor | None], None],
-    ) -> None:
-        self._kernel, self._classes = kernel, []
-        for decays in (True, False):
-            some = [target for target in targets if target.record.decay is decays]
-            if some:
-                lists = [[target.moments[name] for target in some] for name in moments]
-                self._classes.append(_Lists(decays, [target.main for target in some], [target.grad for target in some], lists))
-
-    def step(self, update: Update) -> None:
-        """Make one update. For float64 a float32 scalar is too coarse, so there the gradients are multiplied before."""
-        for lists in self._classes:
+    def step(update: Update) -> None:
+        for lists in classes:
             scale: torch.Tensor | None = None
             if update.factor != 1.0:
-                if lists.grads[0].dtype == torch.float64:
+                if lists.grads[0].dtype == torch.float64:  # for which a float32 scalar is too coarse
                     torch._foreach_mul_(lists.grads, update.factor)
                 else:
                     scale = update.scalar(1.0 / update.factor, lists.grads[0].device)
-            self._kernel(lists, update, scale)
+            kernel(lists, update, scale)
+
+    return step
 
 
-class ByTorch(Updater):
-    """Updates targets by a torch optimizer. It finds gradients in `.grad`, moments in its state.
+def by_torch(targets: Sequence[Target], optimizer: torch.optim.Optimizer) -> Updater:
+    """Update targets by a torch optimizer. It finds gradients in `.grad`, moments in its state. The factor costs a pass over the
+    gradients.
 
     Args:
-        optimizer: with a bool "decays" in each of its param groups.
+        optimizer: made with `param_groups` of the targets.
     """
+    grads = [target.grad for target in targets]
+    for target in targets:
+        target.main.grad = target.grad
+        optimizer.state[target.main].update(target.moments)
 
-    def __init__(self, targets: Sequence[Target], optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self._grads = optimizer, [target.grad for target in targets]
-        for target in targets:
-            target.main.grad = target.grad
-            optimizer.state[target.main].update(target.moments)
-
-    def step(self, update: Update) -> None:
-        """Make one update. The factor costs a pass over the gradients."""
+    def step(update: Update) -> None:
         if update.factor != 1.0:
-            torch._foreach_mul_(self._grads, update.factor)
-        for group in self._optimizer.param_groups:
+            torch._foreach_mul_(grads, update.factor)
+        for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = update.learning_rate, update.decay(group["decays"])
             group["step"] = update.number - 1  # NVIDIA apex counts updates here
-        self._optimizer.step()
+        optimizer.step()
+
+    return step
 
 
-def by_decay(targets: Sequence[Target]) -> list[dict[str, Any]]:
-    """Param groups for `ByTorch`: the targets that decay, and the others."""
-    groups = [
-        {"params": [target.main for target in targets if target.record.decay is decays], "decays": decays}
-        for decays in (True, False)
-    ]
-    return [group for group in groups if group["params"]]
+def param_groups(targets: Sequence[Target]) -> list[dict[str, Any]]:
+    """Param groups for `by_torch`: the targets that decay, and the others."""
+    return [{"params": [target.main for target in some], "decays": decays} for decays, some in _by_decay(targets)]
+
+
+def _by_decay(targets: Sequence[Target]) -> list[tuple[bool, list[Target]]]:
+    classes = [(decays, [target for target in targets if target.record.decay is decays]) for decays in (True, False)]
+    return [(decays, some) for decays, some in classes if some]
 
 
 class AdamW(UpdateRule):
@@ -188,21 +179,21 @@ class AdamW(UpdateRule):
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
         """See `UpdateRule`."""
         if self._apex:
-            made = _apex("FusedAdam")(by_decay(targets), adam_w_mode=True, lr=0.0, betas=self._betas, eps=self._eps)
-            return ByTorch(targets, made)
-        return Fused(targets, self.moments, self._kernel)
+            made = _apex("FusedAdam")(param_groups(targets), adam_w_mode=True, lr=0.0, betas=self._betas, eps=self._eps)
+            return by_torch(targets, made)
+        return fused(targets, self.moments, self._kernel)
 
     def _kernel(self, lists: _Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
         """Update by torch's fused AdamW, which takes the number of the update for each tensor, from its device."""
-        number = update.scalar(float(update.number), lists.mains[0].device)
+        number = update.scalar(float(update.number), lists.main_params[0].device)
         first, second = lists.moments
         torch._fused_adamw_(
-            lists.mains,
+            lists.main_params,
             lists.grads,
             first,
             second,
             max_exp_avg_sqs=[],
-            state_steps=[number] * len(lists.mains),
+            state_steps=[number] * len(lists.main_params),
             lr=update.learning_rate,
             beta1=self._betas[0],
             beta2=self._betas[1],
@@ -224,13 +215,13 @@ class SGD(UpdateRule):
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
         """See `UpdateRule`."""
         if self._apex:
-            return ByTorch(targets, _apex("FusedSGD")(by_decay(targets), lr=0.0, momentum=self._momentum))
-        return Fused(targets, self.moments, self._kernel)
+            return by_torch(targets, _apex("FusedSGD")(param_groups(targets), lr=0.0, momentum=self._momentum))
+        return fused(targets, self.moments, self._kernel)
 
     def _kernel(self, lists: _Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
         """Update by torch's fused SGD. At the first update the momentum is zero, so no case of its own is needed."""
         torch._fused_sgd_(
-            lists.mains,
+            lists.main_params,
             lists.grads,
             lists.moments[0] if lists.moments else [],
             weight_decay=update.decay(lists.decays),

@@ -74,30 +74,20 @@ def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]
         return []
     if not shape:
         return [Box((), ())]
-    if len(shape) == 1:
-        return [Box((start,), (stop - start,))]
-    inner = math.prod(shape[1:])
-    first, last = start // inner, (stop - 1) // inner
+    rest = shape[1:]
+    inner = math.prod(rest)
+    (first, head), (last, tail) = divmod(start, inner), divmod(stop, inner)
 
     def in_row(row: int, low: int, high: int) -> list[Box]:
-        return [Box((row, *b.offsets), (1, *b.sizes)) for b in flat_range_boxes(shape[1:], low, high)]
+        return [Box((row, *b.offsets), (1, *b.sizes)) for b in flat_range_boxes(rest, low, high)]
 
-    if first == last:
-        if stop - start == inner:
-            return [Box((first,) + (0,) * (len(shape) - 1), (1, *shape[1:]))]
-        return in_row(first, start - first * inner, stop - first * inner)
-    boxes: list[Box] = []
-    rows_from, rows_to = first, last + 1
-    if start % inner:
-        boxes += in_row(first, start - first * inner, inner)
-        rows_from += 1
-    tail: list[Box] = []
-    if stop % inner:
-        tail = in_row(last, 0, stop - last * inner)
-        rows_to -= 1
-    if rows_to > rows_from:
-        boxes.append(Box((rows_from,) + (0,) * (len(shape) - 1), (rows_to - rows_from, *shape[1:])))
-    return boxes + tail
+    if head and first == last:
+        return in_row(first, head, tail)
+    boxes = in_row(first, head, inner) if head else []
+    first += head > 0
+    if first < last:
+        boxes.append(Box((first, *(0 for _ in rest)), (last - first, *rest)))
+    return boxes + in_row(last, 0, tail)
 
 
 def place(local_shape: tuple[int, ...], held: Box, piece: Piece) -> list[PlacedBox]:
@@ -113,21 +103,16 @@ def place(local_shape: tuple[int, ...], held: Box, piece: Piece) -> list[PlacedB
     """
     assert local_shape[1:] == held.sizes[1:], "only the first dimension may be padded"
     if isinstance(piece, DimPiece):
-        box = _range_of(held, piece)
+        low, high = (min(end, held.sizes[piece.dim]) for end in (piece.start, piece.stop))
+        inside = list(held.sizes)
+        inside[piece.dim] = high - low
+        offsets = [offset + low * (dim == piece.dim) for dim, offset in enumerate(held.offsets)]
+        box = Box(tuple(offsets), tuple(inside))
         return [PlacedBox(box, 0)] if box.numel else []
     placed: list[PlacedBox] = []
     at = 0
     for box in flat_range_boxes(held.sizes, piece.start, min(piece.stop, held.numel)):
-        offsets = tuple(a + b for a, b in zip(held.offsets, box.offsets, strict=True))
-        placed.append(PlacedBox(Box(offsets, box.sizes), at))
+        global_box = Box(tuple(a + b for a, b in zip(held.offsets, box.offsets, strict=True)), box.sizes)
+        placed.append(PlacedBox(global_box, at))
         at += box.numel
     return placed
-
-
-def _range_of(held: Box, piece: DimPiece) -> Box:
-    """The part of a box along one dimension. What lies beyond the box is padding."""
-    offsets, sizes = list(held.offsets), list(held.sizes)
-    low, high = (min(end, sizes[piece.dim]) for end in (piece.start, piece.stop))
-    offsets[piece.dim] += low
-    sizes[piece.dim] = high - low
-    return Box(tuple(offsets), tuple(sizes))

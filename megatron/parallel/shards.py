@@ -47,6 +47,8 @@ class Shard:
     main: torch.Tensor = field(init=False)
     """The main parameter, in float32 or wider: the weights themselves where dtypes agree, else a copy, perhaps on the host. Set by
     the optimizer."""
+    moments: dict[str, torch.Tensor] = field(init=False)
+    """The optimizer's state by name, in shape and dtype like `main`. Set by the optimizer."""
 
     def boxes(self, context: ParallelContext) -> list[PlacedBox]:
         """The boxes of the global tensor that the shard holds, without padding."""

@@ -7,8 +7,9 @@ several chunks a stage, layers are then exchanged between chunks until no exchan
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ _BITS = 40  # of the sum of all costs while searching: as whole numbers, sums ar
 
 
 @dataclass(frozen=True)
-class SplitProblem:
+class _SplitProblem:
     """Consecutive layers to be cut into chunks that lie on stages."""
 
     stage_of_chunk: tuple[int, ...]
@@ -34,26 +35,24 @@ class SplitProblem:
     """The most layers of each chunk."""
 
     @property
-    def num_layers(self) -> int:
-        """The number of layers in the model."""
-        return len(self.costs)
-
-    @property
-    def num_chunks(self) -> int:
-        """The number of chunks."""
-        return len(self.stage_of_chunk)
-
-    @property
     def num_stages(self) -> int:
         """The number of pipeline ranks."""
         return max(self.stage_of_chunk) + 1
 
-    def on_stages(self, of_chunks: Iterable[float]) -> list[float]:
-        """Sum values of chunks over the chunks of each stage."""
-        sums: list[float] = [0] * self.num_stages
-        for stage, value in zip(self.stage_of_chunk, of_chunks, strict=True):
-            sums[stage] += value
-        return sums
+    @cached_property
+    def _scale(self) -> float:
+        """A power of two that makes whole numbers of the costs, but for some rounding."""
+        return 2.0 ** (_BITS - math.frexp(sum(self.costs) + sum(self.fixed_costs))[1])
+
+    @cached_property
+    def sums(self) -> _Array:
+        """The scaled costs of the first layers together: [layer + 1]."""
+        return np.cumsum(np.rint(np.array([0.0, *self.costs]) * self._scale))
+
+    @cached_property
+    def fixed(self) -> _Array:
+        """The scaled fixed costs: [chunk]."""
+        return np.rint(np.array(self.fixed_costs) * self._scale)
 
 
 def balance(
@@ -97,7 +96,7 @@ def balance(
     fixed: list[float] = [0] * num_chunks
     fixed[0] += embedding_cost
     fixed[-1] += loss_cost
-    problem = SplitProblem(
+    problem = _SplitProblem(
         tuple(stage_of_chunk),
         tuple(layer_costs),
         tuple(fixed),
@@ -115,31 +114,28 @@ def balance(
         return _exact_cuts(problem)
     mean = sum(problem.costs) / num_layers
     starts = (_deal_out(replace(problem, costs=(mean,) * num_layers)), _exact_cuts(problem))
-    return min((_exchanged(problem, start) for start in starts), key=lambda counts: _quality(problem, counts))
+    found = [_exchanged(problem, np.cumsum([0, *start])) for start in starts]
+    return np.diff(found[_best(problem, np.stack(found))]).tolist()
 
 
-def _deal_out(problem: SplitProblem) -> list[int]:
+def _deal_out(problem: _SplitProblem) -> list[int]:
     """Deal out equal layers one by one, each to where the load with it is least.
 
     That is the best split: loads grow evenly with the number of layers, so exchanging two layers cannot help afterwards.
     """
-    places, last = problem.stage_of_chunk, problem.num_chunks - 1
+    places, last = problem.stage_of_chunk, len(problem.stage_of_chunk) - 1
     counts = list(problem.min_layers)
     cost = problem.costs[0] if problem.costs else 0
-    fixed, on_stage = problem.on_stages(problem.fixed_costs), problem.on_stages(counts)
-
-    def ends(chunks: Collection[int]) -> int:
-        return (0 in chunks) + 2 * (last in chunks)
-
-    burden = [ends([c for c in range(last + 1) if places[c] == stage]) for stage in range(problem.num_stages)]
+    fixed, on_stage = (np.bincount(places, weights).tolist() for weights in (problem.fixed_costs, counts))
 
     def after(chunk: int) -> tuple[float, ...]:
         stage = places[chunk]
         stage_load = fixed[stage] + (on_stage[stage] + 1) * cost
         chunk_load = problem.fixed_costs[chunk] + (counts[chunk] + 1) * cost
-        return stage_load, chunk_load, burden[stage], ends([chunk]), chunk
+        stage_ends, chunk_ends = (stage == places[0]) + 2 * (stage == places[last]), (chunk == 0) + 2 * (chunk == last)
+        return stage_load, chunk_load, stage_ends, chunk_ends, chunk
 
-    for _ in range(problem.num_layers - sum(counts)):
+    for _ in range(len(problem.costs) - sum(counts)):
         chunk = min((c for c in range(last + 1) if counts[c] < problem.max_layers[c]), key=after)
         counts[chunk] += 1
         on_stage[places[chunk]] += 1
@@ -149,132 +145,62 @@ def _deal_out(problem: SplitProblem) -> list[int]:
 # ---- cuts of unequal layers
 
 
-def _exact_cuts(problem: SplitProblem) -> list[int]:
+def _exact_cuts(problem: _SplitProblem) -> list[int]:
     """Layers of each chunk so that the dearest chunk is as cheap as possible and, among such splits, the sum of squares is least.
 
     Dynamic programming over the number of layers in the first chunks: chunks x layers^2 steps. It looks at chunks, not stages, so
     the split is the best one only with one chunk a stage.
     """
-    layers, fixed = _whole_costs(problem)
-    cost = _between(layers)
-    allowed = [_allowed(problem, chunk) for chunk in range(problem.num_chunks)]
-    dearest = np.full(problem.num_layers + 1, np.inf)
-    dearest[0] = -np.inf
-    for chunk in range(problem.num_chunks):
-        reached = np.maximum(dearest[:, None], cost + fixed[chunk])
-        dearest = np.where(allowed[chunk], reached, np.inf).min(axis=0)
+    num_layers = len(problem.costs)
+    size = np.subtract.outer(np.arange(num_layers + 1), np.arange(num_layers + 1)).T  # [start, stop]
+    between = problem.sums[None, :] - problem.sums[:, None]
 
-    squares = np.full(problem.num_layers + 1, np.inf)
-    squares[0] = 0
-    origins = []
-    for chunk in range(problem.num_chunks):
-        load = cost + fixed[chunk]
-        totals = np.where(allowed[chunk] & (load <= dearest[-1]), squares[:, None] + load * load, np.inf)
+    def loads() -> Iterator[_Array]:
+        """The cost of each chunk if it holds the layers start to stop - 1, [start, stop]; infinite if it may not."""
+        for low, high, fixed in zip(problem.min_layers, problem.max_layers, problem.fixed, strict=True):
+            yield np.where((low <= size) & (size <= high), between + fixed, np.inf)
+
+    at_first = np.where(np.arange(num_layers + 1) == 0, 0.0, np.inf)
+    dearest = at_first
+    for load in loads():
+        dearest = np.maximum(dearest[:, None], load).min(axis=0)
+    squares, origins = at_first, []
+    for load in loads():
+        totals = squares[:, None] + np.where(load <= dearest[-1], load * load, np.inf)
         origins.append(totals.argmin(axis=0))
         squares = totals.min(axis=0)
-    starts = [problem.num_layers]
+    starts = [num_layers]
     for origin in reversed(origins):
         starts.append(int(origin[starts[-1]]))
-    return [int(count) for count in np.diff(starts[::-1])]
+    return np.diff(starts[::-1]).tolist()
 
 
-def _allowed(problem: SplitProblem, chunk: int) -> npt.NDArray[np.bool_]:
-    """Whether a chunk may hold the layers start to stop - 1: [start, stop]."""
-    size = _between(np.ones(problem.num_layers))
-    return (problem.min_layers[chunk] <= size) & (size <= problem.max_layers[chunk])
-
-
-def _exchanged(problem: SplitProblem, counts: Sequence[int]) -> list[int]:
+def _exchanged(problem: _SplitProblem, starts: _Ints) -> _Ints:
     """Improve a split until no single exchange improves it further.
 
     An exchange takes a layer from one chunk and gives one to another; the chunks between keep their sizes and shift by a layer.
-    Better means, in this order: a cheaper dearest stage, a smaller sum of squares over the stages, the same two over the chunks.
+
+    Args:
+        starts: the first layer of each chunk, and the number of layers: [chunk + 1].
     """
-    layers, fixed = _whole_costs(problem)
-    starts = np.cumsum([0, *counts])
-    best = _quality(problem, counts)
+    bounds = np.arange(len(starts))
+    takers, givers = np.triu_indices(len(starts) - 1, 1)
+    shifts = (takers[:, None] < bounds) & (bounds <= givers[:, None])
     while True:
-        loads = _loads(layers, fixed, starts)
-        found = []
-        for step in (1, -1):
-            takers, givers = _exchanges(problem, starts, step)
-            if len(takers):
-                change = _shifts(layers, starts, step)
-                of_stages = _on_stages(problem, change)
-                # Few are best for the stages: only these are compared chunk by chunk.
-                few = _best_rows(_on_stages(problem, loads) + of_stages[givers] - of_stages[takers])
-                one = few[_best_rows(loads + change[givers[few]] - change[takers[few]])[0]]
-                moved = starts.copy()
-                moved[takers[one] + 1 : givers[one] + 1] += step
-                found.append((_quality(problem, np.diff(moved)), moved.tolist()))
-        if not found or min(found)[0] >= best:
-            return [int(count) for count in np.diff(starts)]
-        best, starts = min(found)[0], np.array(min(found)[1])
+        tried = np.concatenate([starts + shifts, starts - shifts])
+        counts = np.diff(tried)
+        allowed = ((problem.min_layers <= counts) & (counts <= problem.max_layers)).all(axis=1)
+        tried = np.concatenate([starts[None], tried[allowed]])
+        best = _best(problem, tried)
+        if best == 0:
+            return starts
+        starts = tried[best]
 
 
-def _quality(problem: SplitProblem, counts: Sequence[int] | _Ints) -> tuple[float, ...]:
-    """The measures by which splits are compared, the most important first; less is better."""
-    layers, fixed = _whole_costs(problem)
-    loads = _loads(layers, fixed, np.cumsum([0, *counts]))
-    stages = _on_stages(problem, loads)
-    return float(stages.max()), float((stages**2).sum()), float(loads.max()), float((loads**2).sum())
-
-
-def _exchanges(problem: SplitProblem, starts: _Ints, step: int) -> tuple[_Ints, _Ints]:
-    """All allowed exchanges that move bounds by `step`: pairs of chunks a < b; a takes `step` layers and b gives them."""
-    counts = np.diff(starts)
-    low, high = np.array(problem.min_layers), np.array(problem.max_layers)
-    a, b = np.triu_indices(problem.num_chunks, 1)
-    more, less = counts[a] + step, counts[b] - step
-    allowed = (low[a] <= more) & (more <= high[a]) & (low[b] <= less) & (less <= high[b])
-    return a[allowed], b[allowed]
-
-
-def _shifts(values: _Array, starts: _Ints, step: int) -> _Array:
-    """Changes of the chunks' sums when bounds move by `step`: row b, for the bounds 1 to b, has one entry for each chunk.
-
-    When only the bounds a + 1 to b move, row b - row a says what changes. Bound c lies between the chunks c - 1 and c.
-    """
-    bounds = np.arange(1, len(starts) - 1)
-    crossing = starts[bounds] if step > 0 else starts[bounds] - 1
-    # A bound at an end has no layer to cross; the value here is not used, since the exchange would leave a chunk with -1 layers.
-    crossed = step * values[np.clip(crossing, 0, len(values) - 1)]
-    changes = np.zeros((len(starts) - 1, len(starts) - 1))
-    changes[bounds, bounds - 1] = crossed
-    changes[bounds, bounds] = -crossed
-    return changes.cumsum(axis=0)
-
-
-def _best_rows(loads: _Array) -> _Ints:
-    """Indices of the rows [row, place] with the least maximum and, among them, the least sum of squares."""
-    highest = loads.max(axis=1)
-    rows = np.flatnonzero(highest == highest.min())
-    squares = (loads[rows] ** 2).sum(axis=1)
-    return rows[squares == squares.min()]
-
-
-def _on_stages(problem: SplitProblem, chunks: _Array) -> _Array:
-    """Sums over the chunks of each stage: [..., chunk] to [..., stage]."""
-    return chunks @ np.eye(problem.num_stages)[list(problem.stage_of_chunk)]
-
-
-def _loads(layers: _Array, fixed: _Array, starts: _Ints) -> _Array:
-    """Cost of each chunk, [chunk]."""
-    return np.diff(_running_sum(layers)[starts]) + fixed
-
-
-def _whole_costs(problem: SplitProblem) -> tuple[_Array, _Array]:
-    """Costs of layers and fixed costs of chunks, scaled by a power of two and rounded to whole numbers."""
-    layers, fixed = np.array(problem.costs, dtype=float), np.array(problem.fixed_costs, dtype=float)
-    scale = 2.0 ** (_BITS - math.frexp(np.abs(layers).sum() + np.abs(fixed).sum())[1])
-    return np.rint(layers * scale), np.rint(fixed * scale)
-
-
-def _between(values: _Array) -> _Array:
-    """Sums of the values start to stop - 1, [start, stop]; meaningless where start > stop."""
-    sums = _running_sum(values)
-    return sums[None, :] - sums[:, None]
-
-
-def _running_sum(values: _Array) -> _Array:
-    return np.concatenate([[0.0], np.cumsum(values)])
+def _best(problem: _SplitProblem, starts: _Ints) -> int:
+    """The first of the best splits [split, chunk + 1]. Better means, in this order: a cheaper dearest stage, a smaller sum of
+    squares over the stages, the same two over the chunks."""
+    chunks = np.diff(problem.sums[starts]) + problem.fixed
+    stages = chunks @ np.eye(problem.num_stages)[list(problem.stage_of_chunk)]
+    measures = [measure for loads in (stages, chunks) for measure in (loads.max(axis=1), (loads**2).sum(axis=1))]
+    return int(np.lexsort(measures[::-1])[0])

@@ -112,7 +112,7 @@ def _continued(
 ) -> Resumed:
     """Take over the counts, and agree on the schedules."""
     if wants_state:
-        optimizer.set_num_updates(int(chosen.state["optimizer_updates"]))
+        optimizer.num_updates = int(chosen.state["optimizer_updates"])
         scaler.load_state_dict(chosen.state["scaler"])
     else:
         notes = [*notes, "moments start from zero (--no-load-optim)"]

@@ -49,7 +49,7 @@ def global_tensors(
     for shard in optimizer.shards:
         parts = {WEIGHT: shard.main} if weights else {}
         if state:
-            parts |= optimizer.moments(shard)
+            parts |= shard.moments
         found += [_global(kind, shard, tensor, context) for kind, tensor in parts.items()]
     return found
 

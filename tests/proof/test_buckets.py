@@ -19,6 +19,7 @@ from megatron.parallel.params import ParamEntry
 from megatron.parallel.topology import Topology
 from megatron.verification.local_ranks import run_ranks
 from tests.support.bucket_examples import WORD, buckets_of, build, gradient, own_gradients, sink, write_all
+from tests.support.held import held_by
 from tests.support.lone_rank import CPU, lone_rank
 
 # ---- memory
@@ -28,7 +29,7 @@ from tests.support.lone_rank import CPU, lone_rank
 def test_parameters_keep_their_values_or_get_initial_ones(materialized: bool) -> None:
     expected = {entry.record.name: entry.param.detach() for entry in build(lone_rank()).params}
     model = build(lone_rank(), materialized=materialized)
-    held = buckets_of(model, lone_rank(), 3000).held()
+    held = held_by(buckets_of(model, lone_rank(), 3000))
     storages = {buffer.untyped_storage().data_ptr() for buffer in held.parameters}
     for entry in model.params:
         assert torch.equal(entry.param.detach(), expected[entry.record.name])
@@ -43,7 +44,7 @@ def test_16_bit_gradients_are_summed_in_float32() -> None:
         (torch.float32, torch.float32),
         (torch.float64, torch.float64),
     ):
-        held = buckets_of(build(lone_rank(), dtype=dtype), lone_rank()).held()
+        held = held_by(buckets_of(build(lone_rank(), dtype=dtype), lone_rank()))
         assert {buffer.dtype for buffer in held.parameters} == {dtype} and {buffer.dtype for buffer in held.gradients} == {main}
 
 
@@ -273,17 +274,17 @@ def test_only_a_slice_of_the_gradient_stays() -> None:
         for overlap in (False, True):
             model = build(context)
             buckets = buckets_of(model, context, 1000, sharding="optim_grads", overlap_grad_reduce=overlap)
-            assert not buckets.held().buffers
+            assert not held_by(buckets).buffers
             largest = 0
             for step in range(2):
                 buckets.start_step(4)
                 for m in range(4):
                     write_all(model, m, step)
                     assert all(sink(entry).main_grad is None for entry in model.params)
-                    largest = max(largest, len(buckets.held().buffers))
+                    largest = max(largest, len(held_by(buckets).buffers))
                 buckets.finish_gradients()
             assert len(buckets.buckets) > 10 and largest <= (5 if overlap else 2), "four in flight, one being written"
-            gradients = sum(grad.numel() for grad in buckets.held().gradients)
+            gradients = sum(grad.numel() for grad in held_by(buckets).gradients)
             assert gradients == sum(bucket.plan.slice_size for bucket in buckets.buckets)
         dist.barrier()
 

@@ -19,7 +19,7 @@ from megatron.model import attention as attention_module
 from megatron.model import block as dropout_module
 from megatron.model.block import dropout
 from megatron.model.build import build_model
-from megatron.optimizer.grad_scaler import ConstantGradScaler
+from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.topology import Topology
@@ -82,7 +82,7 @@ def train(
     trainer = TrainStep(
         built,
         context,
-        ConstantGradScaler(1.0),
+        GradScaler(1.0),
         parallel=ParallelConfig(),
         optimizer=OptimizerConfig(),
         micro_batch_size=MICRO,

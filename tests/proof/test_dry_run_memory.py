@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron.config.cli import LoadedConfig
@@ -19,6 +17,7 @@ from megatron.spec.counts import count_parameters
 from megatron.training.step import make_providers
 from megatron.verification.local_ranks import run_ranks
 from tests.support.covering import Case, covering
+from tests.support.held import held_by, num_bytes, state_held_by
 from tests.support.planned import kind_of, plans_of, real_context, real_model, real_step, settings, topology_of
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -77,11 +76,6 @@ def loaded(case: Case, world_size: int, **changes: Any) -> LoadedConfig:
     return settings(world_size, **chosen, **changes)
 
 
-def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of their storages, each once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 def kept(context: ParallelContext, one: LoadedConfig, *, staged: bool) -> dict[str, tuple[int, int]]:
     """Bytes that a rank keeps on its device and in host memory.
 
@@ -95,13 +89,13 @@ def kept(context: ParallelContext, one: LoadedConfig, *, staged: bool) -> dict[s
     else:
         step = real_step(one.config, context)
         providers, made = step.providers, step.optimizer
-    device, host = made.held()
-    held = [provider.held() for provider in providers]
+    device, host = state_held_by(made, one.config.optimizer)
+    held = [held_by(provider) for provider in providers]
     return {
         "parameters": (num_bytes(t for one in held for t in one.parameters), 0),
         "gradients": (num_bytes(t for one in held for t in one.gradients), 0),
-        "main_params": (num_bytes(device.mains), num_bytes(host.mains)),
-        "moments": (num_bytes(device.moments), num_bytes(host.moments)),
+        "main_params": (sum(device.main_params), sum(host.main_params)),
+        "moments": (sum(device.moments), sum(host.moments)),
     }
 
 
@@ -150,7 +144,7 @@ def test_every_rank_of_eight_keeps_what_is_planned() -> None:
 
 
 def test_host_memory_of_a_device_is_apart() -> None:
-    """Where the device is no CPU, offloaded mains lie in host memory though they have the parameters' dtype."""
+    """Where the device is no CPU, offloaded main parameters lie in host memory though they have the parameters' dtype."""
     layouts: list[dict[str, Any]] = [{"data_parallel_sharding_strategy": "optim"}, {"pipeline_model_parallel_size": 2}]
     cases = [
         settings(2, device=None, bf16=bf16, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction, **changes)

@@ -14,6 +14,7 @@ from megatron.config.parallel import FsdpReshard
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
 from tests.support.fsdp_world import MICROBATCHES, NUM_UNITS, Trace, build, in_world, inputs, numel, shard, step
+from tests.support.held import held_by
 
 
 def traced(context: ParallelContext, reshard: FsdpReshard) -> tuple[list[tuple[Any, ...]], list[int]]:
@@ -80,7 +81,7 @@ def holdings(context: ParallelContext, reshard: FsdpReshard) -> tuple[list[int],
     gathered: list[int] = []
 
     def look(*_: Any) -> None:
-        gathered.append((sum(t.nbytes for t in provider.held().parameters) - own) // torch.bfloat16.itemsize)
+        gathered.append((sum(t.nbytes for t in held_by(provider).parameters) - own) // torch.bfloat16.itemsize)
 
     def look_in_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
         out.register_hook(look)
@@ -89,7 +90,7 @@ def holdings(context: ParallelContext, reshard: FsdpReshard) -> tuple[list[int],
         module.register_forward_pre_hook(look)
         module.register_forward_hook(look_in_backward)
     step(model, provider, inputs(context))
-    held = provider.held()
+    held = held_by(provider)
     units = [context.fsdp_shard.size * sum(s.weights.numel() for s in group.shards) for group in provider.groups]
     return [sum(t.nbytes for t in tensors) for tensors in (held.parameters, held.gradients, held.buffers)], gathered, units
 
@@ -118,19 +119,19 @@ def evaluated(context: ParallelContext) -> dict[str, tuple[int, int, bool]]:
     for reshard in policies:
         model = build(context)
         provider = shard(model, context, reshard)
-        whole = len(provider.held().parameters)
+        whole = len(held_by(provider).parameters)
         microbatch = inputs(context)[0]
         with torch.no_grad():
             model.chunks[0](microbatch)
-            left = len(provider.held().parameters) - whole
+            left = len(held_by(provider).parameters) - whole
             for group in provider.groups:
                 for s in group.shards:
                     s.weights.mul_(0.5)
                 group.publish()
-            still = len(provider.held().parameters) - whole
+            still = len(held_by(provider).parameters) - whole
             same = model.chunks[0](microbatch).item() == halved.chunks[0](microbatch).item()
             provider.finish_evaluation()
-            assert len(provider.held().parameters) == whole, "an evaluation leaves nothing gathered"
+            assert len(held_by(provider).parameters) == whole, "an evaluation leaves nothing gathered"
         found[reshard] = (left, still, bool(same))
     return found
 

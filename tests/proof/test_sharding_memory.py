@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from megatron.spec.schedules import make_schedule
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.shape import random_weights
+from tests.support.held import held_by, num_bytes
 from tests.support.layout import (
     Layout,
     Recipe,
@@ -50,12 +50,6 @@ def layout(dp: int, sharding: str, **settings: Any) -> Layout:
     return Layout(dp=dp, sharding=sharding, **{**basis, **settings})  # type: ignore[arg-type]
 
 
-def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of their storages, each once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
-
-
 def live_bytes() -> int:
     """Of all tensors that this process can reach."""
     gc.collect()
@@ -65,14 +59,14 @@ def live_bytes() -> int:
 
 def kept(step: TrainStep) -> dict[str, int]:
     """Bytes of what providers and optimizer keep now, by what it is for."""
-    now = [provider.held() for provider in step.providers]
+    now = [held_by(provider) for provider in step.providers]
     shards = step.optimizer.shards
     weights = {shard.weights.untyped_storage().data_ptr() for shard in shards}
     return {
         "parameters": num_bytes(tensor for held in now for tensor in held.parameters),
         "gradients": num_bytes(tensor for held in now for tensor in held.gradients),
-        "mains": num_bytes(shard.main for shard in shards if shard.main.untyped_storage().data_ptr() not in weights),
-        "moments": num_bytes(moment for shard in shards for moment in step.optimizer.moments(shard).values()),
+        "main params": num_bytes(shard.main for shard in shards if shard.main.untyped_storage().data_ptr() not in weights),
+        "moments": num_bytes(moment for shard in shards for moment in shard.moments.values()),
         "buffers": num_bytes(tensor for held in now for tensor in held.buffers),
     }
 
@@ -130,11 +124,11 @@ def counts(dp: int, tied: bool) -> dict[str, list[Counted]]:
 
 def formula(sharding: str, ranks: int) -> dict[str, float]:
     """Bytes for each parameter: in 16 bits, with float32 gradients and mains, and Adam."""
-    everything = {"parameters": 2.0, "gradients": 4.0, "mains": 4.0, "moments": 8.0}
+    everything = {"parameters": 2.0, "gradients": 4.0, "main params": 4.0, "moments": 8.0}
     if sharding == "optim_grads_params":
-        everything |= {"parameters": 4.0, "mains": 0.0}
+        everything |= {"parameters": 4.0, "main params": 0.0}
     sharded = STRATEGIES.index(sharding)
-    kinds = (("mains", "moments"), ("gradients",), ("parameters",))
+    kinds = (("main params", "moments"), ("gradients",), ("parameters",))
     divided = [kind for level in kinds[:sharded] for kind in level]
     return {kind: each / ranks if kind in divided else each for kind, each in everything.items()}
 

@@ -15,7 +15,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.data.samples import DocumentRules
 from megatron.model.build import Model, build_model
 from megatron.model.gpt import ModelInputs
-from megatron.optimizer.grad_scaler import ConstantGradScaler, GradScaler
+from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
@@ -93,7 +93,7 @@ class Recipe:
     clip: float = 0.7
     optimizer: str = "adam"
     momentum: float = 0.0
-    scaler: GradScaler = field(default_factory=lambda: ConstantGradScaler(1.0))
+    scaler: GradScaler = field(default_factory=lambda: GradScaler(1.0))
     rules: DocumentRules | None = None
     """Read the batches as a run reads its data, by these rules. The rules make the loss mask: that of the batches is to be ones."""
 

@@ -24,5 +24,5 @@ def load(step: TrainStep, folder: Path, iteration: int) -> None:
     path = checkpoint(folder, iteration)
     load_tensors(path, global_tensors(step.optimizer, step.context))
     step.optimizer.publish()
-    step.optimizer.set_num_updates(read_state(path)["optimizer_updates"])
+    step.optimizer.num_updates = read_state(path)["optimizer_updates"]
     step.finish_publishing()

@@ -58,7 +58,7 @@ def torch_on_the_same(optimizer: ShardedOptimizer, config: OptimizerConfig) -> t
     for shard in optimizer.shards:
         shard.main.grad = shard.grad.to(shard.main.device)
         step = torch.zeros((), dtype=torch.float32, device=shard.main.device)
-        made.state[shard.main].update(step=step, **optimizer.moments(shard))
+        made.state[shard.main].update(step=step, **shard.moments)
     return made
 
 

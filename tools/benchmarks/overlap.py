@@ -27,7 +27,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.model.build import build_model
 from megatron.model.gpt import ModelInputs
-from megatron.optimizer.grad_scaler import ConstantGradScaler
+from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.spec.counts import count_parameters
@@ -197,7 +197,7 @@ def _train_step(case: Case, settings: Settings, context: ParallelContext, *, ove
     return TrainStep(
         model,
         context,
-        ConstantGradScaler(1.0),
+        GradScaler(1.0),
         parallel=parallel,
         optimizer=OptimizerConfig(clip_grad=CLIP),
         micro_batch_size=shape.batch,

@@ -21,7 +21,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.metrics.device_peaks import peak_flops
 from megatron.model.build import build_model
 from megatron.model.gpt import ModelInputs
-from megatron.optimizer.grad_scaler import ConstantGradScaler
+from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.spec.counts import count_parameters, flops_per_step
@@ -39,7 +39,7 @@ def our_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Step:
     train = TrainStep(
         model,
         context,
-        ConstantGradScaler(1.0),
+        GradScaler(1.0),
         parallel=ParallelConfig(),
         optimizer=OptimizerConfig(clip_grad=CLIP),
         micro_batch_size=shape.batch,

@@ -18,6 +18,7 @@ from megatron.parallel.collectives import Pending
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.shards import Shard, ShardGroup
 from tests.support import lazy_streams
+from tests.support.held import state_held_by
 from tests.support.lone_rank import lone_rank
 
 SIZES = [[300, 64, 7], [1], [129, 500], [64, 64]]
@@ -122,7 +123,7 @@ class Run:
             shard.grad.fill_(torch.nan)  # the next backward
 
     def state(self) -> list[torch.Tensor]:
-        return [t for s in self.optimizer.shards for t in (s.weights, s.main, *self.optimizer.moments(s).values())]
+        return [t for s in self.optimizer.shards for t in (s.weights, s.main, *s.moments.values())]
 
 
 def assert_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
@@ -137,7 +138,7 @@ def assert_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) 
 def test_offloading_changes_no_bit(config: OptimizerConfig, dtype: torch.dtype, fraction: float, tells: bool, staged: bool) -> None:
     plain = Run(config, dtype)
     run = Run(offloading(config, fraction), dtype, staged=staged, tells=tells)
-    assert bool(plain.optimizer.held()[0].mains) == (dtype == torch.bfloat16)
+    assert all((s.main is not s.weights) == (dtype == torch.bfloat16) for s in plain.optimizer.shards)
     for step in range(1, 6):
         for each in (plain, run):
             each.step(skipped=step in (1, 3))
@@ -150,16 +151,16 @@ def test_offloading_changes_no_bit(config: OptimizerConfig, dtype: torch.dtype, 
 @OPTIMIZERS
 @DTYPES
 def test_state_goes_to_and_from_an_optimizer_that_offloads(config: OptimizerConfig, dtype: torch.dtype, staged: bool) -> None:
-    """As by a checkpoint: mains, moments, and the number of updates."""
+    """As by a checkpoint: main parameters, moments, and the number of updates."""
     for before, after in ((config, offloading(config, 0.5)), (offloading(config, 0.5), config)):
         through, resumed = Run(before, dtype, staged=staged), Run(after, dtype, staged=staged)
         for _ in range(3):
             through.step()
         for old, new in zip(through.optimizer.shards, resumed.optimizer.shards, strict=True):
             new.main.copy_(old.main)
-            for name, moment in through.optimizer.moments(old).items():
-                resumed.optimizer.moments(new)[name].copy_(moment)
-        resumed.optimizer.set_num_updates(through.optimizer.num_updates)
+            for name, moment in old.moments.items():
+                new.moments[name].copy_(moment)
+        resumed.optimizer.num_updates = through.optimizer.num_updates
         resumed.optimizer.publish()
         resumed.steps_done = 3
         assert_equal(resumed.published, [shard.weights for shard in through.optimizer.shards])
@@ -178,22 +179,19 @@ def test_what_is_offloaded_lies_apart_from_the_weights(dtype: torch.dtype, stage
     apart = [s.main.untyped_storage().data_ptr() != s.weights.untyped_storage().data_ptr() for s in optimizer.shards]
     assert apart == [dtype == torch.bfloat16 or (staged and index in taken) for index in range(len(apart))]
     assert sum(optimizer.shards[index].main.numel() for index in taken) / numel == pytest.approx(0.5, abs=1e-3)
-    device, host = optimizer.held()
+    device, host = state_held_by(optimizer, offloading(ADAM, 0.5))
     padded = {
         where: sum(-(-s.main.numel() // 64) * 64 for i, s in enumerate(optimizer.shards) if (i in taken) == where)
         for where in (True, False)
     }
     width = optimizer.shards[0].main.itemsize
 
-    def size(tensors: Sequence[torch.Tensor]) -> int:
-        return sum(tensor.nbytes for tensor in tensors)
-
-    assert size(host.mains) == (padded[True] * width if dtype == torch.bfloat16 or staged else 0)
-    assert size(host.moments) == 2 * padded[True] * width
-    assert size(device.mains) == (padded[False] * width if dtype == torch.bfloat16 else 0)
-    assert size(device.moments) == 2 * padded[False] * width and not device.buffers
+    assert sum(host.main_params) == (padded[True] * width if dtype == torch.bfloat16 or staged else 0)
+    assert sum(host.moments) == 2 * padded[True] * width
+    assert sum(device.main_params) == (padded[False] * width if dtype == torch.bfloat16 else 0)
+    assert sum(device.moments) == 2 * padded[False] * width and not device.buffers
     staging = padded[True] * width + 2 * 128 * dtype.itemsize
-    assert size(host.buffers) == (staging if staged else 0)
+    assert sum(host.buffers) == (staging if staged else 0)
 
 
 def test_each_rule_of_a_group_waits_for_its_own_gradients() -> None:

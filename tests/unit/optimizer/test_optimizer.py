@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from collections.abc import Sequence
@@ -16,10 +17,10 @@ from megatron.config.training import OptimizerConfig
 from megatron.optimizer import placement
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.optimizer.rules import ByTorch
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.shards import Shard, ShardGroup
+from tests.support.held import state_held_by
 from tests.support.lone_rank import CPU, lone_rank
 
 SHAPES = {"matrix": (7, 5), "bias": (11,), "norm": (3,)}
@@ -92,7 +93,7 @@ def test_updates_equal_those_of_torch_on_scaled_gradients(
     """The factor, of unscaling and clipping, acts before momentum and moments; the learning rate changes every step."""
     made = shards(dtype)
     optimizer = make(made, config)
-    assert not optimizer.held()[0].mains, "the parameters are their own mains"
+    assert all(shard.main is shard.weights for shard in made), "the parameters are their own main parameters"
     params, expected = plain(config.optimizer, dtype, **changes)
     for step in range(4):
         set_grads(made, step)
@@ -136,10 +137,10 @@ def test_all_shards_may_be_of_one_kind(names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_mains_are_updated_in_float32_and_published_rounded(dtype: torch.dtype) -> None:
+def test_main_parameters_are_updated_in_float32_and_published_rounded(dtype: torch.dtype) -> None:
     made = shards(dtype)
     optimizer = make(made, ADAM)
-    assert optimizer.held()[0].mains
+    assert all(shard.main is not shard.weights for shard in made)
     params, expected = plain("adam", dtype)
     pointers = [shard.weights.data_ptr() for shard in made]
     for step in range(3):
@@ -169,14 +170,14 @@ def test_updates_too_small_for_16_bits_add_up() -> None:
 def test_copies_of_a_group_lie_in_one_buffer() -> None:
     made = shards(torch.bfloat16)
     optimizer = ShardedOptimizer([ShardGroup(made)], ADAM, lone_rank())
-    device, host = optimizer.held()
-    assert [buffer.numel() for buffer in device.mains] == [3 * 64], "each padded to 64 elements"
-    assert [buffer.numel() for buffer in device.moments] == [3 * 64] * 2 and not device.buffers
+    device, host = state_held_by(optimizer, ADAM)
+    assert device.main_params == [4 * 3 * 64], "each padded to 64 elements"
+    assert device.moments == [4 * 3 * 64] * 2 and not device.buffers
     assert len({shard.main.untyped_storage().data_ptr() for shard in made}) == 1
-    assert not (host.mains or host.moments or host.buffers)
+    assert not (host.main_params or host.moments or host.buffers)
     made = shards()
-    device, _ = ShardedOptimizer([ShardGroup(made)], ADAM, lone_rank()).held()
-    assert not device.mains, "the weights are the mains"
+    device, _ = state_held_by(ShardedOptimizer([ShardGroup(made)], ADAM, lone_rank()), ADAM)
+    assert not device.main_params, "the weights are the main parameters"
 
 
 # ---- groups
@@ -221,7 +222,7 @@ def test_a_group_may_be_empty_and_so_may_a_shard() -> None:
     optimizer = ShardedOptimizer(groups, ADAM, lone_rank())
     set_grads(made, 0)
     optimizer.step(0.1, 0.0, 0.5)
-    assert published == [0] and optimizer.moments(made[2])["exp_avg"].any()
+    assert published == [0] and made[2].moments["exp_avg"].any()
 
 
 @pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
@@ -246,25 +247,25 @@ def test_updating_in_batches_changes_no_bit(
             for key in range(3)
         ]
         optimizer = make(made, config)
-        assert sum(len(part._batches) for part in optimizer._each_placement()) == count
+        assert sum(len(part._batches) for parts in optimizer._placements for part in parts) == count
         for step in range(3):
             set_grads(made, step)
             optimizer.step(0.01, 0.1, 0.3)
-        results.append([tensor for s in made for tensor in (s.weights, s.main, *optimizer.moments(s).values())])
+        results.append([tensor for s in made for tensor in (s.weights, s.main, *s.moments.values())])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [64], [1], [100, 64, 1, 1, 300, 0, 7], [1000]])
-@pytest.mark.parametrize("limit", [64, 128, None])
-def test_batches_cover_everything_in_order(sizes: list[int], limit: int | None) -> None:
+@pytest.mark.parametrize("limit", [64, 128, math.inf])
+def test_batches_cover_everything_in_order(sizes: list[int], limit: float) -> None:
     made = placement.batches(sizes, limit)
     assert [(b.index, i) for batch in made for b in batch for i in range(b.start, b.stop)] == [
         (index, i) for index, size in enumerate(sizes) for i in range(size)
     ]
     assert all(batch for batch in made)
     assert all(block.start % 64 == 0 and block.start < block.stop for batch in made for block in batch)
-    if limit is None:
+    if limit == math.inf:
         assert len(made) <= 1
     else:
         assert all(sum(block.stop - block.start for block in batch) <= limit for batch in made)
@@ -277,7 +278,7 @@ def test_state_is_there_before_the_first_step() -> None:
     for config, names in ((ADAM, {"exp_avg", "exp_avg_sq"}), (SGD, {"momentum_buffer"}), (PLAIN_SGD, set())):
         made = shards(torch.bfloat16)
         optimizer = make(made, config)
-        before = {s.record.name: optimizer.moments(s) for s in made}
+        before = {s.record.name: s.moments for s in made}
         for shard in made:
             moments = before[shard.record.name]
             assert moments.keys() == names
@@ -285,7 +286,7 @@ def test_state_is_there_before_the_first_step() -> None:
         set_grads(made, 0)
         optimizer.step(0.1, 0.0, 1.0)
         for shard in made:
-            for name, moment in optimizer.moments(shard).items():
+            for name, moment in shard.moments.items():
                 assert moment is before[shard.record.name][name] and moment.any(), "updated where it lies"
 
 
@@ -329,12 +330,22 @@ class FakeFusedSGD(torch.optim.SGD):
 
 
 @pytest.fixture
-def apex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it were installed."""
+def apex(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """As if it were installed. Lists the optimizers of it that are made."""
+    made: list[object] = []
+
+    def noting(kind: type) -> Any:
+        def make(*args: Any, **options: Any) -> Any:
+            made.append(kind(*args, **options))
+            return made[-1]
+
+        return make
+
     optimizers = types.ModuleType("apex.optimizers")
-    optimizers.FusedAdam, optimizers.FusedSGD = FakeFusedAdam, FakeFusedSGD  # type: ignore[attr-defined]
+    optimizers.FusedAdam, optimizers.FusedSGD = noting(FakeFusedAdam), noting(FakeFusedSGD)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
     monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
+    return made
 
 
 APEX = OptimizerConfig(use_apex=True, adam_beta2=0.95)
@@ -343,11 +354,10 @@ APEX = OptimizerConfig(use_apex=True, adam_beta2=0.95)
 @pytest.mark.parametrize(
     ("config", "changes"), [(APEX, {}), (replace(APEX, optimizer="sgd"), {"momentum": 0.9})], ids=["adam", "sgd"]
 )
-def test_apex_is_used_where_it_is_there_and_asked_for(apex: None, config: OptimizerConfig, changes: dict[str, Any]) -> None:
+def test_apex_is_used_where_it_is_there_and_asked_for(apex: list[object], config: OptimizerConfig, changes: dict[str, Any]) -> None:
     made = shards()
     optimizer = make(made, config)
-    for part in optimizer._each_placement():
-        assert all(isinstance(batch.updater, ByTorch) for batch in part._batches)
+    assert len(apex) == sum(len(part._batches) for parts in optimizer._placements for part in parts)
     params, expected = plain(config.optimizer, **changes)
     for step in range(3):
         set_grads(made, step)
@@ -358,7 +368,7 @@ def test_apex_is_used_where_it_is_there_and_asked_for(apex: None, config: Optimi
 
 
 @pytest.mark.parametrize("config", [ADAM, SGD, APEX], ids=["adam", "sgd", "apex"])
-def test_another_optimizer_goes_on_from_moments_and_the_number_of_updates(apex: None, config: OptimizerConfig) -> None:
+def test_another_optimizer_goes_on_from_moments_and_the_number_of_updates(apex: list[object], config: OptimizerConfig) -> None:
     """Without that number Adam's bias correction would start again."""
 
     def train(optimizer: ShardedOptimizer, made: Sequence[Shard], steps: range) -> None:
@@ -373,9 +383,9 @@ def test_another_optimizer_goes_on_from_moments_and_the_number_of_updates(apex: 
     resumed = make(second, config)
     for old, new in zip(first, second, strict=True):
         new.main.copy_(old.main)
-        for name, moment in through.moments(old).items():
-            resumed.moments(new)[name].copy_(moment)
-    resumed.set_num_updates(through.num_updates)
+        for name, moment in old.moments.items():
+            new.moments[name].copy_(moment)
+    resumed.num_updates = through.num_updates
     train(through, first, range(3, 6))
     train(resumed, second, range(3, 6))
     assert resumed.num_updates == through.num_updates == 6

@@ -18,15 +18,15 @@ from megatron.optimizer.rules import (
     RULES,
     SGD,
     AdamW,
-    ByTorch,
     RuleOf,
     Target,
     Updater,
     UpdateRule,
     as_seen,
-    by_decay,
+    by_torch,
     for_all,
     granularity_of,
+    param_groups,
 )
 from megatron.parallel.boxes import DimPiece, FlatPiece
 from megatron.parallel.context import ParallelContext
@@ -76,7 +76,7 @@ class MatricesRule(UpdateRule):
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
         self.given.extend(targets)
-        return ByTorch(targets, MatricesOptimizer(by_decay(targets)))
+        return by_torch(targets, MatricesOptimizer(param_groups(targets)))
 
 
 def mixed(config: OptimizerConfig) -> RuleOf:
@@ -130,7 +130,7 @@ def train(
                 shard.grad.copy_(grad.view(-1)[shard.piece.start : shard.piece.stop])  # type: ignore[union-attr]
             optimizer.step(0.01 * step, 0.1, 0.7)
         for shard in optimizer.shards:
-            for kind, tensor in {"weights": shard.weights, **optimizer.moments(shard)}.items():
+            for kind, tensor in {"weights": shard.weights, **shard.moments}.items():
                 name, numel = f"{kind}.{shard.record.name}", math.prod(shard.record.local_shape(context.axis_sizes))
                 whole = found.setdefault(name, torch.full((numel,), math.nan, dtype=torch.float64))
                 part = whole[shard.piece.start : shard.piece.stop]  # type: ignore[union-attr]
