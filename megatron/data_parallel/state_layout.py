@@ -59,7 +59,7 @@ class StateMemory:
 
     parameters: Bytes = Bytes()
     gradients: Bytes = Bytes()
-    mains: Bytes = Bytes()
+    main_params: Bytes = Bytes()
     """Main parameters that are not the parameters themselves."""
     moments: Bytes = Bytes()
     buffers: Bytes = Bytes()
@@ -74,7 +74,7 @@ class StateMemory:
         return StateMemory(
             self.parameters + other.parameters,
             self.gradients + other.gradients,
-            self.mains + other.mains,
+            self.main_params + other.main_params,
             self.moments + other.moments,
             self.buffers + other.buffers,
         )
@@ -115,7 +115,7 @@ class OptimizerState:
             on_host = index in offloaded
             one = self._buffer(size, main.itemsize, on_host)
             total += StateMemory(
-                mains=one if dtype != main or (on_host and self.staged) else Bytes(),
+                main_params=one if dtype != main or (on_host and self.staged) else Bytes(),
                 moments=self._buffer(size, self.num_moments(record) * main.itemsize, on_host),
                 buffers=one if on_host and self.staged else Bytes(),
             )

@@ -108,7 +108,12 @@ def _kind(
         first_rank=links.first_rank(stages[0].stage, places[0].data.start, places[0].tensor),
         parameters=parameters,
         memory=RankMemory(
-            memory.parameters, memory.gradients, memory.mains, memory.moments, memory.buffers, Bytes(stages[0].activations.total)
+            memory.parameters,
+            memory.gradients,
+            memory.main_params,
+            memory.moments,
+            memory.buffers,
+            Bytes(stages[0].activations.total),
         ),
         sent=tuple(_traffic(stages, places, *amount, groups) for amount in _amounts(stages[0].sent)),
     )
@@ -224,7 +229,7 @@ def _memories(
 
 
 def _flat(memory: StateMemory) -> list[int]:
-    parts = (memory.parameters, memory.gradients, memory.mains, memory.moments, memory.buffers)
+    parts = (memory.parameters, memory.gradients, memory.main_params, memory.moments, memory.buffers)
     return [number for part in parts for number in (part.device, part.host, part.padding)]
 
 

@@ -104,7 +104,7 @@ def describe_state(
     parts = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
-        "main params": memory.mains,
+        "main params": memory.main_params,
         "moments": memory.moments,
         "buffers": memory.buffers,
     }

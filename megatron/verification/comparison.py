@@ -99,7 +99,7 @@ class Comparison:
     def weights(self, index: int) -> ComparedTensors:
         """The weights that the optimizer holds after the step."""
         return self._compare(
-            "weight", index, lambda rank: rank.steps[index].mains, self.plain.steps[index].weights, self._slack(index)
+            "weight", index, lambda rank: rank.steps[index].main_params, self.plain.steps[index].weights, self._slack(index)
         )
 
     def parameters(self, index: int) -> ComparedTensors:

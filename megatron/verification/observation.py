@@ -97,7 +97,7 @@ class RankStep:
     gradients: list[TensorPart]
     """Gradients of this rank's shards, as the optimizer got them: reduced, without the loss scale, not clipped. None if skipped."""
     counted_squares: list[CountedSquare]
-    mains: list[TensorPart]
+    main_params: list[TensorPart]
     """Main parameters of this rank's shards after the update."""
     parameters: list[TensorPart]
     """After the update, the parameters that this rank holds whole (its tensor rank's part of them), as the next forward uses them.

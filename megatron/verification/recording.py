@@ -67,7 +67,7 @@ class StepRecorder:
                 token_count=self._shares[1],
                 gradients=gradients,
                 counted_squares=squares,
-                mains=parts_of_shards(self.step, lambda shard: shard.main),
+                main_params=parts_of_shards(self.step, lambda shard: shard.main),
                 parameters=parameters,
                 overwritten=list(dict.fromkeys(self.overwritten)),
             )

@@ -116,7 +116,7 @@ def _published(runs: Comparison, index: int) -> Iterator[ProofFinding]:
 
 def _replicas(runs: Comparison, index: int) -> Iterator[ProofFinding]:
     """Weights that differ between ranks that hold the same: they must have the same bits, or they would drift."""
-    for compared, what in ((runs.weights(index), "mains"), (runs.parameters(index), "parameters")):
+    for compared, what in ((runs.weights(index), "main parameters"), (runs.parameters(index), "parameters")):
         for name, joined in compared.joined.items():
             for replicas in joined.ranks_apart()[:1]:
                 text = (

@@ -131,7 +131,7 @@ def test_gradients_are_unscaled_and_steps_without_an_update_have_none(tmp_path: 
 
 
 def test_a_resumed_run_appends_and_stops_after_its_steps(tmp_path: Path) -> None:
-    """In bfloat16, where the weights of a trace are the mains, as those of a checkpoint."""
+    """In bfloat16, where the weights of a trace are the main parameters, as those of a checkpoint."""
     flags = {
         **BASE,
         "fp64": None,

@@ -65,7 +65,7 @@ def assert_same(folder: Path, base: Path) -> None:
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_every_pipeline_gives_the_same_bits(base: Path, tmp_path: Path, pipeline: str) -> None:
-    """Weights, moments and mains, with dropout, in bfloat16."""
+    """Weights, moments and main parameters, with dropout, in bfloat16."""
     run(arguments(**BASE, **PIPELINES[pipeline], save=tmp_path), 2)
     assert_same(tmp_path, base)
 

@@ -134,4 +134,4 @@ def test_the_checkpoint_does_not_depend_on_the_models_dtype(tmp_path: Path) -> N
         before, after = saved_tensors(tmp_path / "bf16", 3, kind), saved_tensors(tmp_path / "fp32", 4, kind)
         assert_equal_tensors(after, before, tolerance=0.0, what=kind)
     weight = before["layers.0.mlp.up.weight"]
-    assert not weight.equal(weight.bfloat16().float()), "the moments of float32 mains need more digits than bfloat16 has"
+    assert not weight.equal(weight.bfloat16().float()), "the moments of float32 main parameters need more digits than bfloat16 has"

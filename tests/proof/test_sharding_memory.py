@@ -123,7 +123,7 @@ def counts(dp: int, tied: bool) -> dict[str, list[Counted]]:
 
 
 def formula(sharding: str, ranks: int) -> dict[str, float]:
-    """Bytes for each parameter: in 16 bits, with float32 gradients and mains, and Adam."""
+    """Bytes for each parameter: in 16 bits, with float32 gradients and main parameters, and Adam."""
     everything = {"parameters": 2.0, "gradients": 4.0, "main params": 4.0, "moments": 8.0}
     if sharding == "optim_grads_params":
         everything |= {"parameters": 4.0, "main params": 0.0}

@@ -59,7 +59,7 @@ class Layout:
     fsdp_shard_size: int | None = None
     fsdp_reshard: FsdpReshard = "always"
     offload: float | None = None
-    """Share of mains and moments in host memory."""
+    """Share of main parameters and moments in host memory."""
 
     @property
     def world_size(self) -> int:
@@ -244,7 +244,7 @@ class _RankRun:
     losses: list[float]
     norms: list[float]
     gradients: list[TensorPart]
-    mains: list[TensorPart]
+    main_params: list[TensorPart]
     parameters: list[TensorPart]
     evaluations: list[float]
     num_shards: int
@@ -273,7 +273,7 @@ def _rank_run(rank: int, recipe: Recipe, layout: Layout, evaluate: Batch | None)
         found.norms.append(result.grad_norm)
         look()
     found.parameters.extend(parts_of_parameters(step))
-    found.mains.extend(parts_of_shards(step, lambda shard: shard.main))
+    found.main_params.extend(parts_of_shards(step, lambda shard: shard.main))
     if dist.is_initialized():
         dist.barrier()
     return found
@@ -289,7 +289,7 @@ def run_layout(recipe: Recipe, layout: Layout, *, evaluate: Batch | None = None)
     first = ranks[0]
     for what in ("losses", "norms", "evaluations"):
         assert all(getattr(r, what) == getattr(first, what) for r in ranks), f"ranks report different {what}"
-    weights = join([r.mains for r in ranks])
+    weights = join([r.main_params for r in ranks])
     for name, parameter in join([r.parameters for r in ranks]).items():
         assert torch.equal(parameter, weights[name].to(layout.dtype).double()), f"{name} is not what its main says"
     gradients = join([r.gradients for r in ranks])

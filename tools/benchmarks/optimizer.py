@@ -52,8 +52,8 @@ def torch_on_the_same(optimizer: ShardedOptimizer, config: OptimizerConfig) -> t
     """torch's fused AdamW on the main parameters, moments and gradients of another optimizer, all of them in two param groups."""
     groups = []
     for decays in (True, False):
-        mains = [shard.main for shard in optimizer.shards if shard.record.decay is decays]
-        groups.append({"params": mains, "weight_decay": 0.1 if decays else 0.0})
+        main_params = [shard.main for shard in optimizer.shards if shard.record.decay is decays]
+        groups.append({"params": main_params, "weight_decay": 0.1 if decays else 0.0})
     made = torch.optim.AdamW(groups, lr=1e-4, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)
     for shard in optimizer.shards:
         shard.main.grad = shard.grad.to(shard.main.device)
@@ -98,7 +98,7 @@ def _rank(dtype: torch.dtype, elements: int, turns: int) -> Times:
     config = OptimizerConfig(optimizer="adam")
     optimizer = ShardedOptimizer(slice_groups(elements, dtype, context.device), config, context)
     theirs = torch_on_the_same(optimizer, config)
-    weights, mains = [shard.weights for shard in optimizer.shards], [shard.main for shard in optimizer.shards]
+    weights, main_params = [shard.weights for shard in optimizer.shards], [shard.main for shard in optimizer.shards]
     actions: dict[str, Callable[[], object]] = {
         "step": lambda: optimizer.step(1e-4, 0.1, 1.0),
         "step with clipping": lambda: optimizer.step(1e-4, 0.1, 0.999),
@@ -108,7 +108,7 @@ def _rank(dtype: torch.dtype, elements: int, turns: int) -> Times:
 
         def update_and_round() -> None:
             theirs.step()
-            torch._foreach_copy_(weights, mains)
+            torch._foreach_copy_(weights, main_params)
 
         actions["torch's update, then rounding"] = update_and_round
     return timed_in_turns(actions, turns, dist.barrier)

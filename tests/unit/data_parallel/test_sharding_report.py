@@ -69,7 +69,7 @@ def strategy(name: ShardingStrategy, **settings: object) -> ParallelConfig:
 
 def together(memory: StateMemory) -> int:
     """Without what only passes through, and without padding."""
-    parts = (memory.parameters, memory.gradients, memory.mains, memory.moments)
+    parts = (memory.parameters, memory.gradients, memory.main_params, memory.moments)
     return sum(part.total - part.padding for part in parts)
 
 
@@ -118,7 +118,7 @@ def test_tied_and_tensor_partial_parameters_stay_whole() -> None:
     memory = reported(topology, 0, strategy("optim_grads_params"), config=tied).memory
     assert memory.parameters.total == 2 * (table + partial) + 4 * others // 4
     assert memory.gradients.total == 4 * (table // 4 + partial // 8 + others // 4)
-    assert memory.mains.total == 4 * (table // 4 + partial // 8)
+    assert memory.main_params.total == 4 * (table // 4 + partial // 8)
 
 
 # ---- what passes through
@@ -242,16 +242,16 @@ def test_offloaded_state_lies_in_host_memory(fraction: float) -> None:
     here = reported(Topology(dp=2), 0, strategy("optim")).memory
     settings = OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
     memory = reported(Topology(dp=2), 0, strategy("optim"), optimizer=settings).memory
-    for part, before in ((memory.mains, here.mains), (memory.moments, here.moments)):
+    for part, before in ((memory.main_params, here.main_params), (memory.moments, here.moments)):
         assert part.total == before.total
         assert part.host == pytest.approx(fraction * part.total, rel=0.05)
-    assert memory.buffers == Bytes(host=memory.mains.host)
+    assert memory.buffers == Bytes(host=memory.main_params.host)
     assert memory.parameters == here.parameters and memory.gradients == here.gradients
     # What is its own main has one apart on the host; on a machine whose device is the CPU nothing moves.
     narrow = reported(Topology(dp=2), 0, strategy("optim"), optimizer=settings, dtype=torch.float32).memory
-    assert narrow.mains.host == narrow.mains.total == pytest.approx(fraction * narrow.parameters.total / 2, rel=0.05)
+    assert narrow.main_params.host == narrow.main_params.total == pytest.approx(fraction * narrow.parameters.total / 2, rel=0.05)
     cpu = reported(Topology(dp=2), 0, strategy("optim"), optimizer=settings, dtype=torch.float32, device=torch.device("cpu")).memory
-    assert cpu.mains == cpu.buffers == Bytes() and cpu.moments.host > 0
+    assert cpu.main_params == cpu.buffers == Bytes() and cpu.moments.host > 0
 
 
 # ---- how it is told

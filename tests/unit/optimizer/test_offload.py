@@ -208,10 +208,13 @@ def test_copies_go_on_beside_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not arrived.any()
     wait()
     assert arrived.all()
-    mains, weights = [torch.full((2,), float(i)) for i in range(1, 5)], [torch.zeros(2, dtype=torch.bfloat16) for _ in range(4)]
+    main_params, weights = (
+        [torch.full((2,), float(i)) for i in range(1, 5)],
+        [torch.zeros(2, dtype=torch.bfloat16) for _ in range(4)],
+    )
     link.reserve(4)
     there = []
-    for main, weight in zip(mains, weights, strict=True):
+    for main, weight in zip(main_params, weights, strict=True):
         link.send([main], [weight])
         main.zero_()
         there.append([w.tolist() == [i, i] for i, w in enumerate(weights, start=1)])

@@ -22,8 +22,8 @@ def change_steps(observation: Observation, step: int, **changes: Any) -> None:
         rank.steps[step] = dataclasses.replace(rank.steps[step], **changes)
 
 
-def mains(step: int = 0) -> Any:
-    return lambda rank: rank.steps[step].mains
+def main_params(step: int = 0) -> Any:
+    return lambda rank: rank.steps[step].main_params
 
 
 def parameters(step: int) -> Any:
@@ -78,7 +78,7 @@ def test_a_wrong_schedule(what: str) -> None:
 
 def test_an_update_that_does_not_happen() -> None:
     observation = observed()
-    for _, part in parts(observation, mains(), QKV):
+    for _, part in parts(observation, main_params(), QKV):
         part.values.copy_(box(part, observation.start[QKV]))
     found = first_finding(observation)
     assert found.kind is FindingKind.UPDATE and found.place == f"{QKV} (layer 1)" and "no update reached them" in found.text
@@ -86,7 +86,7 @@ def test_an_update_that_does_not_happen() -> None:
 
 def test_an_update_that_is_too_large() -> None:
     observation = observed()
-    for _, part in parts(observation, mains(), QKV):
+    for _, part in parts(observation, main_params(), QKV):
         start = box(part, observation.start[QKV])
         part.values.add_(part.values - start)
     assert "the change is 2.0x what it should be" in first_finding(observation).text, "sums over groups are right"
@@ -94,7 +94,7 @@ def test_an_update_that_is_too_large() -> None:
 
 def test_weight_decay_where_none_belongs() -> None:
     observation = observed()
-    for _, part in parts(observation, mains(), NORM):
+    for _, part in parts(observation, main_params(), NORM):
         part.values.sub_(1e-4 * observation.start[NORM])
     assert "too far by -0.0001 times the weights before: weight decay" in first_finding(observation).text
 
@@ -112,7 +112,7 @@ def test_parameters_that_did_not_get_the_update() -> None:
 def test_replicas_that_differ_in_a_bit() -> None:
     """Equal to rounding is not enough: they would drift apart."""
     observation = observed()
-    part = next(part for rank, part in parts(observation, mains(), NORM) if rank == 1)
+    part = next(part for rank, part in parts(observation, main_params(), NORM) if rank == 1)
     part.values[3] *= 1 + 2**-52
     found = first_finding(observation)
     assert (
@@ -126,7 +126,7 @@ def test_replicas_that_differ_in_a_bit() -> None:
 def test_an_update_that_is_another_on_one_replica() -> None:
     """The ranks are told, which tells more than that the update is wrong."""
     observation = observed(DATA)
-    for rank, part in parts(observation, mains(), QKV):
+    for rank, part in parts(observation, main_params(), QKV):
         part.values.add_(1e-3 * rank)
     found = first_finding(observation)
     assert found.kind is FindingKind.REPLICAS and found.group == "data" and found.ranks == (0, 1) and found.names == (QKV,)
@@ -169,11 +169,11 @@ def test_rounding_that_adam_makes_an_update_of_is_no_difference() -> None:
     assert 0 < int(noise.sum()) < len(noise)
     reach = plain.learning_rate * 1e-14 * plain.grad_norm / observation.config.optimizer.adam_eps
     for step in (0, 1):
-        for _, part in parts(observation, mains(step), name):
+        for _, part in parts(observation, main_params(step), name):
             part.values.add_(0.9 * reach * box(part, noise.double()))
         for _, part in parts(observation, parameters(step), name):
             part.values.add_(0.9 * reach * box(part, noise.double()))
     assert diagnose(observation).equal
-    for _, part in parts(observation, mains(1), name):
+    for _, part in parts(observation, main_params(1), name):
         part.values.add_(20 * reach * box(part, noise.double()) + 1e-9)
     assert first_finding(observation).kind is FindingKind.UPDATE
