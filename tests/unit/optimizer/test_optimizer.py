@@ -201,7 +201,7 @@ def test_each_group_is_published_once_its_weights_are_new(dtype: torch.dtype) ->
     assert seen == [[True, False, False], [True, True, False], [True, True, True]]
 
 
-def test_publish_carries_loaded_mains_to_all_weights() -> None:
+def test_publish_carries_loaded_main_parameters_to_all_weights() -> None:
     made = shards(torch.bfloat16)
     published: list[str] = []
     groups = [ShardGroup([shard], publish=partial(published.append, shard.record.name)) for shard in made]
