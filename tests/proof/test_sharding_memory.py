@@ -65,7 +65,7 @@ def kept(step: TrainStep) -> dict[str, int]:
     return {
         "parameters": num_bytes(tensor for held in now for tensor in held.parameters),
         "gradients": num_bytes(tensor for held in now for tensor in held.gradients),
-        "main params": num_bytes(shard.main for shard in shards if shard.main.untyped_storage().data_ptr() not in weights),
+        "main_params": num_bytes(shard.main for shard in shards if shard.main.untyped_storage().data_ptr() not in weights),
         "moments": num_bytes(moment for shard in shards for moment in shard.moments.values()),
         "buffers": num_bytes(tensor for held in now for tensor in held.buffers),
     }
@@ -124,11 +124,11 @@ def counts(dp: int, tied: bool) -> dict[str, list[Counted]]:
 
 def formula(sharding: str, ranks: int) -> dict[str, float]:
     """Bytes for each parameter: in 16 bits, with float32 gradients and main parameters, and Adam."""
-    everything = {"parameters": 2.0, "gradients": 4.0, "main params": 4.0, "moments": 8.0}
+    everything = {"parameters": 2.0, "gradients": 4.0, "main_params": 4.0, "moments": 8.0}
     if sharding == "optim_grads_params":
-        everything |= {"parameters": 4.0, "main params": 0.0}
+        everything |= {"parameters": 4.0, "main_params": 0.0}
     sharded = STRATEGIES.index(sharding)
-    kinds = (("main params", "moments"), ("gradients",), ("parameters",))
+    kinds = (("main_params", "moments"), ("gradients",), ("parameters",))
     divided = [kind for level in kinds[:sharded] for kind in level]
     return {kind: each / ranks if kind in divided else each for kind, each in everything.items()}
 
