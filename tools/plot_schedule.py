@@ -25,6 +25,7 @@ from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.schedule_spec import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tools.schedules.files import check_output, write_picture
+from tools.schedules.formulas import expected
 from tools.schedules.panel import Panel, milliseconds
 from tools.schedules.table import TimelineRow, draw_table
 from tools.schedules.text import draw_text
@@ -141,7 +142,7 @@ def _row(name: str, num_stages: int, num_microbatches: int, chunks_per_stage: in
     schedule = make_schedule(name, num_stages, num_microbatches, chunks_per_stage)
     title = f"{name} (v = {chunks_per_stage})" if chunks_per_stage > 1 else name
     panel = Panel(title, simulate(schedule, costs.divided(chunks_per_stage)))
-    return TimelineRow(panel, SCHEDULES[name].expected(num_stages, num_microbatches, chunks_per_stage, costs))
+    return TimelineRow(panel, expected(name, num_stages, num_microbatches, chunks_per_stage, costs))
 
 
 def _about(num_stages: int, num_microbatches: int, costs: Costs) -> str:

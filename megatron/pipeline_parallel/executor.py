@@ -128,10 +128,10 @@ class Executor:
         """
         if id(schedule) in self._prepared:
             return self._prepared[id(schedule)]
-        report = validate(schedule)
+        receives, exchanges = validate(schedule)
         self._checked.append(schedule)
         self._messenger.connect(channels(schedule))
-        plan = (report.receives if self._overlap else report.exchanges)[self._stage]
+        plan = (receives if self._overlap else exchanges)[self._stage]
         steps = []
         for (op, needs, gives), posts, arrived in zip(schedule.linked_ops[self._stage], plan.before, plan.arrived, strict=True):
             destination = self._stage if gives is None else schedule.stage_of_chunk[gives.chunk]

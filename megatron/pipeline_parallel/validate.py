@@ -5,27 +5,17 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron.pipeline_parallel.exchange import ReceivePlan, proved_plans
 from megatron.pipeline_parallel.simulate import walk
 from megatron.spec.operations import Op, OpKind, Schedule
 
 
-@dataclass(frozen=True)
-class ScheduleReport:
-    """The results of the proof."""
-
-    peak_live_activations: tuple[int, ...]
-    """For each stage, the most microbatch activations (of one chunk each) kept at once. Each is kept until its weight gradient."""
-    receives: list[ReceivePlan]
-    """Each stage's plan with overlap."""
-    exchanges: list[ReceivePlan]
-    """Each stage's plan without overlap."""
-
-
-def validate(schedule: Schedule) -> ScheduleReport:
+def validate(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
     """Walk all stages at once, each as far as its messages allow; then again with sends and receives that wait for each other.
+
+    Returns:
+        each stage's plan with overlap, and without.
 
     Raises:
         ValueError: an operation is missing, doubled or on the wrong stage; a backward stands before its forward, a weight gradient
@@ -36,7 +26,7 @@ def validate(schedule: Schedule) -> ScheduleReport:
     for _, (op, _, _) in walk(schedule):
         _check_order(op, done)
         done.add(op)
-    return ScheduleReport(peak_live_activations(schedule), *proved_plans(schedule))
+    return proved_plans(schedule)
 
 
 def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 
 from megatron.spec.operations import Op, OpKind, Schedule, loop
-from megatron.spec.schedule_spec import Case, Formula, ScheduleSpec
-
-_ONE_CHUNK = "It has one virtual stage (chunk) on each pipeline rank."
+from megatron.spec.schedule_spec import ScheduleSpec
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
@@ -20,16 +18,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     return Schedule("gpipe", num_microbatches, loop(num_stages), ops)
 
 
-GPIPE = ScheduleSpec(
-    name="gpipe",
-    make=lambda p, m, v: gpipe(p, m),
-    place=loop,
-    chunks_per_stage=1,
-    splits_backward=False,
-    about_chunks=_ONE_CHUNK,
-    bubble=Formula("(p-1)(F+I+W)", "Huang et al. 2019, section 2.3", lambda case: (case.p - 1) * case.work),
-    peak_live=Formula("m", "Huang et al. 2019, section 2.3", lambda case: (case.m,) * case.p),
-)
+GPIPE = ScheduleSpec("gpipe", make=lambda p, m, v: gpipe(p, m))
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
@@ -48,20 +37,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     return Schedule("1f1b", num_microbatches, loop(num_stages), tuple(map(stage_ops, range(num_stages))))
 
 
-ONE_F_ONE_B = ScheduleSpec(
-    name="1f1b",
-    make=lambda p, m, v: one_f_one_b(p, m),
-    place=loop,
-    chunks_per_stage=1,
-    splits_backward=False,
-    about_chunks=_ONE_CHUNK,
-    bubble=Formula("(p-1)(F+I+W)", "Narayanan et al. 2021, section 2.2.1", lambda case: (case.p - 1) * case.work),
-    peak_live=Formula(
-        "min(m, p-s) on stage s",
-        "Narayanan et al. 2021, section 2.2.1",
-        lambda case: tuple(min(case.m, case.p - stage) for stage in range(case.p)),
-    ),
-)
+ONE_F_ONE_B = ScheduleSpec("1f1b", make=lambda p, m, v: one_f_one_b(p, m))
 
 
 def interleaved(num_stages: int, num_microbatches: int, chunks_per_stage: int) -> Schedule:
@@ -71,16 +47,16 @@ def interleaved(num_stages: int, num_microbatches: int, chunks_per_stage: int) -
     must divide. Here the remainder is spread over the rounds, the longer ones first. A round of at least `num_stages` never waits
     for itself: so the bubble is the paper's for every number of microbatches from `num_stages` on, for some more live activations.
     """
-    rounds = _rounds(num_stages, num_microbatches)
+    turns = rounds(num_stages, num_microbatches)
     depths = range(chunks_per_stage)
-    down = [(depth, m) for turn in rounds for depth in depths for m in turn]
-    back = [(depth, m) for turn in rounds for depth in reversed(depths) for m in turn]
+    down = [(depth, m) for turn in turns for depth in depths for m in turn]
+    back = [(depth, m) for turn in turns for depth in reversed(depths) for m in turn]
 
     def stage_ops(stage: int) -> tuple[Op, ...]:
         forwards = [Op(OpKind.FORWARD, depth * num_stages + stage, m) for depth, m in down]
         backwards = [Op(OpKind.BACKWARD, depth * num_stages + stage, m) for depth, m in back]
         # Warm-up: a round through all chunks but the last, and the way from this stage to the last and back.
-        warmup = min(len(forwards), (chunks_per_stage - 1) * len(rounds[0]) + 2 * (num_stages - stage - 1))
+        warmup = min(len(forwards), (chunks_per_stage - 1) * len(turns[0]) + 2 * (num_stages - stage - 1))
         steady = [op for pair in zip(forwards[warmup:], backwards, strict=False) for op in pair]
         return tuple(forwards[:warmup] + steady + backwards[len(forwards) - warmup :])
 
@@ -88,7 +64,7 @@ def interleaved(num_stages: int, num_microbatches: int, chunks_per_stage: int) -
     return Schedule("interleaved", num_microbatches, loop(num_stages, chunks_per_stage), stages)
 
 
-def _rounds(num_stages: int, num_microbatches: int) -> list[range]:
+def rounds(num_stages: int, num_microbatches: int) -> list[range]:
     """Consecutive runs of microbatches: as many as have room for `num_stages` each. Their lengths differ by at most one."""
     count = max(1, num_microbatches // num_stages)
     length, longer = divmod(num_microbatches, count)
@@ -96,31 +72,9 @@ def _rounds(num_stages: int, num_microbatches: int) -> list[range]:
     return [range(*ends) for ends in itertools.pairwise(starts)]
 
 
-def _live_of_interleaved(case: Case) -> tuple[int, ...]:
-    """Live activations: the warm-up (a round through all chunks but the last, the way to the last stage and back) and one."""
-    longest_round = len(_rounds(case.p, case.m)[0])
-    return tuple(min(case.m * case.v, (case.v - 1) * longest_round + 2 * (case.p - stage - 1) + 1) for stage in range(case.p))
-
-
 INTERLEAVED = ScheduleSpec(
-    name="interleaved",
+    "interleaved",
     make=interleaved,
-    place=loop,
     chunks_per_stage=None,
-    splits_backward=False,
     about_chunks="It takes turns between two or more virtual stages (chunks) on each pipeline rank.",
-    # The paper wants p to divide m. The generator lengthens rounds instead, for the same bubble.
-    bubble=Formula(
-        "(p-1)(F+I+W)/v",
-        "Narayanan et al. 2021, section 2.2.2",
-        lambda case: (case.p - 1) * case.work / case.v,
-        lambda case: case.v == 1 or case.m >= case.p,
-        "m >= p",
-    ),
-    # On the first stage p + (p-1)/v of a whole stage, as Korthikanti et al. 2022 have it (section 4.2), where p divides m.
-    peak_live=Formula(
-        "min(mv, (v-1)r + 2(p-s) - 1) on stage s, with r microbatches in the longest round (p if p divides m)",
-        "Narayanan et al. 2021, section 2.2.2",
-        _live_of_interleaved,
-    ),
 )

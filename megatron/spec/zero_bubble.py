@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.spec.operations import Op, OpKind, Schedule, first_microbatches, loop, v_shape
-from megatron.spec.schedule_spec import Case, Formula, ScheduleSpec
+from megatron.spec.schedule_spec import ScheduleSpec
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
@@ -30,32 +30,7 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
     return Schedule("zb-h1", num_microbatches, loop(num_stages), tuple(map(stage_ops, range(num_stages))))
 
 
-def _bubble_of_zb_h1_holds(case: Case) -> bool:
-    """Whether the formula is exact. Tested with the simulator: exact then, and else only in some cases with m < p.
-
-    In the drain a stage computes weight gradients between input gradients that come F + I apart. A weight gradient that is longer
-    than F, or than I, delays the next input gradient.
-    """
-    costs = case.costs
-    return case.p == 1 or (costs.weight_grad <= min(costs.forward, costs.input_grad) and case.m >= case.p)
-
-
-ZB_H1 = ScheduleSpec(
-    name="zb-h1",
-    make=lambda p, m, v: zb_h1(p, m),
-    place=loop,
-    chunks_per_stage=1,
-    splits_backward=True,
-    about_chunks="It has one virtual stage (chunk) on each pipeline rank.",
-    bubble=Formula(
-        "(p-1)(F+I-W)",
-        "Qi et al. 2023, section 2.3",
-        lambda case: (case.p - 1) * (case.costs.forward + case.costs.input_grad - case.costs.weight_grad),
-        _bubble_of_zb_h1_holds,
-        "W <= F, W <= I and m >= p",
-    ),
-    peak_live=Formula("min(m, p)", "Qi et al. 2023, section 2.1", lambda case: (min(case.m, case.p),) * case.p),
-)
+ZB_H1 = ScheduleSpec("zb-h1", make=lambda p, m, v: zb_h1(p, m), splits_backward=True)
 
 
 def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
@@ -107,28 +82,11 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
     return first_microbatches(whole, num_microbatches)
 
 
-def _bubble_of_zb_v_holds(case: Case) -> bool:
-    costs = case.costs
-    return case.p == 1 or (costs.forward == costs.input_grad == costs.weight_grad and case.m >= 2 * case.p - 1)
-
-
 ZB_V = ScheduleSpec(
-    name="zb-v",
+    "zb-v",
     make=lambda p, m, v: zb_v(p, m),
     place=lambda p, v: v_shape(p),
     chunks_per_stage=2,
     splits_backward=True,
     about_chunks="It places two virtual stages (chunks) on each pipeline rank, in a V.",
-    # The papers count each stage from its own first operation to its own last, and find no bubble at all. A step begins with the
-    # first stage, and the last one gets its first microbatch p - 1 forwards of half a stage later.
-    bubble=Formula(
-        "(p-1)F/2",
-        "Qi et al. 2023, section 6",
-        lambda case: (case.p - 1) * case.costs.forward / 2,
-        _bubble_of_zb_v_holds,
-        "F = I = W and m >= 2p-1",
-    ),
-    peak_live=Formula(
-        "2p", "Qi et al. 2023, section 6", lambda case: (2 * case.p,) * case.p, lambda case: case.m >= 2 * case.p - 1, "m >= 2p-1"
-    ),
 )

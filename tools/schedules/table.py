@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron.pipeline_parallel.simulate import Timeline
 from megatron.pipeline_parallel.validate import peak_live_activations
 from megatron.spec.operations import OpKind, Schedule
-from megatron.spec.schedule_spec import Expected
+from tools.schedules.formulas import Expected
 from tools.schedules.panel import Panel, depth_of_chunk, number
 
 _MOST_STAGES_LISTED = 4

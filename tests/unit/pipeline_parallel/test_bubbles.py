@@ -17,6 +17,7 @@ from megatron.pipeline_parallel.validate import peak_live_activations
 from megatron.spec.schedule_spec import Costs
 from megatron.spec.schedules import SCHEDULES
 from tests.unit.pipeline_parallel.test_generators import CHUNKS, MICROBATCHES, STAGES, make
+from tools.schedules.formulas import expected
 
 WHOLE = 12
 """Divides by every number of chunks a stage."""
@@ -102,7 +103,7 @@ def test_zb_v_saves_a_quarter_of_1f1b() -> None:
 def test_what_the_table_expects(name: str, p: int, m: int, v: int, costs: Costs) -> None:
     """Where it has a formula it is the simulator's time and the validator's memory; and it has them where the papers do."""
     schedule, v = make(name, p, m, v)
-    table = SCHEDULES[name].expected(p, m, v, costs)
+    table = expected(name, p, m, v, costs)
     short = costs.weight_grad <= min(costs.forward, costs.input_grad)
     known = {"interleaved": m >= p, "zb-h1": m >= p and short, "zb-v": m >= 2 * p - 1 and costs == EQUAL}.get(name, True)
     assert table.bubble_time is not None or not known

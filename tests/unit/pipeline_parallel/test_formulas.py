@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.validate import validate
-from megatron.spec.schedule_spec import Costs, Expected
+from megatron.pipeline_parallel.validate import peak_live_activations
+from megatron.spec.schedule_spec import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.timelines import chunks_of, timeline
+from tools.schedules.formulas import PUBLISHED, Expected, expected
 
 names = st.sampled_from(list(SCHEDULES))
 # Twelve has all numbers of chunks as divisors, so costs of chunks are whole and sums of them exact.
@@ -20,21 +19,19 @@ costs_of_a_stage = st.one_of(st.builds(Costs, durations, durations, durations), 
 
 
 def test_every_published_schedule_has_its_formulas() -> None:
-    published = [SCHEDULES[name] for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")]
-    assert all(spec.bubble is not None and spec.peak_live is not None for spec in published)
-    unpublished = replace(SCHEDULES["1f1b"], bubble=None, peak_live=None)
-    assert unpublished.expected(4, 8, 1, Costs()) == Expected(None, None, ())
+    assert PUBLISHED.keys() == SCHEDULES.keys()
+    assert expected("unpublished", 4, 8, 1, Costs()) == Expected(None, None, ())
 
 
 @given(names, st.integers(1, 12), st.integers(1, 40), st.integers(1, 4), costs_of_a_stage)
 def test_a_formula_that_is_given_is_exact(name: str, stages: int, microbatches: int, chunks: int, costs: Costs) -> None:
-    said = SCHEDULES[name].expected(stages, microbatches, chunks_of(name, chunks), costs)
+    said = expected(name, stages, microbatches, chunks_of(name, chunks), costs)
     if said.bubble_time is not None:
         step = microbatches * (costs.forward + costs.input_grad + costs.weight_grad) + said.bubble_time
         assert timeline(name, stages, microbatches, chunks, costs).step_time == step
     if said.peak_live is not None:
         schedule = make_schedule(name, stages, microbatches, chunks_of(name, chunks))
-        assert said.peak_live == validate(schedule).peak_live_activations
+        assert said.peak_live == peak_live_activations(schedule)
 
 
 @given(st.integers(2, 10), st.integers(0, 20), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
@@ -43,7 +40,7 @@ def test_the_bubble_of_zb_h1_needs_weight_gradients_that_are_not_the_longest(
 ) -> None:
     """W <= F and W <= I are not only enough: wherever one is missing the simulator has another bubble."""
     costs, microbatches = Costs(f, i, w), stages + more
-    said = SCHEDULES["zb-h1"].expected(stages, microbatches, 1, costs).bubble_time
+    said = expected("zb-h1", stages, microbatches, 1, costs).bubble_time
     assert (said is not None) == (w <= f and w <= i)
     bubble = timeline("zb-h1", stages, microbatches, 1, costs).step_time - microbatches * (f + i + w)
     assert (bubble == (stages - 1) * (f + i - w)) == (said is not None)
@@ -61,13 +58,13 @@ def test_the_bubble_of_zb_h1_needs_weight_gradients_that_are_not_the_longest(
     ],
 )
 def test_no_formula_is_stretched(name: str, stages: int, microbatches: int, chunks: int, costs: Costs) -> None:
-    assert SCHEDULES[name].expected(stages, microbatches, chunks, costs).bubble_time is None
+    assert expected(name, stages, microbatches, chunks, costs).bubble_time is None
 
 
 def test_few_microbatches_of_zb_v_have_no_formula_of_memory() -> None:
-    assert SCHEDULES["zb-v"].expected(4, 6, 2, Costs()).peak_live is None
-    assert SCHEDULES["zb-v"].expected(4, 7, 2, Costs()).peak_live == (8, 8, 8, 8)
+    assert expected("zb-v", 4, 6, 2, Costs()).peak_live is None
+    assert expected("zb-v", 4, 7, 2, Costs()).peak_live == (8, 8, 8, 8)
 
 
 def test_messages_between_no_stages_take_no_time() -> None:
-    assert SCHEDULES["zb-v"].expected(1, 3, 2, Costs(1, 2, 3, p2p=9)).bubble_time == 0
+    assert expected("zb-v", 1, 3, 2, Costs(1, 2, 3, p2p=9)).bubble_time == 0

@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
-from megatron.pipeline_parallel.validate import validate
+from megatron.pipeline_parallel.validate import peak_live_activations
 from megatron.spec.operations import Op, OpKind, forward_only
 from megatron.spec.schedule_spec import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.timelines import chunks_of, moved, panel, timeline
 from tools.plot_schedule import Terminal
 from tools.schedules.files import WRITERS, check_output, chrome_trace, write_picture
+from tools.schedules.formulas import expected
 from tools.schedules.panel import Panel, number, tick_step
 from tools.schedules.table import TimelineRow, draw_table, peak_live
 from tools.schedules.text import draw_text
@@ -237,7 +238,7 @@ def test_a_trace_has_every_operation_when_it_ran(tmp_path: Path) -> None:
 @given(names, st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
 def test_live_activations_of_a_timeline_are_those_of_its_schedule(name: str, stages: int, microbatches: int, chunks: int) -> None:
     schedule = make_schedule(name, stages, microbatches, chunks_of(name, chunks))
-    assert peak_live(simulate(schedule)) == validate(schedule).peak_live_activations
+    assert peak_live(simulate(schedule)) == peak_live_activations(schedule)
 
 
 def test_forwards_alone_keep_nothing() -> None:
@@ -252,7 +253,7 @@ def test_measured_timelines_alone_have_no_columns_of_papers() -> None:
 
 def test_a_table_by_hand() -> None:
     rows = [
-        TimelineRow(panel(name, 4, 8), SCHEDULES[name].expected(4, 8, chunks_of(name, 2), Costs(10, 10, 10)))
+        TimelineRow(panel(name, 4, 8), expected(name, 4, 8, chunks_of(name, 2), Costs(10, 10, 10)))
         for name in ("1f1b", "interleaved", "zb-h1", "zb-v")
     ]
     rows.append(TimelineRow(panel("1f1b", 6, 8), None))
@@ -269,7 +270,7 @@ def test_a_table_by_hand() -> None:
 
 def test_a_row_without_a_formula_that_holds_says_so() -> None:
     costs = Costs(10, 12, 8)
-    row = TimelineRow(Panel("zb-v", timeline("zb-v", 4, 8, 2, costs)), SCHEDULES["zb-v"].expected(4, 8, 2, costs))
+    row = TimelineRow(Panel("zb-v", timeline("zb-v", 4, 8, 2, costs)), expected("zb-v", 4, 8, 2, costs))
     assert draw_table([row]).splitlines()[1].split()[2] == "-"
 
 
