@@ -185,7 +185,7 @@ def parts_table() -> Iterator[str]:
     yield _rule(8)
     for name, report in one.by_strategy.items():
         memory = report.memory
-        parts = [memory.parameters, memory.gradients, memory.main_params, memory.moments, memory.buffers]
+        parts = list(memory.parts.values())
         cells = [*(part.total for part in parts), memory.total.device, memory.total.host]
         yield f"| {name} | {' | '.join(map(_gb, cells))} |"
 

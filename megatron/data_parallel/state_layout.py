@@ -18,8 +18,9 @@ optim_grads_params the parameters and gradients of a unit while it computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -66,64 +67,41 @@ class StateMemory:
     """The most that passes through without being kept."""
 
     @property
+    def parts(self) -> dict[str, Bytes]:
+        """Each kind by its name."""
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "main params": self.main_params,
+            "moments": self.moments,
+            "buffers": self.buffers,
+        }
+
+    @property
     def total(self) -> Bytes:
         """All together."""
-        return sum((getattr(self, kind.name) for kind in fields(self)), Bytes())
+        return sum(self.parts.values(), Bytes())
 
     def __add__(self, other: StateMemory) -> StateMemory:
-        return StateMemory(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.main_params + other.main_params,
-            self.moments + other.moments,
-            self.buffers + other.buffers,
-        )
+        return StateMemory(*(mine + its for mine, its in zip(self.parts.values(), other.parts.values(), strict=True)))
 
 
-@dataclass(frozen=True)
-class ShardSizes:
-    """Sizes of the shards that the optimizer gets."""
+class ShardSize(NamedTuple):
+    """A shard that the optimizer gets, by its size."""
 
-    shards: tuple[tuple[ParamRecord, int], ...]
-    """(parameter, number of its elements) of each shard."""
+    record: ParamRecord
+    numel: int
     dtype: torch.dtype
     """Dtype of the weights."""
 
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """Dtype of the main parameter, and of the gradient."""
+        return main_grad_dtype(self.dtype)
 
-@dataclass(frozen=True)
-class OptimizerState:
-    """What an optimizer keeps for each element that it updates, in the dtype of the main parameters."""
 
-    num_moments: Callable[[ParamRecord], int]
-    """The number of moments: 2 for Adam; 1 for SGD with momentum, else 0."""
-    align: int
-    """Each shard's place in a buffer is padded to a multiple of this many elements."""
-    offloaded: Callable[[Sequence[int]], Collection[int]]
-    """Which shards have main parameters and moments in host memory: takes the sizes of shards in elements, returns indices."""
-    apart: bool
-    """Whether a shard is offloaded or not independently of the other shards."""
-    staged: bool
-    """Whether host memory is separate from the device's, so that it holds copies of offloaded parameters and gradients."""
-
-    def memory(self, shards: Sequence[ShardSizes]) -> StateMemory:
-        """Memory of main parameters and moments, and of the host's copies of gradients."""
-        each = [(record, size, some.dtype) for some in shards for record, size in some.shards]
-        offloaded = self.offloaded([size for _, size, _ in each])
-        total = StateMemory()
-        for index, (record, size, dtype) in enumerate(each):
-            main = main_grad_dtype(dtype)
-            on_host = index in offloaded
-            one = self._buffer(size, main.itemsize, on_host)
-            total += StateMemory(
-                main_params=one if dtype != main or (on_host and self.staged) else Bytes(),
-                moments=self._buffer(size, self.num_moments(record) * main.itemsize, on_host),
-                buffers=one if on_host and self.staged else Bytes(),
-            )
-        return total
-
-    def _buffer(self, size: int, each: int, on_host: bool) -> Bytes:
-        room = -(-size // self.align) * self.align
-        return Bytes(0 if on_host else room * each, room * each if on_host else 0, (room - size) * each)
+Kept = tuple[StateMemory, Sequence[ShardSize]]
+"""The parameters and gradients that a rank keeps, and the shards that it updates."""
 
 
 @dataclass(frozen=True)
@@ -139,15 +117,13 @@ class BucketPart:
         """The ranks that divide it."""
         return context.group(*self.plan.axes)
 
-    def memory(self, index: int) -> tuple[StateMemory, ShardSizes]:
-        """The parameters and gradients that the rank at place `index` of the group keeps, and the shards that it updates."""
+    def kept(self, index: int) -> Kept:
+        """What the rank at place `index` of the group keeps."""
         plan, main = self.plan, main_grad_dtype(self.dtype)
-        own = [(placed.entry.record, piece.stop - piece.start) for placed, piece in plan.pieces(index)]
-        whole = [(placed.entry.record, placed.numel) for placed in plan.params]
-        sliced = self.sharding == "optim_grads"
-        gradients = _padded(plan.slice_size, own, main) if sliced else _padded(plan.size, whole, main)
-        shards = ShardSizes(tuple(whole if self.sharding == "no_shard" else own), self.dtype)
-        return StateMemory(_padded(plan.size, whole, self.dtype), gradients), shards
+        own = [ShardSize(placed.entry.record, piece.stop - piece.start, self.dtype) for placed, piece in plan.pieces(index)]
+        whole = [ShardSize(placed.entry.record, placed.numel, self.dtype) for placed in plan.params]
+        gradients = _padded(plan.slice_size, own, main) if self.sharding == "optim_grads" else _padded(plan.size, whole, main)
+        return StateMemory(_padded(plan.size, whole, self.dtype), gradients), whole if self.sharding == "no_shard" else own
 
     def cuts(self) -> set[int]:
         """Places at which the sizes of the pieces may change: around the begin and the end of a parameter."""
@@ -174,16 +150,15 @@ class UnitsPart:
         """The ranks that divide it."""
         return context.fsdp_shard
 
-    def memory(self, index: int) -> tuple[StateMemory, ShardSizes]:
+    def kept(self, index: int) -> Kept:
         """Sharded parameters (which are their own main parameters), gradients and units at work; and its shards.
 
         Most memory is at work when a backward leaves a unit: its gathered parameters and those of the unit that comes next (or of
         all units, if they are kept), its gradients, torch's copy of gradients that is reduced, and this rank's part of the sum.
-        With
-        replicas, such parts of all units wait for the end of the step, to be summed over the replicas.
+        With replicas, such parts of all units wait for the end of the step, to be summed over the replicas.
         """
         group, main = replace(self.shard, index=index), main_grad_dtype(self.dtype)
-        shards: list[tuple[ParamRecord, int]] = []
+        shards: list[ShardSize] = []
         parts = at_work = gathered = 0
         for units in self.chunks:
             before = 0
@@ -197,15 +172,11 @@ class UnitsPart:
                 for entry in unit.entries:
                     piece = own_piece(entry, group)
                     row = entry.param.numel() // entry.param.shape[piece.dim]
-                    shards.append((entry.record, row * (piece.stop - piece.start)))
-        passing = at_work
-        if self.reshard == "never":
-            passing += gathered * self.dtype.itemsize
-        if self.replicas > 1:
-            passing += parts * main.itemsize
-        held = sum(size for _, size in shards)
-        memory = StateMemory(_padded(parts, shards, main), Bytes(held * main.itemsize), buffers=Bytes(passing))
-        return memory, ShardSizes(tuple(shards), main)
+                    shards.append(ShardSize(entry.record, row * (piece.stop - piece.start), main))
+        passing = at_work + (gathered * self.dtype.itemsize if self.reshard == "never" else 0)
+        passing += parts * main.itemsize if self.replicas > 1 else 0
+        gradients = Bytes(sum(shard.numel for shard in shards) * main.itemsize)
+        return StateMemory(_padded(parts, shards, main), gradients, buffers=Bytes(passing)), shards
 
     def cuts(self) -> set[int]:
         """Places at which the sizes of the pieces may change: where all rows of a parameter have been given away."""
@@ -218,9 +189,9 @@ class UnitsPart:
 StatePart = BucketPart | UnitsPart
 
 
-def _padded(size: int, held: Iterable[tuple[ParamRecord, int]], dtype: torch.dtype) -> Bytes:
+def _padded(size: int, held: Iterable[ShardSize], dtype: torch.dtype) -> Bytes:
     """Bytes of a buffer of `size` elements that holds these shards."""
-    return Bytes(size * dtype.itemsize, padding=(size - sum(numel for _, numel in held)) * dtype.itemsize)
+    return Bytes(size * dtype.itemsize, padding=(size - sum(shard.numel for shard in held)) * dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -242,15 +213,19 @@ class StateLayout:
     sent: tuple[Sent, ...]
     """What every rank sends in a step."""
 
-    def memory(self, context: ParallelContext, state: OptimizerState) -> StateMemory:
-        """The memory of a rank, by its places in its data groups."""
-        return self.memory_of([part.memory(part.group(context).index) for part in self.parts], state)
+    def kept(self, context: ParallelContext) -> list[Kept]:
+        """What a rank keeps of each part, by its places in its data groups."""
+        return [part.kept(part.group(context).index) for part in self.parts]
 
-    def memory_of(self, kept: Iterable[tuple[StateMemory, ShardSizes]], state: OptimizerState) -> StateMemory:
-        """The memory of a rank that keeps these pieces."""
+    def memory(self, kept: Iterable[Kept], of_shards: Callable[[Iterable[ShardSize]], StateMemory]) -> StateMemory:
+        """The memory of a rank that keeps these.
+
+        Args:
+            of_shards: gives the memory that the optimizer takes for shards.
+        """
         kept = list(kept)
-        state_of_optimizer = state.memory([shards for _, shards in kept])
-        return sum((memory for memory, _ in kept), StateMemory(buffers=self.buffers)) + state_of_optimizer
+        own = sum((memory for memory, _ in kept), StateMemory(buffers=self.buffers))
+        return own + of_shards(shard for _, shards in kept for shard in shards)
 
 
 def state_layout(

@@ -267,7 +267,7 @@ def batches(sizes: Sequence[int], limit: float) -> list[list[MainSpan]]:
                 room = limit
             stop = int(min(start + room, size))
             made[-1].append(MainSpan(index, start, stop))
-            room -= _aligned(stop - start)
+            room -= aligned(stop - start)
             start = stop
     return made
 
@@ -287,14 +287,15 @@ def copies_of_weights(shards: Sequence[Shard], device: torch.device | None = Non
 
 def room_for(tensors: Sequence[torch.Tensor]) -> int:
     """Elements of a buffer that holds these flat tensors, each of them aligned."""
-    return sum(_aligned(tensor.numel()) for tensor in tensors)
+    return sum(aligned(tensor.numel()) for tensor in tensors)
 
 
 def flat_views(buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of a buffer with the lengths of these flat tensors, as `room_for` lays them out."""
-    starts = itertools.accumulate((_aligned(tensor.numel()) for tensor in like), initial=0)
+    starts = itertools.accumulate((aligned(tensor.numel()) for tensor in like), initial=0)
     return [buffer[start : start + tensor.numel()] for start, tensor in zip(starts, like, strict=False)]
 
 
-def _aligned(numel: int) -> int:
+def aligned(numel: int) -> int:
+    """The elements that a flat tensor takes in a buffer."""
     return -(-numel // ALIGN) * ALIGN

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.model.build import Model, build_model, model_dtype
+from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.topology import DATA_AXES, GRADIENT_AXES, Topology
 from megatron.pipeline_parallel.partition import Chunk, table_of
@@ -24,7 +25,7 @@ from megatron.planner.kinds import (
 )
 from megatron.planner.peak import peak_activations, receive_plans, step_transfers
 from megatron.planner.plan import Job, Places, Plan, step_work
-from megatron.planner.state_report import layout_of, optimizer_state
+from megatron.planner.state_report import layout_of
 from megatron.planner.storages import Transfer
 from megatron.spec.counts import count_parameters
 from megatron.spec.layers import layers
@@ -147,7 +148,7 @@ class _Planner:
         """Plan stages that look alike. They differ in the order of their backwards, which decides how many gradients pass under
         optim_grads."""
         config, found = self._config, {}
-        state = optimizer_state(config.optimizer, self._device_type)
+        state = OptimizerState(config.optimizer, self._device_type)
         traces = trace_chunks(
             model,
             config.data,

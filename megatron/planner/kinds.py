@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data_parallel.state_layout import Bytes, OptimizerState, StateLayout, StateMemory, StatePart
+from megatron.data_parallel.state_layout import Bytes, StateLayout, StateMemory, StatePart
 from megatron.data_parallel.traffic import axes_in_words
 from megatron.model.build import Model
+from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.planner.peak import Activations
@@ -186,8 +187,8 @@ class _PlacedPart:
         self.over_tensor = self._tensor_size > 1 and group.size > 1
         self._size = group.size
         self._starts = sorted(cut for cut in {0, *part.cuts()} if cut < group.size)
-        self.kept = [part.memory(start) for start in self._starts]
-        self.alone = np.array([_flat(memory + state.memory([shards])) for memory, shards in self.kept])
+        self.kept = [part.kept(start) for start in self._starts]
+        self.alone = np.array([_flat(memory + state.memory(shards)) for memory, shards in self.kept])
         """Bytes for each of `kept` with its optimizer state, for use where that does not depend on other parts."""
 
     def cuts(self, data_size: int) -> Iterator[int]:
@@ -220,7 +221,8 @@ def _memories(
     numbers = [part.numbers(tensor, data) for part in parts]
     if parts and not state.apart:
         rows = [tuple(row) for row in np.stack(numbers, axis=1).tolist()]
-        known = {row: layout.memory_of([p.kept[n] for p, n in zip(parts, row, strict=True)], state) for row in dict.fromkeys(rows)}
+        kept = {row: [part.kept[number] for part, number in zip(parts, row, strict=True)] for row in rows}
+        known = {row: layout.memory(of_parts, state.memory) for row, of_parts in kept.items()}
         return [known[row] for row in rows]
     total = np.array([_flat(StateMemory(buffers=layout.buffers))] * len(ranges))
     for part, mine in zip(parts, numbers, strict=True):
@@ -229,8 +231,7 @@ def _memories(
 
 
 def _flat(memory: StateMemory) -> list[int]:
-    parts = (memory.parameters, memory.gradients, memory.main_params, memory.moments, memory.buffers)
-    return [number for part in parts for number in (part.device, part.host, part.padding)]
+    return [number for part in memory.parts.values() for number in (part.device, part.host, part.padding)]
 
 
 def _unflat(numbers: Sequence[int]) -> StateMemory:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.data_parallel.state_layout import OptimizerState, StateLayout, StateReport, state_layout
+from megatron.data_parallel.state_layout import StateLayout, StateReport, state_layout
 from megatron.model.build import Model
-from megatron.optimizer.placement import ALIGN, choose_offloaded
-from megatron.optimizer.rules import granularity_of, rules_of
+from megatron.optimizer.rules import granularity_of
+from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext
 from megatron.spec.operations import Op, OpKind, Schedule
 
@@ -24,7 +24,8 @@ def state_report(
     """
     ops = schedule.ops[context.group("pp").index]
     layout = layout_of(model, context, parallel, optimizer, ops, schedule.num_microbatches)
-    return StateReport(layout.memory(context, optimizer_state(optimizer, context.device.type)), layout.sent)
+    state = OptimizerState(optimizer, context.device.type)
+    return StateReport(layout.memory(layout.kept(context), state.memory), layout.sent)
 
 
 def layout_of(
@@ -50,19 +51,6 @@ def layout_of(
         num_microbatches=num_microbatches,
         writes=writes(model, ops),
         granularity=granularity_of(optimizer),
-    )
-
-
-def optimizer_state(config: OptimizerConfig, device_type: str) -> OptimizerState:
-    """What the optimizer keeps for an element on a device of this type and in host memory."""
-    fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-    rule_of = rules_of(config)
-    return OptimizerState(
-        num_moments=lambda record: len(rule_of(record).moments),
-        align=ALIGN,
-        offloaded=lambda sizes: choose_offloaded(sizes, fraction),
-        apart=fraction in (0.0, 1.0),
-        staged=device_type != "cpu",
     )
 
 
@@ -101,13 +89,7 @@ def describe_state(
     among = "one data rank" if num_data_ranks == 1 else f"{parallel.sharding} over {num_data_ranks} data ranks"
     if parallel.sharding == "optim_grads_params" and parallel.fsdp_shard_size is not None:
         among += f" in groups of {parallel.fsdp_shard_size}"
-    parts = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "main params": memory.main_params,
-        "moments": memory.moments,
-        "buffers": memory.buffers,
-    }
+    parts = memory.parts
     total = memory.total
     lines = [
         f"state of the model, {among}: {amount(total.device)} on {where}: "

@@ -9,10 +9,11 @@ import pytest
 
 from megatron.config.cli import LoadedConfig
 from megatron.data_parallel.state_layout import StateMemory
+from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.planner.kinds import RankContent, places_by_content
 from megatron.planner.plan import Places
-from megatron.planner.state_report import layout_of, optimizer_state
+from megatron.planner.state_report import layout_of
 from megatron.spec.schedules import make_schedule
 from megatron.verification.local_ranks import run_ranks
 from tests.support.planned import real_model, settings, topology_of
@@ -46,9 +47,9 @@ def found_and_asked(one: LoadedConfig) -> list[tuple[dict[RankContent, list[Plac
         context = connect_fake(topology, topology.rank(pp=stage, dp=7), config.parallel.fsdp_shard_size)
         model = real_model(config, context)
         layout = layout_of(model, context, config.parallel, config.optimizer, schedule.ops[stage], 2)
-        state = optimizer_state(config.optimizer, "cuda")
+        state = OptimizerState(config.optimizer, "cuda")
         asked = {
-            (tensor, data): layout.memory(context.elsewhere(tensor=tensor, data=data), state)
+            (tensor, data): layout.memory(layout.kept(context.elsewhere(tensor=tensor, data=data)), state.memory)
             for tensor in range(topology.tp)
             for data in range(topology.dp)
         }

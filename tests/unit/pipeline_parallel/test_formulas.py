@@ -19,7 +19,7 @@ costs_of_a_stage = st.one_of(st.builds(Costs, durations, durations, durations), 
 
 
 def test_every_published_schedule_has_its_formulas() -> None:
-    assert PUBLISHED.keys() == SCHEDULES.keys()
+    assert {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"} <= PUBLISHED.keys() <= SCHEDULES.keys()
     assert expected("unpublished", 4, 8, 1, Costs()) == Expected(None, None, ())
 
 
