@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.audit.replicas import MOST_LINES, ranks_in_words
-from megatron.audit.signature import NUM_SIGNS, SIGNATURE_SIZE, box_signature, placed_signature, shard_signatures
+from megatron.audit.signature import box_signature, placed_signature, shard_signatures
+from megatron.audit.trace_file import NUM_SIGNS, SIGNATURE_SIZE
 from megatron.checkpoint.manifest import tiles
 from megatron.parallel.boxes import Box, DimPiece, Piece
 from megatron.parallel.collectives import all_reduce, gather_objects
@@ -125,15 +126,6 @@ def _piece_of(grad: torch.Tensor, piece: Piece) -> torch.Tensor:
     return grad.view(-1)[piece.start : piece.stop]
 
 
-@dataclass(frozen=True)
-class Audited:
-    """The findings of an audit, the same on every rank."""
-
-    problems: list[str]
-    all_zero: list[str]
-    """Parameters whose gradient is zero in every element."""
-
-
 def audit(
     own: OwnGradients,
     shards: Sequence[Shard],
@@ -143,7 +135,7 @@ def audit(
     norm: float,
     squares: torch.Tensor,
     dtype: torch.dtype,
-) -> Audited:
+) -> tuple[list[str], list[str]]:
     """Compare what the ranks computed with what they are about to use. All ranks call it together, before the update.
 
     Args:
@@ -152,6 +144,9 @@ def audit(
         norm: the step's global norm of the gradients as they are (with the loss scale).
         squares: this rank's terms of its square.
         dtype: the model's. Gradients of the same step computed twice may differ by as much as its rounding.
+
+    Returns:
+        the problems, and the parameters whose gradient is zero in every element; the same on every rank.
     """
     uncounted = _not_counted_once(shards, records, context)
     found = shard_signatures(shards, records, context, lambda shard: shard.counted_grad)
@@ -180,7 +175,7 @@ def audit(
         odd = gather_objects(_wrongly_counted(float(squares.sum()), counted, 1e3 * wide), context.world)
         problems["the norm"] = "; ".join([words, *(f"{what} on rank {rank}" for rank, what in enumerate(odd) if what)])
     zero = [name for row, name in enumerate(records) if not sums[1, row, NUM_SIGNS] and name not in problems]
-    return Audited([f"{name}: {words}" for name, words in problems.items()], zero)
+    return [f"{name}: {words}" for name, words in problems.items()], zero
 
 
 def _not_counted_once(shards: Sequence[Shard], records: Mapping[str, ParamRecord], context: ParallelContext) -> dict[str, str]:

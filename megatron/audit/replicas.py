@@ -144,17 +144,17 @@ class Replicas:
     def __init__(self, copies: Sequence[ReplicatedPart], context: ParallelContext) -> None:
         self._context, self._copies = context, list(copies)
         groups = {
-            "tensor": context.group("tp"),
-            "data": context.gradient_group,
-            "data parts": context.fsdp_replica,
-            "first and last stage": context.pipeline_ends,
+            "tensor ranks": context.group("tp"),
+            "data ranks": context.gradient_group,
+            "the data ranks that hold the same part": context.fsdp_replica,
+            "the first and the last stage": context.pipeline_ends,
         }
         self._common = {what: (group, self._held_by_all(group)) for what, group in groups.items() if group.size > 1}
         self._needed = sorted({index for _, indices in self._common.values() for index in indices})
 
     def describe(self) -> str:
         """How many copies are compared, for the log."""
-        words = [f"{len(indices)} over {_group_name(what)}" for what, (_, indices) in self._common.items() if indices]
+        words = [f"{len(indices)} over {what}" for what, (_, indices) in self._common.items() if indices]
         return ", ".join(words) or "none is held twice"
 
     def compare(self, iteration: int, checked_before: int | None) -> None:
@@ -235,12 +235,3 @@ def _groups_of(rank: int, topology: Topology) -> dict[str, tuple[int, ...]]:
     pipeline = topology.group(rank, "pp")
     ends = {"first and last stage": (pipeline[0], pipeline[-1])} if rank in (pipeline[0], pipeline[-1]) else {}
     return {"tensor group": topology.group(rank, "tp"), "data group": topology.group(rank, *GRADIENT_AXES), **ends}
-
-
-def _group_name(what: str) -> str:
-    return {
-        "tensor": "tensor ranks",
-        "data": "data ranks",
-        "data parts": "the data ranks that hold the same part",
-        "first and last stage": "the first and the last stage",
-    }[what]

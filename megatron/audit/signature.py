@@ -15,17 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from megatron.audit.trace_file import Signature
+from megatron.audit.trace_file import NUM_SIGNS, SIGNATURE_SIZE, Signature
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.random import stable_seed
 from megatron.parallel.shards import Shard
-
-NUM_SIGNS = 4
-SIGNATURE_SIZE = NUM_SIGNS + 1
-"""Numbers in a signature: the signed sums, then the sum of squares."""
 
 _BLOCK = 1 << 20
 """Elements that are processed at once; the memory taken beside the tensor is a few times this."""

@@ -17,10 +17,11 @@ from typing import Any
 
 VERSION = 1
 
+NUM_SIGNS = 4
+"""Signed sums in a signature."""
+SIGNATURE_SIZE = NUM_SIGNS + 1
 Signature = tuple[float, ...]
 """A tensor's norm, then its signed sums."""
-_SIGNATURE_SIZE = 5
-"""As in `signature.py`, which needs torch."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def read_trace(path: str | Path) -> list[TraceRun]:
         try:
             read = json.loads(line)
         except json.JSONDecodeError as error:
-            if number == len(lines) or (number < len(lines) and _is_header(lines[number])):
+            if number == len(lines) or lines[number].startswith('{"kind": "header"'):
                 continue  # cut off when the run was killed
             raise ValueError(f"trace {path}, line {number}: no JSON ({error.msg})") from error
         try:
@@ -162,34 +163,30 @@ def _enter(runs: list[TraceRun], line: dict[str, Any]) -> None:
             line["parameters"][name] = [_whole(name, size) for size in shape]
         runs.append(TraceRun(TraceHeader(layers=layers, **line)))
     elif kind == "start":
-        runs[-1].iteration, runs[-1].weights = _whole("iteration", line["iteration"]), _signatures(line["weights"])
+        runs[-1].iteration = _whole("iteration", line["iteration"])
+        runs[-1].weights = _signatures("weights", line["weights"])
     elif kind == "step":
         reads = {field.name: _READS[str(field.type)] for field in dataclasses.fields(TraceStep)}
         runs[-1].steps.append(TraceStep(**{name: reads[name](name, value) for name, value in line.items()}))
 
 
-def _is_header(line: str) -> bool:
-    return line.startswith('{"kind": "header"')
-
-
-def _signatures(read: Mapping[str, list[Any]]) -> dict[str, Signature]:
-    found = {name: tuple(_number(name, number) for number in numbers) for name, numbers in read.items()}
-    for name, numbers in found.items():
-        if len(numbers) != _SIGNATURE_SIZE:
-            raise ValueError(f"{name} has {len(numbers)} numbers and not {_SIGNATURE_SIZE}")
-    return found
+def _signatures(_: str, read: Mapping[str, list[Any]]) -> dict[str, Signature]:
+    for name, numbers in read.items():
+        if len(numbers) != SIGNATURE_SIZE:
+            raise ValueError(f"{name} has {len(numbers)} numbers and not {SIGNATURE_SIZE}")
+    return {name: tuple(_number(name, number) for number in numbers) for name, numbers in read.items()}
 
 
 def _number(name: str, value: Any) -> float:
     if value is None:
         return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float):  # True counts as 1 in Python
+    if type(value) not in (int, float):
         raise TypeError(f"{name}: {value!r} is no number")
     return float(value)
 
 
 def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if type(value) is not int:  # to isinstance, True is one
         raise TypeError(f"{name}: {value!r} is no whole number")
     return value
 
@@ -204,7 +201,7 @@ _READS: dict[str, Callable[[str, Any], Any]] = {
     "int": _whole,
     "float": _number,
     "bool": _truth,
-    "dict[str, Signature]": lambda _, value: _signatures(value),
+    "dict[str, Signature]": _signatures,
 }
 """How to read a value of a step, by the type of its field."""
 

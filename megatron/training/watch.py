@@ -96,7 +96,7 @@ class RunChecks(Watcher):
     def _audit(self, result: StepResult) -> None:
         assert self._own is not None
         step = self._step
-        found = audit(
+        problems, all_zero = audit(
             self._own,
             step.counted_shards,
             self._records,
@@ -105,8 +105,8 @@ class RunChecks(Watcher):
             squares=step.counted_squares,
             dtype=step.model.dtype,
         )
-        raise_audit(f"iteration {self._iteration}: the audit of the first step failed.", found.problems, _ADVICE)
-        zeros = f"; all zero: {', '.join(found.all_zero)}" if found.all_zero else ""
+        raise_audit(f"iteration {self._iteration}: the audit of the first step failed.", problems, _ADVICE)
+        zeros = f"; all zero: {', '.join(all_zero)}" if all_zero else ""
         self._say(
             f"  audit of the first step: gradients of {len(self._records)} parameters were all written, summed over their ranks"
             f" and counted once in the norm{zeros}"

@@ -12,7 +12,8 @@ from hypothesis import given
 
 from megatron.audit import replicas, signature
 from megatron.audit.replicas import bit_digest
-from megatron.audit.signature import NUM_SIGNS, box_signature, named, placed_signature, signature_of
+from megatron.audit.signature import box_signature, named, placed_signature, signature_of
+from megatron.audit.trace_file import NUM_SIGNS, SIGNATURE_SIZE
 from megatron.parallel.boxes import Box, PlacedBox, flat_range_boxes
 
 
@@ -27,7 +28,7 @@ SHAPES = [(), (7,), (5, 8), (2, 9, 4), (3, 1)]
 def test_boxes_of_flat_slices_add_up(shape: tuple[int, ...], cuts: list[float]) -> None:
     whole = random_tensor(*shape)
     ends = sorted({0, whole.numel(), *(int(cut * whole.numel()) for cut in cuts)})
-    total = torch.zeros(signature.SIGNATURE_SIZE, dtype=torch.float64)
+    total = torch.zeros(SIGNATURE_SIZE, dtype=torch.float64)
     for start, stop in pairwise(ends):
         placed, at = [], 0
         for box in flat_range_boxes(shape, start, stop):
@@ -41,7 +42,7 @@ def test_boxes_of_flat_slices_add_up(shape: tuple[int, ...], cuts: list[float]) 
 def test_slices_of_a_dimension_add_up(dim: int) -> None:
     """Also far from the start, where signs come from another drawing."""
     whole = random_tensor(*(9000 if d == dim else 3 for d in range(3)))
-    total = torch.zeros(signature.SIGNATURE_SIZE, dtype=torch.float64)
+    total = torch.zeros(SIGNATURE_SIZE, dtype=torch.float64)
     for start, stop in ((0, 4095), (4095, 8193), (8193, 9000)):
         offsets = [start if d == dim else 0 for d in range(3)]
         part = whole.narrow(dim, start, stop - start)
