@@ -163,7 +163,7 @@ class LegacyCheckpoint:
         for split in record.splits:
             whole = self._padded if split.padded_size is not None else shape[split.dim]
             shape[split.dim] = whole // self._tensor_ranks
-        theirs = [math.prod(shape[:-1]), shape[-1]] if record.matrix_dims else [math.prod(shape)]
+        theirs = [math.prod(shape[:-1]), shape[-1]] if record.kind != "vector" else [math.prod(shape)]
         chunk = self._chunk_of(record.name)
         names = stored_names(record.name, chunk.layers.start)
         chunk.expected.update(names)

@@ -19,7 +19,7 @@ from torch import nn
 from megatron.data_parallel.bucket_plan import BucketPlan, Placed
 from megatron.data_parallel.provider import Inspect, WriteCount, complain
 from megatron.parallel.accumulate import GradSink
-from megatron.parallel.boxes import FlatPiece, PlacedBox, place
+from megatron.parallel.boxes import FlatPiece, PlacedBox
 from megatron.parallel.collectives import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord
@@ -362,7 +362,5 @@ def _move(placed: Placed, view: torch.Tensor, context: ParallelContext, fill: Fi
     if not old.is_meta:
         view.copy_(old.detach())
     elif not view.is_meta:
-        sizes = context.axis_sizes
-        held = entry.record.held_box(sizes, context.coordinates)
-        fill(view.view(-1), entry.record, place(entry.record.local_shape(sizes), held, FlatPiece(0, placed.numel)))
+        fill(view.view(-1), entry.record, entry.record.boxes(FlatPiece(0, placed.numel), context))
     return nn.Parameter(view)

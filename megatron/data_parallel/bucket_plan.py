@@ -81,7 +81,7 @@ def plan_buckets(
     planned: list[list[ParamEntry]] = []
     for entry in reversed(list(entries)):
         record = entry.record
-        tied, vector = is_tied_apart(entry, context), record.matrix_dims is None
+        tied, vector = is_tied_apart(entry, context), record.kind == "vector"
         kind = (context.group(*record.partial_over).ranks, entry.chunk, tied, vector, granularity(record))
         held = open_buckets.get(kind)
         if held is None or sum(e.param.numel() for e in held) + entry.param.numel() > limit:
@@ -93,7 +93,7 @@ def plan_buckets(
 
 def is_tied_apart(entry: ParamEntry, context: ParallelContext) -> bool:
     """Whether another pipeline stage holds the parameter too."""
-    return len(entry.record.chunks) > 1 and len(entry.holders) < len(entry.record.chunks) and context.pipeline_ends.size > 1
+    return entry.record.tied and len(entry.holders) == 1 and context.pipeline_ends.size > 1
 
 
 def _lay_out(entries: Sequence[ParamEntry], context: ParallelContext, granularity: Granularity) -> BucketPlan:

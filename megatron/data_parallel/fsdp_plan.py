@@ -22,8 +22,7 @@ def is_fully_sharded(entry: ParamEntry, context: ParallelContext, granularity: G
     - those that the optimizer must see whole;
     - any parameter, if there is only one data rank.
     """
-    tied = len(entry.record.chunks) > 1 or len(entry.holders) > 1
-    apart = tied or "tp" in entry.record.partial_over or granularity(entry.record)
+    apart = entry.record.tied or "tp" in entry.record.partial_over or granularity(entry.record)
     return context.fsdp_shard.size > 1 and not apart
 
 
@@ -54,7 +53,7 @@ def plan_units(modules: Sequence[nn.Module], entries: Sequence[ParamEntry]) -> l
             continue
         before = units.pop() if joins else UnitPlan((), ())
         units.append(UnitPlan((*before.modules, module), (*before.entries, *held)))
-        joins = all(len(entry.record.shape) == 1 for entry in units[-1].entries)
+        joins = all(entry.record.kind == "vector" for entry in units[-1].entries)
     return units
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
+from megatron.parallel.boxes import Box, FlatPiece, PlacedBox
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord, ParamTable
 from megatron.parallel.random import stable_seed
@@ -78,9 +78,7 @@ def _fill_box(flat: torch.Tensor, record: ParamRecord, box: Box, seed: int) -> N
 
 def initialize(param: torch.Tensor, record: ParamRecord, context: ParallelContext, seed: int) -> None:
     """Fill this rank's part of a parameter; padding becomes 0."""
-    sizes = context.axis_sizes
-    held = record.held_box(sizes, context.coordinates)
-    fill(param.detach().view(-1), record, place(record.local_shape(sizes), held, FlatPiece(0, param.numel())), seed)
+    fill(param.detach().view(-1), record, record.boxes(FlatPiece(0, param.numel()), context), seed)
 
 
 def initialize_all(table: ParamTable, context: ParallelContext, seed: int) -> None:

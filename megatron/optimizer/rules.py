@@ -7,8 +7,8 @@ does not know the rule. To add one, write a subclass of UpdateRule and enter in 
 
 A target is a view of the main parameter with a view of its gradient. It is flat and any part of the parameter, and may be cut
 further, so the rule may not sum over it. If the rule `sees_whole`, it is this rank's whole tensor in its shape instead, and the
-matrix, or matrices, are `record.matrix_dims`. Tensor parallelism has cut the parameter before that, see `record.splits`; there,
-rows of padding may follow, whose gradient is zero.
+matrix, or matrices, are its last two dimensions (see `record.kind`). Tensor parallelism has cut the parameter before that, see
+`record.splits`; there, rows of padding may follow, whose gradient is zero.
 
 torch's fused kernels are called directly because an update in host memory calls them for a few hundred thousand elements at a time:
 there the bookkeeping of `torch.optim.AdamW.step`, driven out of the cache by the data, takes a third as long as the kernel.

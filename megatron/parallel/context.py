@@ -67,7 +67,7 @@ class ParallelContext:
         Raises:
             KeyError: no group is made for this set of axes.
         """
-        return self._groups[_normal(axes)]
+        return self._groups[tuple(axis for axis in AXES if axis in axes)]
 
     @property
     def world(self) -> Group:
@@ -134,10 +134,6 @@ class ParallelContext:
         return replace(self, rank=sizes.rank(tp=tensor, cp=cp, dp=dp, pp=stage), _groups=groups)
 
 
-def _normal(axes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(axis for axis in AXES if axis in axes)
-
-
 def make_context(
     topology: Topology,
     rank: int,
@@ -187,11 +183,7 @@ def make_context(
     context._groups[("ends",)] = Group("ends", (rank,), 0)
     enter(("ends",), [(ranks[0], ranks[-1]) for ranks in pipelines if len(ranks) > 1])
     if fsdp_shard_size is not None:
-        if alone:
-            part, replicas = topology.hybrid_group(rank, fsdp_shard_size)
-            parts, across = [part], [replicas]
-        else:
-            parts, across = topology.hybrid_groups(fsdp_shard_size)
+        parts, across = topology.hybrid_groups(fsdp_shard_size, rank if alone else None)
         enter(("fsdp_shard",), parts)
         enter(("fsdp_replica",), across)
     return context

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.parallel.boxes import Box
+from megatron.parallel.boxes import Box, Piece, PlacedBox, place
+from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
-from megatron.spec.weights import Init, Weight, model_weights
-
-_ZERO = Init()
+from megatron.spec.weights import ParamFacts, Weight, model_weights
 
 
 @dataclass(frozen=True)
@@ -31,25 +30,14 @@ class Split:
 
 
 @dataclass(frozen=True)
-class ParamRecord:
-    """The facts about one parameter of the whole model, the same on every rank."""
+class ParamRecord(ParamFacts):
+    """The facts about one parameter at a layout, the same on every rank."""
 
-    name: str
-    """Global name; the layer number counts over the whole model."""
-    shape: tuple[int, ...]
-    """Global shape without padding."""
     splits: tuple[Split, ...] = ()
     partial_over: tuple[str, ...] = GRADIENT_AXES
     """Axes over which each rank's gradient is a partial sum."""
     chunks: tuple[int, ...] = ()
     """Pipeline chunks that hold the parameter; more than one when it is tied across chunks."""
-    init: Init = _ZERO
-    decay: bool = True
-    """Whether weight decay applies."""
-    fsdp_dim: int = 0
-    """Dimension that FSDP splits."""
-    matrix_dims: tuple[int, int] | None = None
-    """The two dimensions that form the matrix, for optimizers that need one."""
 
     @classmethod
     def of(cls, weight: Weight, *, tensor_size: int, sequence_parallel: bool, chunks: tuple[int, ...]) -> ParamRecord:
@@ -61,15 +49,14 @@ class ParamRecord:
             chunks: pipeline chunks that hold it.
         """
         return cls(
-            name=weight.name,
-            shape=weight.shape,
+            weight.name,
+            weight.shape,
             splits=tuple(Split(dim, axis, weight.padded_size(tensor_size) if dim == 0 else None) for dim, axis in weight.splits),
             partial_over=("tp", *GRADIENT_AXES) if weight.partial_over_tp(sequence_parallel) else GRADIENT_AXES,
             chunks=chunks,
+            kind=weight.kind,
             init=weight.init,
-            decay=weight.decay,
-            fsdp_dim=weight.fsdp_dim,
-            matrix_dims=weight.matrix_dims,
+            tied=weight.tied,
         )
 
     @property
@@ -95,6 +82,11 @@ class ParamRecord:
             offsets[split.dim] = low
             sizes[split.dim] = min(low + local[split.dim], self.shape[split.dim]) - low
         return Box(tuple(offsets), tuple(sizes))
+
+    def boxes(self, piece: Piece, context: ParallelContext) -> list[PlacedBox]:
+        """The boxes of the global tensor that a piece of this rank's part holds, without padding."""
+        sizes = context.axis_sizes
+        return place(self.local_shape(sizes), self.held_box(sizes, context.coordinates), piece)
 
 
 def global_records(model: ModelConfig, vocab_size: int) -> dict[str, ParamRecord]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.parallel.boxes import FlatPiece, Piece, PlacedBox, place
+from megatron.parallel.boxes import FlatPiece, Piece, PlacedBox
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
@@ -52,7 +52,7 @@ class Shard:
 
     def boxes(self, context: ParallelContext) -> list[PlacedBox]:
         """The boxes of the global tensor that the shard holds, without padding."""
-        return self._place(self.piece, context)
+        return self.record.boxes(self.piece, context)
 
     def counted_boxes(self, context: ParallelContext) -> list[PlacedBox]:
         """The boxes of the global tensor that this rank counts in global norms."""
@@ -62,7 +62,7 @@ class Shard:
             return []
         assert isinstance(self.piece, FlatPiece), "only a flat piece is counted in part"
         start = self.piece.start
-        return self._place(FlatPiece(start + self.counted.start, start + self.counted.stop), context)
+        return self.record.boxes(FlatPiece(start + self.counted.start, start + self.counted.stop), context)
 
     @property
     def counted_grad(self) -> torch.Tensor:
@@ -78,10 +78,6 @@ class Shard:
     def counted_main(self) -> torch.Tensor:
         """A view of the main parameter's counted elements."""
         return self.main[self.counted.start : self.counted.stop]
-
-    def _place(self, piece: Piece, context: ParallelContext) -> list[PlacedBox]:
-        sizes = context.axis_sizes
-        return place(self.record.local_shape(sizes), self.record.held_box(sizes, context.coordinates), piece)
 
 
 def _nothing() -> None: ...

@@ -106,35 +106,29 @@ class Topology:
         places = itertools.product(*(range(self.size(axis)) for axis in others))
         return sorted(self._members(axes, dict(zip(others, place, strict=True))) for place in places)
 
-    def hybrid_groups(self, shard_size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    def hybrid_groups(self, shard_size: int, rank: int | None = None) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Each gradient group, cut into parts of `shard_size` neighbours; and the groups across, of one rank from each part.
 
         Example: of the data ranks [0, 2, 4, 6], parts of two are [0, 2] [4, 6], and [0, 4] [2, 6] lie across.
 
-        Raises:
-            ValueError: the parts would not be equal.
-        """
-        self._check_parts(shard_size)
-        data = self.groups(*GRADIENT_AXES)
-        parts = [ranks[start : start + shard_size] for ranks in data for start in range(0, len(ranks), shard_size)]
-        return parts, [ranks[place::shard_size] for ranks in data for place in range(shard_size)]
-
-    def hybrid_group(self, rank: int, shard_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The part and the group across that a rank belongs to, as in `hybrid_groups`.
+        Args:
+            rank: give only the part and the group across that this rank belongs to.
 
         Raises:
             ValueError: the parts would not be equal.
         """
-        self._check_parts(shard_size)
-        data = self.group(rank, *GRADIENT_AXES)
-        place = data.index(rank)
-        start = place // shard_size * shard_size
-        return data[start : start + shard_size], data[place % shard_size :: shard_size]
-
-    def _check_parts(self, shard_size: int) -> None:
-        data = self.size(*GRADIENT_AXES)
-        if shard_size < 1 or data % shard_size:
-            raise ValueError(f"{data} data ranks do not divide into parts of {shard_size}")
+        size = self.size(*GRADIENT_AXES)
+        if shard_size < 1 or size % shard_size:
+            raise ValueError(f"{size} data ranks do not divide into parts of {shard_size}")
+        if rank is None:
+            data = self.groups(*GRADIENT_AXES)
+            starts, places = range(0, size, shard_size), range(shard_size)
+        else:
+            data = [self.group(rank, *GRADIENT_AXES)]
+            at, place = divmod(data[0].index(rank), shard_size)
+            starts, places = range(at * shard_size, (at + 1) * shard_size, shard_size), range(place, place + 1)
+        parts = [ranks[start : start + shard_size] for ranks in data for start in starts]
+        return parts, [ranks[place::shard_size] for ranks in data for place in places]
 
     def _members(self, axes: tuple[str, ...], at: dict[str, int]) -> tuple[int, ...]:
         """Ranks that have these coordinates on the other axes."""

@@ -70,7 +70,7 @@ def _writes(model: Model, number: int, kind: OpKind) -> Iterator[str]:
     for unit in reversed(chunk.units()):
         modules = set(unit.modules())
         for entry in reversed(list(model.params)):
-            is_product = entry.record.matrix_dims is not None and unit is not chunk.embedding
+            is_product = entry.record.kind != "vector" and unit is not chunk.embedding
             if kind is OpKind.BACKWARD or kind is (OpKind.WEIGHT_GRAD if is_product else OpKind.INPUT_GRAD):
                 yield from (entry.record.name for module, _ in entry.holders if module in modules)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.config.model import ModelConfig
@@ -33,36 +33,23 @@ class Init:
     constant: float = 0.0
 
 
+ParamKind = Literal["matrix", "table", "vector"]
+
+
 @dataclass(frozen=True)
-class Weight:
-    """What is true of one parameter under every layout."""
+class ParamFacts:
+    """What is true of one parameter of the whole model, whoever holds it."""
 
     name: str
     """Global name; the layer number counts over the whole model."""
     shape: tuple[int, ...]
-    """Global shape without padding; the last two dimensions of a matrix or table are the matrix."""
-    kind: Literal["matrix", "table", "vector"]
-    """A matrix multiplies activations: [..., outputs, inputs]. A table's rows are looked up. Vectors (biases, weights of norms) do
-    not decay; several may lie in one tensor."""
-    splits: tuple[tuple[int, str], ...] = ()
-    """(dimension, axis): the ranks of the axis divide the dimension."""
-    init: Init = Init()
-    padded_to: int | None = None
-    """The first dimension is padded to a multiple of this number x the ranks that divide it. None: no padding."""
-    on_own_heads: bool = False
-    """Every tensor rank holds the whole weight and applies it to its own heads only."""
-    tied: bool = False
-    """Whether the output layer multiplies with it too."""
-
-    @property
-    def part(self) -> str:
-        """The parameter's name within its layer; the whole name for one outside the layers."""
-        return in_layer(self.name)[1]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements, without padding."""
-        return math.prod(self.shape)
+    """Global shape without padding."""
+    kind: ParamKind = field(default="matrix", kw_only=True)
+    """A matrix multiplies activations: [..., outputs, inputs]. A table's rows are looked up. For optimizers that need a matrix, it
+    is the last two dimensions of both. Vectors are biases and the weights of norms; several may lie in one tensor."""
+    init: Init = field(default=Init(), kw_only=True)
+    tied: bool = field(default=False, kw_only=True)
+    """Whether both the embedding and the output layer use it."""
 
     @property
     def decay(self) -> bool:
@@ -70,14 +57,31 @@ class Weight:
         return self.kind != "vector"
 
     @property
-    def matrix_dims(self) -> tuple[int, int] | None:
-        """The two dimensions that form the matrix, for optimizers that need one; None for a vector."""
-        return (len(self.shape) - 2, len(self.shape) - 1) if self.decay else None
-
-    @property
     def fsdp_dim(self) -> int:
         """The dimension that FSDP splits: the rows of a matrix or table."""
-        return len(self.shape) - 2 if self.decay else len(self.shape) - 1
+        return len(self.shape) - (1 if self.kind == "vector" else 2)
+
+
+@dataclass(frozen=True)
+class Weight(ParamFacts):
+    """What is true of one parameter under every layout."""
+
+    splits: tuple[tuple[int, str], ...] = ()
+    """(dimension, axis): the ranks of the axis divide the dimension."""
+    padded_to: int | None = None
+    """The first dimension is padded to a multiple of this number x the ranks that divide it. None: no padding."""
+    on_own_heads: bool = False
+    """Every tensor rank holds the whole weight and applies it to its own heads only."""
+
+    @property
+    def part(self) -> str:
+        """The parameter's name within its layer; the whole name for one outside the layers."""
+        return self.name.split(".", 2)[2] if self.name.startswith("layers.") else self.name
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, without padding."""
+        return math.prod(self.shape)
 
     def partial_over_tp(self, sequence_parallel: bool) -> bool:
         """Whether a tensor rank's gradient is a partial sum. It is where all ranks hold the weight, but each applies it only to its
@@ -114,7 +118,7 @@ def outside_layers(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
     yield vocabulary(WORD_EMBEDDING, model, vocab_size, "table")
     if model.position_embedding_type == "learned_absolute":
         shape = (model.num_positions, model.hidden_size)
-        yield Weight("embedding.position.weight", shape, "table", init=Init(model.init_method_std))
+        yield Weight("embedding.position.weight", shape, kind="table", init=Init(model.init_method_std))
     yield from norm("final_norm", norm_of(model), model.hidden_size)
     if not model.tied:
         yield output_matrix(model, vocab_size)
@@ -125,14 +129,14 @@ def output_matrix(model: ModelConfig, vocab_size: int) -> Weight:
     return vocabulary(WORD_EMBEDDING if model.tied else "output.weight", model, vocab_size, "table" if model.tied else "matrix")
 
 
-def vocabulary(name: str, model: ModelConfig, vocab_size: int, kind: Literal["matrix", "table"]) -> Weight:
+def vocabulary(name: str, model: ModelConfig, vocab_size: int, kind: ParamKind) -> Weight:
     """A weight with one row for each token, [v, h], padded and split over the tensor ranks."""
     return Weight(
         name,
         (vocab_size, model.hidden_size),
-        kind,
         ((0, "tp"),),
-        Init(model.init_method_std),
+        kind=kind,
+        init=Init(model.init_method_std),
         padded_to=model.make_vocab_size_divisible_by,
         tied=model.tied,
     )
@@ -161,20 +165,20 @@ def column(name: str, inputs: int, outputs: int, *, bias: bool, std: float, halv
     in], each half split by itself, so that a tensor rank's part is one slice of one dimension."""
     lead = (halves,) if halves > 1 else ()
     splits = ((len(lead), "tp"),)
-    yield Weight(f"{name}.weight", (*lead, outputs, inputs), "matrix", splits, Init(std))
+    yield Weight(f"{name}.weight", (*lead, outputs, inputs), splits, init=Init(std))
     if bias:
-        yield Weight(f"{name}.bias", (*lead, outputs), "vector", splits)
+        yield Weight(f"{name}.bias", (*lead, outputs), splits, kind="vector")
 
 
 def row(name: str, inputs: int, outputs: int, *, bias: bool, std: float) -> Iterator[Weight]:
     """A row-parallel linear layer, whose inputs are split: [out, in]. Its bias [out] is whole on every rank."""
-    yield Weight(f"{name}.weight", (outputs, inputs), "matrix", ((1, "tp"),), Init(std))
+    yield Weight(f"{name}.weight", (outputs, inputs), ((1, "tp"),), init=Init(std))
     if bias:
-        yield Weight(f"{name}.bias", (outputs,), "vector")
+        yield Weight(f"{name}.bias", (outputs,), kind="vector")
 
 
 def norm(name: str, spec: NormSpec, size: int, *, on_own_heads: bool = False) -> Iterator[Weight]:
     """A norm over `size` channels. RMSNorm has no bias."""
-    yield Weight(f"{name}.weight", (size,), "vector", init=Init(constant=1.0), on_own_heads=on_own_heads)
+    yield Weight(f"{name}.weight", (size,), kind="vector", init=Init(constant=1.0), on_own_heads=on_own_heads)
     if spec.kind == "LayerNorm":
-        yield Weight(f"{name}.bias", (size,), "vector", on_own_heads=on_own_heads)
+        yield Weight(f"{name}.bias", (size,), kind="vector", on_own_heads=on_own_heads)

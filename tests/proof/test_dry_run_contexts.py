@@ -67,4 +67,4 @@ def test_other_places_are_arithmetic() -> None:
 
 def test_parts_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="6 data ranks do not divide into parts of 4"):
-        Topology(tp=2, dp=6).hybrid_group(3, 4)
+        Topology(tp=2, dp=6).hybrid_groups(4, 3)

@@ -75,7 +75,7 @@ def test_what_the_optimizer_must_see_whole_is_not_cut(monkeypatch: pytest.Monkey
 
     def rules(config: OptimizerConfig) -> RuleOf:
         whole, cut = WholeAdamW(config), AdamW(config)
-        return lambda record: whole if record.matrix_dims is not None and record.name.startswith("layers.") else cut
+        return lambda record: whole if record.kind != "vector" and record.name.startswith("layers.") else cut
 
     monkeypatch.setitem(RULES, "adam", rules)
     monkeypatch.setattr("tests.support.layout.run_warm_ranks", run_ranks)  # ranks that are forked now know the rules

@@ -42,7 +42,7 @@ def slice_groups(elements: int, dtype: torch.dtype, device: torch.device) -> lis
         grads = torch.randn(sum(block), device=device, dtype=wide).mul_(1e-3).split(block)
         shards = []
         for index, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
-            record = ParamRecord(f"{number}.{index}", (weight.numel(),), decay=weight.numel() > 4 * h)
+            record = ParamRecord(f"{number}.{index}", (weight.numel(),), kind="matrix" if weight.numel() > 4 * h else "vector")
             shards.append(Shard(record, FlatPiece(0, weight.numel()), weight, grad, range(weight.numel())))
         groups.append(ShardGroup(shards))
     return groups

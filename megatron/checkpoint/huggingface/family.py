@@ -148,7 +148,7 @@ class Family(ABC):
             module, _, attribute = part.rpartition(".")
             before = "" if module == "output" else self.prefix if layer is None else f"{self.prefix}{self.layer.format(layer)}."
             theirs = [f"{before}{each}.{attribute}" for each in self.names[module].split()]
-            is_matrix, order = record.matrix_dims is not None, None
+            is_matrix, order = record.kind != "vector", None
             rows = math.prod(record.shape[:-1] if is_matrix else record.shape)
             counts = [rows // len(theirs)] * len(theirs)
             if module == "attention.qkv":

@@ -34,7 +34,7 @@ def whole(record: ParamRecord) -> bool:
 
 
 def whole_matrices(record: ParamRecord) -> bool:
-    return record.matrix_dims is not None
+    return record.kind != "vector"
 
 
 GRANULARITIES = pytest.mark.parametrize("granularity", [by_elements, whole, whole_matrices])

@@ -102,7 +102,7 @@ class Run:
             for size in sizes:
                 name = str(next(number))
                 weights = values(size, int(name), dtype)
-                record = ParamRecord(name, (size,), decay=int(name) % 2 == 0)
+                record = ParamRecord(name, (size,), kind="matrix" if int(name) % 2 == 0 else "vector")
                 shards.append(Shard(record, FlatPiece(0, size), weights, torch.zeros(size, dtype=wide), range(size)))
             self.groups.append(ShardGroup(shards))
             self.groups[-1].publish = lambda shards=shards: self.published.extend(s.weights.clone() for s in shards)  # type: ignore[misc]

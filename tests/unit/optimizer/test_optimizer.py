@@ -38,7 +38,7 @@ def shards(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> list[Shard
     for key, (name, shape) in enumerate(SHAPES.items()):
         weights = (values(*shape, key=key, dtype=torch.float64) * scale).to(dtype).view(-1)
         size = weights.numel()
-        record = ParamRecord(name, shape, decay=name in DECAYING)
+        record = ParamRecord(name, shape, kind="matrix" if name in DECAYING else "vector")
         made.append(Shard(record, FlatPiece(0, size), weights, torch.zeros(size, dtype=wide), range(size)))
     return made
 

@@ -36,13 +36,13 @@ from megatron.parallel.topology import Topology
 from tests.support.lone_rank import lone_rank
 
 RECORDS = [
-    ParamRecord("embedding", (46, 12), (Split(0, "tp", padded_size=48),), matrix_dims=(0, 1)),
-    ParamRecord("norm", (24,), decay=False),
-    ParamRecord("square", (16, 16), matrix_dims=(0, 1)),
-    ParamRecord("gated", (2, 10, 8), (Split(1, "tp"),), matrix_dims=(1, 2)),
-    ParamRecord("tall", (33, 12), (Split(1, "tp"),), matrix_dims=(0, 1)),
-    ParamRecord("wide", (4, 96), (Split(0, "tp"),), matrix_dims=(0, 1)),
-    ParamRecord("bias", (6,), decay=False),
+    ParamRecord("embedding", (46, 12), (Split(0, "tp", padded_size=48),)),
+    ParamRecord("norm", (24,), kind="vector"),
+    ParamRecord("square", (16, 16)),
+    ParamRecord("gated", (2, 10, 8), (Split(1, "tp"),)),
+    ParamRecord("tall", (33, 12), (Split(1, "tp"),)),
+    ParamRecord("wide", (4, 96), (Split(0, "tp"),)),
+    ParamRecord("bias", (6,), kind="vector"),
 ]
 STEPS = 4
 
@@ -82,7 +82,7 @@ class MatricesRule(UpdateRule):
 def mixed(config: OptimizerConfig) -> RuleOf:
     """Whole matrices for hidden ones, SGD for the embedding, AdamW for vectors: two of them share buckets."""
     whole, table, vector = MatricesRule(), SGD(config), AdamW(config)
-    return lambda record: table if record.name == "embedding" else vector if record.matrix_dims is None else whole
+    return lambda record: table if record.name == "embedding" else vector if record.kind == "vector" else whole
 
 
 ALL = RULES | {"matrices": lambda config: for_all(MatricesRule()), "mixed": mixed}

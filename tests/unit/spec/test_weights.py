@@ -65,6 +65,5 @@ def test_built_models_hold_what_the_spec_says(model: ModelConfig, layout: tuple[
     for name, record in alone.items():
         there = records[name]
         assert found[name] == math.prod(record.shape), name
-        same = ("shape", "init", "decay", "fsdp_dim", "matrix_dims")
+        same = ("shape", "init", "kind", "tied")
         assert all(getattr(record, field) == getattr(there, field) for field in same), name
-        assert record.decay is (record.matrix_dims is not None), name
