@@ -47,8 +47,15 @@ class RanksError(RuntimeError):
         self.timed_out = timed_out
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, init: bool = True) -> list[Any]:
-    """Call `function(rank, *args)` in `world_size` forked processes that form a process group over gloo.
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120.0,
+    backend: str = "gloo",
+    init: bool = True,
+) -> list[Any]:
+    """Call `function(rank, *args)` in `world_size` forked processes that form a process group.
 
     Each rank has one thread, its own default random seed, and the environment that torchrun would give it (RANK, WORLD_SIZE,
     LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
@@ -57,6 +64,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         function: called in every rank; may be a closure. What it returns must be picklable.
         args: further arguments; not copied between processes, so anything goes.
         timeout: seconds until all ranks are killed.
+        backend: of the process group.
         init: make the default process group first; False for functions that make their own.
 
     Returns:
@@ -70,7 +78,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        world = LocalWorld(world_size, folder / "store" if init else None, timeout)
+        world = LocalWorld(world_size, folder / "store" if init else None, timeout, backend)
         ranks: list[LocalRank] = []
         try:
             for number in range(world_size):
@@ -97,6 +105,7 @@ class LocalWorld:
     store: Path | None
     """File by which the default process group is made; None if the function makes its own."""
     timeout: float
+    backend: str = "gloo"
     port: int = field(default_factory=free_port)
 
 
@@ -221,7 +230,7 @@ def _outcome(rank: int, world: LocalWorld, call: Callable[[int], Any]) -> bytes:
         torch.manual_seed(1000 + rank)  # a result that leans on the default generator then differs between ranks
         if world.store is not None:
             timeout = datetime.timedelta(seconds=world.timeout)
-            dist.init_process_group("gloo", f"file://{world.store}", timeout, world.size, rank)
+            dist.init_process_group(world.backend, f"file://{world.store}", timeout, world.size, rank)
         return pickle.dumps((call(rank), ""))
     except BaseException:  # noqa: BLE001 - the parent judges it; also SystemExit and outcomes of pytest
         return pickle.dumps((None, traceback.format_exc()))

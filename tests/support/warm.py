@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.verification.local_ranks import LocalRank, LocalWorld, end_ranks, fork_rank, results_of
+from tests.support.shared_memory import SHARED_MEMORY
 
 
 class RankPool:
     """Ranks that stay from call to call, so that a call costs neither forks nor a first step in a cold process.
 
-    Each call forms a process group of its own. A rank keeps everything else (caches, patched modules), so a function must change
-    nothing but its own objects. After a failure the next call forks anew.
+    Each call forms a process group of its own, over shared memory. A rank keeps everything else (caches, patched modules), so a
+    function must change nothing but its own objects. After a failure the next call forks anew.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class RankPool:
         """
         self._calls += 1
         folder = Path(self._folder.name)
-        world = LocalWorld(world_size, folder / f"store-{self._calls}", timeout)
+        world = LocalWorld(world_size, folder / f"store-{self._calls}", timeout, SHARED_MEMORY)
         job = pickle.dumps((function, args))
         try:
             for number in range(len(self._ranks), world_size):
