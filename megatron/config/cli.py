@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 from megatron.config.accept import Sorted, sort_given
 from megatron.config.checkpoint_args import take_from_checkpoint
 from megatron.config.checks.each import notes as effect_notes
-from megatron.config.compat import find
+from megatron.config.compat import KNOWN
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import build, flag_of, flags, switch
-from megatron.config.given import DryRun, Given, Requests, split, take, without_gaps
+from megatron.config.flags import build, flag_of
+from megatron.config.given import DryRun, Given, dry_run_in, split, take, without_gaps
 from megatron.config.launcher import launched
 from megatron.config.rules import violations
 from megatron.config.save import to_yaml
@@ -42,20 +42,6 @@ class LoadedConfig:
     """The dry run that was asked for in place of a run, if any."""
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """A command line after parsing, with its problems so far."""
-
-    config: Config
-    notes: tuple[str, ...]
-    problems: tuple[Violation, ...]
-    doubtful: frozenset[str]
-    """Flags whose value is not known because of a problem."""
-    given: frozenset[str]
-    """Fields that the user set."""
-    requests: Requests
-
-
 def parse(argv: Sequence[str]) -> Config:
     """Settings from a command line, without the rules between them (see `load`).
 
@@ -64,10 +50,10 @@ def parse(argv: Sequence[str]) -> Config:
             ``--use-checkpoint-args`` finds no settings.
         SystemExit: 0 after ``--help``, ``--explain`` or ``--print-config``.
     """
-    reading = _read(argv)
-    if reading.problems:
-        raise ConfigError(reading.problems)
-    return reading.config
+    config, _, found = _read(argv)
+    if found.problems:
+        raise ConfigError(found.problems)
+    return config
 
 
 def load(argv: Sequence[str], world_size: int) -> LoadedConfig:
@@ -81,14 +67,14 @@ def load(argv: Sequence[str], world_size: int) -> LoadedConfig:
         ConfigError: with all problems together: those of `parse` and the violated rules.
         SystemExit: 0 after ``--help``, ``--explain`` or ``--print-config``.
     """
-    reading = _read(argv)
-    dry_run = reading.requests.planned(world_size)
+    config, requests, found = _read(argv)
+    dry_run = dry_run_in(requests, world_size)
     world_size = dry_run.world_size if dry_run else world_size
-    ruled = violations(without_gaps(reading.config) if dry_run else reading.config, world_size, reading.given)
-    ruled = [found for found in ruled if not reading.doubtful.intersection(found.flags)]
-    if reading.problems or ruled:
-        raise ConfigError([*reading.problems, *ruled])
-    return LoadedConfig(reading.config, (*reading.notes, *effect_notes(reading.config, world_size)), dry_run)
+    ruled = violations(without_gaps(config) if dry_run else config, world_size, found.explicit)
+    problems = found.problems + [broken for broken in ruled if not found.doubtful.intersection(broken.flags)]
+    if problems:
+        raise ConfigError(problems)
+    return LoadedConfig(config, (*found.notes, *effect_notes(config, world_size)), dry_run)
 
 
 def load_or_exit(argv: Sequence[str]) -> LoadedConfig:
@@ -101,44 +87,40 @@ def load_or_exit(argv: Sequence[str]) -> LoadedConfig:
         sys.exit(2)
 
 
-def _read(argv: Sequence[str]) -> _Reading:
+def _read(argv: Sequence[str]) -> tuple[Config, dict[str, list[str]], Sorted]:
+    """The settings of a command line, its requests, and what was found with its problems."""
     stray, given = split(argv)
     if any(item.name in ("help", "h") for item in given):
         from megatron.config.help import help_text
 
         _write_and_exit(help_text(PROGRAM))
-    asked = given
-    given, requests, problems = take(asked)
-    if any(item.name == "explain" for item in asked):
-        _explain_and_exit(requests, given, problems)
-    from_files, unread = _read_files(requests.config)
-    given, problems = [*from_files, *given], [*problems, *unread]
-    found = sort_given(stray, given)
-    if unread:  # nothing is known for sure
-        found.doubtful.update(f"--{name}" for name in flags())
+    own, requests, problems = take(given)
+    if any(item.name == "explain" for item in given):
+        _explain_and_exit(requests.get("explain", ()), own, problems)
+    from_files, unread = _read_files(requests.get("config", ()))
+    found = sort_given(stray, [*from_files, *own])
+    if unread:
+        found.doubt_all()
     config = _instantiate(found)
-    explicit = {flag.field for flag, item in found.settings if item.values != ("None",)}
-    checkpoint = config.checkpoint
-    if checkpoint.use_checkpoint_args and (checkpoint.load or checkpoint.pretrained_checkpoint):
-        config, contradictions = take_from_checkpoint(config, explicit)
-        problems.extend(contradictions)
-        if contradictions:  # the model's shape is not known
-            found.doubtful.update(flag for item in contradictions for flag in item.flags)
-    problems = [*problems, *found.problems]
-    if requests.print_config and not problems:
+    contradictions: list[Violation] = []
+    if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
+        config, contradictions = take_from_checkpoint(config, found.explicit)
+        found.doubtful.update(flag for item in contradictions for flag in item.flags)  # the model's shape is not known
+    found.problems[:0] = [*problems, *unread, *contradictions]
+    if "print-config" in requests and not found.problems:
         _write_and_exit(to_yaml(config))
-    return _Reading(config, tuple(found.notes), tuple(problems), frozenset(found.doubtful), frozenset(explicit), requests)
+    return config, requests, found
 
 
-def _explain_and_exit(requests: Requests, given: Sequence[Given], problems: Sequence[Violation]) -> NoReturn:
+def _explain_and_exit(names: Sequence[str], given: Sequence[Given], problems: Sequence[Violation]) -> NoReturn:
     """Answer every --explain, whatever is missing or wrong for a run. An unknown flag is reported too."""
     from megatron.config.help import explain  # this reads the settings' source, for which only this page has time
 
     problems = [problem for problem in problems if "--explain" in problem.flags]
-    problems += sort_given((), [item for item in given if flag_of(item.name) is None and find(item.name) is None]).problems
+    problems += sort_given((), [item for item in given if flag_of(item.name) is None and item.name not in KNOWN]).problems
     if problems:
         raise ConfigError(problems)
-    _write_and_exit("\n".join(map(explain, requests.explain)))
+    _write_and_exit("\n".join(map(explain, names)))
 
 
 def _read_files(paths: Sequence[str]) -> tuple[list[Given], list[Violation]]:
@@ -157,8 +139,8 @@ def _instantiate(found: Sorted) -> Config:
     """Settings from flags whose form has been checked. If a flag occurs more than once, the last counts."""
     parts: dict[str, dict[str, Any]] = {}
     for flag, item in found.settings:
-        turned = switch(item.name)
-        parts.setdefault(flag.topic, {})[flag.field] = turned[1] if turned is not None else flag.read(item.values)
+        value = item.name == flag.name if flag.kind is bool else flag.read(item.values)
+        parts.setdefault(flag.topic, {})[flag.field] = value
     return build(parts)
 
 

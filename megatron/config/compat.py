@@ -1,265 +1,197 @@
 """Flags of Megatron-LM that are not settings here: refused with the reason, or accepted with a note that they change nothing.
 
-In the tables, names stand without the two leading dashes; those with a common reason stand together.
+A line of a table has names, without the two leading dashes, that share a reason; an indented one goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from megatron.spec.activations import FLAGS, spelled
 from megatron.spec.schedules import names_that_split_backward
 
-_NO_EFFECT: tuple[tuple[str, str], ...] = (
-    ("use-mcore-models", "there is one implementation of the model"),
-    ("use-flash-attn", "attention always runs through torch's scaled_dot_product_attention, which picks the fastest kernel"),
-    ("attention-softmax-in-fp32", "softmax is always computed in at least float32"),
-    (
-        "apply-query-key-layer-scaling",
-        "softmax is always computed in at least float32, so nothing has to be scaled and scaled back",
-    ),
-    ("accumulate-allreduce-grads-in-fp32", "gradients of a 16-bit model are always summed and reduced in float32"),
-    ("exit-signal-handler", "SIGTERM always saves a checkpoint and exits"),
-    ("no-save-rng no-load-rng", "random numbers follow from the seed and the step; there is no generator state to save or load"),
-    (
-        "no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion "
-        "no-persist-layer-norm",
-        "kernels are chosen by torch; no switch is needed",
-    ),
-    ("no-gradient-accumulation-fusion", "weight gradients are always added straight into the gradient buffer"),
-    ("no-async-tensor-model-parallel-allreduce", "the input gradient's all-reduce always overlaps the weight gradient"),
-    ("cross-entropy-loss-fusion", "the loss has one implementation, which never holds all logits on a rank"),
-    ("no-clone-scatter-output-in-embedding", "the embedding's output is never a view of a larger tensor"),
-    ("no-gradient-reduce-div-fusion", "gradients are summed; the loss carries the scale"),
-    ("no-scatter-gather-tensors-in-pipeline", "how tensors travel between pipeline stages is not a setting"),
-    ("overlap-p2p-communication-warmup-flush", "--overlap-p2p-communication holds in every phase of a schedule"),
-    ("use-cpu-initialization", "initial values are always drawn on the CPU and do not depend on the layout"),
-    ("no-initialization", "initial values cost little; a checkpoint replaces them"),
-    ("init-model-with-meta-device", "the model is always built on the meta device, and then given memory for what the rank holds"),
-    (
-        "use-megatron-fsdp use-custom-fsdp",
-        "--data-parallel-sharding-strategy alone says what is sharded (by default nothing, as there)",
-    ),
-    (
-        "no-align-grad-reduce no-align-param-gather",
-        "each pipeline stage always communicates as soon as it can, without waiting for the others",
-    ),
-    ("overlap-param-gather-with-optimizer-step", "a bucket is always gathered while the next ones are updated"),
-    ("use-precision-aware-optimizer", "main parameters, main gradients and moments of a 16-bit model are float32, its defaults"),
-    ("use-torch-optimizer-for-cpu-offload", "--optimizer-cpu-offload always updates by torch's optimizers"),
-    ("overlap-cpu-optimizer-d2h-h2d", "with --optimizer-cpu-offload copies always overlap with backward and with the update"),
-    ("calculate-per-token-loss", "the loss is always a sum over tokens divided by the global token count"),
-    ("no-create-attention-mask-in-dataloader", "attention is causal and no mask is ever made"),
-    ("no-mmap-bin-files", "how the indexed files are read is not a setting"),
-    ("use-pytorch-profiler", "--profile always uses torch's profiler"),
-    ("log-validation-ppl-to-tensorboard", "the validation perplexity is always written"),
-    ("ckpt-fully-parallel-save", "every rank always writes only its own part"),
-    ("ckpt-fully-parallel-load", "every rank always reads only its own part"),
-    ("ckpt-assume-constant-structure", "who writes what is always planned once and kept"),
-    ("use-persistent-ckpt-worker", "with --async-save one process beside each rank writes for the whole run"),
-    ("dist-ckpt-optim-fully-reshardable", "optimizer state always fits every layout"),
-    ("auto-detect-ckpt-format use-dist-ckpt", "there is one checkpoint format"),
-    ("no-one-logger", "nothing is ever sent to one-logger"),
-    ("disable-msc", "the multi-storage client is never used"),
-    ("no-barrier-with-level-1-timing", "timers never wait for other ranks"),
-)
-"""Switches whose effect is always on here or cannot matter, with the reason."""
-NO_EFFECT: dict[str, str] = {name: reason for names, reason in _NO_EFFECT for name in names.split()}
-
-NO_EFFECT_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
-    "transformer-impl": ((), "there is one implementation of the layers, in torch"),
-    "attention-backend": ((), "attention always runs through torch's scaled_dot_product_attention, which picks the fastest kernel"),
-    "cross-entropy-fusion-impl": ((), "the loss has one implementation, which never holds all logits on a rank"),
-    "dataloader-type": (("single",), "data is always read in one pass of an order that is already shuffled"),
-    "ckpt-format": (("torch_dist", "fsdp_dtensor"), "there is one checkpoint format, which fits every layout"),
-    "main-params-dtype": (("fp32",), "main parameters of a 16-bit model are always float32"),
-    "main-grads-dtype": (("fp32",), "main gradients of a 16-bit model are always float32"),
-    "exp-avg-dtype": (("fp32",), "the optimizer's moments have the dtype of the main parameters"),
-    "exp-avg-sq-dtype": (("fp32",), "the optimizer's moments have the dtype of the main parameters"),
-    "rerun-mode": (("disabled",), "iterations are never run twice"),
-    "tensorboard-queue-size": ((), "TensorBoard's own queue is used"),
-    "num-dataset-builder-threads": ((), "how the indexed files are read is not a setting"),
-}
-"""Flags with one value: the accepted values (empty for any), and why they change nothing."""
-
-RENAMED: dict[str, str] = {
-    "check-weight-hash-across-dp-replicas-interval": "--check-replicas-every",
-    "batch-size": "--micro-batch-size",
-    "model-parallel-size": "--tensor-model-parallel-size",
-    "warmup": "--lr-warmup-fraction",
-    "persistent-save-interval": "--save-interval",
-    "encoder-num-layers": "--num-layers",
-    "decoder-num-layers": "--num-layers",
-    "encoder-seq-length": "--seq-length",
-    "decoder-seq-length": "--seq-length",
-    "use-rotary-position-embeddings": "--position-embedding-type rope",
-    "no-position-embedding": "--position-embedding-type none",
-    "yaml-cfg": "--config",
-    "record-memory-history": "--profile, which also writes a memory snapshot",
-    "memory-snapshot-path": "--profile-dir",
-    "use-torch-fsdp2": "--data-parallel-sharding-strategy optim_grads_params, which runs on torch's fully_shard",
-    "torch-fsdp2-no-reshard-after-forward": "--fsdp-reshard-after-forward never",
-}
-"""Names of other versions, with the flag to use."""
+_NO_EFFECT = """
+use-mcore-models: there is one implementation of the model
+use-flash-attn attention-backend=: attention always runs through torch's scaled_dot_product_attention, which picks the fastest
+    kernel
+attention-softmax-in-fp32: softmax is always computed in at least float32
+apply-query-key-layer-scaling: softmax is always computed in at least float32, so nothing has to be scaled and scaled back
+accumulate-allreduce-grads-in-fp32: gradients of a 16-bit model are always summed and reduced in float32
+exit-signal-handler: SIGTERM always saves a checkpoint and exits
+no-save-rng no-load-rng: random numbers follow from the seed and the step; there is no generator state to save or load
+no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm:
+    kernels are chosen by torch; no switch is needed
+no-gradient-accumulation-fusion: weight gradients are always added straight into the gradient buffer
+no-async-tensor-model-parallel-allreduce: the input gradient's all-reduce always overlaps the weight gradient
+cross-entropy-loss-fusion cross-entropy-fusion-impl=: the loss has one implementation, which never holds all logits on a rank
+no-clone-scatter-output-in-embedding: the embedding's output is never a view of a larger tensor
+no-gradient-reduce-div-fusion: gradients are summed; the loss carries the scale
+no-scatter-gather-tensors-in-pipeline: how tensors travel between pipeline stages is not a setting
+overlap-p2p-communication-warmup-flush: --overlap-p2p-communication holds in every phase of a schedule
+use-cpu-initialization: initial values are always drawn on the CPU and do not depend on the layout
+no-initialization: initial values cost little; a checkpoint replaces them
+init-model-with-meta-device: the model is always built on the meta device, and then given memory for what the rank holds
+use-megatron-fsdp use-custom-fsdp: --data-parallel-sharding-strategy alone says what is sharded (by default nothing, as there)
+no-align-grad-reduce no-align-param-gather: each pipeline stage always communicates as soon as it can, without waiting for the
+    others
+overlap-param-gather-with-optimizer-step: a bucket is always gathered while the next ones are updated
+use-precision-aware-optimizer: main parameters, main gradients and moments of a 16-bit model are float32, its defaults
+use-torch-optimizer-for-cpu-offload: --optimizer-cpu-offload always updates by torch's optimizers
+overlap-cpu-optimizer-d2h-h2d: with --optimizer-cpu-offload copies always overlap with backward and with the update
+calculate-per-token-loss: the loss is always a sum over tokens divided by the global token count
+no-create-attention-mask-in-dataloader: attention is causal and no mask is ever made
+no-mmap-bin-files num-dataset-builder-threads=: how the indexed files are read is not a setting
+use-pytorch-profiler: --profile always uses torch's profiler
+log-validation-ppl-to-tensorboard: the validation perplexity is always written
+ckpt-fully-parallel-save: every rank always writes only its own part
+ckpt-fully-parallel-load: every rank always reads only its own part
+ckpt-assume-constant-structure: who writes what is always planned once and kept
+use-persistent-ckpt-worker: with --async-save one process beside each rank writes for the whole run
+dist-ckpt-optim-fully-reshardable: optimizer state always fits every layout
+auto-detect-ckpt-format use-dist-ckpt: there is one checkpoint format
+no-one-logger: nothing is ever sent to one-logger
+disable-msc: the multi-storage client is never used
+no-barrier-with-level-1-timing: timers never wait for other ranks
+transformer-impl=: there is one implementation of the layers, in torch
+dataloader-type=single: data is always read in one pass of an order that is already shuffled
+ckpt-format=torch_dist,fsdp_dtensor: there is one checkpoint format, which fits every layout
+main-params-dtype=fp32: main parameters of a 16-bit model are always float32
+main-grads-dtype=fp32: main gradients of a 16-bit model are always float32
+exp-avg-dtype=fp32 exp-avg-sq-dtype=fp32: the optimizer's moments have the dtype of the main parameters
+rerun-mode=disabled: iterations are never run twice
+tensorboard-queue-size=: TensorBoard's own queue is used
+"""
+"""Flags whose effect is always on here or cannot matter. Those with = take one value: one of those behind it, or any."""
 
 _DEFERRED = f"Weight gradients are put off by --pipeline-schedule {' and '.join(names_that_split_backward())}, to fill the bubble."
 _ACTIVATION = f"The MLP's activation is GELU, {' or '.join(map(spelled, FLAGS))}."
 
-_REFUSED: tuple[tuple[str, str], ...] = (
-    (
-        "moe-* num-experts expert-tensor-parallel-size overlap-moe-expert-parallel-comm",
-        "Mixtures of experts are not built yet; every layer has one MLP (--ffn-hidden-size).",
-    ),
-    (
-        "recompute-* checkpoint-activations distribute-saved-activations",
-        "Recomputing activations is not built yet; to save memory use --sequence-parallel, more tensor ranks or a smaller batch.",
-    ),
-    (
-        "cpu-offloading*",
-        "Keeping activations in host memory is not built yet; to save memory use --sequence-parallel, more tensor ranks or a "
-        "smaller batch.",
-    ),
-    ("no-pin-cpu-*", "What --optimizer-cpu-offload copies to and from a GPU is always pinned."),
-    ("fp8* *-fp8-* fp4* kitchen-*", "Formats of 8 bits and fewer are not built yet; use --bf16."),
-    (
-        "*fsdp*",
-        "Sharding of parameters is set by --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size and "
-        "--fsdp-reshard-after-forward.",
-    ),
-    ("muon-*", "The optimizers are --optimizer adam and sgd."),
-    (
-        "tp-comm-* disable-tp-comm-*",
-        "The input gradient's all-reduce always overlaps the weight gradient; there is nothing to set.",
-    ),
-    ("*cuda-graph*", "CUDA graphs are not built yet."),
-    ("ckpt-* dist-ckpt-* distrib-optim-*", "There is one checkpoint format, which fits every layout."),
-    ("non-persistent-* replication*", "There is one kind of checkpoint (--save, --save-interval, --keep-last)."),
-    ("nccl-* use-nccl-* *sharp*", "NCCL is configured in the environment (NCCL_...)."),
-    ("*straggler*", "Timers of all ranks are shown with --timing-log-level 2 --timing-log-option all."),
-    ("inprocess-*", "A run that dies is started again by the launcher and resumes from --load."),
-    ("error-injection-*", "Iterations are never run twice."),
-    ("rl-* grpo-* langrl-* inference-* sft*", "Only pretraining is built."),
-    ("mtp-*", "Predicting several tokens at once is not built yet; the model predicts the next token."),
-    (
-        "q-lora-* kv-lora-* multi-latent-attention",
-        "Latent attention is not built yet; use --group-query-attention for fewer key-value heads.",
-    ),
-    ("retro-* mamba-* hybrid-* vision-* dino-* biencoder-*", "Only GPT- and Llama-style models are built."),
-    ("heterogeneous-*", "All layers have the same shape."),
-    ("one-logger-* app-tag-*", "Nothing is ever sent to one-logger."),
-    ("adlr-autoresume*", "Set --exit-duration-in-mins, or send SIGTERM: the run saves and exits."),
-    (
-        "num-distributed-optimizer-instances outer-dp-sharding-strategy enable-full-sharding-in-hsdp",
-        "With --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size N shards within groups of N data ranks, "
-        "which are copies of each other; otherwise state is sharded over all data ranks.",
-    ),
-    ("suggested-communication-unit-size", "Blocks are gathered one by one, the next always ahead; there is nothing to set."),
-    (
-        "microbatch-group-size-per-virtual-pipeline-stage",
-        "The interleaved schedule chooses its rounds itself, for any number of microbatches; leave it out.",
-    ),
-    (
-        "offload-optimizer-states",
-        "Main parameters and moments are kept in host memory by --optimizer-cpu-offload and --optimizer-offload-fraction.",
-    ),
-    (
-        "multiple-validation-sets",
-        "Several validation sets are not built yet; an evaluation reads one blend (--valid-data-path, or a share of --data-path).",
-    ),
-    ("full-validation", "An evaluation reads --eval-iters batches."),
-    ("no-ckpt-fully-parallel-save", "Every rank always writes its own part of a checkpoint."),
-    ("use-mp-args-from-checkpoint-args", "Any layout loads any checkpoint: give the layout that you want."),
-    (
-        "load-main-params-from-ckpt",
-        "Main parameters belong to the optimizer state, which is loaded unless --no-load-optim is given.",
-    ),
-    (
-        "hierarchical-context-parallel-sizes cp-comm-type",
-        "Splitting the sequence over ranks is not built yet; use --sequence-parallel, or more tensor ranks.",
-    ),
-    ("fp16-lm-cross-entropy", "The loss is always computed in at least float32."),
-    ("grad-reduce-in-bf16", "Gradients of a 16-bit model are always summed and reduced in float32."),
-    (
-        "ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw ddp-reduce-scatter-with-fp32-accumulation",
-        "Gradient buckets are set by --ddp-bucket-size and --overlap-grad-reduce.",
-    ),
-    ("ddp-average-in-collective", "Gradients are summed and the loss carries the scale; leave it out."),
-    ("init-method-xavier-uniform embedding-init-method-std", "Weights are drawn from a normal distribution (--init-method-std)."),
-    ("data-parallel-random-init", "All data ranks start from the same weights."),
-    (
-        "rotary-interleaved rotary-scaling-factor rope-type no-rope-freq mrope-section relative-attention-num-buckets",
-        "The rotary embedding knows --rotary-base, --rotary-percent, --rotary-seq-len-interpolation-factor, and "
-        "--use-rope-scaling with --rope-scaling-factor.",
-    ),
-    ("openai-gelu quick-geglu activation-func-clamp-value glu-linear-offset", _ACTIVATION),
-    ("use-te-activation-func", "Transformer Engine is not used."),
-    (
-        "apply-layernorm-1p apply-residual-connection-post-layernorm",
-        "Norms stand before each sublayer and are LayerNorm or RMSNorm (--normalization).",
-    ),
-    ("qk-l2-norm", "Queries and keys are normalised by --qk-layernorm."),
-    ("window-size window-attn-skip-freq", "Attention is causal over the whole sequence; windows are not built yet."),
-    ("softmax-type", "Attention uses the plain softmax."),
-    ("use-legacy-models", "There is one implementation of the model."),
-    ("spec", "The model is described by flags, not by a module."),
-    ("padded-vocab-size", "The size follows from the tokenizer, TP and --make-vocab-size-divisible-by."),
-    (
-        "vocab-extra-ids tokenizer-metadata trust-remote-code legacy-tokenizer",
-        "The tokenizer is set by --tokenizer-type and --tokenizer-model, or --vocab-file and --merge-file, or --vocab-size.",
-    ),
-    ("decoupled-lr", "One learning rate holds for all weights (--lr)."),
-    ("decoupled-min-lr", "One learning rate holds for all weights (--min-lr)."),
-    ("skip-train", "Only training with evaluations in between is built (--eval-interval, --eval-iters)."),
-    ("decrease-batch-size-if-needed", "The global batch size never changes by itself; set --global-batch-size for the layout."),
-    ("no-check-for-nan-in-loss-and-grad", "A loss or gradient that is not a number always stops the run; leave it out."),
-    ("check-for-spiky-loss check-for-large-grads", "Only a loss or gradient that is not a number stops the run."),
-    ("empty-unused-memory-level", "Buffers are allocated once, so the memory cache is never emptied."),
-    ("train-sync-interval", "The host already waits for the device once an iteration."),
-    ("no-manual-gc-eval", "With --manual-gc garbage is always collected around evaluations and saves."),
-    ("defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute", _DEFERRED),
-    ("pipeline-model-parallel-comm-backend disable-gloo-process-groups", "All groups use one backend (--distributed-backend)."),
-    ("distributed-timeout-seconds-after-init", "One time limit holds throughout (--distributed-timeout-minutes)."),
-    ("high-priority-stream-groups", "Stream priorities are not a setting."),
-    ("use-ring-exchange-p2p", "How tensors travel between pipeline stages is not a setting."),
-    ("local-rank rank lazy-mpu-init", "The launcher gives it in the environment (RANK, LOCAL_RANK, WORLD_SIZE)."),
-    ("log-progress", "Use --metrics-file, one JSON object a line."),
-    ("log-energy", "Energy is not measured."),
-    ("no-log-loss-scale-to-tensorboard", "The loss scale is always written."),
-    ("log-world-size-to-tensorboard", "The start-up log and the saved config hold the layout."),
-    ("wandb-entity", "Set WANDB_ENTITY in the environment."),
-    ("wandb-save-dir", "Set WANDB_DIR in the environment."),
-    ("config-logger-dir", "Use --print-config; the resolved config is also saved with the run."),
-    ("enable-experimental", "No feature is hidden behind a switch."),
-    ("exit-signal", "SIGTERM always saves a checkpoint and exits; other signals are not a setting."),
-)
-"""Flags that ask for what does not exist here, and patterns of such, with the reason and what to use instead."""
-FAMILIES = [(name, reason) for names, reason in _REFUSED for name in names.split() if "*" in name]
-"""Patterns of names that are refused together. A name that is known itself comes first."""
-REFUSED: dict[str, str] = {name: reason for names, reason in _REFUSED for name in names.split() if "*" not in name}
+_REFUSED = f"""
+check-weight-hash-across-dp-replicas-interval: Use --check-replicas-every.
+batch-size: Use --micro-batch-size.
+model-parallel-size: Use --tensor-model-parallel-size.
+warmup: Use --lr-warmup-fraction.
+persistent-save-interval: Use --save-interval.
+encoder-num-layers decoder-num-layers: Use --num-layers.
+encoder-seq-length decoder-seq-length: Use --seq-length.
+use-rotary-position-embeddings: Use --position-embedding-type rope.
+no-position-embedding: Use --position-embedding-type none.
+yaml-cfg: Use --config.
+record-memory-history: Use --profile, which also writes a memory snapshot.
+memory-snapshot-path: Use --profile-dir.
+use-torch-fsdp2: Use --data-parallel-sharding-strategy optim_grads_params, which runs on torch's fully_shard.
+torch-fsdp2-no-reshard-after-forward: Use --fsdp-reshard-after-forward never.
+moe-* num-experts expert-tensor-parallel-size overlap-moe-expert-parallel-comm: Mixtures of experts are not built yet; every layer
+    has one MLP (--ffn-hidden-size).
+recompute-* checkpoint-activations distribute-saved-activations: Recomputing activations is not built yet; to save memory use
+    --sequence-parallel, more tensor ranks or a smaller batch.
+cpu-offloading*: Keeping activations in host memory is not built yet; to save memory use --sequence-parallel, more tensor ranks or a
+    smaller batch.
+no-pin-cpu-*: What --optimizer-cpu-offload copies to and from a GPU is always pinned.
+fp8* *-fp8-* fp4* kitchen-*: Formats of 8 bits and fewer are not built yet; use --bf16.
+*fsdp*: Sharding of parameters is set by --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size and
+    --fsdp-reshard-after-forward.
+muon-*: The optimizers are --optimizer adam and sgd.
+tp-comm-* disable-tp-comm-*: The input gradient's all-reduce always overlaps the weight gradient; there is nothing to set.
+*cuda-graph*: CUDA graphs are not built yet.
+ckpt-* dist-ckpt-* distrib-optim-*: There is one checkpoint format, which fits every layout.
+non-persistent-* replication*: There is one kind of checkpoint (--save, --save-interval, --keep-last).
+nccl-* use-nccl-* *sharp*: NCCL is configured in the environment (NCCL_...).
+*straggler*: Timers of all ranks are shown with --timing-log-level 2 --timing-log-option all.
+inprocess-*: A run that dies is started again by the launcher and resumes from --load.
+error-injection-*: Iterations are never run twice.
+rl-* grpo-* langrl-* inference-* sft*: Only pretraining is built.
+mtp-*: Predicting several tokens at once is not built yet; the model predicts the next token.
+q-lora-* kv-lora-* multi-latent-attention: Latent attention is not built yet; use --group-query-attention for fewer key-value heads.
+retro-* mamba-* hybrid-* vision-* dino-* biencoder-*: Only GPT- and Llama-style models are built.
+heterogeneous-*: All layers have the same shape.
+one-logger-* app-tag-*: Nothing is ever sent to one-logger.
+adlr-autoresume*: Set --exit-duration-in-mins, or send SIGTERM: the run saves and exits.
+num-distributed-optimizer-instances outer-dp-sharding-strategy enable-full-sharding-in-hsdp: With --data-parallel-sharding-strategy
+    optim_grads_params, --fsdp-shard-size N shards within groups of N data ranks, which are copies of each other; otherwise state is
+    sharded over all data ranks.
+suggested-communication-unit-size: Blocks are gathered one by one, the next always ahead; there is nothing to set.
+microbatch-group-size-per-virtual-pipeline-stage: The interleaved schedule chooses its rounds itself, for any number of
+    microbatches; leave it out.
+offload-optimizer-states: Main parameters and moments are kept in host memory by --optimizer-cpu-offload and
+    --optimizer-offload-fraction.
+multiple-validation-sets: Several validation sets are not built yet; an evaluation reads one blend (--valid-data-path, or a share of
+    --data-path).
+full-validation: An evaluation reads --eval-iters batches.
+no-ckpt-fully-parallel-save: Every rank always writes its own part of a checkpoint.
+use-mp-args-from-checkpoint-args: Any layout loads any checkpoint: give the layout that you want.
+load-main-params-from-ckpt: Main parameters belong to the optimizer state, which is loaded unless --no-load-optim is given.
+hierarchical-context-parallel-sizes cp-comm-type: Splitting the sequence over ranks is not built yet; use --sequence-parallel, or
+    more tensor ranks.
+fp16-lm-cross-entropy: The loss is always computed in at least float32.
+grad-reduce-in-bf16: Gradients of a 16-bit model are always summed and reduced in float32.
+ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw ddp-reduce-scatter-with-fp32-accumulation: Gradient buckets are set by
+    --ddp-bucket-size and --overlap-grad-reduce.
+ddp-average-in-collective: Gradients are summed and the loss carries the scale; leave it out.
+init-method-xavier-uniform embedding-init-method-std: Weights are drawn from a normal distribution (--init-method-std).
+data-parallel-random-init: All data ranks start from the same weights.
+rotary-interleaved rotary-scaling-factor rope-type no-rope-freq mrope-section relative-attention-num-buckets: The rotary embedding
+    knows --rotary-base, --rotary-percent, --rotary-seq-len-interpolation-factor, and --use-rope-scaling with --rope-scaling-factor.
+openai-gelu quick-geglu activation-func-clamp-value glu-linear-offset: {_ACTIVATION}
+use-te-activation-func: Transformer Engine is not used.
+apply-layernorm-1p apply-residual-connection-post-layernorm: Norms stand before each sublayer and are LayerNorm or RMSNorm
+    (--normalization).
+qk-l2-norm: Queries and keys are normalised by --qk-layernorm.
+window-size window-attn-skip-freq: Attention is causal over the whole sequence; windows are not built yet.
+softmax-type: Attention uses the plain softmax.
+use-legacy-models: There is one implementation of the model.
+spec: The model is described by flags, not by a module.
+padded-vocab-size: The size follows from the tokenizer, TP and --make-vocab-size-divisible-by.
+vocab-extra-ids tokenizer-metadata trust-remote-code legacy-tokenizer: The tokenizer is set by --tokenizer-type and
+    --tokenizer-model, or --vocab-file and --merge-file, or --vocab-size.
+decoupled-lr: One learning rate holds for all weights (--lr).
+decoupled-min-lr: One learning rate holds for all weights (--min-lr).
+skip-train: Only training with evaluations in between is built (--eval-interval, --eval-iters).
+decrease-batch-size-if-needed: The global batch size never changes by itself; set --global-batch-size for the layout.
+no-check-for-nan-in-loss-and-grad: A loss or gradient that is not a number always stops the run; leave it out.
+check-for-spiky-loss check-for-large-grads: Only a loss or gradient that is not a number stops the run.
+empty-unused-memory-level: Buffers are allocated once, so the memory cache is never emptied.
+train-sync-interval: The host already waits for the device once an iteration.
+no-manual-gc-eval: With --manual-gc garbage is always collected around evaluations and saves.
+defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute: {_DEFERRED}
+pipeline-model-parallel-comm-backend disable-gloo-process-groups: All groups use one backend (--distributed-backend).
+distributed-timeout-seconds-after-init: One time limit holds throughout (--distributed-timeout-minutes).
+high-priority-stream-groups: Stream priorities are not a setting.
+use-ring-exchange-p2p: How tensors travel between pipeline stages is not a setting.
+local-rank rank lazy-mpu-init: The launcher gives it in the environment (RANK, LOCAL_RANK, WORLD_SIZE).
+log-progress: Use --metrics-file, one JSON object a line.
+log-energy: Energy is not measured.
+no-log-loss-scale-to-tensorboard: The loss scale is always written.
+log-world-size-to-tensorboard: The start-up log and the saved config hold the layout.
+wandb-entity: Set WANDB_ENTITY in the environment.
+wandb-save-dir: Set WANDB_DIR in the environment.
+config-logger-dir: Use --print-config; the resolved config is also saved with the run.
+enable-experimental: No feature is hidden behind a switch.
+exit-signal: SIGTERM always saves a checkpoint and exits; other signals are not a setting.
+"""
+"""Names of other versions; then flags, and patterns of flags, that ask for what does not exist here. Each with what to use."""
 
 _CYCLIC = "is refused: the order of data is already shuffled; use single"
-_OTHER_TOKENIZER = "is not built yet; byte-level BPE, tiktoken and sentencepiece files, bytes and NullTokenizer are"
-_OTHER_OPTIMIZER = "is not built yet; adam (AdamW) and sgd are"
+_TOKENIZER = "is not built yet; byte-level BPE, tiktoken and sentencepiece files, bytes and NullTokenizer are"
+_OPTIMIZER = "is not built yet; adam (AdamW) and sgd are"
+_POSITIONS = "is not built yet; rope, learned_absolute and none are"
+_BACKEND = "is not supported; nccl and gloo are"
 
-CHOICES: dict[tuple[str, str], str] = {
-    ("tokenizer-type", "MultimodalTokenizer"): _OTHER_TOKENIZER,
-    ("tokenizer-type", "SFTTokenizer"): _OTHER_TOKENIZER,
-    ("tokenizer-type", "BertWordPieceLowerCase"): _OTHER_TOKENIZER,
-    ("tokenizer-type", "BertWordPieceCase"): _OTHER_TOKENIZER,
-    ("optimizer", "lion"): _OTHER_OPTIMIZER,
-    ("optimizer", "muon"): _OTHER_OPTIMIZER,
-    ("optimizer", "dist_muon"): _OTHER_OPTIMIZER,
-    ("position-embedding-type", "mrope"): "is not built yet; rope, learned_absolute and none are",
-    ("position-embedding-type", "relative"): "is not built yet; rope, learned_absolute and none are",
-    ("position-embedding-type", "yarn"): "is not built yet; rope with --use-rope-scaling is",
-    ("dataloader-type", "cyclic"): _CYCLIC,
-    ("dataloader-type", "external"): _CYCLIC,
-    ("distributed-backend", "mpi"): "is not supported; nccl and gloo are",
-    ("distributed-backend", "ucc"): "is not supported; nccl and gloo are",
+CHOICES: dict[str, dict[str, str]] = {
+    "tokenizer-type": dict.fromkeys(
+        ("MultimodalTokenizer", "SFTTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"), _TOKENIZER
+    ),
+    "optimizer": dict.fromkeys(("lion", "muon", "dist_muon"), _OPTIMIZER),
+    "position-embedding-type": {
+        **dict.fromkeys(("mrope", "relative"), _POSITIONS),
+        "yarn": "is not built yet; rope with --use-rope-scaling is",
+    },
+    "dataloader-type": dict.fromkeys(("cyclic", "external"), _CYCLIC),
+    "distributed-backend": dict.fromkeys(("mpi", "ucc"), _BACKEND),
 }
-"""Choices of Megatron-LM that do not exist here, with those that do."""
+"""Choices of Megatron-LM that do not exist here, by flag, with those that do."""
 
 
 @dataclass(frozen=True)
@@ -274,13 +206,12 @@ class NoEffect:
     """A flag whose effect is always on, or cannot matter here."""
 
     reason: str
-    takes_value: bool
-    values: tuple[str, ...] = ()
-    """The only values accepted, or empty for any."""
+    values: tuple[str, ...] | None
+    """The only values accepted, or empty for any; None for a switch."""
 
     def fault(self, values: Sequence[str]) -> str | None:
         """Why the flag may not be given with these values, or None."""
-        if not self.takes_value:
+        if self.values is None:
             return "is a switch and takes no value" if values else None
         if len(values) != 1:
             return f"takes one value, not {len(values) or 'none'}"
@@ -289,33 +220,27 @@ class NoEffect:
         return None
 
 
-def find(name: str) -> Refused | NoEffect | None:
-    """The entry for a flag of Megatron-LM that is no setting here.
+def _entries(table: str) -> Iterator[tuple[str, str]]:
+    """Each name of a table, with its reason."""
+    for line in table.strip().replace("\n    ", " ").splitlines():
+        names, _, reason = line.partition(": ")
+        yield from ((name, reason) for name in names.split())
 
-    Args:
-        name: the flag with dashes, without the two leading ones.
-    """
-    if name in NO_EFFECT:
-        return NoEffect(NO_EFFECT[name], takes_value=False)
-    if name in NO_EFFECT_VALUES:
-        return NoEffect(NO_EFFECT_VALUES[name][1], takes_value=True, values=NO_EFFECT_VALUES[name][0])
-    if name in RENAMED:
-        return Refused(f"Use {RENAMED[name]}.")
-    if name in REFUSED:
-        return Refused(REFUSED[name])
-    return None
+
+def _without_effect(entry: str, reason: str) -> tuple[str, NoEffect]:
+    name, takes_value, values = entry.partition("=")
+    return name, NoEffect(reason, tuple(filter(None, values.split(","))) if takes_value else None)
+
+
+KNOWN: dict[str, Refused | NoEffect] = {
+    **dict(_without_effect(entry, reason) for entry, reason in _entries(_NO_EFFECT)),
+    **{name: Refused(reason) for name, reason in _entries(_REFUSED) if "*" not in name},
+}
+"""Flags of Megatron-LM that are no settings here, by name without the two leading dashes."""
+FAMILIES = {name: Refused(reason) for name, reason in _entries(_REFUSED) if "*" in name}
+"""Patterns of names that are refused together. A name that is known itself comes first."""
 
 
 def find_family(name: str) -> Refused | None:
     """The family of flags that a name belongs to by its form, such as ``moe-...``; a mistyped setting can look like one too."""
-    return next((Refused(reason) for pattern, reason in FAMILIES if fnmatchcase(name, pattern)), None)
-
-
-def refused_choice(name: str, value: str) -> str | None:
-    """Why a value that Megatron-LM knows is not a choice of this flag, or None if it is unknown there too."""
-    return CHOICES.get((name, value))
-
-
-def known_names() -> list[str]:
-    """All names that `find` knows."""
-    return [*NO_EFFECT, *NO_EFFECT_VALUES, *RENAMED, *REFUSED]
+    return next((refused for pattern, refused in FAMILIES.items() if fnmatchcase(name, pattern)), None)

@@ -86,7 +86,7 @@ class Flag:
         return self.kind is float or -_LARGEST < number < _LARGEST
 
     def read(self, values: Sequence[str]) -> Any:
-        """The field's value from texts in which `fault` finds none. (The value of a switch is in its spelling: see `switch`.)"""
+        """The field's value from texts in which `fault` finds none. (The value of a switch is in its spelling: see `flag_of`.)"""
         if self.optional and tuple(values) == ("None",):
             return None
         converted = tuple(self.kind(value) for value in values)
@@ -150,20 +150,10 @@ def build(parts: Mapping[str, Mapping[str, Any]]) -> Config:
     return Config(**{topic: kind(**parts.get(topic, {})) for topic, kind in topics().items()})
 
 
-@functools.cache
-def switch(name: str) -> tuple[Flag, bool] | None:
-    """The switch that a name turns on or, with ``no-`` in front, off."""
-    for field, value in ((name, True), (name.removeprefix("no-"), False)):
-        flag = flags().get(field)
-        if flag is not None and flag.kind is bool and (value or name.startswith("no-")):
-            return flag, value
-    return None
-
-
 def flag_of(name: str) -> Flag | None:
-    """The flag that a name sets, if it is a setting. (A leading ``no-`` of a switch is part of a spelling.)"""
-    found = switch(name)
-    return found[0] if found is not None else flags().get(name)
+    """The flag that a name sets, if it is a setting. A leading ``no-`` switches off what is one without it."""
+    switch = flags().get(name.removeprefix("no-"))
+    return flags().get(name) or (switch if switch is not None and switch.kind is bool else None)
 
 
 def nearest_names(name: str, names: Iterable[str]) -> list[str]:

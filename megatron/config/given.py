@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from megatron.config.checks.each import LARGEST_WORLD
 from megatron.config.config import Config
@@ -30,10 +30,14 @@ class Given:
     where: str = ""
     """File and line, or empty for the command line."""
 
+    @property
+    def place(self) -> str:
+        """The beginning of a message about it: ``run.yaml line 3: ``."""
+        return f"{self.where}: " if self.where else ""
+
     def __str__(self) -> str:
         """The setting for a message, such as ``run.yaml line 3: --lr abc``."""
-        place = f"{self.where}: " if self.where else ""
-        return place + " ".join((self.spelled, *(value or repr(value) for value in self.values)))
+        return self.place + " ".join((self.spelled, *(value or repr(value) for value in self.values)))
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[Given]]:
@@ -53,8 +57,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[Given]]:
                 name = f"-{name}"  # one dash: no flag of ours, but the message should say so
             found.append(Given(name, values, spelled))
         elif found:
-            last = found[-1]
-            found[-1] = Given(last.name, (*last.values, word), last.spelled)
+            found[-1] = replace(found[-1], values=(*found[-1].values, word))
         else:
             stray.append(word)
     return stray, found
@@ -91,64 +94,55 @@ def without_gaps(config: Config) -> Config:
     return replace(config, training=training, optimizer=optimizer, data=data)
 
 
-@dataclass
-class Requests:
-    """The requests of a command line."""
-
-    config: list[str] = field(default_factory=list)
-    """Files, in their order."""
-    print_config: bool = False
-    explain: list[str] = field(default_factory=list)
-    """Names of flags."""
-    dry_run: bool = False
-    world_size: int | None = None
-    gpus_per_node: int | None = None
-    dry_run_json: str | None = None
-
-    def planned(self, world_size: int) -> DryRun | None:
-        """The dry run that was asked for, if any; `world_size` is the number of ranks if --world-size is not given."""
-        if not self.dry_run:
-            return None
-        return DryRun(self.world_size or world_size, self.gpus_per_node or GPUS_PER_NODE, self.dry_run_json)
-
-
-HELP = {
-    "config": "YAML file of settings below the flags given here: flag names, flat or under the topics of this help. May be "
-    "repeated.",
-    "print-config": "Print the resolved settings as YAML, which --config reads back, and stop.",
-    "explain": "Say what a flag does, its unit and default and what it interacts with, and stop. May be repeated.",
-    "dry-run": "Lay the job out without running it: layers, memory, bytes sent, idle time and FLOPs of every kind of rank. "
-    "Needs no GPU, no launcher and no data.",
-    "world-size": "Ranks of the job that --dry-run lays out; by default those that the launcher gives.",
-    "gpus-per-node": f"Ranks of a node, for --dry-run; by default {GPUS_PER_NODE}.",
-    "dry-run-json": "File for what --dry-run tells, as JSON.",
+NO_VALUE, COUNT = "no value", f"a whole number from 1 to {LARGEST_WORLD:,}"
+REQUESTS = {
+    "config": (
+        "one file",
+        "YAML file of settings below the flags given here: flag names, flat or under the topics of this help. May be repeated.",
+    ),
+    "print-config": (NO_VALUE, "Print the resolved settings as YAML, which --config reads back, and stop."),
+    "explain": (
+        "the name of one flag",
+        "Say what a flag does, its unit and default and what it interacts with, and stop. May be repeated.",
+    ),
+    "dry-run": (
+        NO_VALUE,
+        "Lay the job out without running it: layers, memory, bytes sent, idle time and FLOPs of every kind of rank. Needs no GPU, "
+        "no launcher and no data.",
+    ),
+    "world-size": (COUNT, "Ranks of the job that --dry-run lays out; by default those that the launcher gives."),
+    "gpus-per-node": (COUNT, f"Ranks of a node, for --dry-run; by default {GPUS_PER_NODE}."),
+    "dry-run-json": ("one file", "File for what --dry-run tells, as JSON."),
 }
-"""The help text of each of these flags."""
-
-REQUEST_SWITCHES = ("print-config", "dry-run")
+"""What each request takes, and its help text."""
 _NEEDING_DRY_RUN = ("world-size", "gpus-per-node", "dry-run-json")
 
 
-def take(given: Sequence[Given]) -> tuple[list[Given], Requests, list[Violation]]:
+def take(given: Sequence[Given]) -> tuple[list[Given], dict[str, list[str]], list[Violation]]:
     """Separate the requests from the settings.
 
     Returns:
-        the settings, the requests, and the problems of the requests.
+        the settings, the values of each request that was made, and the problems of the requests.
     """
     rest: list[Given] = []
-    found = Requests()
+    asked: dict[str, list[str]] = {}
     problems: list[Violation] = []
     for item in _with_named_flags(given):
-        if item.name not in HELP:
+        if item.name not in REQUESTS:
             rest.append(item)
-        elif (fault := _enter(item, found)) is not None:
-            problems.append(Violation((f"--{item.name}",), f"{item}: --{item.name} {fault}."))
+            continue
+        takes, _ = REQUESTS[item.name]
+        one = len(item.values) == 1 and item.values[0] != "" and (takes != COUNT or is_count(item.values[0], LARGEST_WORLD))
+        if not item.values if takes == NO_VALUE else one:
+            asked.setdefault(item.name, []).extend(item.values)
+        else:
+            problems.append(Violation((f"--{item.name}",), f"{item}: --{item.name} takes {takes}."))
     names = {item.name for item in given}
     for name in _NEEDING_DRY_RUN:
         if name in names and "dry-run" not in names:
             rule = "The number of ranks of a run comes from its launcher." if name == "world-size" else ""
             problems.append(Violation((f"--{name}",), f"--{name} is for --dry-run only, which is not given.", rule))
-    return rest, found, problems
+    return rest, asked, problems
 
 
 def _with_named_flags(given: Sequence[Given]) -> list[Given]:
@@ -156,31 +150,19 @@ def _with_named_flags(given: Sequence[Given]) -> list[Given]:
     found: list[Given] = []
     for item in given:
         if found and found[-1].name == "explain" and not found[-1].values:
-            found[-1] = Given("explain", (item.name,), found[-1].spelled, found[-1].where)
+            found[-1] = replace(found[-1], values=(item.name,))
         else:
             found.append(item)
     return found
 
 
-def _enter(item: Given, found: Requests) -> str | None:
-    """Record a request, or return what is wrong with it."""
-    field = item.name.replace("-", "_")
-    if item.name in REQUEST_SWITCHES:
-        if item.values:
-            return "takes no value"
-        setattr(found, field, True)
-    elif len(item.values) != 1 or not item.values[0]:
-        form = {"config": "file", "dry-run-json": "file", "explain": "name of one flag"}.get(item.name, "whole number")
-        return f"takes {'the' if item.name == 'explain' else 'one'} {form}"
-    elif item.name in ("config", "explain"):
-        getattr(found, field).append(item.values[0])
-    elif item.name == "dry-run-json":
-        found.dry_run_json = item.values[0]
-    elif is_count(item.values[0], LARGEST_WORLD):
-        setattr(found, field, int(item.values[0]))
-    else:
-        return f"takes a whole number from 1 to {LARGEST_WORLD:,}"
-    return None
+def dry_run_in(asked: Mapping[str, Sequence[str]], world_size: int) -> DryRun | None:
+    """The dry run that was asked for, if any; `world_size` is the number of ranks if --world-size is not given."""
+    if "dry-run" not in asked:
+        return None
+    last = {name: values[-1] for name, values in asked.items() if values}
+    ranks, per_node = last.get("world-size", world_size), last.get("gpus-per-node", GPUS_PER_NODE)
+    return DryRun(int(ranks), int(per_node), last.get("dry-run-json"))
 
 
 def check_output(flag: str, path: str) -> None:

@@ -12,11 +12,11 @@ import textwrap
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from megatron.config.compat import NoEffect, find, find_family
+from megatron.config.compat import KNOWN, NoEffect, find_family
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import Flag, flag_of, flags, nearest_names, topics
-from megatron.config.given import GPUS_PER_NODE, HELP, REQUEST_SWITCHES
+from megatron.config.given import COUNT, NO_VALUE, REQUESTS
 from megatron.config.rules import RULES
 
 _WIDTH = 110  # of a page of --explain
@@ -31,16 +31,11 @@ def help_text(program: str) -> str:
     import tyro  # this import takes 0.1 s, which only this page has time for
 
     def request(name: str) -> tuple[str, Any, Any]:
-        described = tyro.conf.arg(help=HELP[name])
-        field = name.replace("-", "_")
-        if name in REQUEST_SWITCHES:
-            return field, Annotated[bool, tyro.conf.FlagCreatePairsOff, described], False
-        if name == "gpus-per-node":
-            return field, Annotated[int, described], GPUS_PER_NODE
-        kind: Any = int | None if name == "world-size" else str | None
-        return field, Annotated[kind, described], None
+        takes, text = REQUESTS[name]
+        kind: Any = {NO_VALUE: Annotated[bool, tyro.conf.FlagCreatePairsOff], COUNT: int | None}.get(takes, str | None)
+        return name.replace("-", "_"), Annotated[kind, tyro.conf.arg(help=text)], False if takes == NO_VALUE else None
 
-    command_line = dataclasses.make_dataclass("CommandLine", map(request, HELP), bases=(Config,), frozen=True)
+    command_line = dataclasses.make_dataclass("CommandLine", map(request, REQUESTS), bases=(Config,), frozen=True)
     with io.StringIO() as page:
         with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
             tyro.cli(command_line, args=["--help"], prog=program, description=_DESCRIPTION, config=(tyro.conf.OmitArgPrefixes,))
@@ -57,13 +52,13 @@ def explain(name: str) -> str:
     flag = flag_of(name)
     if flag is not None:
         return "\n".join(_page(flag)) + "\n"
-    if name in HELP:
-        return "\n".join([f"--{name}", *_wrapped(HELP[name], "  ")]) + "\n"
-    known = find(name) or find_family(name)
+    if name in REQUESTS:
+        return "\n".join([f"--{name}", *_wrapped(REQUESTS[name][1], "  ")]) + "\n"
+    known = KNOWN.get(name) or find_family(name)
     if known is not None:
         fate = f"is accepted and has no effect: {known.reason}." if isinstance(known, NoEffect) else f"is refused. {known.reason}"
         return "\n".join(_wrapped(f"--{name} {fate}", "  ", "")) + "\n"
-    nearest = tuple(f"--explain {near}" for near in nearest_names(name, [*flags(), *HELP]))
+    nearest = tuple(f"--explain {near}" for near in nearest_names(name, [*flags(), *REQUESTS]))
     raise ConfigError(
         [Violation(("--explain",), f"--{name} is not a flag.", "" if nearest else "See --help for all flags.", nearest)]
     )

@@ -13,10 +13,10 @@ from itertools import islice
 
 import yaml
 
-from megatron.config.compat import NoEffect, Refused, find
+from megatron.config.compat import KNOWN, Refused
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import flag_of, flags, switch, topics
-from megatron.config.given import HELP, Given
+from megatron.config.flags import flag_of, flags, topics
+from megatron.config.given import REQUESTS, Given
 
 _NULLS = ("null", "Null", "NULL", "~", "")
 _EXAMPLE = "It should hold lines such as `num-layers: 12`."
@@ -39,36 +39,41 @@ def read_yaml(path: str) -> list[Given]:
         return []
     if not isinstance(root, yaml.MappingNode):
         raise _cannot(f"--config {path} is not a mapping of flag names to values.", _EXAMPLE)
-    given: list[Given] = []
-    problems: list[Violation] = []
     entries = list(islice(_entries(root), _MOST_ENTRIES + 1))
     if len(entries) > _MOST_ENTRIES:
         raise _cannot(f"--config {path} holds more than {_MOST_ENTRIES:,} settings.", f"There are {len(flags())}. {_EXAMPLE}")
+    found: dict[str, Given] = {}
+    problems: list[Violation] = []
     for topic, key, value in entries:
-        outcome = _setting(path, key, value)
-        if isinstance(outcome, Violation):
-            problems.append(outcome)
-        else:
-            given.extend(outcome)
-            problems.extend(_misplaced(outcome, topic))
-    problems.extend(_twice(given))
+        try:
+            given = _setting(f"{path} line {key.start_mark.line + 1}", topic, key, value)
+            if given is not None:
+                flag = flag_of(given.name)
+                name = flag.name if flag is not None else given.name
+                if name in found:
+                    raise _cannot(f"{given.where}: {name} was already set in {found[name].where}.", flag=name)
+                found[name] = given
+        except ConfigError as error:
+            problems.extend(error.violations)
     if len(problems) > _MOST_TOLD:
         more = f"{path} has {len(problems) - _MOST_TOLD:,} more problems."
         problems[_MOST_TOLD:] = [Violation(("--config",), more, "Is it the right file?")]
     if problems:
         raise ConfigError(problems)
-    return given
+    return list(found.values())
 
 
 def _read(path: str) -> str:
     """The text of a file or a pipe. No more is read than settings can be long."""
-    data = None
     try:
-        if _is_file_or_pipe(os.stat(path).st_mode):
+        mode = os.stat(path).st_mode
+        if any(kind(mode) for kind in (stat.S_ISREG, stat.S_ISFIFO, stat.S_ISDIR)):  # the system says it well that one is a folder
             with open(path, "rb") as file:
                 data = file.read(_MOST_BYTES + 1)
+        else:
+            data = None
     except (OSError, ValueError) as error:  # the latter for a name that no file can have
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise _cannot(f"--config {path} cannot be read: {reason}.") from error
     if data is None:
         raise _cannot(f"--config {path} is neither a file nor a pipe.", _EXAMPLE)
@@ -78,11 +83,6 @@ def _read(path: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _cannot(f"--config {path} cannot be read: it is not text in UTF-8.") from error
-
-
-def _is_file_or_pipe(mode: int) -> bool:
-    """Whether it is one of these, or a directory, for which the system gives a good error itself."""
-    return stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISDIR(mode)
 
 
 def _compose(path: str, text: str) -> yaml.Node | None:
@@ -110,8 +110,8 @@ def _too_much(text: str) -> str | None:
     return None
 
 
-def _cannot(message: str, rule: str = "") -> ConfigError:
-    return ConfigError([Violation(("--config",), message, rule)])
+def _cannot(message: str, rule: str = "", flag: str = "config") -> ConfigError:
+    return ConfigError([Violation((f"--{flag}",), message, rule)])
 
 
 def _entries(root: yaml.MappingNode) -> Iterator[tuple[str | None, yaml.Node, yaml.Node]]:
@@ -127,69 +127,35 @@ def _text(node: yaml.Node) -> str:
     return node.value if isinstance(node, yaml.ScalarNode) else ""
 
 
-def _setting(path: str, key: yaml.Node, value: yaml.Node) -> list[Given] | Violation:
-    """The settings of one entry (none if it says no to something refused), or what is wrong with it."""
-    where = f"{path} line {key.start_mark.line + 1}"
+def _setting(where: str, topic: str | None, key: yaml.Node, value: yaml.Node) -> Given | None:
+    """The setting of an entry; None if it says no to something refused.
+
+    Raises:
+        ConfigError: it is none.
+    """
     name = _text(key).replace("_", "-")
-    if isinstance(value, yaml.ScalarNode):
-        texts: tuple[str, ...] = (value.value,)
-    elif isinstance(value, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in value.value):
-        texts = tuple(item.value for item in value.value)
-    else:
-        name = ""
-    if not name:
+    nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
+    if not name or not all(isinstance(node, yaml.ScalarNode) for node in nodes):
         rule = f"Keys are flag names, or one of the topics {', '.join(topics())}; values are single values or lists."
-        return Violation(("--config",), f"{where}: {_text(key) or 'the key'} is not a setting.", rule)
-    if name in topics() and flag_of(name) is None:
+        raise _cannot(f"{where}: {_text(key) or 'the key'} is not a setting.", rule)
+    flag = flag_of(name)
+    if name in topics() and flag is None:
         rule = f"Write `{name}:` and its settings below it, indented, or leave it out."
-        return Violation(("--config",), f"{where}: {name} is a heading under which settings stand, not a setting.", rule)
-    if name in HELP:
-        return Violation((f"--{name}",), f"{where}: {_text(key)} may be given on the command line only.")
-    if isinstance(value, yaml.ScalarNode):
-        return _scalar(name, texts[0], not value.style, where)
-    return [Given(name, texts, f"--{name}", where)]
-
-
-def _scalar(name: str, text: str, plain: bool, where: str) -> list[Given]:
-    """The setting of a single value: switches and flags of other programs know true and false, optional fields know null."""
-    as_written = [Given(name, (text,), f"--{name}", where)]
-    if not plain:  # quoted: a text, whatever it says
-        return as_written
-    if text.lower() in ("true", "false"):
-        on = text.lower() == "true"
-        found, stranger = switch(name), find(name)
-        if found is not None:
-            name = found[0].name if found[1] == on else f"no-{found[0].name}"
-        elif isinstance(stranger, Refused) and not on:
-            return []  # what is refused is not asked for
-        elif not isinstance(stranger, NoEffect | Refused):
-            return as_written
-        return [Given(name, (), f"--{name}", where)]
-    flag = flags().get(name)
-    if text in _NULLS and flag is not None and flag.kind is not bool:
-        return [Given(name, ("None",) if flag.optional else (), f"--{name}", where)]
-    return as_written
-
-
-def _misplaced(given: list[Given], topic: str | None) -> list[Violation]:
-    """Problems of an entry that stands under a topic which is not its own."""
-    problems = []
-    for setting in given if topic is not None else ():
-        flag = flag_of(setting.name)
-        if flag is not None and flag.topic != topic:
-            message = f"{setting.where}: {flag.field} belongs under {flag.topic}, not {topic}."
-            problems.append(Violation((f"--{flag.name}",), message))
-    return problems
-
-
-def _twice(given: list[Given]) -> list[Violation]:
-    """Problems of settings that the file holds more than once."""
-    first: dict[str, Given] = {}
-    problems = []
-    for setting in given:
-        flag = flag_of(setting.name)
-        name = flag.name if flag is not None else setting.name
-        if name in first:
-            problems.append(Violation((f"--{name}",), f"{setting.where}: {name} was already set in {first[name].where}."))
-        first.setdefault(name, setting)
-    return problems
+        raise _cannot(f"{where}: {name} is a heading under which settings stand, not a setting.", rule)
+    if name in REQUESTS:
+        raise _cannot(f"{where}: {_text(key)} may be given on the command line only.", flag=name)
+    if flag is not None and topic not in (None, flag.topic):
+        raise _cannot(f"{where}: {flag.field} belongs under {flag.topic}, not {topic}.", flag=flag.name)
+    texts: tuple[str, ...] = tuple(node.value for node in nodes)
+    # Switches and flags of other programs know true and false, optional settings know null. What is quoted is a text.
+    plain = texts[0] if isinstance(value, yaml.ScalarNode) and not value.style else None
+    known = KNOWN.get(name)
+    if plain is not None and plain.lower() in ("true", "false") and (known is not None or (flag is not None and flag.kind is bool)):
+        on, texts = plain.lower() == "true", ()
+        if isinstance(known, Refused) and not on:
+            return None  # what is refused is not asked for
+        if flag is not None:
+            name = flag.name if on == (name == flag.name) else f"no-{flag.name}"
+    elif plain in _NULLS and flag is not None and flag.kind is not bool:
+        texts = ("None",) if flag.optional else ()
+    return Given(name, texts, f"--{name}", where)

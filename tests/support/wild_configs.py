@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from megatron.config.compat import known_names
+from megatron.config.compat import KNOWN
 from megatron.config.flags import Flag, flags
 from tests.support.random_configs import CommandLine, command_lines
 from tests.support.random_draws import Draw, chance, number, one_of
@@ -64,7 +64,7 @@ def wild_lines(draw: Draw) -> CommandLine:
     for _ in range(number(draw, 1, 5)):
         name = draw(st.sampled_from(names))
         if chance(draw, 12):
-            name = one_of(draw, *sorted(known_names()), "hiden-size", "", "-", "lr=1", "tensor_model_parallel_size")
+            name = one_of(draw, *sorted(KNOWN), "hiden-size", "", "-", "lr=1", "tensor_model_parallel_size")
         argv += [f"--{name}", *_values(draw, flags().get(name))]
     return CommandLine(tuple(argv), one_of(draw, *WORLDS, *WORLDS[:3], *WORLDS[:3]))
 

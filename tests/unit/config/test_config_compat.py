@@ -7,9 +7,9 @@ import shlex
 import pytest
 
 from megatron.config.cli import load, parse
-from megatron.config.compat import CHOICES, NoEffect, Refused, find, find_family, known_names, refused_choice
+from megatron.config.compat import _NO_EFFECT, _REFUSED, CHOICES, FAMILIES, KNOWN, _entries, find_family
 from megatron.config.errors import ConfigError
-from megatron.config.flags import flags, switch
+from megatron.config.flags import flag_of, flags
 
 BASE = shlex.split(
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
@@ -83,8 +83,8 @@ NO_EFFECT_VALUES = {
 
 def test_a_setting_is_a_flag() -> None:
     for name in SETTINGS:
-        assert switch(name) or name in flags(), name
-        assert find(name) is None, name
+        assert flag_of(name) is not None, name
+        assert name not in KNOWN
 
 
 def test_a_flag_outside_what_is_built_is_refused_with_its_values() -> None:
@@ -140,16 +140,14 @@ def test_a_value_outside_what_is_built_is_refused(words: list[str], parts: list[
 
 
 def test_every_name_has_one_fate() -> None:
-    names = known_names()
-    assert len(names) == len(set(names))
-    for name in names:
-        assert name not in flags() and switch(name) is None, name
-        known = find(name)
-        assert isinstance(known, NoEffect | Refused)
+    names = [entry.partition("=")[0] for table in (_NO_EFFECT, _REFUSED) for entry, _ in _entries(table)]
+    assert len(names) == len(set(names)) and set(names) == {*KNOWN, *FAMILIES}
+    for name, known in KNOWN.items():
+        assert flag_of(name) is None, name
         assert known.reason
-    for name, value in CHOICES:
-        assert refused_choice(name, value)
-        assert name not in flags() or value not in flags()[name].choices, (name, value)
+    for name, choices in CHOICES.items():
+        assert all(choices.values())
+        assert name not in flags() or not set(choices) & set(flags()[name].choices), name
 
 
 def test_no_setting_belongs_to_a_family() -> None:

@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from megatron.config.cli import load
-from megatron.config.compat import known_names
+from megatron.config.compat import KNOWN
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags, topics
-from megatron.config.given import HELP
+from megatron.config.given import REQUESTS
 from megatron.config.help import explain, field_docs, rules_about
 from megatron.config.rules import RULES
 from tests.support.rule_cases import config_of
@@ -22,7 +22,7 @@ from tests.unit.config import test_config_pipeline, test_config_rules, test_conf
 
 
 def test_every_flag_has_a_page() -> None:
-    for name in [*flags(), *HELP, *known_names()]:
+    for name in [*flags(), *REQUESTS, *KNOWN]:
         page = explain(name)
         assert page.startswith(f"--{name}") and page.endswith("\n") and len(page.split()) > 3
         assert all(len(line) <= 110 for line in page.splitlines()), name
