@@ -6,25 +6,15 @@ import pickle
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed, ranks_named
-from megatron.parallel.context import SELF_GROUP, Group
+from megatron.parallel.context import Group
 
 Share = TypeVar("Share")
 Answer = TypeVar("Answer")
-
-
-def group_of(process_group: dist.ProcessGroup | None) -> Group:
-    """The ranks of a process group; for None all ranks, or this process alone where torch.distributed is not initialised."""
-    if process_group is None:
-        if not dist.is_initialized():
-            return SELF_GROUP
-        process_group = dist.group.WORLD
-    assert process_group is not None
-    return Group("save", tuple(dist.get_process_group_ranks(process_group)), process_group.rank(), process_group)
 
 
 def decide(group: Group, doing: str, share: Callable[[], Share], answer: Callable[[list[Share]], Sequence[Answer]]) -> Answer:
@@ -44,62 +34,57 @@ def decide(group: Group, doing: str, share: Callable[[], Share], answer: Callabl
         RuntimeError: on every rank, if any raised something else, which is a fault of the program.
     """
     shares = _gathered(_attempt(share), group)
-    answers: list[Any] | None = None
+    answers: list[tuple[Any, dict[int, _Failure]]] | None = None
     if shares is not None:
-        failures = {rank: value for rank, (value, failed) in enumerate(shares) if failed}
-        decided: tuple[Any, bool] = (failures, True)
+        failures = {rank: failure for rank, (_, failure) in enumerate(shares) if failure is not None}
+        decided: Sequence[Any] = [None] * group.size
         if not failures:
-            value, failed = _attempt(lambda: answer([value for value, _ in shares]))
-            decided = ({0: value}, True) if failed else (value, False)
-        value, failed = decided
-        answers = [decided] * group.size if failed else [(item, False) for item in value]
-    value, failed = _dealt(answers, group)
-    if failed:
-        _raise_for_user(value, doing)
+            decided, failure = _attempt(lambda: answer([value for value, _ in shares]))
+            if failure is not None:
+                failures, decided = {0: failure}, [None] * group.size
+        answers = [(value, failures) for value in decided]
+    value, failures = _dealt(answers, group)
+    if failures:
+        _raise_for_user(failures, doing)
     return value
 
 
-def _raise_for_user(failures: Mapping[int, tuple[Exception, traceback.StackSummary]], doing: str) -> NoReturn:
+class _Failure(NamedTuple):
+    error: Exception
+    trace: str
+
+
+def _raise_for_user(failures: Mapping[int, _Failure], doing: str) -> NoReturn:
     """Turn the failures of some ranks into one error; see `decide`."""
-    causes = {rank: cause for rank, (cause, _) in sorted(failures.items())}
-    first = next(iter(causes.values()))
-    if not all(isinstance(cause, (CheckpointError, OSError)) for cause in causes.values()):
+    errors = {rank: failure.error for rank, failure in failures.items()}
+    first = next(iter(errors.values()))
+    if not all(isinstance(error, (CheckpointError, OSError)) for error in errors.values()):
         traces = (
-            f"Traceback (most recent call last): ({ranks_named([rank])})\n"
-            + "".join([*trace.format(), *traceback.format_exception_only(cause)])
-            for rank, (cause, trace) in sorted(failures.items())
+            f"Traceback (most recent call last): ({ranks_named([rank])})\n{failure.trace}" for rank, failure in failures.items()
         )
-        raise RuntimeError(f"{doing}: {ranks_named(list(causes))} failed\n{''.join(traces)}") from first
+        raise RuntimeError(f"{doing}: {ranks_named(list(errors))} failed\n{''.join(traces)}") from first
     ranks_of: dict[str, list[int]] = defaultdict(list)
-    for rank, cause in causes.items():
-        ranks_of[str(cause)].append(rank)
+    for rank, error in errors.items():
+        ranks_of[str(error)].append(rank)
     # A disagreement between settings and checkpoint is found by one rank for all. Anything else is reported with its ranks.
     reasons = [
-        text if type(causes[ranks[0]]) is CheckpointError else f"{ranks_named(ranks)}: {text}" for text, ranks in ranks_of.items()
+        text if type(errors[ranks[0]]) is CheckpointError else f"{ranks_named(ranks)}: {text}" for text, ranks in ranks_of.items()
     ]
-    damaged = any(isinstance(cause, DamagedCheckpointError) for cause in causes.values())
+    damaged = any(isinstance(error, DamagedCheckpointError) for error in errors.values())
     kind = DamagedCheckpointError if damaged else CheckpointError
     raise kind(f"{doing}:\n  " + listed(reasons, "\n  ")) from first
 
 
-def _attempt(action: Callable[[], Any]) -> tuple[Any, bool]:
-    """(what an action returns, or what it raises with its trace; whether it raised)."""
+def _attempt(action: Callable[[], Any]) -> tuple[Any, _Failure | None]:
+    """What an action returns, or how it fails, in a form that can be sent to another process."""
     try:
-        return action(), False
+        return action(), None
     except Exception as error:  # noqa: BLE001 - told to all ranks
-        frames = traceback.extract_tb(error.__traceback__)
-        # A new one is made, since from Python 3.13 on those of a live trace cannot be sent to another process.
-        plain = traceback.StackSummary.from_list([(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in frames])
-        return (_sendable(error), plain), True
-
-
-def _sendable(error: Exception) -> Exception:
-    """The error, or one with the same words where it cannot be sent to another process."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever its class does
-        return RuntimeError(repr(error))
-    return error
+        trace = "".join([*traceback.format_tb(error.__traceback__), *traceback.format_exception_only(error)])
+        try:
+            return None, _Failure(pickle.loads(pickle.dumps(error)), trace)
+        except Exception:  # noqa: BLE001 - whatever its class does
+            return None, _Failure(RuntimeError(repr(error)), trace)
 
 
 def _gathered(value: Any, group: Group) -> list[Any] | None:

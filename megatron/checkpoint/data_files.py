@@ -17,7 +17,7 @@ import torch
 
 from megatron.checkpoint.content_sums import Checksum, matches
 from megatron.checkpoint.errors import DamagedCheckpointError, TruncatedError
-from megatron.checkpoint.global_tensor import torch_dtype, within
+from megatron.checkpoint.global_tensor import torch_dtype
 from megatron.checkpoint.manifest import Manifest, StoredBox
 from megatron.checkpoint.safetensors_file import Entry, Header, header_length
 from megatron.checkpoint.storage import Reading, Storage
@@ -39,7 +39,7 @@ class BoxRead(NamedTuple):
         """Whether it is the whole box, and the target's memory must hold just its raw bytes."""
         target = self.target
         takes_bytes = target.dtype == torch_dtype(dtype) and target.device.type == "cpu" and target.is_contiguous()
-        return takes_bytes and self.inner == Box((0,) * len(stored.box.sizes), stored.box.sizes)
+        return takes_bytes and self.inner == Box.whole(stored.box.sizes)
 
 
 class _OpenFile(NamedTuple):
@@ -84,7 +84,7 @@ class DataFiles:
         """
         start = self.start(stored, dtype)
         reading = self._file(stored.file).reading
-        whole, kind = Box((0,) * len(stored.box.sizes), stored.box.sizes), torch_dtype(dtype)
+        whole, kind = Box.whole(stored.box.sizes), torch_dtype(dtype)
         checked = stored in self._checked
         # What was checked before need not be read from end to end again.
         low, high = _flat_range(whole, [part.inner for part in parts]) if checked else (0, whole.numel)
@@ -161,8 +161,8 @@ def _spread(some: torch.Tensor, first: int, sizes: tuple[int, ...], parts: Seque
         for part in parts:
             common = box.intersect(part.inner)
             if common is not None:
-                source = block[within(common, box)]
-                part.target[within(common, part.inner)].copy_(source)
+                source = block[common.relative_to(box).index]
+                part.target[common.relative_to(part.inner).index].copy_(source)
 
 
 def _flat_range(whole: Box, inners: Sequence[Box]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.checkpoint.safetensors_file import DTYPES
-from megatron.parallel.boxes import Box, PlacedBox
+from megatron.parallel.boxes import PlacedBox
 
 WEIGHT = "model"
 """Tensors that are weights are named `model.<parameter name>`. Moments are named, for example, `exp_avg.<parameter name>`."""
@@ -43,21 +43,6 @@ class GlobalTensor:
         """The local elements of a box, as a view in the shape of the box."""
         flat = self.local.detach().view(-1)
         return flat[placed.start : placed.start + placed.box.numel].view(placed.box.sizes)
-
-
-def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
-    """The index of a box in a tensor."""
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-
-
-def relative(inner: Box, outer: Box) -> Box:
-    """A box with offsets relative to another box that contains it."""
-    return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
-
-
-def within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """The index of a box in a tensor that holds another box, which contains it."""
-    return slices(relative(inner, outer).offsets, inner.sizes)
 
 
 _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
-from megatron.checkpoint.global_tensor import within
 from megatron.checkpoint.legacy_files import FILE, LATEST, FilePart, LegacyChunk, chunk_keys, find_chunks, legacy_folder, open_ranks
 from megatron.checkpoint.legacy_settings import model_of, notes_on, tokenizer_of, vocabulary_of
 from megatron.checkpoint.source import TensorInfo
@@ -104,7 +103,7 @@ class LegacyCheckpoint:
             held = Box(tuple(offsets), tuple(part.shape))
             common = box.intersect(held)
             if common is not None:
-                out[within(common, box)] = file.check(part, name)[within(common, held)]
+                out[common.relative_to(box).index] = file.check(part, name)[common.relative_to(held).index]
         return out
 
     @staticmethod

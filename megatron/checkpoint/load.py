@@ -11,23 +11,22 @@ There are three rounds. In each of them all ranks continue or all fail:
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch.distributed as dist
-
-from megatron.checkpoint.agreement import decide, group_of
+from megatron.checkpoint.agreement import decide
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, listed, ranks_named
-from megatron.checkpoint.global_tensor import GlobalTensor, relative, torch_dtype, within
+from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
 from megatron.checkpoint.loaded_content import Compared, compare_content
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor, tiles
 from megatron.checkpoint.save_folder import manifest_in
 from megatron.checkpoint.storage import Place, Storage, open_storage
 from megatron.parallel.boxes import Box, PlacedBox
+from megatron.parallel.context import Group
 
 _MOST_THREADS = 4
 
@@ -45,9 +44,9 @@ class Loaded:
 def load_tensors(
     path: Place,
     tensors: list[GlobalTensor],
+    group: Group,
     *,
     allow_unused: Callable[[str], bool] = lambda name: False,
-    process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Fill tensors in place from the checkpoint in folder `path`, whatever layout it was saved at.
 
@@ -57,8 +56,8 @@ def load_tensors(
     Args:
         path: folder of the checkpoint, or its URL.
         tensors: what this rank holds; every element of their boxes is filled. Padding is left as it is.
+        group: the ranks that load.
         allow_unused: whether the stored tensor of this name may be left unread; only the first rank's answer counts.
-        process_group: the ranks that load; by default all, or this process alone where torch.distributed is not initialised.
 
     Raises:
         CheckpointError: something asked for is not stored, something stored is not used by any rank, or shapes differ: all
@@ -66,8 +65,7 @@ def load_tensors(
         DamagedCheckpointError: files are missing, truncated or altered, or what was loaded is not what was saved; on every rank.
             The tensors may be filled in part.
     """
-    group, doing, threads = group_of(process_group), f"cannot load {path}", reading_threads()
-    storage = open_storage(path)
+    storage, doing, threads = open_storage(path), f"cannot load {path}", reading_threads()
     found: list[tuple[Manifest, Reads]] = []
 
     def plan() -> LoadRequest:
@@ -120,8 +118,8 @@ class PlannedRead(NamedTuple):
 
     def of(self, stored: StoredBox) -> BoxRead:
         """Their box relative to the stored box, and their target."""
-        target = self.tensor.part(self.placed)[within(self.common, self.placed.box)]
-        return BoxRead(relative(self.common, stored.box), target)
+        target = self.tensor.part(self.placed)[self.common.relative_to(self.placed.box).index]
+        return BoxRead(self.common.relative_to(stored.box), target)
 
 
 Reads = dict[StoredBox, list[PlannedRead]]
@@ -150,16 +148,16 @@ def planned_reads(tensor: GlobalTensor, stored: StoredTensor) -> list[tuple[Stor
     return [(source, PlannedRead(tensor, placed, common)) for source, placed, common in overlaps if common is not None]
 
 
-def read_boxes(storage: Storage, manifest: Manifest, reads: Reads, threads: int = 1) -> Mapping[str, set[Box]]:
+def read_boxes(storage: Storage, manifest: Manifest, reads: Reads, threads: int = 1) -> Counter[str]:
     """Check every box that is needed, and copy what overlaps, in the order of the files.
 
     Returns:
-        by tensor, the boxes that were read whole, straight into their place, and checked there.
+        by tensor, the number of elements that were read as whole boxes, straight into their place, and checked there.
 
     Raises:
         DamagedCheckpointError: a file is missing or altered.
     """
-    straight: dict[str, set[Box]] = defaultdict(set)
+    straight: Counter[str] = Counter()
     with DataFiles(storage, manifest) as files, ThreadPoolExecutor(threads) as pool:
         jobs = []
         for stored, planned in reads.items():
@@ -167,7 +165,7 @@ def read_boxes(storage: Storage, manifest: Manifest, reads: Reads, threads: int 
             dtype = manifest.tensors[name].dtype
             parts = [read.of(stored) for read in planned]
             if len(parts) == 1 and parts[0].goes_straight(stored, dtype) and planned[0].common == stored.box:
-                straight[name].add(stored.box)
+                straight[name] += stored.box.numel
             jobs.append((stored.file, files.start(stored, dtype), stored, dtype, parts))
         jobs.sort(key=lambda job: job[:2])
         for read in [pool.submit(files.read, *job[2:]) for job in jobs]:
@@ -175,13 +173,9 @@ def read_boxes(storage: Storage, manifest: Manifest, reads: Reads, threads: int 
     return straight
 
 
-def _cut(tensors: Sequence[GlobalTensor], straight: Mapping[str, set[Box]]) -> set[str]:
+def _cut(tensors: Sequence[GlobalTensor], straight: Counter[str]) -> set[str]:
     """Names of tensors of which this rank holds anything that was not read as whole boxes."""
-    return {
-        tensor.name
-        for tensor in tensors
-        if sum(box.numel for box in straight.get(tensor.name, ())) != sum(placed.box.numel for placed in tensor.boxes)
-    }
+    return {tensor.name for tensor in tensors if straight[tensor.name] != sum(placed.box.numel for placed in tensor.boxes)}
 
 
 MISSING = "not in the checkpoint"
@@ -234,7 +228,7 @@ def check_requests(requests: Sequence[LoadRequest], manifest: Manifest, allow_un
     for name, stored in manifest.tensors.items():
         if allow_unused(name):
             continue
-        numel = Box((0,) * len(stored.shape), stored.shape).numel
+        numel = Box.whole(stored.shape).numel
         if name not in boxes:
             problems[UNUSED].add(name)
         elif (wanted := sum(box.numel for box in boxes[name])) < numel:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -34,17 +35,15 @@ class Compared:
     """Tensors without content sums in the manifest (an older checkpoint), or not loaded as a whole."""
 
 
-@dataclass
-class ContentHere:
+class ContentHere(NamedTuple):
     """What one rank reports of its content."""
 
-    whole: set[str]
-    """Names of tensors that the checksums of their boxes prove."""
+    names: set[str]
+    """All tensors of which it holds anything."""
+    narrowed: set[str]
+    """Those that it has rounded."""
     sums: dict[tuple[str, Box], Sums]
     """Sums of each box that can be compared, by (name, box)."""
-    narrowed: set[str]
-    others: set[str]
-    """Names of tensors that cannot be compared."""
 
 
 def compare_content(
@@ -66,13 +65,11 @@ def compare_content(
     Raises:
         DamagedCheckpointError: on every rank, if a tensor differs, or ranks that hold the same box differ.
     """
-    summed = [tensor for tensor in tensors if tensor.name in cut]
-    whole = {tensor.name for tensor in tensors} - cut
     return decide(
         group,
         doing,
-        lambda: _sums_here(summed, whole, manifest, threads),
-        lambda world: [_judge(world, manifest)] * group.size,
+        lambda: _content_here(tensors, cut, manifest, threads),
+        lambda world: [_judge(world, cut, manifest)] * group.size,
     )
 
 
@@ -81,21 +78,20 @@ def exactly_comparable(stored: torch.dtype, here: torch.dtype) -> bool:
     return torch.promote_types(stored, here) == here
 
 
-def _sums_here(tensors: list[GlobalTensor], whole: set[str], manifest: Manifest, threads: int) -> ContentHere:
-    """Sums of the boxes of this rank, taken from memory, in the stored dtype."""
-    tasks, held = [], ContentHere(whole, {}, set(), set())
-    for tensor in tensors:
-        stored = manifest.tensors[tensor.name]
-        if stored.content is None:
-            held.others.add(tensor.name)
-        elif exactly_comparable(torch_dtype(stored.dtype), tensor.local.dtype):
-            tasks += [(tensor.name, placed.box, tensor.part(placed), stored) for placed in tensor.boxes]
-        else:
-            held.narrowed.add(tensor.name)
+def _content_here(tensors: list[GlobalTensor], cut: set[str], manifest: Manifest, threads: int) -> ContentHere:
+    """Sums of the boxes of this rank that the checksums do not prove, taken from memory, in the stored dtype."""
+    summed = [(tensor, manifest.tensors[tensor.name]) for tensor in tensors if tensor.name in cut]
+    summed = [(tensor, stored) for tensor, stored in summed if stored.content is not None]
+    narrowed = {tensor.name for tensor, stored in summed if not exactly_comparable(torch_dtype(stored.dtype), tensor.local.dtype)}
+    tasks = {
+        (tensor.name, placed.box): (placed.box, tensor.part(placed), stored)
+        for tensor, stored in summed
+        if tensor.name not in narrowed
+        for placed in tensor.boxes
+    }
     with ThreadPoolExecutor(threads) as pool:
-        found = pool.map(lambda task: _box_sums(*task[1:]), tasks)
-        held.sums = {(name, box): sums for (name, box, _, _), sums in zip(tasks, found, strict=True)}
-    return held
+        sums = pool.map(lambda task: _box_sums(*task), tasks.values())
+        return ContentHere({tensor.name for tensor in tensors}, narrowed, dict(zip(tasks, sums, strict=True)))
 
 
 def _box_sums(box: Box, part: torch.Tensor, stored: StoredTensor) -> Sums:
@@ -114,12 +110,11 @@ def _stretches(box: Box, part: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor
     for start in range(0, box.numel, _AT_ONCE):
         at = start
         for inner in flat_range_boxes(box.sizes, start, min(start + _AT_ONCE, box.numel)):
-            offsets = tuple(a + b for a, b in zip(box.offsets, inner.offsets, strict=True))
-            yield Box(offsets, inner.sizes), flat[at : at + inner.numel]
+            yield inner.inside(box), flat[at : at + inner.numel]
             at += inner.numel
 
 
-def _judge(everybody: list[ContentHere], manifest: Manifest) -> Compared:
+def _judge(everybody: list[ContentHere], cut: set[str], manifest: Manifest) -> Compared:
     """Whether the boxes of all ranks add up to what is stored.
 
     Raises:
@@ -131,13 +126,13 @@ def _judge(everybody: list[ContentHere], manifest: Manifest) -> Compared:
         for (name, box), sums in held.sums.items():
             if boxes_of[name].setdefault(box, sums) != sums:
                 wrong[name] = f"{name} ({ranks_named([rank])} does not hold the same as the ranks before it)"
+    names = set().union(*(held.names for held in everybody))
     narrowed = set().union(*(held.narrowed for held in everybody))
-    others = set().union(*(held.others for held in everybody))
-    whole = set().union(*(held.whole for held in everybody))
+    unknown = {name for name in names & cut if manifest.tensors[name].content is None}
     for name, boxes in boxes_of.items():
         stored = manifest.tensors[name]
         if not tiles(stored.shape, boxes):
-            others.add(name)
+            unknown.add(name)
             continue
         total = functools.reduce(Sums.plus, boxes.values(), NO_SUMS)
         if total.hex != stored.content:
@@ -145,4 +140,4 @@ def _judge(everybody: list[ContentHere], manifest: Manifest) -> Compared:
     if wrong:
         texts = [wrong[name] for name in sorted(wrong)]
         raise DamagedCheckpointError(f"what was loaded is not what was saved, by its content sums ({len(texts)}): {listed(texts)}")
-    return Compared(len(whole) + len(boxes_of.keys() - others), len(narrowed), len(others))
+    return Compared(len(names - narrowed - unknown), len(narrowed), len(unknown))

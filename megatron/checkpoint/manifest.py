@@ -195,7 +195,7 @@ def tiles(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
     where comparing pairs would need a square of it.
     """
     corners: Counter[tuple[int, ...]] = Counter()
-    _add_corners(corners, Box((0,) * len(shape), shape), -1)
+    _add_corners(corners, Box.whole(shape), -1)
     for box in boxes:
         _add_corners(corners, box, 1)
     return not any(corners.values())

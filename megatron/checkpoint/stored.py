@@ -12,7 +12,7 @@ import torch
 from megatron.checkpoint.content_sums import content_sums
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.global_tensor import WEIGHT, bytes_of, relative, torch_dtype, within
+from megatron.checkpoint.global_tensor import WEIGHT, bytes_of, torch_dtype
 from megatron.checkpoint.manifest import CONFIG, STATE, Manifest
 from megatron.checkpoint.save_folder import manifest_in, read_json
 from megatron.checkpoint.source import TensorInfo
@@ -107,13 +107,13 @@ class StoredCheckpoint:
             DamagedCheckpointError: a file is missing, truncated or altered.
         """
         tensor = self.manifest.tensors[name]
-        wanted = box or Box((0,) * len(tensor.shape), tensor.shape)
+        wanted = box or Box.whole(tensor.shape)
         found = torch.empty(wanted.sizes, dtype=torch_dtype(tensor.dtype))
         for stored in tensor.boxes:
             common = stored.box.intersect(wanted)
             if common is not None:
-                target = found[within(common, wanted)]
-                self._files.read(stored, tensor.dtype, [BoxRead(relative(common, stored.box), target)])
+                target = found[common.relative_to(wanted).index]
+                self._files.read(stored, tensor.dtype, [BoxRead(common.relative_to(stored.box), target)])
         if tensor.content is None or wanted.sizes != tensor.shape:
             return found
         content = content_sums(bytes_of(found), tensor.dtype, wanted, tensor.shape).hex

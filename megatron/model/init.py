@@ -61,7 +61,7 @@ def _fill_box(flat: torch.Tensor, record: ParamRecord, box: Box, seed: int) -> N
     rows, columns = tile_size(record)
     # The box as ranges of rows: all leading dimensions but the last of them are walked one index at a time.
     wanted = np.arange(math.prod(record.shape[:-1])).reshape(record.shape[:-1])
-    wanted = wanted[tuple(slice(o, o + n) for o, n in zip(box.offsets[:-1], box.sizes[:-1], strict=True))].ravel()
+    wanted = wanted[box.index[:-1]].ravel()
     target = flat.view(-1, box.sizes[-1])
     left, right = box.offsets[-1], box.offsets[-1] + box.sizes[-1]
     tiles = wanted // rows

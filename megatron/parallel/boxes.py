@@ -30,6 +30,19 @@ class Box:
         """Elements in the box."""
         return math.prod(self.sizes)
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The box as an index into the tensor."""
+        return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    def relative_to(self, outer: Box) -> Box:
+        """The same elements of another box that contains it: with offsets relative to that one."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
+    def inside(self, outer: Box) -> Box:
+        """The reverse of `relative_to`: with offsets in the tensor of which the other box is a part."""
+        return Box(tuple(a + b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
     def intersect(self, other: Box) -> Box | None:
         """The intersection, or None if it is empty."""
         low = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
@@ -112,7 +125,6 @@ def place(local_shape: tuple[int, ...], held: Box, piece: Piece) -> list[PlacedB
     placed: list[PlacedBox] = []
     at = 0
     for box in flat_range_boxes(held.sizes, piece.start, min(piece.stop, held.numel)):
-        global_box = Box(tuple(a + b for a, b in zip(held.offsets, box.offsets, strict=True)), box.sizes)
-        placed.append(PlacedBox(global_box, at))
+        placed.append(PlacedBox(box.inside(held), at))
         at += box.numel
     return placed

@@ -157,7 +157,10 @@ def _fill(
         tensors = global_tensors(optimizer, context, state=wants_state)
         try:
             loaded = load_tensors(
-                chosen.path, tensors, allow_unused=lambda name: not wants_state and not name.startswith(f"{WEIGHT}.")
+                chosen.path,
+                tensors,
+                context.world,
+                allow_unused=lambda name: not wants_state and not name.startswith(f"{WEIGHT}."),
             )
         except DamagedCheckpointError as error:  # on every rank the same
             iteration = iteration_of(chosen.path)

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron.model.block import Block
 from megatron.model.gpt import GPTChunk, ModelInputs
-from megatron.parallel.boxes import Box
 from megatron.parallel.shards import Shard
 from megatron.spec.operations import Op
 from megatron.training.step import StepResult, TrainStep
@@ -183,12 +182,7 @@ def set_weights(step: TrainStep, weights: Mapping[str, torch.Tensor]) -> None:
     for shard in step.optimizer.shards:
         assert weights[shard.record.name].shape == shard.record.shape, shard.record.name
         for placed in shard.boxes(step.context):
-            part = weights[shard.record.name][inside(placed.box)].reshape(-1)
+            part = weights[shard.record.name][placed.box.index].reshape(-1)
             shard.main[placed.start : placed.start + placed.box.numel].copy_(part)
     step.optimizer.publish()
     step.finish_publishing()
-
-
-def inside(box: Box) -> tuple[slice, ...]:
-    """The box as an index into the whole tensor."""
-    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))

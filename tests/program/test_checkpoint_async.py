@@ -18,12 +18,10 @@ import pytest
 import torch
 
 from megatron.checkpoint import background_saver, rank_parts, rank_writer, writer_main
-from megatron.checkpoint.agreement import group_of
 from megatron.checkpoint.background_saver import BackgroundSaver
 from megatron.checkpoint.commit import Retention
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.rank_parts import RankPart, share_out
@@ -44,7 +42,17 @@ from megatron.checkpoint.writer_messages import (
     part_file,
 )
 from megatron.verification.local_ranks import run_ranks
-from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, read_manifest, save_checkpoint, whole
+from tests.support.checkpoint_worlds import (
+    Layout,
+    Shapes,
+    group_of,
+    hold,
+    load_tensors,
+    random_values,
+    read_manifest,
+    save_checkpoint,
+    whole,
+)
 
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
 LAYOUT = Layout(2, (0.4,))

@@ -16,13 +16,22 @@ from hypothesis import strategies as st
 from megatron.checkpoint.content_sums import Checksum
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor
 from megatron.checkpoint.save_folder import find_checkpoint, read_config, read_state
 from megatron.parallel.boxes import Box
 from megatron.verification.local_ranks import run_ranks
-from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, read_manifest, save_checkpoint, save_world, whole
+from tests.support.checkpoint_worlds import (
+    Layout,
+    Shapes,
+    hold,
+    load_tensors,
+    random_values,
+    read_manifest,
+    save_checkpoint,
+    save_world,
+    whole,
+)
 
 DATA = "rank_00000.safetensors"
 

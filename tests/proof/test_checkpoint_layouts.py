@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.save_folder import read_config, read_state
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import (
@@ -21,6 +20,7 @@ from tests.support.checkpoint_worlds import (
     Shapes,
     assert_holds,
     hold,
+    load_tensors,
     load_world,
     random_values,
     read_manifest,

@@ -13,13 +13,11 @@ import safetensors.torch
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.global_tensor import slices
-from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.save_folder import LATEST, read_config, read_state
 from megatron.checkpoint.source import TensorInfo
 from megatron.parallel.boxes import Box
 from megatron.verification.local_ranks import run_ranks
-from tests.support.checkpoint_worlds import read_manifest, save_checkpoint, whole
+from tests.support.checkpoint_worlds import load_tensors, read_manifest, save_checkpoint, whole
 from tools.checkpoints.stream import write_checkpoint
 
 TENSORS = {
@@ -33,7 +31,7 @@ INFOS = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in
 
 
 def read(name: str, box: Box) -> torch.Tensor:
-    return TENSORS[name][slices(box.offsets, box.sizes)]
+    return TENSORS[name][box.index]
 
 
 def write(folder: Path, **more: object) -> Path:

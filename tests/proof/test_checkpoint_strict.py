@@ -10,11 +10,20 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.manifest import Manifest, StoredTensor
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.verification.local_ranks import run_ranks
-from tests.support.checkpoint_worlds import Layout, Shapes, hold, load_world, random_values, read_manifest, save_checkpoint, whole
+from tests.support.checkpoint_worlds import (
+    Layout,
+    Shapes,
+    hold,
+    load_tensors,
+    load_world,
+    random_values,
+    read_manifest,
+    save_checkpoint,
+    whole,
+)
 
 SHAPES: Shapes = {"up": ((8, 6), 0), "norm": ((6,), None)}
 

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.agreement import group_of
+from megatron.checkpoint import load
 from megatron.checkpoint.commit import commit, encoded
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import check_requests, plan_load, read_boxes
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.rank_parts import share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
-from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.storage import Place, open_storage
 from megatron.checkpoint.tensor_saver import TensorSaver, described, reader_of
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
+from megatron.parallel.context import SELF_GROUP, Group
 from megatron.parallel.params import ParamRecord, Split
 
 PADDING = -777.0
@@ -101,7 +102,7 @@ def random_values(shapes: Shapes, seed: int = 0) -> Values:
 def whole(name: str, tensor: torch.Tensor) -> GlobalTensor:
     """A tensor that one rank holds entirely."""
     shape = tuple(tensor.shape)
-    return GlobalTensor(name, shape, tensor, [PlacedBox(Box((0,) * len(shape), shape), 0)] if tensor.numel() else [])
+    return GlobalTensor(name, shape, tensor, [PlacedBox(Box.whole(shape), 0)] if tensor.numel() else [])
 
 
 def save_world(
@@ -141,6 +142,23 @@ def assert_holds(tensors: Sequence[GlobalTensor], expected: Sequence[GlobalTenso
             covered[placed.start : placed.start + placed.box.numel] = True
         assert torch.equal(tensor.local[covered], other.local[covered]), tensor.name
         assert (tensor.local[~covered] == padding).all(), tensor.name
+
+
+def group_of(process_group: dist.ProcessGroup | None = None) -> Group:
+    """The ranks of a process group; for None all ranks, or this process alone where torch.distributed is not initialised."""
+    if process_group is None:
+        if not dist.is_initialized():
+            return SELF_GROUP
+        process_group = dist.group.WORLD
+    assert process_group is not None
+    return Group("save", tuple(dist.get_process_group_ranks(process_group)), process_group.rank(), process_group)
+
+
+def load_tensors(
+    path: Place, tensors: list[GlobalTensor], *, process_group: dist.ProcessGroup | None = None, **settings: Any
+) -> load.Loaded:
+    """Load on every rank of the group. See `megatron.checkpoint.load.load_tensors`."""
+    return load.load_tensors(path, tensors, group_of(process_group), **settings)
 
 
 def save_checkpoint(

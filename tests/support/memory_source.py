@@ -10,7 +10,6 @@ from megatron.checkpoint.source import TensorInfo
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
-from megatron.verification.recording import inside
 from megatron.verification.reference.shape import ReferenceShape, Weights
 from tests.support.layout import model_config
 
@@ -36,7 +35,7 @@ class MemorySource:
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         tensor = self.tensors[name]
-        return (tensor if box is None else tensor[inside(box)]).clone(memory_format=torch.contiguous_format)
+        return (tensor if box is None else tensor[box.index]).clone(memory_format=torch.contiguous_format)
 
 
 def reference_source(shape: ReferenceShape, weights: Weights, *, vocabulary_multiple: int = 1) -> MemorySource:

@@ -31,7 +31,6 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
-from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.save_folder import read_state
 from megatron.config.flags import flags
 from megatron.config.save import _versions
@@ -39,7 +38,7 @@ from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import die_with, kill_group
-from tests.support.checkpoint_worlds import read_manifest
+from tests.support.checkpoint_worlds import load_tensors, read_manifest
 from tests.support.cli import ROOT
 
 # What a run imports late and works out once: here, not in every forked rank.

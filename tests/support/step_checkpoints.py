@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.save_folder import read_state
 from megatron.training.saver import global_tensors
 from megatron.training.step import TrainStep
-from tests.support.checkpoint_worlds import save_checkpoint
+from tests.support.checkpoint_worlds import load_tensors, save_checkpoint
 from tests.support.runs import checkpoint
 
 

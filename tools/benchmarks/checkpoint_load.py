@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.agreement import group_of
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.save_folder import checkpoint_name
@@ -25,7 +24,7 @@ from megatron.checkpoint.tensor_saver import TensorSaver
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.verification.local_ranks import run_ranks
 from tools.benchmarks.checkpoint_save import held_tensors
-from tools.benchmarks.pairs import Seconds, in_turns, show, slowest, timed_together
+from tools.benchmarks.pairs import Seconds, all_ranks, in_turns, show, slowest, timed_together
 
 READ_BOUND = 0.7
 """Share of the speed of plain reads that a load must reach at the layout that saved."""
@@ -48,7 +47,7 @@ def _read(rank: int, ranks: int, megabytes: int, pairs: int, folder: Path) -> li
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # as a launcher does: ranks share the cores
     tensors = held_tensors(rank, ranks, megabytes)
     storage = open_storage(folder)
-    TensorSaver(storage, group_of(None)).save(1, tensors, {}, {})
+    TensorSaver(storage, all_ranks()).save(1, tensors, {}, {})
     path = storage.at(checkpoint_name(1))
     file = Path(path) / f"rank_{rank:05d}.safetensors"
     buffer = bytes_of(torch.ones(file.stat().st_size, dtype=torch.uint8))
@@ -63,7 +62,7 @@ def _read(rank: int, ranks: int, megabytes: int, pairs: int, folder: Path) -> li
     for targets in (tensors, in_columns(tensors, rank, ranks)):
 
         def load(targets: list[GlobalTensor] = targets) -> None:
-            load_tensors(path, targets)
+            load_tensors(path, targets, all_ranks())
 
         found.append(in_turns(lambda: timed_together(plain), lambda load=load: timed_together(load), pairs))  # type: ignore[misc]
     return found

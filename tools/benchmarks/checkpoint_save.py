@@ -20,15 +20,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.agreement import group_of
 from megatron.checkpoint.background_saver import BackgroundSaver
 from megatron.checkpoint.commit import Retention
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
 from megatron.checkpoint.storage import open_storage
 from megatron.checkpoint.tensor_saver import TensorSaver
 from megatron.parallel.boxes import Box, PlacedBox
+from megatron.parallel.context import SELF_GROUP
 from megatron.verification.local_ranks import run_ranks
-from tools.benchmarks.pairs import Seconds, in_turns, show, slowest, timed_together
+from tools.benchmarks.pairs import Seconds, all_ranks, in_turns, show, slowest, timed_together
 from tools.benchmarks.shapes import Shape
 from tools.benchmarks.single import our_step
 
@@ -77,7 +77,7 @@ def _write_plainly(folder: Path, rank: int, tensors: list[GlobalTensor]) -> None
 def _disk(rank: int, ranks: int, megabytes: int, pairs: int, folder: Path) -> tuple[Seconds, Seconds]:
     """Seconds of a plain write and of a save by all ranks."""
     tensors = held_tensors(rank, ranks, megabytes)
-    saver = TensorSaver(open_storage(folder / "save"), group_of(None))
+    saver = TensorSaver(open_storage(folder / "save"), all_ranks())
 
     def empty() -> None:
         dist.barrier()
@@ -101,7 +101,7 @@ def _blocking(rank: int, ranks: int, megabytes: int, pairs: int, folder: Path) -
     """Seconds of a copy in memory, and of what training waits for at a save; all ranks at once."""
     tensors = held_tensors(rank, ranks, megabytes)
     copies = [torch.zeros_like(tensor.local) for tensor in tensors]
-    saver = BackgroundSaver(open_storage(folder / "save"), group_of(None), Retention(1))
+    saver = BackgroundSaver(open_storage(folder / "save"), all_ranks(), Retention(1))
     iteration = 0
 
     def copy() -> float:
@@ -147,7 +147,7 @@ def _steps(megabytes: int, pairs: int, folder: Path) -> tuple[Seconds, Seconds, 
     for _ in range(3):
         step()
     before = _resident()
-    saver = BackgroundSaver(open_storage(folder / "save"), group_of(None), Retention(1))
+    saver = BackgroundSaver(open_storage(folder / "save"), SELF_GROUP, Retention(1))
     iteration, peak, during = 0, 0, 20
 
     def alone() -> float:

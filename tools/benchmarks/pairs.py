@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from megatron.parallel.context import Group
+
 Seconds = list[float]
 
 
@@ -20,6 +22,11 @@ def in_turns(first: Callable[[], float], second: Callable[[], float], pairs: int
             if pair >= 0:
                 found[which].append(took)
     return found
+
+
+def all_ranks() -> Group:
+    """All ranks, as one of them sees them."""
+    return Group("all", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
 
 
 def timed_together(action: Callable[[], object]) -> float:

@@ -85,7 +85,7 @@ def write_checkpoint(
 def _held(tensors: Mapping[str, TensorInfo], files: Sequence[Sequence[tuple[str, Box]]] | None) -> list[list[HeldTensor]]:
     """The boxes of each file, as if a rank held them; the first lists all tensors, also those without elements."""
     if files is None:
-        files = [[(name, Box((0,) * len(info.shape), info.shape)) for name, info in tensors.items() if 0 not in info.shape]]
+        files = [[(name, Box.whole(info.shape)) for name, info in tensors.items() if 0 not in info.shape]]
     world = []
     for number, file in enumerate(files):
         boxes: dict[str, list[Box]] = {name: [] for name in tensors} if number == 0 else {}

@@ -65,7 +65,7 @@ def _faults_of_tensor(name: str, stored: StoredTensor, files: DataFiles) -> list
     for box in stored.boxes:
         data = torch.empty(box.box.sizes, dtype=torch_dtype(stored.dtype))
         try:
-            files.read(box, stored.dtype, [BoxRead(Box((0,) * len(box.box.sizes), box.box.sizes), data)])
+            files.read(box, stored.dtype, [BoxRead(Box.whole(box.box.sizes), data)])
         except DamagedCheckpointError as error:
             faults.append(str(error))
             continue

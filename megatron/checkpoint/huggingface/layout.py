@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.checkpoint.global_tensor import slices
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
 
@@ -44,7 +43,7 @@ class WeightLayout:
 
     def ours(self, box: Box, dtype: torch.dtype, their: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """A box of our parameter, made of theirs; reads only what it needs."""
-        out, index = torch.empty(box.sizes, dtype=dtype), slices(box.offsets, box.sizes)
+        out, index = torch.empty(box.sizes, dtype=dtype), box.index
         if not box.numel:
             return out
         if self.order is None and len(self.rows) == 1:  # needs no copy beside the result

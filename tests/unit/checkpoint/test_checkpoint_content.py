@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.content_sums import NO_SUMS, Sums, content_digest, content_sums
-from megatron.checkpoint.global_tensor import bytes_of, slices, torch_dtype
+from megatron.checkpoint.global_tensor import bytes_of, torch_dtype
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.parallel.boxes import Box
 from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, read_manifest, save_world
@@ -49,7 +49,7 @@ def example(shape: tuple[int, ...], dtype: str, seed: int = 0) -> torch.Tensor:
 
 def sums_of(tensor: torch.Tensor, box: Box, block_bytes: int) -> Sums:
     """What a writer does: piece by piece."""
-    data, pieces = bytes_of(tensor[slices(box.offsets, box.sizes)]), list[bytes]()
+    data, pieces = bytes_of(tensor[box.index]), list[bytes]()
     dtype = str(tensor.dtype).removeprefix("torch.")
     sums = content_sums(data, dtype, box, tuple(tensor.shape), lambda piece: pieces.append(bytes(piece)), block_bytes)
     assert b"".join(pieces) == bytes(data) and max(map(len, pieces)) <= max(block_bytes, tensor.element_size())
@@ -62,7 +62,7 @@ def test_boxes_add_up_to_the_definition(cut: tuple[tuple[int, ...], list[Box]], 
     tensor = example(shape, dtype)
     total = functools.reduce(Sums.plus, (sums_of(tensor, box, block_bytes) for box in boxes), NO_SUMS)
     assert total == by_definition(tensor)
-    parts = (content_sums(bytes_of(tensor[slices(box.offsets, box.sizes)]), dtype, box, shape) for box in boxes)
+    parts = (content_sums(bytes_of(tensor[box.index]), dtype, box, shape) for box in boxes)
     assert functools.reduce(Sums.plus, parts) == total
 
 
@@ -71,7 +71,7 @@ def test_blocks_of_the_usual_size(dtype: str) -> None:
     """Many rows at once, and rows that are longer than a block."""
     for shape in ((700, 300), (2, 300_000), (300_000,), (3, 5, 17_000)):
         tensor = example(shape, dtype)
-        whole = Box((0,) * len(shape), shape)
+        whole = Box.whole(shape)
         unit = np.frombuffer(bytes_of(tensor), "<u2" if DTYPES[dtype].itemsize == 2 else "<u4").astype(np.uint64)
         matrix = (unit ^ unit >> np.uint64(16)).reshape(int(np.prod(shape[:-1])), -1)
         rows = sum(weight(row, 0) * int(total) for row, total in enumerate(matrix.sum(axis=1)))

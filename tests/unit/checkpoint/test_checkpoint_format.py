@@ -14,11 +14,20 @@ import xxhash
 
 from megatron.checkpoint.content_sums import content_digest
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.safetensors_file import Entry, Header, header_length
 from megatron.checkpoint.save_folder import read_state
 from megatron.checkpoint.source import TensorInfo
-from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, read_manifest, save_checkpoint, save_world, whole
+from tests.support.checkpoint_worlds import (
+    Layout,
+    Shapes,
+    hold,
+    load_tensors,
+    random_values,
+    read_manifest,
+    save_checkpoint,
+    save_world,
+    whole,
+)
 from tools.checkpoints.stream import write_checkpoint
 
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
