@@ -6,21 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
 
 from torch import Tensor
 
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.verification.joined import JoinedTensor, Measured, join, joint_norm, measure
 from megatron.verification.observation import Observation, PlainStep, RankObservation, RankStep, TensorPart
-from megatron.verification.wording import (
-    NEGLIGIBLE,
-    ROUNDING,
-    Facts,
-    place_words,
-    relative,
-    stages_of,
-)
+from megatron.verification.wording import NEGLIGIBLE, ROUNDING, Facts, place_words, relative, stages_of
 
 
 @dataclass(frozen=True)
@@ -47,8 +39,8 @@ class ComparedTensors:
 
     @property
     def differing(self) -> list[str]:
-        """Names of the tensors that differ, in the order in which backward reaches them."""
-        return [name for name, found in self.measured.items() if found.differs][::-1]
+        """Names of the tensors that differ, in the order of the forward."""
+        return [name for name, found in self.measured.items() if found.differs]
 
 
 class Comparison:
@@ -56,32 +48,30 @@ class Comparison:
 
     def __init__(self, observation: Observation) -> None:
         self.observation = observation
+        self.config = observation.config
         self.ranks: Sequence[RankObservation] = observation.ranks
         self.plain = observation.plain
         self.table: Sequence[Chunk] = observation.layer_table
         self.num_steps = min(len(self.plain.steps), *(len(rank.steps) for rank in self.ranks))
+        self.sizes = {axis: 1 + max(rank.coordinates[axis] for rank in self.ranks) for axis in ("tp", "dp", "pp")}
+        """Number of ranks along each axis."""
         self._compared: dict[tuple[str, int], ComparedTensors] = {}
 
-    @cached_property
-    def sizes(self) -> dict[str, int]:
-        """Number of ranks along each axis."""
-        return {axis: 1 + max(rank.coordinates[axis] for rank in self.ranks) for axis in ("tp", "dp", "pp")}
+    def num_samples(self, index: int) -> int:
+        """Number of samples in the layout's step of this index."""
+        return self.ranks[0].steps[index].num_microbatches * self.sizes["dp"] * self.config.training.micro_batch_size
 
     def facts(self, index: int) -> Facts:
         """The numbers of a step that a wrong factor may be made of."""
-        config, sizes = self.observation.config, self.sizes
-        precision = config.precision
-        microbatches = self.ranks[0].steps[index].num_microbatches
-        samples = microbatches * sizes["dp"] * config.training.micro_batch_size
-        scale = precision.loss_scale or (precision.initial_loss_scale if precision.fp16 else 1.0)
+        precision = self.config.precision
         return Facts(
-            tensor=sizes["tp"],
-            data=sizes["dp"],
-            stages=sizes["pp"],
-            microbatches=microbatches,
+            tensor=self.sizes["tp"],
+            data=self.sizes["dp"],
+            stages=self.sizes["pp"],
+            microbatches=self.ranks[0].steps[index].num_microbatches,
             kept=self.plain.steps[index].token_count,
-            tokens=samples * config.model.seq_length,
-            loss_scale=scale,
+            tokens=self.num_samples(index) * self.config.model.seq_length,
+            loss_scale=precision.loss_scale or (precision.initial_loss_scale if precision.fp16 else 1.0),
         )
 
     def initial(self) -> ComparedTensors:
@@ -92,21 +82,23 @@ class Comparison:
         """The values before the first step, and the start weights that were given."""
         return self._compare("start", 0, lambda rank: rank.start, self.observation.start)
 
+    def activations(self) -> ComparedTensors:
+        """The outputs of modules in the first step."""
+        return self._compare("activation", 0, lambda rank: rank.activations, self.plain.activations)
+
     def gradients(self, index: int) -> ComparedTensors:
         """The gradients that the optimizer gets in the step of this index."""
         return self._compare("gradient", index, lambda rank: rank.steps[index].gradients, self.plain.steps[index].gradients)
 
     def weights(self, index: int) -> ComparedTensors:
         """The weights that the optimizer holds after the step."""
-        return self._compare(
-            "weight", index, lambda rank: rank.steps[index].main_params, self.plain.steps[index].weights, self._slack(index)
-        )
+        wanted, slack = self.plain.steps[index].weights, self._slack(index)
+        return self._compare("weight", index, lambda rank: rank.steps[index].main_params, wanted, slack)
 
     def parameters(self, index: int) -> ComparedTensors:
         """The parameters that the next forward will use, on ranks that hold parameters whole."""
-        return self._compare(
-            "parameter", index, lambda rank: rank.steps[index].parameters, self.plain.steps[index].weights, self._slack(index)
-        )
+        wanted, slack = self.plain.steps[index].weights, self._slack(index)
+        return self._compare("parameter", index, lambda rank: rank.steps[index].parameters, wanted, slack)
 
     def steps(self, index: int) -> tuple[RankStep, PlainStep]:
         """The step of this index, as rank 0 and the reference report it."""
@@ -134,10 +126,6 @@ class Comparison:
             return ProofFinding(kind, step, where, text, far, (), (), group, tuple(ranks))
         stages = tuple(sorted({stage for name in where for stage in self.stages(name)}))
         return ProofFinding(kind, step, self.place(where[0]), text, far, tuple(where), stages, group, tuple(ranks))
-
-    def activations(self) -> dict[str, JoinedTensor]:
-        """The outputs of modules in the first step."""
-        return join(self.ranks, lambda rank: rank.activations)
 
     def place(self, name: str) -> str:
         """A parameter or module, with its layer and stage."""
@@ -177,7 +165,7 @@ class Comparison:
     def _slack(self, index: int) -> dict[str, float]:
         """How far weights may be apart because Adam divides rounding errors by little. The true gradient of some elements is zero
         (of a key bias without rotary positions). The computed one is not, and the update is its quotient by at least epsilon."""
-        optimizer = self.observation.config.optimizer
+        optimizer = self.config.optimizer
         slack = dict.fromkeys(self.plain.steps[index].gradients, 0.0)
         if optimizer.optimizer == "adam":
             for step in self.plain.steps[: index + 1]:

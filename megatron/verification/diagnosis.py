@@ -7,17 +7,21 @@ the following steps wrong. So things are compared in the order in which one caus
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from megatron.pipeline_parallel.partition import Chunk
-from megatron.verification.comparison import ComparedTensors, Comparison, ComparisonRow, FindingKind, ProofFinding
-from megatron.verification.forward_findings import forward_findings, loss_findings
-from megatron.verification.gradient_findings import gradient_findings
+from megatron.verification.comparison import Comparison, ComparisonRow, FindingKind, ProofFinding
+from megatron.verification.findings import (
+    evaluation_findings,
+    forward_findings,
+    gradient_findings,
+    loss_findings,
+    norm_findings,
+    overwritten_findings,
+    start_findings,
+    update_findings,
+)
 from megatron.verification.observation import Observation
-from megatron.verification.update_findings import evaluation_findings, norm_findings, overwritten_findings, update_findings
-from megatron.verification.wording import TOLERANCE, layer_of, listing, place_words, stages_of
+from megatron.verification.wording import TOLERANCE, listing
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def _step_findings(runs: Comparison) -> list[ProofFinding]:
     for index in range(runs.num_steps):
         if index == 0:
             found += forward_findings(runs)
-        found += loss_findings(runs, index)
+        found += loss_findings(runs, index, forward_agrees=not found)
         found += gradient_findings(runs, index)
         if not found:
             found += norm_findings(runs, index)
@@ -100,74 +104,3 @@ def _worst(runs: Comparison, rows: list[ComparisonRow]) -> Worst:
     for row in rows:
         told.append(Worst(row.measured.relative, row.measured.relative_allowed, f"{row.what} of {row.name} in step {row.step}"))
     return max(told, key=lambda worst: worst.relative / worst.allowed if worst.allowed else worst.relative)
-
-
-def start_findings(runs: Comparison) -> Iterator[ProofFinding]:
-    """Differences before anything is computed."""
-    start = runs.observation.start
-    yield from layer_findings(runs.table, runs.observation.config.model.num_layers, start)
-    yield from _parameters(runs)
-    yield from _values(
-        runs, FindingKind.START, runs.start(), "is not what the run was given: values are loaded or published wrongly"
-    )
-    yield from _values(
-        runs,
-        FindingKind.INITIAL,
-        runs.initial(),
-        "is initialised to other values than in one process: initialisation depends on the layout",
-    )
-
-
-def layer_findings(table: Sequence[Chunk], num_layers: int, parameters: Iterable[str] = ()) -> Iterator[ProofFinding]:
-    """Check that the table gives each layer to one chunk, in order.
-
-    Args:
-        parameters: names of the model's parameters.
-    """
-
-    def finding(names: Sequence[str], text: str) -> ProofFinding:
-        place, stages = place_words(names[0], table), tuple(stages_of(names[0], table))
-        return ProofFinding(FindingKind.PARAMETERS, 0, place, text, math.inf, tuple(names), stages)
-
-    for layer in range(num_layers):
-        chunks = [chunk for chunk in table if layer in chunk.layers]
-        if len(chunks) != 1:
-            text = "the layer is dropped: the layer table gives it to no stage, so it is never computed and never trained"
-            if chunks:
-                text = f"the layer is doubled: chunks {listing(chunk.index for chunk in chunks)} both hold it"
-            yield finding([f"layers.{layer}", *(each for each in parameters if layer_of(each) == layer)], text)
-    for before, chunk in pairwise(chunk for chunk in sorted(table, key=lambda chunk: chunk.index) if chunk.layers):
-        first, last = chunk.layers[0], before.layers[-1]
-        if first <= last:
-            behind = f"behind layer {last} of chunk {before.index}"
-            text = f"the layers are out of order: chunk {chunk.index} begins with layer {first}, {behind}"
-            yield finding([f"layers.{first}"], text)
-            return
-
-
-def _parameters(runs: Comparison) -> Iterator[ProofFinding]:
-    """Check that each parameter is held whole, and no other is."""
-    held, wanted = runs.start().joined, runs.observation.start
-    for name, tensor in wanted.items():
-        if layer_of(name) is not None and not stages_of(name, runs.table):
-            continue  # a finding about the whole layer says it already
-        text, shape = "", tuple(tensor.shape)
-        if name not in held:
-            text = "no rank holds it"
-        elif held[name].shapes != {shape}:
-            shapes = ", ".join(str(list(found)) for found in sorted(held[name].shapes))
-            text = f"ranks take its whole shape for {shapes}; it is {list(shape)}"
-        elif held[name].holes:
-            text = f"no rank holds {held[name].holes:,} of its {tensor.numel():,} elements"
-        if text:
-            yield runs.finding(FindingKind.PARAMETERS, None, [name], text)
-    for name in held:
-        if name not in wanted:
-            yield runs.finding(FindingKind.PARAMETERS, None, [name], "the model of these settings has no such parameter")
-
-
-def _values(runs: Comparison, kind: FindingKind, compared: ComparedTensors, text: str) -> Iterator[ProofFinding]:
-    """One finding for all tensors that differ, named after the first in the order of the forward."""
-    if differing := compared.differing[::-1]:
-        worst = max(compared.measured[name].relative for name in differing)
-        yield runs.finding(kind, None, differing, f"{text} ({compared.measured[differing[0]].words()})", worst)

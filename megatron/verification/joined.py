@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from megatron.verification.observation import RankObservation, TensorPart
 from megatron.verification.wording import NEGLIGIBLE, ROUNDING, TOLERANCE, relative, relative_words, short
 
-GROUP_WORDS = {"tp": "tensor", "dp": "data", "pp": "pipeline", "cp": "context"}
+AXES = {"tp": "tensor", "dp": "data", "pp": "pipeline"}
 """The field's names for the ranks along an axis."""
 
 
@@ -24,15 +25,6 @@ class HeldPart:
     rank: int
     coordinates: Mapping[str, int]
     part: TensorPart
-
-    @property
-    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offsets, sizes) of its box."""
-        return self.part.offsets, tuple(self.part.values.shape)
-
-    def near(self, whole: Tensor) -> bool:
-        """Whether it equals that part of a whole tensor, but for rounding."""
-        return near(self.part.values, cut(whole, self.part))
 
 
 @dataclass(frozen=True)
@@ -55,11 +47,6 @@ class ReplicaSet:
         """The largest difference from the first, as a share of its norm."""
         first = self.held[0].part.values
         return max(relative(norm(each.part.values - first), norm(first)) for each in self.held)
-
-    @property
-    def group(self) -> str:
-        """The field's name for these ranks."""
-        return GROUP_WORDS[self.axis]
 
     def sum(self) -> Tensor:
         """The sum of what they hold."""
@@ -92,23 +79,21 @@ class JoinedTensor:
         """The whole tensor; then, for each holder whose part differs from it, the tensor with that part."""
         yield self.tensor
         for each in self.held:
-            if each.part.shape == tuple(self.tensor.shape) and not torch.equal(cut(self.tensor, each.part), each.part.values):
+            if each.part.shape == tuple(self.tensor.shape) and not torch.equal(each.part.cut(self.tensor), each.part.values):
                 version = self.tensor.clone()
-                version[where(each.part)] = each.part.values
+                version[each.part.box.index] = each.part.values
                 yield version
 
     def ranks_apart(self) -> list[ReplicaSet]:
         """Sets of ranks that hold the same part, axis by axis, but do not agree on it."""
-        return [replicas for replicas in self.replicas() if not replicas.agree()]
-
-    def replicas(self) -> Iterator[ReplicaSet]:
-        """Sets of ranks that hold the same part, axis by axis."""
-        for axis in ("tp", "dp", "pp"):
+        found = []
+        for axis in AXES:
             sets: dict[object, list[HeldPart]] = {}
             for each in self.held:
                 others = tuple(sorted((a, at) for a, at in each.coordinates.items() if a != axis))
-                sets.setdefault((others, each.box), []).append(each)
-            yield from (ReplicaSet(axis, tuple(same)) for same in sets.values() if len(same) > 1)
+                sets.setdefault((others, each.part.box), []).append(each)
+            found += [ReplicaSet(axis, tuple(same)) for same in sets.values()]
+        return [replicas for replicas in found if not replicas.agree()]
 
     @cached_property
     def _filled(self) -> tuple[Tensor, int]:
@@ -117,9 +102,8 @@ class JoinedTensor:
         for each in self.held:
             if each.part.shape != shape:
                 continue
-            index = where(each.part)
-            fresh = missing[index]
-            tensor[index] = torch.where(fresh, each.part.values, tensor[index])
+            index = each.part.box.index
+            tensor[index] = torch.where(missing[index], each.part.values, tensor[index])
             missing[index] = False
         return tensor, int(missing.sum())
 
@@ -131,25 +115,6 @@ def join(ranks: Sequence[RankObservation], parts_of: Callable[[RankObservation],
         for part in parts_of(rank):
             found.setdefault(part.name, []).append(HeldPart(rank.rank, rank.coordinates, part))
     return {name: JoinedTensor(name, tuple(held)) for name, held in found.items()}
-
-
-def where(part: TensorPart) -> tuple[slice, ...]:
-    """The box as an index into the whole tensor."""
-    return tuple(slice(offset, offset + size) for offset, size in zip(part.offsets, part.values.shape, strict=True))
-
-
-def cut(whole: Tensor, part: TensorPart) -> Tensor:
-    """The box of a part, cut out of a whole tensor."""
-    return whole[where(part)]
-
-
-def near(found: Tensor, wanted: Tensor) -> bool:
-    """Whether two tensors are equal, with room for the rounding of a few more operations."""
-    return norm(found - wanted) <= 1e3 * TOLERANCE * norm(wanted)
-
-
-_CONSTANT = 1e-6
-"""A constant factor is found if at most this share of the tensor is left without it."""
 
 
 @dataclass(frozen=True)
@@ -236,13 +201,45 @@ def norm(tensor: Tensor) -> float:
     return tensor.detach().double().square().sum().sqrt().item()
 
 
+_CONSTANT = 1e-6
+"""A coefficient this near to a whole number counts as that number."""
+_EXPLAINED = 1e-7
+"""A tensor is a combination of others if at most this share of it is left."""
+
+TermName = TypeVar("TermName")
+
+
+def combination(found: Tensor, terms: Mapping[TermName, Tensor]) -> dict[TermName, float] | None:
+    """The coefficients with which tensors add up to another, by least squares; without those that are zero.
+
+    Returns:
+        None where they do not add up to it, or do so in several ways.
+    """
+    present = {name: term.flatten() for name, term in terms.items() if term.any()}
+    if not present or found.numel() <= len(present):  # as many unknowns as numbers explain anything
+        return None
+    matrix = torch.stack(list(present.values()), dim=1)
+    if not (found.isfinite().all() and matrix.isfinite().all()):
+        return None
+    scale = matrix.norm(dim=0)
+    solved = torch.linalg.lstsq(matrix / scale, found.reshape(-1, 1), driver="gelsd")
+    if int(solved.rank) < len(present):
+        return None
+    left = matrix / scale @ solved.solution - found.reshape(-1, 1)
+    if norm(left) > _EXPLAINED * norm(found):
+        return None
+    return dict(zip(present, (solved.solution.squeeze(1) / scale).tolist(), strict=True))
+
+
+def is_near(value: float, number: float) -> bool:
+    """Whether a coefficient counts as a number."""
+    return abs(value - number) < _CONSTANT
+
+
 def constant_ratio(a: Tensor, b: Tensor) -> float | None:
     """The factor of a over b, if there is one and it is not 1: the sign of a wrong scale, a missing sum, or one made twice."""
-    if not a.isfinite().all() or not (square := b.square().sum().item()):
-        return None
-    ratio = (a * b).sum().item() / square
-    constant = norm(a - ratio * b) <= _CONSTANT * norm(a)
-    return ratio if constant and abs(ratio - 1) > _CONSTANT else None
+    found = combination(a, {"b": b})
+    return None if found is None or is_near(found["b"], 1) else found["b"]
 
 
 def differing_rows(a: Tensor, b: Tensor, allowed: float) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.config.config import Config
 from megatron.data.samples import DocumentRules
+from megatron.parallel.boxes import Box
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.verification.random_samples import RandomSamples
 
@@ -54,6 +55,15 @@ class TensorPart:
     values: Tensor
     """The elements of the box."""
 
+    @property
+    def box(self) -> Box:
+        """Its place in the whole tensor."""
+        return Box(self.offsets, tuple(self.values.shape))
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The same box of a whole tensor."""
+        return whole[self.box.index]
+
     def __reduce__(self) -> tuple[Callable[..., TensorPart], tuple[Any, ...]]:
         """Pickle it as an array: a tensor takes longer to send to another process."""
         return _part, (self.name, self.offsets, self.shape, self.values.numpy())
@@ -61,17 +71,6 @@ class TensorPart:
 
 def _part(name: str, offsets: tuple[int, ...], shape: tuple[int, ...], array: Any) -> TensorPart:
     return TensorPart(name, offsets, shape, torch.from_numpy(array))
-
-
-@dataclass(frozen=True)
-class CountedSquare:
-    """What one shard of this rank adds to the square of the global norm."""
-
-    name: str
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    """(offsets, sizes) of the boxes of the whole tensor that it counts."""
-    square: float
-    """The sum of the squares of the unscaled gradient."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,8 @@ class RankStep:
     """This rank's share of the sum of the mask; 0 where another rank counts it."""
     gradients: list[TensorPart]
     """Gradients of this rank's shards, as the optimizer got them: reduced, without the loss scale, not clipped. None if skipped."""
-    counted_squares: list[CountedSquare]
+    counted_squares: dict[str, float]
+    """What this rank adds to the square of the global norm (without the loss scale), by parameter."""
     main_params: list[TensorPart]
     """Main parameters of this rank's shards after the update."""
     parameters: list[TensorPart]

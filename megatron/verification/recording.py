@@ -17,7 +17,7 @@ from megatron.model.gpt import GPTChunk, ModelInputs
 from megatron.parallel.shards import Shard
 from megatron.spec.operations import Op
 from megatron.training.step import StepResult, TrainStep
-from megatron.verification.observation import EVALUATED_STEPS, CountedSquare, RankStep, TensorPart
+from megatron.verification.observation import EVALUATED_STEPS, RankStep, TensorPart
 
 
 @dataclass
@@ -168,13 +168,12 @@ def parts_of_parameters(step: TrainStep) -> list[TensorPart]:
     return parts
 
 
-def counted_squares(step: TrainStep, scale: float) -> list[CountedSquare]:
-    """What each shard of this rank added to the square of the global norm of the last step, which used this loss scale."""
-    squares = (step.counted_squares / scale**2).tolist()
-    return [
-        CountedSquare(shard.record.name, tuple((p.box.offsets, p.box.sizes) for p in shard.counted_boxes(step.context)), square)
-        for shard, square in zip(step.counted_shards, squares, strict=True)
-    ]
+def counted_squares(step: TrainStep, scale: float) -> dict[str, float]:
+    """What this rank added to the square of the global norm of the last step, which used this loss scale, by parameter."""
+    found: dict[str, float] = {}
+    for shard, square in zip(step.counted_shards, step.counted_squares.tolist(), strict=True):
+        found[shard.record.name] = found.get(shard.record.name, 0.0) + square / scale**2
+    return found
 
 
 def set_weights(step: TrainStep, weights: Mapping[str, torch.Tensor]) -> None:

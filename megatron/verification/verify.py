@@ -15,7 +15,8 @@ from megatron.config.config import Config
 from megatron.config.save import to_dict
 from megatron.pipeline_parallel.partition import table_of
 from megatron.verification.comparison import Comparison
-from megatron.verification.diagnosis import diagnose, layer_findings
+from megatron.verification.diagnosis import diagnose
+from megatron.verification.findings import layer_findings
 from megatron.verification.isolation import isolate
 from megatron.verification.joined import JoinedTensor
 from megatron.verification.local_ranks import RanksError

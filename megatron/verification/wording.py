@@ -69,7 +69,7 @@ def ratio_words(ratio: float, facts: Facts) -> str:
     """
     meant = [(name, words) for value, name, words in _factors(facts) if math.isclose(ratio, value, rel_tol=_CLOSE)]
     if not meant:
-        return f"{short(ratio)}x what it should be" if ratio else "zero"
+        return f"{short(ratio)}x what it should be" if ratio else "zero: nothing reaches it"
     names, reasons = (list(dict.fromkeys(column)) for column in zip(*meant, strict=True))
     return f"{short(ratio)}x, {' or '.join(names)}: {'; or '.join(reasons)}"
 
@@ -91,13 +91,8 @@ def _factors(facts: Facts) -> Iterator[tuple[float, str, str]]:
         known.append(
             (size, f"the {group} size", twice, f"{once_more}, or one rank's share of the {group} group instead of the sum")
         )
-    if facts.tensor > 1 and facts.data > 1:
-        twice = "a sum over both groups is made where the values are whole already"
-        known.append((facts.tensor * facts.data, "the product of tensor and data size", twice, once_more))
     mean = "microbatches are summed where their mean is meant"
     known.append((facts.microbatches, "the number of microbatches", mean, once_more))
-    if facts.data > 1 and facts.microbatches > 1:
-        known.append((facts.data * facts.microbatches, "the number of the microbatches of all data ranks", mean, once_more))
     if facts.kept:
         ignored = "the count of tokens ignores the loss mask"
         known.append((facts.tokens / facts.kept, "all tokens / kept tokens", "the loss mask is counted twice", ignored))

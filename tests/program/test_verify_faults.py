@@ -193,7 +193,7 @@ FAULTS = {
         "token count",
         "the global batch",
         None,
-        ("the count ignores the loss mask",),
+        ("the count of tokens ignores the loss mask",),
     ),
     "gradients that are not clipped": Fault(
         (

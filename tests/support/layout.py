@@ -21,7 +21,6 @@ from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
-from megatron.verification.joined import where
 from megatron.verification.observation import TensorPart
 from megatron.verification.prove import import_before_fork
 from megatron.verification.recording import parts_of_parameters, parts_of_shards, set_weights
@@ -230,7 +229,7 @@ def join(ranks: Sequence[list[TensorPart]]) -> dict[str, torch.Tensor]:
     for parts in ranks:
         for part in parts:
             tensor = whole.setdefault(part.name, torch.full(part.shape, torch.nan, dtype=torch.float64))
-            view = tensor[where(part)]
+            view = tensor[part.box.index]
             fresh = torch.isnan(view)
             assert torch.equal(view[~fresh], part.values[~fresh]), f"replicas of {part.name} differ"
             view.copy_(part.values)

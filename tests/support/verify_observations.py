@@ -57,11 +57,6 @@ def gradients(step: int = 0) -> Callable[[RankObservation], list[TensorPart]]:
     return lambda rank: rank.steps[step].gradients
 
 
-def box(part: TensorPart, whole: Tensor) -> Tensor:
-    """The part's elements of a whole tensor."""
-    return whole[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.values.shape, strict=True))]
-
-
 def scale_gradients(observation: Observation, factor: float, *, step: int = 0) -> None:
     """Of all parameters."""
     for rank in observation.ranks:

@@ -130,7 +130,7 @@ def test_what_ranks_count_is_the_whole(observation: Observation) -> None:
         shares = [rank.steps[number] for rank in observation.ranks]
         assert sum(share.token_count for share in shares) == step.token_count
         assert sum(share.loss_sum for share in shares) == pytest.approx(step.loss_sum, rel=1e-12)
-        squares = sum(counted.square for share in shares for counted in share.counted_squares)
+        squares = sum(square for share in shares for square in share.counted_squares.values())
         assert squares == pytest.approx(step.grad_norm**2, rel=1e-12)
 
 

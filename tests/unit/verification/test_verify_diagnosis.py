@@ -10,12 +10,12 @@ import torch
 
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.verification.comparison import FindingKind
-from megatron.verification.diagnosis import diagnose, layer_findings
+from megatron.verification.diagnosis import diagnose
+from megatron.verification.findings import layer_findings
 from tests.support.verify_observations import (
     DATA,
     STAGES,
     TENSOR,
-    box,
     first_finding,
     gradients,
     observed,
@@ -74,7 +74,7 @@ def test_replicas_that_differ_otherwise() -> None:
     rank_1 = next(part for rank, part in parts(observation, gradients(), NORM) if rank == 1)
     rank_1.values.add_(random_like(rank_1.values))
     found = first_finding(observation)
-    assert "wrong on rank 1 alone (tensor rank 1)" in found.text and found.ranks == (1,)
+    assert "only on tensor rank 1" in found.text and found.ranks == (1,)
     assert "the tensor ranks hold different values" in found.text
 
 
@@ -82,14 +82,15 @@ def test_a_wrong_slice() -> None:
     observation = observed()
     rank_1 = next(part for rank, part in parts(observation, gradients(), QKV) if rank == 1)
     rank_1.values.add_(random_like(rank_1.values))
-    assert "wrong on rank 1 alone (tensor rank 1)" in first_finding(observation).text
+    found = first_finding(observation)
+    assert "only on tensor rank 1" in found.text and found.ranks == (1,)
 
 
 def test_a_gradient_that_does_not_arrive() -> None:
     observation = observed()
     for _, part in parts(observation, gradients(), QKV):
         part.values.zero_()
-    assert "zero: nothing of the backward pass reaches it" in first_finding(observation).text
+    assert "zero: nothing reaches it" in first_finding(observation).text
 
 
 def test_a_gradient_that_is_not_finite() -> None:
@@ -115,11 +116,11 @@ def test_a_missing_microbatch() -> None:
     lost = max(number for number, place in enumerate(plain.microbatches) if place[0] == 1 and plain.microbatch_tokens[number])
     last = max(place[1] for place in plain.microbatches)
     rank_0 = next(part for rank, part in parts(observation, gradients(), NORM) if rank == 0)
-    rank_0.values.sub_(box(rank_0, plain.contributions[NORM][lost]))
+    rank_0.values.sub_(rank_0.cut(plain.contributions[NORM][lost]))
     found = first_finding(observation)
     microbatch = plain.microbatches[lost][1]
     why = "reduced before the last gradient was in it" if microbatch == last else "reduced too early, or never added"
-    assert f"microbatch {microbatch} of data rank 1 is missing: {why}" in found.text and found.ranks == (0,)
+    assert f"microbatch {microbatch} of data rank 1 is missing: {why}; only on data rank 0" in found.text and found.ranks == (0,)
 
 
 def test_a_missing_microbatch_of_a_lone_data_rank() -> None:
@@ -128,7 +129,7 @@ def test_a_missing_microbatch_of_a_lone_data_rank() -> None:
     plain = observation.plain
     lost = next(number for number, tokens in enumerate(plain.microbatch_tokens) if tokens)
     for _, part in parts(observation, gradients(), NORM):
-        part.values.sub_(box(part, plain.contributions[NORM][lost]))
+        part.values.sub_(part.cut(plain.contributions[NORM][lost]))
     found = first_finding(observation)
     assert f"microbatch {lost} of data rank 0 is missing: never added" in found.text and found.group == ""
 
@@ -142,7 +143,7 @@ def test_microbatches_that_overwrite_those_before() -> None:
     kept = [float(last[rank] == number) for rank, number in plain.microbatches]
     found_sum = torch.einsum("m,m...->...", torch.tensor(kept, dtype=torch.float64), plain.contributions[NORM])
     for _, part in parts(observation, gradients(), NORM):
-        part.values.copy_(box(part, found_sum))
+        part.values.copy_(part.cut(found_sum))
     found = first_finding(observation)
     assert "only the last microbatch is in it: each overwrites those before it" in found.text and found.group == ""
 
@@ -160,7 +161,10 @@ def test_a_step_of_the_wrong_size() -> None:
     plain = observation.plain
     plain.steps[1] = dataclasses.replace(plain.steps[1], num_samples=4)
     found = first_finding(observation)
-    assert (found.kind, found.step) == (FindingKind.COUNT, 2) and "takes 6 samples, and should take 4" in found.text
+    assert (found.kind, found.step) == (
+        FindingKind.COUNT,
+        2,
+    ) and "the number of samples is 6, the reference's 4: 1.5x" in found.text
 
 
 def test_a_microbatch_counted_twice() -> None:
@@ -168,7 +172,7 @@ def test_a_microbatch_counted_twice() -> None:
     plain = observation.plain
     more = next(number for number, tokens in enumerate(plain.microbatch_tokens) if tokens)
     for _, part in parts(observation, gradients(), NORM):
-        part.values.add_(box(part, plain.contributions[NORM][more]))
+        part.values.add_(part.cut(plain.contributions[NORM][more]))
     data_rank, microbatch = plain.microbatches[more]
     assert f"microbatch {microbatch} of data rank {data_rank} counts 2 times" in first_finding(observation).text
 
@@ -182,7 +186,7 @@ def test_a_mean_of_means() -> None:
     weights = [total / tokens / len(kept) if tokens else 0.0 for tokens in plain.microbatch_tokens]
     mean = torch.einsum("m,m...->...", torch.tensor(weights, dtype=torch.float64), plain.contributions[NORM])
     for _, part in parts(observation, gradients(), NORM):
-        part.values.copy_(box(part, mean))
+        part.values.copy_(part.cut(mean))
     assert "each microbatch weighs the same, however many tokens count in it" in first_finding(observation).text
 
 
@@ -191,7 +195,7 @@ def test_the_sum_over_the_data_group_is_missing() -> None:
     plain = observation.plain
     for rank, part in parts(observation, gradients(), NORM):
         mine = [number for number, place in enumerate(plain.microbatches) if place[0] == rank]
-        part.values.copy_(box(part, plain.contributions[NORM][mine].sum(dim=0)))
+        part.values.copy_(part.cut(plain.contributions[NORM][mine].sum(dim=0)))
     found = first_finding(observation)
     assert "the sum over the data group is missing" in found.text and found.group == "data"
 
@@ -270,7 +274,8 @@ def test_a_sum_that_the_forward_lacks(bias: float, but: str) -> None:
                 noise = random_like(each.values)
                 each.values.mul_(0.5).add_(noise if rank.rank else -noise).add_(bias)
     found = first_finding(observation)
-    assert f"whose sum is right{but}: the sum over the tensor group is missing" in found.text and found.group == "tensor"
+    assert "the sum over the tensor group is missing" in found.text and f"the sum of the parts is right{but}" in found.text
+    assert found.group == "tensor"
 
 
 def test_a_layer_that_is_never_computed() -> None:
@@ -297,8 +302,8 @@ def test_a_count_that_ignores_the_mask() -> None:
     found = first_finding(observation)
     assert (
         found.kind is FindingKind.COUNT
-        and "48 tokens are counted" in found.text
-        and "the count ignores the loss mask" in found.text
+        and "the count of tokens is 48, the reference's 25" in found.text
+        and "the count of tokens ignores the loss mask" in found.text
     )
 
 

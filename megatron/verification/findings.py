@@ -1,0 +1,349 @@
+"""The differences between two runs, in the order in which one causes the next: start values, forward, loss, gradients, their norm,
+the update, what the next forward is given, and evaluations."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from megatron.pipeline_parallel.partition import Chunk
+from megatron.verification.causes import (
+    Cause,
+    Explanation,
+    WrongTensor,
+    cause_of,
+    left_over,
+    microbatches_in,
+    not_explained,
+    wrong_update,
+)
+from megatron.verification.comparison import ComparedTensors, Comparison, FindingKind, ProofFinding
+from megatron.verification.joined import AXES, HeldPart, JoinedTensor, norm
+from megatron.verification.wording import (
+    NEGLIGIBLE,
+    TOLERANCE,
+    Facts,
+    forward_order,
+    layer_of,
+    listing,
+    place_words,
+    ratio_words,
+    relative,
+    stages_of,
+)
+
+LISTED = 5
+"""The most further names in a finding."""
+_EVERYTHING = "all parameters"
+
+
+# ---- before anything is computed
+
+
+def start_findings(runs: Comparison) -> Iterator[ProofFinding]:
+    """Differences before the first step."""
+    yield from layer_findings(runs.table, runs.config.model.num_layers, runs.observation.start)
+    yield from _parameter_findings(runs)
+    lead = "is not what the run was given: values are loaded or published wrongly"
+    yield from _tensor_findings(runs, FindingKind.START, None, runs.start(), lead)
+    lead = "is initialised to other values than in one process: initialisation depends on the layout"
+    yield from _tensor_findings(runs, FindingKind.INITIAL, None, runs.initial(), lead)
+
+
+def layer_findings(table: Sequence[Chunk], num_layers: int, parameters: Iterable[str] = ()) -> Iterator[ProofFinding]:
+    """Check that the table gives each layer to one chunk, in order.
+
+    Args:
+        parameters: names of the model's parameters.
+    """
+
+    def finding(names: Sequence[str], text: str) -> ProofFinding:
+        place, stages = place_words(names[0], table), tuple(stages_of(names[0], table))
+        return ProofFinding(FindingKind.PARAMETERS, 0, place, text, math.inf, tuple(names), stages)
+
+    for layer in range(num_layers):
+        chunks = [chunk for chunk in table if layer in chunk.layers]
+        if len(chunks) != 1:
+            text = "the layer is dropped: the layer table gives it to no stage, so it is never computed and never trained"
+            if chunks:
+                text = f"the layer is doubled: chunks {listing(chunk.index for chunk in chunks)} both hold it"
+            yield finding([f"layers.{layer}", *(each for each in parameters if layer_of(each) == layer)], text)
+    for before, chunk in pairwise(chunk for chunk in sorted(table, key=lambda chunk: chunk.index) if chunk.layers):
+        first, last = chunk.layers[0], before.layers[-1]
+        if first <= last:
+            behind = f"behind layer {last} of chunk {before.index}"
+            text = f"the layers are out of order: chunk {chunk.index} begins with layer {first}, {behind}"
+            yield finding([f"layers.{first}"], text)
+            return
+
+
+def _parameter_findings(runs: Comparison) -> Iterator[ProofFinding]:
+    """Check that each parameter is held whole, and no other is."""
+    held, wanted = runs.start().joined, runs.observation.start
+    for name in dict.fromkeys([*wanted, *held]):
+        if layer_of(name) is not None and not stages_of(name, runs.table):
+            continue  # a finding about the whole layer says it already
+        text = ""
+        if name not in wanted:
+            text = "the model of these settings has no such parameter"
+        elif name not in held:
+            text = "no rank holds it"
+        elif held[name].shapes != {tuple(wanted[name].shape)}:
+            shapes = ", ".join(str(list(found)) for found in sorted(held[name].shapes))
+            text = f"ranks take its whole shape for {shapes}; it is {list(wanted[name].shape)}"
+        elif held[name].holes:
+            text = f"no rank holds {held[name].holes:,} of its {wanted[name].numel():,} elements"
+        if text:
+            yield runs.finding(FindingKind.PARAMETERS, None, [name], text)
+
+
+# ---- tensors and numbers
+
+
+def _tensor_findings(
+    runs: Comparison,
+    kind: FindingKind,
+    index: int | None,
+    compared: ComparedTensors,
+    lead: str = "",
+    *,
+    names: Sequence[str] | None = None,
+    facts: Facts = Facts(),  # noqa: B008, frozen
+    explain: Explanation = not_explained,
+    unexplained: str = "",
+) -> Iterator[ProofFinding]:
+    """One finding for each cause of the tensors that differ.
+
+    Args:
+        lead: words before the cause.
+        names: the tensors in the order of cause; by default all that differ, in that of the forward.
+        unexplained: words behind a difference that nothing explains.
+    """
+    together: dict[Cause, list[str]] = {}
+    for name in compared.differing if names is None else names:
+        wrong = WrongTensor(compared.joined[name], compared.reference[name], compared.measured[name])
+        together.setdefault(cause_of(wrong, facts, explain), []).append(name)
+    for cause, same in together.items():
+        text = cause.text or f"differs by no constant factor ({compared.measured[same[0]].words()}){unexplained}"
+        everything = len(same) == len(compared.measured) > 1
+        others = "so are the gradients of all parameters" if everything and kind == FindingKind.GRADIENT else likewise(same)
+        text = "; ".join(filter(None, [lead, text, *cause.notes, others]))
+        worst = max(compared.measured[name].relative for name in same)
+        yield runs.finding(kind, index, same, text, worst, group=cause.group, ranks=cause.ranks)
+
+
+def likewise(names: Sequence[str]) -> str:
+    """The names after the first in words."""
+    more = len(names) - 1 - LISTED
+    return f"likewise {', '.join(names[1 : 1 + LISTED])}{f' and {more} others' if more > 0 else ''}" if names[1:] else ""
+
+
+def _number_findings(
+    runs: Comparison,
+    kind: FindingKind,
+    index: int | None,
+    where: str | Sequence[str],
+    what: str,
+    found: float,
+    wanted: float,
+    why: str = "",
+    *,
+    divides: bool = False,
+) -> Iterator[ProofFinding]:
+    """A finding if two numbers differ by more than rounding.
+
+    Args:
+        why: words on what it can be.
+        divides: the loss and every gradient are divided by it.
+    """
+    if abs(found - wanted) <= TOLERANCE * abs(wanted):
+        return
+    factor = "not finite"
+    if math.isfinite(found) and found and wanted:
+        factor = ratio_words(wanted / found if divides else found / wanted, runs.facts(index or 0))
+    follows = "the loss and every gradient are " if divides else ""
+    text = f"{what} is {found:.12g}, the reference's {wanted:.12g}: {follows}{factor}{why and '; '}{why}"
+    yield runs.finding(kind, index, where, text, relative(found - wanted, wanted))
+
+
+# ---- forward and loss
+
+
+_PARTS = {"embedding": "what the embedding gives", "attention": "what the attention gives", "mlp": "what the MLP gives"}
+
+
+def forward_findings(runs: Comparison) -> Iterator[ProofFinding]:
+    """The first module, in the order of the forward, that is not computed once or has another output."""
+    seen = runs.activations()
+    for name in forward_order(runs.config.model.num_layers):
+        joined = seen.joined.get(name, JoinedTensor(name, ()))
+        times = Counter(_microbatch(runs, each) for each in joined.held if each.coordinates["tp"] == 0)
+        if wrong := [place for place in runs.plain.microbatches if times[place] != 1]:
+            text = "it is never computed: dropped from the forward"
+            if times:
+                data_rank, number = min(wrong)
+                text = f"computed {listing(times[place] for place in wrong)} times instead of once "
+                text += f"(microbatch {number} of data rank {data_rank} is the first such)"
+            yield runs.finding(FindingKind.FORWARD, 0, [name], text)
+            return
+        if seen.measured[name].differs:
+            part = _PARTS.get(name.rpartition(".")[2], "the residual stream behind the layer")
+            lead = f"{part} differs, though all before it agrees"
+            for chunk in runs.table if name.endswith(".attention") else ():
+                if not chunk.first and len(chunk.layers) and chunk.layers.start == layer_of(name):
+                    sender = runs.table[chunk.index - 1].stage
+                    lead += f"; it is the first layer of its chunk, so what arrived from stage {sender} may be wrong too"
+            yield from _tensor_findings(
+                runs, FindingKind.FORWARD, 0, seen, lead, names=[name], facts=runs.facts(0), explain=_wrong_positions
+            )
+            return
+
+
+def _microbatch(runs: Comparison, held: HeldPart) -> tuple[int, int]:
+    """Data rank and index of the microbatch of a part."""
+    return runs.plain.microbatches[held.part.offsets[0] // runs.config.training.micro_batch_size]
+
+
+def _wrong_positions(wrong: WrongTensor) -> tuple[str, str]:
+    """Which tokens of the samples differ. The first token attends to itself alone, so queries and keys do not matter."""
+    far = (wrong.joined.tensor - wrong.wanted).norm(dim=2) / wrong.wanted.norm(dim=2).clamp(min=1e-300)
+    bad = (~(far <= 10 * TOLERANCE)).any(dim=0).nonzero().flatten().tolist()
+    if not bad or len(bad) == far.shape[1]:
+        return "", ""
+    text = f"positions {listing(bad)} differ, the others agree"
+    if wrong.joined.name.endswith(".attention") and bad[0] > 0:
+        text += (
+            " (the first token of a sample attends to itself alone, and is right: so are values and projections; "
+            "queries and keys are not: rotary positions, the scale or the mask)"
+        )
+    return text, ""
+
+
+def loss_findings(runs: Comparison, index: int, *, forward_agrees: bool) -> Iterator[ProofFinding]:
+    """Differences in the count of samples and tokens, the sum of the loss and their quotient, in the step of this index."""
+    mine, plain = runs.steps(index)
+    batch, output = "the global batch", runs.place("output")
+    samples = runs.num_samples(index)
+    why = "the batch size, or its ramp-up"
+    wrong = [*_number_findings(runs, FindingKind.COUNT, index, batch, "the number of samples", samples, plain.num_samples, why)]
+    if wrong:
+        yield from wrong
+        return
+    counted = sum(rank.steps[index].token_count for rank in runs.ranks)
+    summed = sum(rank.steps[index].loss_sum for rank in runs.ranks)
+    yield from _number_findings(
+        runs, FindingKind.COUNT, index, batch, "the count of tokens", counted, plain.token_count, divides=True
+    )
+    why = "the weights are right, so it is the samples, or values of parameters that are used before they arrive"
+    if index == 0:
+        why = "all layers agree, so it is the final norm, the output layer, the cross entropy, labels or masks"
+    why = why if forward_agrees else ""
+    yield from _number_findings(
+        runs, FindingKind.LOSS, index, output, "the sum of the loss over the tokens", summed, plain.loss_sum, why
+    )
+    yield from _number_findings(runs, FindingKind.LOSS, index, batch, "the mean loss", mine.loss, plain.loss)
+    told = sorted({rank.steps[index].loss for rank in runs.ranks})
+    if len(told) > 1 and all(map(math.isfinite, told)):
+        text = f"ranks report {len(told)} different losses: {', '.join(f'{loss:.12g}' for loss in told[:3])}"
+        yield runs.finding(FindingKind.LOSS, index, "the ranks' reports", text, relative(told[-1] - told[0], plain.loss))
+
+
+# ---- gradients and update
+
+
+def gradient_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
+    """Differences in the gradients of the step of this index, in the order of backward."""
+    compared = runs.gradients(index)
+    explain = left_over(runs.gradients(index - 1).joined) if index else microbatches_in(runs.plain)
+    names = compared.differing[::-1]
+    facts = runs.facts(index)
+    yield from _tensor_findings(runs, FindingKind.GRADIENT, index, compared, names=names, facts=facts, explain=explain)
+
+
+def norm_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
+    """Differences in the global norm of a step whose gradients agree: each element must be counted once."""
+    mine, plain = runs.steps(index)
+    counted: Counter[str] = Counter()
+    for rank in runs.ranks:
+        counted.update(rank.steps[index].counted_squares)
+    wrong = {}
+    for name, gradient in plain.gradients.items():
+        wanted = norm(gradient) ** 2
+        if abs(counted[name] - wanted) > 1e-6 * wanted + NEGLIGIBLE * plain.grad_norm**2:
+            wrong[name] = f"{name} is {f'counted {counted[name] / wanted:.6g} times' if counted[name] else 'not counted'}"
+    why = "each element is counted once, so it is the sum of squares over the world"
+    if wrong:
+        why = f"{', '.join(list(wrong.values())[:LISTED])}; clipping takes its factor from this norm"
+    where = list(wrong) or _EVERYTHING
+    yield from _number_findings(runs, FindingKind.NORM, index, where, "the norm", mine.grad_norm, plain.grad_norm, why)
+
+
+def update_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
+    """Differences in what the update is made with and in the weights, after a step whose gradients and norm agree."""
+    mine, plain = runs.steps(index)
+    if mine.skipped:
+        text = "the step was skipped: the loss scaler took the gradient for an overflow"
+        yield runs.finding(FindingKind.UPDATE, index, _EVERYTHING, text)
+        return
+    for what, found, wanted in (
+        ("the learning rate", mine.learning_rate, plain.learning_rate),
+        ("the weight decay", mine.weight_decay, plain.weight_decay),
+    ):
+        yield from _number_findings(runs, FindingKind.UPDATE, index, _EVERYTHING, what, found, wanted, "the schedule")
+    weights = runs.weights(index)
+    if weights.differing:
+        before = runs.weights(index - 1).reference if index else runs.observation.start
+        yield from _tensor_findings(
+            runs,
+            FindingKind.UPDATE,
+            index,
+            weights,
+            "the gradient is right, the update is not",
+            explain=wrong_update(before),
+            unexplained=": clipping, moments or the update rule",
+        )
+        return
+    lead = "the optimizer holds the right values, but the next forward uses others: the update was not carried to the parameters"
+    yield from _tensor_findings(runs, FindingKind.REPLICAS, index, runs.parameters(index), lead)
+    for what, compared in (("main parameters", weights), ("parameters", runs.parameters(index))):
+        for name, joined in compared.joined.items():
+            for replicas in joined.ranks_apart()[:1]:
+                group, ranks = AXES[replicas.axis], replicas.ranks
+                text = (
+                    f"{what} that several ranks hold are not the same bits on ranks {listing(ranks)} of a {group} group: they will "
+                    "drift apart"
+                )
+                yield runs.finding(FindingKind.REPLICAS, index, [name], text, replicas.apart(), group=group, ranks=ranks)
+                return
+
+
+def overwritten_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
+    """Tensors that a step wrote to while they were being sent. Here other ranks got the old content; on a cluster it is chance."""
+    found = {rank.rank: rank.steps[index].overwritten for rank in runs.ranks if rank.steps[index].overwritten}
+    if found:
+        places = next(iter(found.values()))
+        text = "; ".join(
+            filter(None, ["it was written to before it had left, so that chance decides what arrives", likewise(places)])
+        )
+        yield runs.finding(FindingKind.TRANSFER, index, places[0], text, ranks=list(found))
+
+
+def evaluation_findings(runs: Comparison, up_to: int) -> Iterator[ProofFinding]:
+    """The first difference in the evaluations with weights that agree.
+
+    Args:
+        up_to: number of steps after which the weights still agree.
+    """
+    why = (
+        "though training with the same weights agrees: dropout is on where it should be off, parameters are used before they "
+        "arrive, or the batches, their masks or their count are others than in training"
+    )
+    what, where = "the mean loss of an evaluation", "the held-out batches"
+    both = zip(runs.ranks[0].evaluations[: up_to + 1], runs.plain.evaluations, strict=False)
+    for number, (found, wanted) in enumerate(both):
+        after = number - 1 if number else None
+        if told := [*_number_findings(runs, FindingKind.EVALUATION, after, where, what, found, wanted, why)]:
+            yield from told
+            return
