@@ -34,8 +34,8 @@ def test_a_norm_that_counts_replicas_twice() -> None:
     """A parameter that both tensor ranks hold is counted by both."""
     observation = observed()
     one, other = observation.ranks
-    square = sum(rank.steps[0].counted_squares[NORM] for rank in (one, other))
-    one.steps[0].counted_squares[NORM] += square
+    holder, copy = (one, other) if NORM in one.steps[0].counted_squares else (other, one)
+    square = copy.steps[0].counted_squares[NORM] = holder.steps[0].counted_squares[NORM]
     norm = observation.plain.steps[0].grad_norm
     change_steps(observation, 0, grad_norm=(norm**2 + square) ** 0.5)
     found = first_finding(observation)
