@@ -61,10 +61,8 @@ class Blend(SampleDraw):
 
     def __init__(self, weights: Sequence[float]) -> None:
         check_weights(weights)
-        self._num_datasets = len(weights)
         self._root = _join(weights)
-        self.weights = [0.0] * len(weights)
-        _spread(self._root, 1.0, self.weights)
+        self.weights = [weight / math.fsum(weights) for weight in weights]
 
     def place(self, numbers: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
         # Exact for numbers below 2**62.
@@ -83,7 +81,7 @@ class Blend(SampleDraw):
         return datasets, indices
 
     def counts(self, num_samples: int) -> list[int]:
-        found = [0] * self._num_datasets
+        found = [0] * len(self.weights)
         below = [(self._root, num_samples)]
         while below:
             node, count = below.pop()
@@ -140,41 +138,19 @@ def _join(weights: Sequence[float]) -> _Node | int:
     return waiting[0][2]
 
 
-def _spread(node: _Node | int, weight: float, weights: list[float]) -> None:
-    """Fill in the weights of the datasets below a node."""
-    if isinstance(node, int):
-        weights[node] = weight
-        return
-    _spread(node.left, weight * node.share / _ONE, weights)
-    _spread(node.right, weight * (_ONE - node.share) / _ONE, weights)
-
-
 class BlendedDataset(SampleSource):
     """Samples drawn from several sources.
 
     Args:
         sources: All with the same sequence length.
-        weights: Share of the samples that each gives (only their ratios count); one of weight 0 gives none.
-        blend: Which source each sample comes from (by default `Blend(weights)`).
+        blend: Which source each sample comes from.
         first_sample: Number of the first sample: a phase of a run begins where the phase before it ended.
-
-    Raises:
-        ValueError: the weights make no blend.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[SampleSource],
-        weights: Sequence[float],
-        *,
-        blend: SampleDraw | None = None,
-        first_sample: int = 0,
-    ) -> None:
-        self._sources, self._first_sample = list(sources), first_sample
-        self._blend = blend or Blend(weights)
-        if len(self._sources) != len(weights):
-            raise ValueError(f"{len(self._sources)} datasets have {len(weights)} weights")
-        self.seq_length = self._sources[0].seq_length
+    def __init__(self, sources: Sequence[SampleSource], blend: SampleDraw, *, first_sample: int = 0) -> None:
+        assert len(sources) == len(blend.weights), f"{len(sources)} datasets have {len(blend.weights)} weights"
+        self._sources, self._blend, self._first_sample = sources, blend, first_sample
+        self.seq_length = sources[0].seq_length
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
         first -= self._first_sample

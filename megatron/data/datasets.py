@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from megatron.config.data import DataConfig, WeightedPrefix, split_words
-from megatron.data.blend import BlendedDataset
+from megatron.config.data import DataConfig, DataOrder, WeightedPrefix, split_words
+from megatron.data.blend import Blend, BlendedDataset
 from megatron.data.epoch_order import Stretch
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.history import Blending, BlendPart, Phase, read_before, readings
@@ -22,17 +23,12 @@ from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Datasets:
+class Datasets(NamedTuple):
     """The splits that a run reads; a split that is not needed is None."""
 
     train: SplitData
     valid: SplitData | None
     test: SplitData | None
-
-    def all(self) -> list[SplitData]:
-        """The splits that are needed."""
-        return [data for data in (self.train, self.valid, self.test) if data is not None]
 
 
 def open_datasets(
@@ -58,7 +54,7 @@ def open_datasets(
                 )
             if len(given) > 1 or (given[0].weight is not None and not own_splits):  # Megatron's distinction
                 blending = "sizes" if given[0].weight is None else "weights"
-            components = _components(given, split, opened, None if own_splits else config.split, config, seq_length)
+            components = _components(given, split, opened, None if own_splits else config.split, config.data_order, seq_length)
         data = SplitData(split, config, seed, seq_length, tokenizer.vocab_size, tokenizer.eod, tuple(components), blending)
         data.source(num_samples=1)  # so that an empty split is found now
         return data
@@ -71,10 +67,14 @@ def _components(
     split: int,
     opened: dict[str, IndexedDataset],
     shares: str | None,
-    config: DataConfig,
+    order: DataOrder,
     seq_length: int,
 ) -> list[Component]:
-    """The datasets of a blend, with their documents of a split and their weights."""
+    """The datasets of a blend, with their documents of a split and their weights.
+
+    Raises:
+        DatasetError: a dataset is named twice, so that it would give the same samples twice, in the same order.
+    """
     found: list[Component] = []
     for each in given:
         if each.weight == 0:
@@ -84,27 +84,17 @@ def _components(
         documents = range(dataset.num_documents) if shares is None else split_documents(shares, dataset.num_documents)[split]
         size = max(dataset.num_tokens(documents) - 1, 0) // seq_length  # the number of samples in an epoch
         found.append(Component(dataset, documents, float(size) if each.weight is None else each.weight))
-    _refuse_repeats([component.dataset for component in found], config)
+    if len(found) > 1 and order != "megatron":  # there repeats are exactly what it does
+        first: dict[str, str] = {}
+        for component in found:
+            prefix, content = component.dataset.prefix, fingerprint(component.dataset)
+            if content in first:
+                raise DatasetError(
+                    f"a blend has {first[content]} and {prefix}, the same dataset: each of its samples would be read twice.\n"
+                    "  Name it once, with the sum of the weights."
+                )
+            first[content] = prefix
     return found
-
-
-def _refuse_repeats(datasets: list[IndexedDataset], config: DataConfig) -> None:
-    """Refuse a dataset that is named twice: it would give the same samples twice, in the same order.
-
-    Raises:
-        DatasetError: one is.
-    """
-    if config.data_order == "megatron":
-        return  # exactly what it does there
-    first: dict[str, str] = {}
-    for dataset in datasets if len(datasets) > 1 else []:
-        found = fingerprint(dataset)
-        if found in first:
-            raise DatasetError(
-                f"a blend has {first[found]} and {dataset.prefix}, the same dataset: each of its samples would be read twice.\n"
-                "  Name it once, with the sum of the weights."
-            )
-        first[found] = dataset.prefix
 
 
 @dataclass(frozen=True)
@@ -162,7 +152,7 @@ class SplitData:
         first_sample = readings(phases)[-1].first_sample if phases else 0
         if len(sources) == 1 and not first_sample:
             return sources[0]
-        return BlendedDataset(sources, [each.weight for each in self.components], first_sample=first_sample)
+        return BlendedDataset(sources, Blend([each.weight for each in self.components]), first_sample=first_sample)
 
     def _in_megatron_order(self, num_samples: int, num_read: int) -> SampleSource:
         if self.blending == "none":
@@ -180,7 +170,7 @@ class SplitData:
         counts: Sequence[int | None] = [None] * len(weights) if by_size else requested_samples(weights, num_samples)
         sources = [self._dataset(each, num_samples=count) for each, count in zip(self.components, counts, strict=True)]
         cache = cache_for(self.components[0].dataset.prefix, self.config.data_cache_path, note=_log.info)
-        return BlendedDataset(sources, weights, blend=GreedyBlend(weights, num_samples, cache, by_size=by_size))
+        return BlendedDataset(sources, GreedyBlend(weights, num_samples, cache, by_size=by_size))
 
     def _dataset(self, component: Component, *, num_samples: int | None = None, earlier: Sequence[Stretch] = ()) -> GPTDataset:
         return GPTDataset(

@@ -8,26 +8,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from numpy.typing import NDArray
+import numpy as np
 
 from megatron.data.index_cache import IndexCache
 from megatron.data.order import DOCUMENTS, LEFT_WINDOWS, WINDOWS, Key, permutation
-from megatron.data.split import Selection
 from megatron.data.windows import (
     DocumentLayout,
     Intervals,
     PassIndex,
     SampleOrder,
     SamplePlace,
+    Selection,
     Windows,
     cut,
     cut_points,
     lay_out,
-    whole,
 )
 
 _MUCH = 0.05
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a run in which the sequence length stayed the same."""
+
+    seq_length: int
+    num_samples: int
+    """Samples of the dataset that were read."""
+
+
+class Level(NamedTuple):
+    """The part of an unfinished epoch that one stretch read."""
+
+    stretch: int
+    """The stretch's index in the run."""
+    seq_length: int
+    num_read: int
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """The point in the epochs at which a stretch starts."""
+
+    epoch: int
+    levels: tuple[Level, ...]
+    """What earlier stretches read of this epoch; empty if a new epoch begins."""
+    stretch: int
+    """The stretch's index in the run."""
+
+
+def merged(earlier: Sequence[Stretch]) -> list[Stretch]:
+    """The stretches without empty ones; consecutive ones of one sequence length are joined."""
+    found: list[Stretch] = []
+    for stretch in earlier:
+        if found and found[-1].seq_length == stretch.seq_length:
+            found[-1] = Stretch(stretch.seq_length, found[-1].num_samples + stretch.num_samples)
+        elif stretch.num_samples:
+            found.append(stretch)
+    return found
 
 
 class EpochOrder(SampleOrder):
@@ -46,13 +86,12 @@ class EpochOrder(SampleOrder):
     def __init__(self, selection: Selection, *, earlier: Sequence[Stretch], cache: IndexCache) -> None:
         self._of = selection
         self._cache = cache
-        self._cutter = EpochCutter(selection.num_tokens, selection.seed, selection.split)
+        self.samples_per_epoch = self._whole_windows(selection.seq_length)
         stretches = merged(earlier)
         # At the same sequence length this is no new stretch, but continues the last one.
         self._offset = stretches.pop().num_samples if stretches and stretches[-1].seq_length == selection.seq_length else 0
-        self._start = resume(stretches, self._cutter)
-        self._num_resumed = self._cutter.num_windows(self._start, selection.seq_length) if self._start.levels else 0
-        self.samples_per_epoch = self._cutter.samples_per_epoch(selection.seq_length)
+        self._start = self._after(stretches)
+        self._num_resumed = self._num_windows(self._start, selection.seq_length) if self._start.levels else 0
 
     def place(self, number: int) -> SamplePlace:
         number, first_whole = number + self._offset, self._start.epoch
@@ -64,21 +103,18 @@ class EpochOrder(SampleOrder):
         return SamplePlace(first_whole + epochs, position, self.samples_per_epoch - position)
 
     def index(self, pass_number: int) -> PassIndex:
+        chosen = self._of
         at = self._start if pass_number == self._start.epoch else Resumption(pass_number, (), 0)
-        levels = [(level.stretch, level.seq_length, level.num_read) for level in at.levels]
-        cut_by = (self._of.seq_length, at.stretch if levels else 0, *levels)
+        cut_by = (chosen.seq_length, at.stretch if at.levels else 0, *map(tuple, at.levels))
 
         def key() -> tuple[object, ...]:
-            chosen = self._of
             return (chosen.dataset.digest, chosen.documents.start, chosen.documents.stop, chosen.split, chosen.seed, pass_number)
 
-        laid = self._cache.get(
-            "documents", ("sequences", "starts"), key, len(self._of.documents), lambda: self._lay_out(pass_number)
-        )
+        laid = self._cache.get("documents", ("sequences", "starts"), key, len(chosen.documents), lambda: self._lay_out(pass_number))
         windows = self._cache.get(
-            "windows", ("begins", "firsts", "order"), lambda: (*key(), *cut_by), self.samples_per_epoch, lambda: self._cut(at)
+            "windows", ("begins", "firsts", "order"), lambda: (*key(), *cut_by), self.samples_per_epoch, lambda: self._cut(at)[:3]
         )
-        return PassIndex(DocumentLayout(*laid), Windows(self._of.seq_length, *windows))
+        return DocumentLayout(*laid), Windows(*windows, seq_length=chosen.seq_length)
 
     def describe(self, num_samples: int) -> list[str]:
         tail = self._of.num_tokens - 1 - self.samples_per_epoch * self._of.seq_length
@@ -89,7 +125,7 @@ class EpochOrder(SampleOrder):
         if self._start.levels:
             read = " and ".join(f"{level.num_read:,} samples of {level.seq_length} tokens" for level in self._start.levels)
             left = self._num_resumed * self._of.seq_length
-            dropped = self._cutter.left(self._start).num_predicted - left
+            dropped = self._left(self._start).num_predicted - left
             lines.append(
                 f"of epoch {self._start.epoch:,}, {read} were read; {self._num_resumed:,} samples of {self._of.seq_length} tokens "
                 f"are left of it, and {dropped:,} tokens ({dropped / self._of.num_tokens:.2%}) in stretches too short for one are "
@@ -110,71 +146,27 @@ class EpochOrder(SampleOrder):
             return place.pass_number + read / self._of.num_tokens
         return place.pass_number + place.position / self.samples_per_epoch
 
-    def _lay_out(self, epoch: int) -> tuple[NDArray, ...]:
+    def _lay_out(self, epoch: int) -> DocumentLayout:
         documents = permutation(len(self._of.documents), (DOCUMENTS, self._of.seed, self._of.split, epoch))
         if self._of.documents.start:
             documents = documents + documents.dtype.type(self._of.documents.start)
-        laid = lay_out(self._of.dataset, documents)
-        return laid.sequences, laid.starts
+        return lay_out(self._of.dataset, documents)
 
-    def _cut(self, at: Resumption) -> tuple[NDArray, ...]:
-        windows = self._cutter.windows(at, self._of.seq_length)
-        return windows.begins, windows.firsts, windows.order
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """A part of a run in which the sequence length stayed the same."""
-
-    seq_length: int
-    num_samples: int
-    """Samples of the dataset that were read."""
-
-
-@dataclass(frozen=True)
-class Level:
-    """The part of an unfinished epoch that one stretch read."""
-
-    stretch: int
-    """The stretch's index in the run."""
-    seq_length: int
-    num_read: int
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """The point in the epochs at which a stretch starts."""
-
-    epoch: int
-    levels: tuple[Level, ...]
-    """What earlier stretches read of this epoch; empty if a new epoch begins."""
-    stretch: int
-    """The stretch's index in the run."""
-
-
-class EpochCutter:
-    """Cuts epochs of `num_tokens` tokens into windows, permuted by keys of (seed, split, epoch)."""
-
-    def __init__(self, num_tokens: int, seed: int, split: int) -> None:
-        self._num_tokens = num_tokens
-        self._seed = seed
-        self._split = split
-
-    def samples_per_epoch(self, seq_length: int) -> int:
+    def _whole_windows(self, seq_length: int) -> int:
         """The number of windows in a whole epoch."""
-        return (self._num_tokens - 1) // seq_length
+        return (self._of.num_tokens - 1) // seq_length
 
-    def windows(self, at: Resumption, seq_length: int) -> Windows:
+    def _cut(self, at: Resumption) -> Windows:
         """The windows of what is unread of an epoch."""
-        return cut(self.left(at), seq_length, self._key(at.epoch, at.stretch if at.levels else 0))
+        return cut(self._left(at), self._of.seq_length, self._key(at.epoch, at.stretch if at.levels else 0))
 
-    def num_windows(self, at: Resumption, seq_length: int) -> int:
-        """The number of these windows."""
-        return int(cut_points(self.left(at), seq_length)[1][-1])
+    def _num_windows(self, at: Resumption, seq_length: int) -> int:
+        """The number of windows of this length in what is unread of an epoch."""
+        return int(cut_points(self._left(at), seq_length)[1][-1])
 
-    def left(self, at: Resumption) -> Intervals:
+    def _left(self, at: Resumption) -> Intervals:
         """The tokens of an epoch that no level has read."""
-        left = whole(self._num_tokens)
+        left = Intervals(np.array([0], np.int64), np.array([self._of.num_tokens], np.int64))
         for number, level in enumerate(at.levels):
             left = cut(left, level.seq_length, self._key(at.epoch, level.stretch if number else 0)).left(level.num_read)
         return left
@@ -182,34 +174,21 @@ class EpochCutter:
     def _key(self, epoch: int, stretch: int) -> Key:
         """Key of a permutation. Stretch 0 stands for a whole epoch, as in a run that always had this sequence length."""
         if not stretch:
-            return (WINDOWS, self._seed, self._split, epoch)
-        return (LEFT_WINDOWS, self._seed, self._split, epoch, stretch)
+            return (WINDOWS, self._of.seed, self._of.split, epoch)
+        return (LEFT_WINDOWS, self._of.seed, self._of.split, epoch, stretch)
 
-
-def resume(earlier: Sequence[Stretch], cutter: EpochCutter) -> Resumption:
-    """The point at which the stretch after these starts."""
-    at = Resumption(0, (), 0)
-    for number, stretch in enumerate(earlier):
-        num_samples, epoch, levels = stretch.num_samples, at.epoch, at.levels
-        if levels:
-            left = cutter.num_windows(at, stretch.seq_length)
-            if num_samples < left:
-                levels = (*levels, Level(number, stretch.seq_length, num_samples))
-                at = Resumption(epoch, levels, number + 1)
-                continue
-            num_samples, epoch, levels = num_samples - left, epoch + 1, ()
-        epochs, num_read = divmod(num_samples, cutter.samples_per_epoch(stretch.seq_length))
-        levels = (Level(number, stretch.seq_length, num_read),) if num_read else ()
-        at = Resumption(epoch + epochs, levels, number + 1)
-    return at
-
-
-def merged(earlier: Sequence[Stretch]) -> list[Stretch]:
-    """The stretches without empty ones; consecutive ones of one sequence length are joined."""
-    found: list[Stretch] = []
-    for stretch in earlier:
-        if found and found[-1].seq_length == stretch.seq_length:
-            found[-1] = Stretch(stretch.seq_length, found[-1].num_samples + stretch.num_samples)
-        elif stretch.num_samples:
-            found.append(stretch)
-    return found
+    def _after(self, earlier: Sequence[Stretch]) -> Resumption:
+        """The point at which the stretch after these starts."""
+        at = Resumption(0, (), 0)
+        for number, stretch in enumerate(earlier):
+            num_samples, epoch, levels = stretch.num_samples, at.epoch, at.levels
+            if levels:
+                left = self._num_windows(at, stretch.seq_length)
+                if num_samples < left:
+                    at = Resumption(epoch, (*levels, Level(number, stretch.seq_length, num_samples)), number + 1)
+                    continue
+                num_samples, epoch = num_samples - left, epoch + 1
+            epochs, num_read = divmod(num_samples, self._whole_windows(stretch.seq_length))
+            levels = (Level(number, stretch.seq_length, num_read),) if num_read else ()
+            at = Resumption(epoch + epochs, levels, number + 1)
+        return at

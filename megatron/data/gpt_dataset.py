@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,8 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.megatron_order import MegatronOrder
 from megatron.data.samples import SamplePiece, SampleSource
-from megatron.data.split import SPLIT_NAMES, Selection
-from megatron.data.windows import PassIndex, SampleOrder, WindowReader
+from megatron.data.split import SPLIT_NAMES
+from megatron.data.windows import DocumentLayout, PassIndex, SampleOrder, Selection
 
 
 class GPTDataset(SampleSource):
@@ -56,39 +57,115 @@ class GPTDataset(SampleSource):
     ) -> None:
         self.selection = Selection(dataset, documents, split, seed, seq_length)
         self.seq_length = seq_length
-        self._order = make_order(order, self.selection, num_samples=num_samples, earlier=earlier, cache=cache or IndexCache(None))
-        self._passes = KeptPasses(self._order.index)
-        self._reader = WindowReader(dataset, vocab_size)
+        for length in (seq_length, *(stretch.seq_length for stretch in earlier)):
+            _check_size(self.selection, length)
+        cache = cache or IndexCache(None)
+        if order == "epoch":
+            self.order: SampleOrder = EpochOrder(self.selection, earlier=earlier, cache=cache)
+        elif earlier:
+            raise ValueError(
+                "--data-order megatron has no order for a run that changes --seq-length on the way "
+                f"({earlier[-1].seq_length} before, {seq_length} now).\n"
+                "  Keep --seq-length, or train with --data-order epoch."
+            )
+        else:
+            self.order = MegatronOrder(self.selection, num_samples=num_samples, cache=cache)
+        self._passes = KeptPasses(self.order.index)
+        self._vocab_size = vocab_size
+        self._may_be_negative = dataset.dtype.kind == "i"
+        self._may_be_beyond = self._may_be_negative or 1 << 8 * dataset.dtype.itemsize > vocab_size
 
     @property
     def samples_per_epoch(self) -> int:
         """The number of samples in one pass over the split."""
-        return self._order.samples_per_epoch
+        return self.order.samples_per_epoch
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        found = np.empty((count, self.seq_length + 1), dtype=np.int64)
-        done = 0
+        length = self.seq_length + 1
+        found = np.empty((count, length), dtype=np.int64)
+        at_once, done = max(1, _TOKENS_AT_ONCE // length), 0
         while done < count:
-            place = self._order.place(first + done)
-            index = self._passes.get(place.pass_number)
-            stop = done + min(place.num_left, count - done)
-            windows = index.windows.order[place.position : place.position + stop - done]
-            self._reader.read(index.layout, index.windows.starts(windows), found[done:stop])
+            place = self.order.place(first + done)
+            layout, windows = self._passes.get(place.pass_number)
+            stop = done + min(place.num_left, count - done, at_once)
+            starts = windows.starts(windows.order[place.position : place.position + stop - done])
+            found[done:stop] = self._tokens(_pieces(layout, starts, length)).reshape(-1, length)
             done = stop
         return found
 
     def lineage(self, number: int) -> list[SamplePiece]:
-        place = self._order.place(number)
-        index = self._passes.get(place.pass_number)
-        start = index.windows.starts(index.windows.order[place.position : place.position + 1])
-        return self._reader.lineage(index.layout, int(start[0]), self.seq_length + 1)
+        dataset, place = self.selection.dataset, self.order.place(number)
+        layout, windows = self._passes.get(place.pass_number)
+        pieces = _pieces(layout, windows.starts(windows.order[place.position : place.position + 1]), self.seq_length + 1)
+        found: list[SamplePiece] = []
+        for sequence, first, count in zip(*(array.tolist() for array in pieces), strict=True):
+            if not count:
+                continue
+            document = dataset.document_of(sequence)
+            before = dataset.lengths[dataset.document_index[document] : sequence].sum(dtype=np.int64)
+            piece = SamplePiece(dataset.prefix, document, int(before) + first, count)
+            last = found[-1] if found else None
+            # Consecutive sequences of a document are one piece.
+            if last and last.document == document and last.first_token + last.num_tokens == piece.first_token:
+                found[-1] = SamplePiece(dataset.prefix, document, last.first_token, last.num_tokens + count)
+            else:
+                found.append(piece)
+        return found
 
     def describe(self, num_samples: int) -> list[str]:
         chosen, dataset = self.selection, self.selection.dataset
         name = f"{SPLIT_NAMES[chosen.split]}: {dataset.prefix}"
         size = f"{len(chosen.documents):,} of {dataset.num_documents:,} documents, {chosen.num_tokens:,} tokens"
-        first, *more = self._order.describe(num_samples)
+        first, *more = self.order.describe(num_samples)
         return [f"{name}: {size}; {first}", *(f"{name}: {line}" for line in more)]
+
+    def _tokens(self, pieces: _Pieces) -> NDArray[np.integer]:
+        """The tokens of pieces, one after another, each a row of the vocabulary."""
+        dataset = self.selection.dataset
+        width, data = dataset.dtype.itemsize, dataset.data
+        begins = dataset.offsets[pieces.sequences] + pieces.first * width
+        ends = begins + pieces.counts * width
+        # One join of views is several times as fast as a copy by numpy for each piece, or than gathering token by token.
+        raw = b"".join([data[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)])
+        tokens: NDArray[np.integer] = np.frombuffer(raw, dataset.dtype)
+        if (self._may_be_beyond and tokens.max() >= self._vocab_size) or (self._may_be_negative and tokens.min() < 0):
+            self._refuse(tokens, pieces)
+        return tokens
+
+    def _refuse(self, tokens: NDArray[np.integer], pieces: _Pieces) -> None:
+        dataset, position = self.selection.dataset, int(np.argmax((tokens < 0) | (tokens >= self._vocab_size)))
+        at = int(np.searchsorted(np.cumsum(pieces.counts), position, side="right"))
+        raise DatasetError(
+            f"{dataset.prefix}: document {dataset.document_of(int(pieces.sequences[at])):,} has token id {tokens[position]:,}, but "
+            f"the tokenizer has {self._vocab_size:,} ids (0 to {self._vocab_size - 1:,}).\n"
+            "  The dataset was made with another tokenizer: give that one (--tokenizer-type and its files, or --vocab-size), or "
+            "make the dataset again with tools/preprocess_data.py."
+        )
+
+
+_TOKENS_AT_ONCE = 1 << 17  # fits the cache of a core
+
+
+class _Pieces(NamedTuple):
+    """Parts of sequences that, one after another, make up windows."""
+
+    sequences: NDArray[np.integer]
+    first: NDArray[np.int64]
+    """Index of the first token within the sequence."""
+    counts: NDArray[np.int64]
+
+
+def _pieces(layout: DocumentLayout, starts: NDArray[np.int64], length: int) -> _Pieces:
+    """The pieces of windows of `length` tokens that start at these tokens of the layout."""
+    # Methods of arrays: numpy's functions of the same names cost twice as much for a single window.
+    at = layout.starts.searchsorted(starts, side="right") - 1
+    counts = layout.starts.searchsorted(starts + (length - 1), side="right") - at
+    at = (at - counts.cumsum() + counts).repeat(counts)
+    at += np.arange(len(at))  # at, at + 1, ... of each window
+    window_starts, sequence_starts = starts.repeat(counts), layout.starts[at]
+    begins = np.maximum(sequence_starts, window_starts)
+    ends = np.minimum(layout.starts[at + 1], window_starts + length)
+    return _Pieces(layout.sequences[at], begins - sequence_starts, ends - begins)
 
 
 _NUM_KEPT = 2  # reading ahead crosses the end of an epoch
@@ -127,27 +204,6 @@ class _Slot:
 
 
 _OWN_PATHS = ("--train-data-path", "--valid-data-path", "--test-data-path")
-
-
-def make_order(
-    order: DataOrder, selection: Selection, *, num_samples: int | None, earlier: Sequence[Stretch], cache: IndexCache
-) -> SampleOrder:
-    """The order of a split's samples. For the arguments see `GPTDataset`. Indexes are built when they are first needed.
-
-    Raises:
-        DatasetError: the split is shorter than one window.
-        ValueError: stretches at other sequence lengths in Megatron's order.
-    """
-    for length in (selection.seq_length, *(stretch.seq_length for stretch in earlier)):
-        _check_size(selection, length)
-    if order == "epoch":
-        return EpochOrder(selection, earlier=earlier, cache=cache)
-    if earlier:
-        raise ValueError(
-            f"--data-order megatron has no order for a run that changes --seq-length on the way ({earlier[-1].seq_length} before, "
-            f"{selection.seq_length} now).\n  Keep --seq-length, or train with --data-order epoch."
-        )
-    return MegatronOrder(selection, num_samples=num_samples, cache=cache)
 
 
 def _check_size(selection: Selection, seq_length: int) -> None:

@@ -103,19 +103,15 @@ def readings(phases: Sequence[Phase]) -> list[Phase]:
     return found
 
 
-def samples_of_parts(phase: Phase, num_samples: int) -> list[int]:
-    """How many of the first samples of a phase come from each of its datasets (in the epoch order)."""
-    return [int(count) for count in Blend([part.weight for part in phase.parts]).counts(num_samples)] if phase.parts else []
-
-
 def read_before(phases: Sequence[Phase], part: BlendPart) -> list[Stretch]:
     """What a dataset of the last phase gave in earlier phases that read it in the same order, the earliest first."""
     last = phases[-1]
     found: list[Stretch] = []
     for phase, following in pairwise(readings(phases)):
-        if (phase.order, phase.seed) != (last.order, last.seed):
+        if (phase.order, phase.seed) != (last.order, last.seed) or not phase.parts:
             continue
-        for each, count in zip(phase.parts, samples_of_parts(phase, following.first_sample - phase.first_sample), strict=True):
+        counts = Blend([each.weight for each in phase.parts]).counts(following.first_sample - phase.first_sample)
+        for each, count in zip(phase.parts, counts, strict=True):
             if each.key == part.key and count:
                 found.append(Stretch(phase.seq_length, count))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -61,7 +62,8 @@ class StepLoader(Iterator[list[T]], Generic[T]):
         num_workers: int,
     ) -> None:
         self.consumed_samples = consumed_samples
-        self._read = _Reader(dataset, rules, prepare, micro_batch_size)
+        # The threads hold this and not the loader, so that a dropped loader ends them.
+        self._read = functools.partial(_read, dataset, rules, prepare, micro_batch_size)
         self._micro_batch_size = micro_batch_size
         self._data_rank = data_rank
         self._data_size = data_size
@@ -134,19 +136,13 @@ class StepLoader(Iterator[list[T]], Generic[T]):
         return len(self._ahead) < _STEPS_AHEAD or sum(len(tasks) for _, tasks in self._ahead) < self._tasks_ahead
 
 
-class _Reader(Generic[T]):
-    """Reads and prepares microbatches. The threads hold this object and not the loader, so that a dropped loader ends them."""
-
-    def __init__(
-        self, dataset: SampleSource, rules: DocumentRules, prepare: Callable[[Microbatch], T], micro_batch_size: int
-    ) -> None:
-        self._dataset, self._rules, self._prepare, self._size = dataset, rules, prepare, micro_batch_size
-
-    def __call__(self, first_samples: Iterable[int]) -> list[T]:
-        return [self._prepare(read_microbatch(self._dataset, first, self._size, self._rules)) for first in first_samples]
+def _read(
+    dataset: SampleSource, rules: DocumentRules, prepare: Callable[[Microbatch], T], size: int, first_samples: Iterable[int]
+) -> list[T]:
+    """Microbatches, read and prepared."""
+    return [prepare(read_microbatch(dataset, first, size, rules)) for first in first_samples]
 
 
-_T = TypeVar("_T")
 _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 _Tasks = queue.SimpleQueue[_Task | None]
 
@@ -170,9 +166,9 @@ class ReadingThreads:
         self._dropped.atexit = False  # `_end_all` does it, and waits
         _open_pools.add(self)
 
-    def submit(self, function: Callable[..., _T], *args: Any) -> Future[_T]:
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Have a thread call a function. Its result, or its exception, arrives in the future."""
-        future: Future[_T] = Future()
+        future: Future[T] = Future()
         self._tasks.put((future, function, args))
         for thread in self._threads:
             if thread.ident is None:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.order import index_dtype
-from megatron.data.split import SPLIT_NAMES, Selection
-from megatron.data.windows import DocumentLayout, PassIndex, SampleOrder, SamplePlace, Windows, lay_out
+from megatron.data.split import SPLIT_NAMES
+from megatron.data.windows import DocumentLayout, PassIndex, SampleOrder, SamplePlace, Selection, Windows, lay_out
 
 _LEAST_SHARE = 0.80
 """If a smaller share of the last epoch's samples is needed, that epoch is shuffled separately."""
@@ -107,16 +107,15 @@ class MegatronOrder(SampleOrder):
             documents = (self._of.documents.start, self._of.documents.stop)
             return (self._of.dataset.digest, *documents, self._of.seed, plan.seq_length, plan.num_epochs, plan.last_is_apart)
 
-        arrays = self._cache.get(
+        sequences, starts, shuffle = self._cache.get(
             "megatron",
             ("sequences", "starts", "shuffle"),
             key,
             max(len(self._of.documents) * plan.num_epochs, self._num_samples),
             self._build,
         )
-        sequences, starts, shuffle = arrays
         firsts = np.array([0, self._num_samples], np.int64)
-        return PassIndex(DocumentLayout(sequences, starts), Windows(plan.seq_length, np.zeros(1, np.int64), firsts, shuffle))
+        return DocumentLayout(sequences, starts), Windows(np.zeros(1, np.int64), firsts, shuffle, plan.seq_length)
 
     def describe(self, num_samples: int) -> list[str]:
         plan = self._plan
@@ -135,7 +134,7 @@ class MegatronOrder(SampleOrder):
         layout = lay_out(self._of.dataset, np.concatenate(shuffled))
         bounds = [0, plan.samples_of(together), self._num_samples][: 3 if apart else 2]
         windows = [_shuffled(stream, range(start, stop), 1) for start, stop in pairwise(bounds)]
-        return layout.sequences, layout.starts, np.concatenate(windows)
+        return (*layout, np.concatenate(windows))
 
 
 def _shuffled(stream: np.random.RandomState, numbers: range, times: int) -> NDArray[np.integer]:

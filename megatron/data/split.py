@@ -1,12 +1,8 @@
-"""Which documents are for training, validation and test, and in which length and order a split is read."""
+"""Which documents are for training, validation and test."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from functools import cached_property
-
-from megatron.data.indexed_dataset import IndexedDataset
 
 SPLIT_NAMES = ("training", "validation", "test")
 
@@ -39,22 +35,3 @@ def split_documents(text: str, num_documents: int) -> tuple[range, range, range]
     bounds = [round(share * num_documents) for share in itertools.accumulate(parse_split(text), initial=0.0)]
     train, valid, test = (range(start, stop) for start, stop in itertools.pairwise(bounds))
     return train, valid, test
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The documents of a split, the seed of their order, and the sequence length."""
-
-    dataset: IndexedDataset
-    documents: range
-    """Consecutive documents that belong to the split."""
-    split: int
-    """0 training, 1 validation, 2 test."""
-    seed: int
-    seq_length: int
-    """Tokens that the model reads at once."""
-
-    @cached_property
-    def num_tokens(self) -> int:
-        """Number of tokens in the split."""
-        return self.dataset.num_tokens(self.documents)

@@ -253,7 +253,7 @@ class RunData:
 
     def _warnings(self) -> list[str]:
         assert self.datasets is not None
-        components = [each for data in self.datasets.all() for each in data.components]
+        components = [each for data in self.datasets if data is not None for each in data.components]
         told = (missing_ends(each.dataset, each.documents, self.maker.rules) for each in components)
         return list(dict.fromkeys(f"WARNING: {text}" for text in told if text is not None))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config.data import DataOrder
-from megatron.data.gpt_dataset import make_order
+from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache, cache_for
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.split import SPLIT_NAMES, Selection, split_documents
+from megatron.data.split import SPLIT_NAMES, split_documents
+from megatron.data.windows import SampleOrder
 
 
 def build_index(
@@ -45,19 +46,29 @@ def build_index(
     ranges = (everything,) if split is None else split_documents(split, dataset.num_documents)
     lines = []
     for number, documents in enumerate(ranges):
-        selection = Selection(dataset, documents, number, seed, seq_length)
         cache = cache_for(dataset.prefix, data_cache_path)
-        told = _build_split(selection, epochs if order == "epoch" else 1, order, num_samples[number], cache)
+        try:
+            source = GPTDataset(
+                dataset,
+                documents,
+                split=number,
+                seed=seed,
+                seq_length=seq_length,
+                vocab_size=1,  # no token is read
+                order=order,
+                num_samples=num_samples[number],
+                cache=cache,
+            )
+        except DatasetError as error:
+            told = f"no index, since {str(error).splitlines()[0]}"
+        else:
+            told = _build(source.order, epochs if order == "epoch" else 1, cache)
         lines.append(f"{SPLIT_NAMES[number]}: {dataset.prefix}: {told}")
     return lines
 
 
-def _build_split(selection: Selection, num_passes: int, order: DataOrder, num_samples: int | None, cache: IndexCache) -> str:
+def _build(samples: SampleOrder, num_passes: int, cache: IndexCache) -> str:
     """Make the indexes of the first passes; returns a line that says what was made."""
-    try:
-        samples = make_order(order, selection, num_samples=num_samples, earlier=(), cache=cache)
-    except DatasetError as error:
-        return f"no index, since {str(error).splitlines()[0]}"
     for number in range(num_passes):
         samples.index(number)
     if cache.fault:

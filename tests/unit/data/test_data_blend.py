@@ -163,7 +163,7 @@ class Numbered:
 @given(weights=weights, first=st.integers(0, 200), count=st.integers(0, 60))
 def test_samples_come_from_their_datasets_in_the_order_of_each(weights: list[float], first: int, count: int) -> None:
     sources = [Numbered(name) for name in range(len(weights))]
-    blended = BlendedDataset(sources, weights)
+    blended = BlendedDataset(sources, Blend(weights))
     found = blended.samples(first, count)
     expected = [[name, index] for name, index in places(Blend(weights), np.arange(first, first + count))]
     assert found.tolist() == expected
@@ -174,7 +174,7 @@ def test_samples_come_from_their_datasets_in_the_order_of_each(weights: list[flo
 
 
 def test_the_report_has_shares_counts_and_what_is_never_read() -> None:
-    lines = BlendedDataset([Numbered(name) for name in range(3)], [3.0, 0.0, 1.0]).describe(40)
+    lines = BlendedDataset([Numbered(name) for name in range(3)], Blend([3.0, 0.0, 1.0])).describe(40)
     assert lines == [
         "dataset 0; 75.0000% of the blend: 30 of 40 samples",
         "dataset 0: 30 samples",
@@ -182,8 +182,8 @@ def test_the_report_has_shares_counts_and_what_is_never_read() -> None:
         "dataset 2; 25.0000% of the blend: 10 of 40 samples",
         "dataset 2: 10 samples",
     ]
-    with pytest.raises(ValueError, match="2 datasets have 3 weights"):
-        BlendedDataset([Numbered(0), Numbered(1)], [1.0, 1.0, 1.0])
+    with pytest.raises(AssertionError, match="2 datasets have 3 weights"):
+        BlendedDataset([Numbered(0), Numbered(1)], Blend([1.0, 1.0, 1.0]))
 
 
 def test_a_blend_of_token_files_reads_each_in_its_own_order(tmp_path: Path) -> None:
@@ -193,8 +193,8 @@ def test_a_blend_of_token_files_reads_each_in_its_own_order(tmp_path: Path) -> N
             writer.add_documents(np.arange(300) + 300 * name, [30] * 10)
         dataset = IndexedDataset(str(tmp_path / f"d{name}"))
         parts.append(GPTDataset(dataset, range(10), split=0, seed=3, seq_length=9, vocab_size=600))
-    for blend in (None, GreedyBlend([2.0, 1.0], 60)):
-        found = BlendedDataset(parts, [2.0, 1.0], blend=blend).samples(0, 60)
+    for blend in (Blend([2.0, 1.0]), GreedyBlend([2.0, 1.0], 60)):
+        found = BlendedDataset(parts, blend).samples(0, 60)
         for name, part in enumerate(parts):
             mine = found[found[:, 0] // 300 == name]
             assert np.array_equal(mine, part.samples(0, len(mine)))
