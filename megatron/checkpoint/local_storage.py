@@ -174,7 +174,7 @@ class LocalStorage(Storage):
             yield file
             file.sync()
         except BaseException as error:
-            if isinstance(error, OSError) and error.filename is None:
+            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
                 error.filename = str(path)
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -152,10 +152,10 @@ def test_verify_stops_where_transformers_finds_tensors_left_over(huggingface: Pa
 def test_verify_stops_an_export_and_nothing_is_left(
     huggingface: Path, tmp_path: Path, capsys: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.checkpoint.huggingface import export
+    from tools.checkpoints import huggingface_writer
 
-    right = export._config
-    monkeypatch.setattr(export, "_config", lambda *given: right(*given) | {"rms_norm_eps": 0.1})
+    right = huggingface_writer._config
+    monkeypatch.setattr(huggingface_writer, "_config", lambda *given: right(*given) | {"rms_norm_eps": 0.1})
     assert tool("export", huggingface, tmp_path / "out", "--verify") == 1
     assert "the conversion is wrong" in capsys.readouterr().err
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]

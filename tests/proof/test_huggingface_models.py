@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.huggingface.export import export
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 from megatron.checkpoint.source import WeightSource
 from megatron.inference.forward import sequence_logits
@@ -22,6 +21,7 @@ from tests.support.layout import Layout, context_of
 from tests.support.lone_rank import lone_rank
 from tests.support.memory_source import MemorySource, reference_source
 from tests.support.reference_runs import gpt2_like, llama_like
+from tools.checkpoints.huggingface_writer import export
 
 CLOSE = 1e-5
 """Of logits of about 5 in float32."""

@@ -40,10 +40,10 @@ def run(args: argparse.Namespace) -> int:
     """Export and say what was written."""
     import torch
 
-    from megatron.checkpoint.huggingface.export import SpecialTokens, export
     from megatron.checkpoint.huggingface.families import fitting
     from megatron.checkpoint.open_source import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
+    from tools.checkpoints.huggingface_writer import SpecialTokens, export
     from tools.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
 
     source = open_source(args.source, args.step)

@@ -10,7 +10,7 @@ import json
 import math
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,16 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, listed
-from megatron.checkpoint.global_tensor import dtype_name
+from megatron.checkpoint.global_tensor import bytes_of, dtype_name
 from megatron.checkpoint.huggingface.families import fitting
 from megatron.checkpoint.huggingface.family import Family
 from megatron.checkpoint.huggingface.fields import CONFIG
 from megatron.checkpoint.huggingface.layout import WeightLayout
-from megatron.checkpoint.huggingface.weight_files import plan_shards, write_shards
+from megatron.checkpoint.huggingface.weight_files import INDEX, SINGLE
 from megatron.checkpoint.local_storage import sync_folder
-from megatron.checkpoint.safetensors_file import Entry
+from megatron.checkpoint.safetensors_file import Entry, header_bytes
 from megatron.checkpoint.source import WeightSource, misfits
+from megatron.checkpoint.storage import open_storage
 
 MAX_SHARD_BYTES = 5 * 10**9
 """transformers' own limit for a file."""
@@ -148,6 +149,58 @@ def _tensors(source: WeightSource, layouts: dict[str, WeightLayout], dtype: torc
     """The tensors in the order of the files, made one parameter at a time."""
     for name, layout in layouts.items():
         yield from layout.theirs(source.read(name).to(dtype))
+
+
+def plan_shards(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
+    """The entries in order, cut into files of at most `max_bytes` bytes of data (more where a single tensor is larger)."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.num_bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.num_bytes
+    return shards
+
+
+def _write_shard(path: Path, entries: Sequence[Entry], stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+    with open_storage(path.parent).create(path.name) as file:  # brings it to the disk while it is written
+        file.write(header_bytes(entries, metadata={"format": "pt"}))  # transformers reads no file without it
+        for entry in entries:
+            key, tensor = next(stream)
+            data = bytes_of(tensor)
+            assert key == entry.key and len(data) == entry.num_bytes, f"{key} in the place of {entry.key}"
+            file.write(data)
+            del tensor, data  # before the next is made
+
+
+def write_shards(folder: Path, shards: Sequence[Sequence[Entry]], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Write the files, and the index if there are several.
+
+    Args:
+        folder: where.
+        shards: the entries of each file; see `plan_shards`.
+        tensors: name and content of all entries, in their order; one is taken when the one before is written.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    stem, _, suffix = SINGLE.rpartition(".")
+    names = [f"{stem}-{n:05d}-of-{len(shards):05d}.{suffix}" for n in range(1, len(shards) + 1)] if len(shards) > 1 else [SINGLE]
+    for name, entries in zip(names, shards, strict=True):
+        try:
+            _write_shard(folder / name, entries, tensors)
+        except OSError as error:
+            if error.errno is None:
+                raise  # not from the system
+            needed = sum(entry.num_bytes for entry in entries)
+            raise OSError(error.errno, f"{error.strerror} ({needed:,} bytes are needed)", str(folder / name)) from error
+    assert next(tensors, None) is None, "tensors are left over"
+    if len(shards) > 1:
+        size = sum(entry.num_bytes for entries in shards for entry in entries)
+        placed = {entry.key: name for name, entries in zip(names, shards, strict=True) for entry in entries}
+        _write_json(folder / f"{SINGLE}{INDEX}", {"metadata": {"total_size": size}, "weight_map": placed})
 
 
 def _config(family: Family, source: WeightSource, dtype: torch.dtype, tokens: SpecialTokens) -> dict[str, Any]:
