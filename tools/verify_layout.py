@@ -176,7 +176,7 @@ def compare(own: Own) -> int:
     Raises:
         ValueError: they cannot be read or compared.
     """
-    from megatron.verification.traces import compare_files, format_traces, traces_json
+    from tools.proofs.traces import compare_files, format_traces, traces_json
 
     found = compare_files(*own.traces)
     return _tell(format_traces(found, *own.traces), own, traces_json(found, *own.traces), 1 if found.parts else 0)
@@ -189,8 +189,8 @@ def verify(loaded: LoadedConfig, world_size: int, own: Own) -> int:
         ValueError: it cannot be run, or not be compared with the trace.
     """
     from megatron.verification.prove import vocabulary_of
-    from megatron.verification.report import format_report, report_json
-    from megatron.verification.verify import Effort, verify_layout
+    from tools.proofs.report import format_report, report_json
+    from tools.proofs.verify import Effort, verify_layout
 
     started = time.monotonic()
     vocab_size = vocabulary_of(loaded.config.data)

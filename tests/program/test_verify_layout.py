@@ -17,15 +17,15 @@ from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags
 from megatron.verification.diagnosis import diagnose
-from megatron.verification.isolation import axes_alone, isolate, one_process, without_each
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
 from megatron.verification.prove import vocabulary_of
-from megatron.verification.report import Proof, format_report, report_json
-from megatron.verification.verify import trace_of, write_trace
 from megatron.verification.wording import Facts, ratio_group, ratio_words
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.verify_observations import FLAGS, TENSOR, observed, scale_gradients
+from tools.proofs.isolation import axes_alone, isolate, one_process, without_each
+from tools.proofs.report import Proof, format_report, report_json
+from tools.proofs.verify import trace_of, write_trace
 from tools.verify_layout import HELP, main, take
 
 LAYOUT = (
@@ -144,7 +144,7 @@ def stands_for_proofs(monkeypatch: pytest.MonkeyPatch, *, equal: bool = True) ->
         asked.append(world_size)
         return [proof]
 
-    monkeypatch.setattr("megatron.verification.verify.verify_layout", verify_layout)
+    monkeypatch.setattr("tools.proofs.verify.verify_layout", verify_layout)
     return asked
 
 
@@ -166,7 +166,7 @@ def test_the_json_comes_after_the_report(
     status, out, _ = run_main(argv, capsys)
     assert status == 0 and out.startswith("EQUAL") and json.loads(path.read_text())["equal"] is True and asked == [1]
     told = path.read_text()
-    monkeypatch.setattr("megatron.verification.verify.verify_layout", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("tools.proofs.verify.verify_layout", lambda *_, **__: 1 / 0)
     for name in (path, tmp_path / "other.json"):
         with pytest.raises(ZeroDivisionError):
             main([*FLAGS.split(), "--json", str(name)])

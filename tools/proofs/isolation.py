@@ -13,7 +13,7 @@ from megatron.config.rules import violations
 from megatron.verification.diagnosis import diagnose
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
-from megatron.verification.small_layout import without_split
+from tools.proofs.small_layout import without_split
 
 Prove = Callable[..., Observation]
 """Observes a run of settings with a number of ranks; with `dropout=False` the model's probabilities of dropout are 0."""

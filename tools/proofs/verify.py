@@ -17,14 +17,14 @@ from megatron.pipeline_parallel.partition import table_of
 from megatron.verification.comparison import Comparison
 from megatron.verification.diagnosis import diagnose
 from megatron.verification.findings import layer_findings
-from megatron.verification.isolation import isolate
 from megatron.verification.joined import JoinedTensor
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
 from megatron.verification.prove import prove
-from megatron.verification.report import Proof
-from megatron.verification.shrink import Reduced, shrink
-from megatron.verification.traces import compare, format_traces, read_whole
+from tools.proofs.isolation import isolate
+from tools.proofs.report import Proof
+from tools.proofs.shrink import Reduced, shrink
+from tools.proofs.traces import compare, format_traces, read_whole
 
 
 @dataclass(frozen=True)

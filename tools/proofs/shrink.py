@@ -19,7 +19,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import violations
 from megatron.data_parallel.bucket_plan import default_bucket_size
 from megatron.spec.counts import count_parameters
-from megatron.verification.small_layout import (
+from tools.proofs.small_layout import (
     Pattern,
     RankSizes,
     layers_of_all_kinds,
@@ -29,7 +29,7 @@ from megatron.verification.small_layout import (
     with_pattern,
     without_split,
 )
-from megatron.verification.small_model import Cuts, padding_of, reduced_model, reduced_rates, reduced_training, reduced_vocabulary
+from tools.proofs.small_model import Cuts, padding_of, reduced_model, reduced_rates, reduced_training, reduced_vocabulary
 
 _MOST_BUCKETS = 8
 
