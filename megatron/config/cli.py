@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from megatron.config.accept import Sorted, sort_given
 from megatron.config.checkpoint_args import take_from_checkpoint
 from megatron.config.checks.each import notes as effect_notes
 from megatron.config.compat import KNOWN
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import build, flag_of
-from megatron.config.given import DryRun, Given, dry_run_in, split, take, without_gaps
+from megatron.config.given import DryRun, Given, Sorted, dry_run_in, sort_given, split, take, without_gaps
 from megatron.config.launcher import launched
 from megatron.config.rules import violations
 from megatron.config.save import to_yaml

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron.config.pipeline_layout import LayoutChunk, layout_problems, parse_layout
+from megatron.config.pipeline_layout import parse_layout, read_layout
 from megatron.config.setting import OtherThan, acts_with, idle_with, setting
 from megatron.spec.schedules import SCHEDULES, default_schedule
 
@@ -124,26 +123,13 @@ class ParallelConfig:
         Raises:
             ValueError: it is no whole number, or the layout cannot be read. (The rules between settings say so before.)
         """
-        stages = self.pipeline_model_parallel_size
-        if self.pipeline_model_parallel_layout is not None:
-            layout = self.pipeline_model_parallel_layout
-            chunks = len(read_layout(layout) or parse_layout(layout))
-            return _whole(chunks, stages, f"{chunks} chunks of the layout do not divide among {stages} pipeline stages")
-        if self.num_layers_per_virtual_pipeline_stage is not None:
-            units, each = self.units_to_split(num_layers), self.num_layers_per_virtual_pipeline_stage
-            fault = f"{units} layers do not divide among {stages} pipeline stages in virtual stages of {each} layers"
-            return _whole(units, stages * each, fault)
-        return self.num_virtual_stages_per_pipeline_rank or SCHEDULES[self.schedule].chunks_per_stage or 1
-
-
-@functools.lru_cache(maxsize=64)
-def read_layout(text: str) -> tuple[LayoutChunk, ...] | None:
-    """The chunks of a layout, or None where it cannot be read. Kept, as rules ask for the same one again and again."""
-    return None if layout_problems(text) else parse_layout(text)
-
-
-def _whole(count: int, among: int, fault: str) -> int:
-    """The quotient of numbers that divide."""
-    if count % among:
-        raise ValueError(fault)
-    return count // among
+        stages, layout = self.pipeline_model_parallel_size, self.pipeline_model_parallel_layout
+        if layout is not None:
+            count, what, each = len(read_layout(layout) or parse_layout(layout)), "chunks of the layout", 1
+        elif self.num_layers_per_virtual_pipeline_stage is not None:
+            count, what, each = self.units_to_split(num_layers), "layers", self.num_layers_per_virtual_pipeline_stage
+        else:
+            return self.num_virtual_stages_per_pipeline_rank or SCHEDULES[self.schedule].chunks_per_stage or 1
+        if count % (stages * each):
+            raise ValueError(f"{count} {what} do not divide among {stages} pipeline stages")
+        return count // (stages * each)

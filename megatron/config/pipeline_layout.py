@@ -7,8 +7,9 @@ three layers, six times two layers, the loss alone. This is the language of Mega
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _ALLOWED = "E (embedding), t (layer), L (loss), | (end of a chunk), x*n and (...)*n (repeat), commas and spaces"
@@ -46,6 +47,12 @@ def parse_layout(text: str) -> tuple[LayoutChunk, ...]:
     )
 
 
+@functools.lru_cache(maxsize=64)
+def read_layout(text: str | None) -> tuple[LayoutChunk, ...] | None:
+    """The chunks of a layout, or None where there is none or it cannot be read. Kept, as rules ask for the same one many times."""
+    return None if text is None or layout_problems(text) else parse_layout(text)
+
+
 def layout_problems(text: str) -> list[str]:
     """The faults of a text, each in a sentence; for a text that cannot be read, only the first."""
     try:
@@ -53,17 +60,6 @@ def layout_problems(text: str) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return list(_misplaced(symbols))
-
-
-def count_problems(layout: Sequence[LayoutChunk], num_layers: int, num_stages: int) -> list[str]:
-    """Where a layout does not fit the model or the pipeline, each in a sentence."""
-    problems = []
-    held = sum(chunk.num_layers for chunk in layout)
-    if held != num_layers:
-        problems.append(f"It places {held} layers (t), but the model has {num_layers}.")
-    if len(layout) % num_stages:
-        problems.append(f"It has {len(layout)} chunks, which do not divide among {num_stages} pipeline stages.")
-    return problems
 
 
 def _misplaced(symbols: list[_Symbol]) -> Iterator[str]:

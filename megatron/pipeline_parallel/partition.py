@@ -8,7 +8,7 @@ from itertools import accumulate, zip_longest
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.pipeline_layout import LayoutChunk, count_problems, parse_layout
+from megatron.config.pipeline_layout import LayoutChunk, parse_layout
 from megatron.pipeline_parallel.balance import balance
 from megatron.spec.counts import layer_flops, output_flops
 from megatron.spec.schedules import placement
@@ -142,12 +142,12 @@ def _format_chunk(chunk: Chunk) -> str:
 
 
 def _sizes_of_layout(layout: Sequence[LayoutChunk], num_layers: int, places: tuple[int, ...]) -> list[int]:
-    problems = count_problems(layout, num_layers, max(places) + 1)
-    if len(layout) != len(places) and not problems:
-        problems = [f"It has {len(layout)} chunks, but the schedule has {len(places)}."]
-    if problems:
-        raise ValueError(f"the pipeline layout does not fit: {' '.join(problems)}")
-    return [chunk.num_layers for chunk in layout]
+    sizes = [chunk.num_layers for chunk in layout]
+    if sum(sizes) != num_layers:
+        raise ValueError(f"the pipeline layout does not fit: it places {sum(sizes)} layers (t), but the model has {num_layers}.")
+    if len(layout) != len(places):
+        raise ValueError(f"the pipeline layout does not fit: it has {len(layout)} chunks, but the schedule has {len(places)}.")
+    return sizes
 
 
 def _least_layers(num_layers: int, places: tuple[int, ...], embedding_counts: bool, loss_counts: bool) -> list[int]:

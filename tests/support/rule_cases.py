@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from megatron.config.checks import pipeline, pipeline_layers, sharding
+from megatron.config.checks import pipeline, sharding
 from megatron.config.checks.finding import SettingsRule, rules_in
 from megatron.config.cli import parse
 from megatron.config.config import Config
@@ -29,7 +29,7 @@ BASE = {
     "--vocab-size": "100",
 }
 
-PIPELINE_RULES = rules_in(pipeline, pipeline_layers)
+PIPELINE_RULES = rules_in(pipeline)
 SHARDING_RULES = rules_in(sharding)
 
 Case = tuple[str, int, set[str], list[str], list[str]]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megatron.config.checks.pipeline import COUNT, LAYERS_EACH, LAYOUT, chunks_of, layout_text
-from megatron.config.checks.pipeline_layers import FIRST, LAST, SPLITS
+from megatron.config.checks.pipeline import COUNT, FIRST, LAST, LAYERS_EACH, LAYOUT, SPLITS, chunks_of, layout_text
 from megatron.config.flags import flags
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig

@@ -234,11 +234,11 @@ def test_a_layout_is_taken_as_it_is() -> None:
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
     layout = [LayoutChunk(True, 3, False), LayoutChunk(False, 4, True)]
-    with pytest.raises(ValueError, match=re.escape("does not fit: It places 7 layers (t), but the model has 8.")):
+    with pytest.raises(ValueError, match=re.escape("does not fit: it places 7 layers (t), but the model has 8.")):
         layer_table(8, loop(2), layout=layout)
-    with pytest.raises(ValueError, match=r"It has 2 chunks, which do not divide among 3 pipeline stages\."):
+    with pytest.raises(ValueError, match=r"it has 2 chunks, but the schedule has 3\."):
         layer_table(7, loop(3), layout=layout)
-    with pytest.raises(ValueError, match=r"It has 2 chunks, but the schedule has 4\."):
+    with pytest.raises(ValueError, match=r"it has 2 chunks, but the schedule has 4\."):
         layer_table(7, loop(2, 2), layout=layout)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.pipeline_layout import LayoutChunk, count_problems, layout_problems, parse_layout
+from megatron.config.pipeline_layout import LayoutChunk, layout_problems, parse_layout
 
 Written = tuple[str, str]
 """A text and what it stands for without repeats and brackets."""
@@ -140,11 +140,3 @@ def test_all_that_is_misplaced_is_told(text: str, problems: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         parse_layout(text)
     assert all(problem in str(caught.value) for problem in problems)
-
-
-def test_counts_against_the_model_and_the_pipeline() -> None:
-    layout = parse_layout("Et*3|(tt|)*6L")
-    assert count_problems(layout, 15, 8) == count_problems(layout, 15, 4) == []
-    assert count_problems(layout, 16, 8) == ["It places 15 layers (t), but the model has 16."]
-    assert count_problems(layout, 15, 3) == ["It has 8 chunks, which do not divide among 3 pipeline stages."]
-    assert len(count_problems(layout, 16, 3)) == 2

@@ -63,7 +63,7 @@ def test_tables_of_settings(parallel: ParallelConfig, expected: list[int]) -> No
         (24, settings(25), "24 layers cannot fill 25 pipeline stages: each needs at least one"),
         (3, settings(2, num_virtual_stages_per_pipeline_rank=2), "3 layers cannot fill 2 pipeline stages with 2 chunks each"),
         (24, settings(4, num_layers_per_virtual_pipeline_stage=5), "24 layers do not divide among 4 pipeline stages"),
-        (24, settings(4, pipeline_model_parallel_layout="Et*9|(t*5|)*2,t*4,L"), "It places 23 layers (t), but the model has 24."),
+        (24, settings(4, pipeline_model_parallel_layout="Et*9|(t*5|)*2,t*4,L"), "it places 23 layers (t), but the model has 24."),
         (
             24,
             settings(4, pipeline_model_parallel_layout="Et*9|t*15|L"),
