@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
     from megatron.checkpoint.source import WeightSource
     from megatron.data.tokenizers.simple_tokenizers import Tokenizer
-    from megatron.inference.continuation import Continuation
     from megatron.inference.generate import Sampling
     from megatron.model.build import Model
     from megatron.parallel.context import ParallelContext
+    from tools.generation.continuation import Continuation
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _DRAWING = ("top_k", "top_p", "seed")
@@ -211,8 +211,8 @@ def _generate(
     ids: Sequence[list[int]],
 ) -> None:
     """Make the texts, group by group; rank 0 prints them."""
-    from megatron.inference.continuation import continuations
     from megatron.inference.generate import GenerationRequest, check_request
+    from tools.generation.continuation import continuations
 
     groups = {first: ids[first : first + given.batch_size] for first in range(0, len(ids), given.batch_size)}
     requests = [

@@ -32,11 +32,7 @@ class Sampling:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: one is out of range.
-        """
+        """Raise a ValueError for a value that is out of range."""
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"--temperature must be 0 (the likeliest token always) or more, not {self.temperature:g}")
         if self.top_k is not None and self.top_k < 1:
@@ -102,9 +98,14 @@ class GenerationRequest:
     first_prompt: int = 0
     """Index of the first prompt, where prompts are processed in groups."""
 
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """(prompt, sample) of each sequence: prompt by prompt, samples of a prompt side by side."""
+        return [(prompt, sample) for prompt in range(len(self.prompts)) for sample in range(self.num_samples)]
+
 
 def generate(model: Model, context: ParallelContext, request: GenerationRequest) -> Iterator[list[int | None]]:
-    """Yield the next token of every sequence, prompt by prompt, samples of a prompt side by side; None for those that have ended.
+    """Yield the next token of every sequence, in the order of `rows`; None for those that have ended.
 
     All ranks of the model call it together and get the same. It stops when all sequences have ended.
 
@@ -114,10 +115,8 @@ def generate(model: Model, context: ParallelContext, request: GenerationRequest)
     check_request(model, request)
     capacity = max(map(len, request.prompts)) + request.max_new_tokens
     decoder = Decoder(model, context, capacity)
-    numbers = [
-        (request.first_prompt + prompt, sample) for prompt in range(len(request.prompts)) for sample in range(request.num_samples)
-    ]
-    draws = torch.stack([request.sampling.draws(*number, request.max_new_tokens) for number in numbers], dim=1).to(context.device)
+    numbers = [request.sampling.draws(request.first_prompt + p, sample, request.max_new_tokens) for p, sample in request.rows]
+    draws = torch.stack(numbers, dim=1).to(context.device)
     running = [True] * len(numbers)
     logits = decoder.read(request.prompts, request.num_samples)
     for step in range(request.max_new_tokens):

@@ -20,7 +20,10 @@ def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtyp
         CheckpointError: the source does not hold the model that it describes, or is damaged.
         ValueError: the model cannot be split over this layout.
     """
-    _check_layout(source, context)
+    config = Config(model=source.model, parallel=ParallelConfig(tensor_model_parallel_size=context.topology.tp))
+    for rule in (heads_divide_by_tensor, query_groups_divide_by_tensor, mlp_divides_by_tensor):
+        for finding in rule(config, context.topology.world_size):
+            raise ValueError(f"{source.name}: {finding.message}\n  {finding.why}")
     model = build_model(
         source.model,
         context,
@@ -34,11 +37,3 @@ def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtyp
         materialize(chunk, model.params, context.device)
     fill_model(model, context, source)
     return model
-
-
-def _check_layout(source: WeightSource, context: ParallelContext) -> None:
-    """Apply the rules of training about which models can be split over tensor ranks."""
-    config = Config(model=source.model, parallel=ParallelConfig(tensor_model_parallel_size=context.topology.tp))
-    for rule in (heads_divide_by_tensor, query_groups_divide_by_tensor, mlp_divides_by_tensor):
-        for finding in rule(config, context.topology.world_size):
-            raise ValueError(f"{source.name}: {finding.message}\n  {finding.why}")

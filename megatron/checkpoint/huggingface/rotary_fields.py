@@ -77,21 +77,22 @@ class _Parameters:
         self._fields = fields
         new, old = (self._mapping(name) for name in ("rope_parameters", "rope_scaling"))
         self.name = "rope_parameters" if new else "rope_scaling"
-        if new and old and _plain(new) | _plain(old) != _plain(new):
-            fields.refuse("rope_scaling", f"differs from rope_parameters = {new!r}: remove one of them")
-        given = new or old
-        self.place = f"{self.name} = {given!r}" if given else "at the top level"
-        self._left = _plain(given)
+        if new and old and new | old != new:
+            fields.refuse("rope_scaling", f"differs from rope_parameters = {fields.raw('rope_parameters')!r}: remove one of them")
+        self._left = new or old
+        self.place = f"{self.name} = {fields.raw(self.name)!r}" if self._left else "at the top level"
         self.kind = self._left.pop("rope_type", "default")
 
     def _mapping(self, name: str) -> dict[str, Any]:
+        """The parameters in a field without those that are null, with the type under its newer name."""
         given = self._fields.raw(name) or {}
         if not isinstance(given, dict):
             self._fields.refuse(name, "must be a mapping")
             return {}
-        if "rope_type" in given and given.get("type", given["rope_type"]) != given["rope_type"]:
+        found = {key: value for key, value in given.items() if value is not None}
+        if "type" in found and found.setdefault("rope_type", found["type"]) != found.pop("type"):
             self._fields.refuse(name, "rope_type and type differ")
-        return given
+        return {"rope_type": "default"} | found if given else {}
 
     def take(self, key: str, default: Any) -> Any:
         """A parameter, which may stand in the mapping or at the top level."""
@@ -113,13 +114,6 @@ class _Parameters:
         """Refuse parameters that were not taken."""
         if self._left:
             self._fields.refuse(self.name, f"{', '.join(self._left)} unknown with type {self.kind!r}")
-
-
-def _plain(given: dict[str, Any]) -> dict[str, Any]:
-    """The parameters without those that are null, with the type under its newer name."""
-    found = {key: value for key, value in given.items() if value is not None}
-    kind = found.pop("type", "default")
-    return {"rope_type": kind} | found
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:

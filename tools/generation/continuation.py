@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 from megatron.inference.generate import GenerationRequest, generate
@@ -49,18 +49,18 @@ class TextStream:
         return fresh
 
 
-@dataclass(frozen=True)
+@dataclass
 class Continuation:
     """The generated text of one sample of one prompt."""
 
     prompt: int
     """Index of the prompt."""
     sample: int
-    text: str
+    text: str = ""
     """The new text, without the prompt."""
-    tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
     """The new tokens, without the end-of-document token."""
-    ended: bool
+    ended: bool = False
     """Whether the document ended; otherwise the limit on tokens was reached."""
 
 
@@ -76,28 +76,21 @@ def continuations(
     Args:
         say: called with the first sequence's text piece by piece, as it is made.
     """
-    rows = [(prompt, sample) for prompt in range(len(request.prompts)) for sample in range(request.num_samples)]
-    tokens: list[list[int]] = [[] for _ in rows]
-    ended = [False] * len(rows)
-    stream = TextStream(tokenizer.decode, request.prompts[0])
-    for ids in generate(model, context, request):
-        for row, id in enumerate(ids):
-            if id is None:
-                ended[row] = True
-            else:
-                tokens[row].append(id)
-        if say is not None and ids[0] is not None and (piece := stream.add(ids[0])):
+    found = [Continuation(request.first_prompt + prompt, sample) for prompt, sample in request.rows]
+    streams = [TextStream(tokenizer.decode, request.prompts[prompt]) for prompt, _ in request.rows]
+
+    def take(one: Continuation, piece: str) -> None:
+        one.text += piece
+        if say is not None and one is found[0] and piece:
             say(piece)
-    if say is not None:
-        say(stream.finish())
-    return [
-        Continuation(
-            request.first_prompt + prompt, sample, _text(tokenizer, request.prompts[prompt], tokens[row]), tokens[row], ended[row]
-        )
-        for row, (prompt, sample) in enumerate(rows)
-    ]
 
-
-def _text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    stream = TextStream(tokenizer.decode, prompt)
-    return "".join([*(stream.add(id) for id in tokens), stream.finish()])
+    for ids in generate(model, context, request):
+        for one, stream, id in zip(found, streams, ids, strict=True):
+            if id is None:
+                one.ended = True
+            else:
+                one.tokens.append(id)
+                take(one, stream.add(id))
+    for one, stream in zip(found, streams, strict=True):
+        take(one, stream.finish())
+    return found
