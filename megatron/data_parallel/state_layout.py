@@ -18,6 +18,7 @@ optim_grads_params the parameters and gradients of a unit while it computes.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -64,18 +65,12 @@ class StateMemory:
     """Main parameters that are not the parameters themselves."""
     moments: Bytes = Bytes()
     buffers: Bytes = Bytes()
-    """The most that passes through without being kept."""
+    """The most that passes through without being kept: gathered parameters, gradients before their reduction."""
 
     @property
     def parts(self) -> dict[str, Bytes]:
-        """Each kind by its name."""
-        return {
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "main params": self.main_params,
-            "moments": self.moments,
-            "buffers": self.buffers,
-        }
+        """Each part by its name, in the order above."""
+        return vars(self)
 
     @property
     def total(self) -> Bytes:
@@ -83,7 +78,7 @@ class StateMemory:
         return sum(self.parts.values(), Bytes())
 
     def __add__(self, other: StateMemory) -> StateMemory:
-        return StateMemory(*(mine + its for mine, its in zip(self.parts.values(), other.parts.values(), strict=True)))
+        return StateMemory(*map(operator.add, self.parts.values(), other.parts.values()))
 
 
 class ShardSize(NamedTuple):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -34,6 +34,27 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
 
 Kind = Literal["gradients", "parameters"]
+
+
+class StepSums(NamedTuple):
+    """What a step sums over the world at its end, in one reduction of float64."""
+
+    loss: float
+    mask: float
+    squares: float
+    """Squares of the gradient; not finite if any element of any copy is not."""
+    zeros: float
+    """Zeros in the gradient, if they are counted."""
+    asked_to_exit: float
+    """Ranks that a signal asked to exit."""
+    out_of_time: float
+    """Ranks whose time is up."""
+    attended: float
+    """How many samples of one document each need as much attention."""
+
+
+NUM_SCALARS = 1 + len(StepSums._fields)
+"""Numbers that a step sums over the world: before these the mask, which the first backward needs."""
 
 
 @dataclass(frozen=True)

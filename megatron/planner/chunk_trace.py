@@ -22,14 +22,14 @@ from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.model.build import Model
 from megatron.model.document_attention import ByLength, Documents
 from megatron.model.gpt import GPTChunk, ModelInputs
-from megatron.parallel.accumulate import Deferred, GradSink, deferring
+from megatron.parallel.accumulate import GradSink, deferring
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.planner.kernel_memory import CudaKernels
-from megatron.planner.storages import MemorySpan, StorageLedger, Transfer, added, joined
+from megatron.planner.storages import MemorySpan, StorageLedger, joined
 from megatron.spec.layers import LayerSpec, alike, layers
 from megatron.spec.operations import OpKind
 from megatron.spec.weights import model_weights
@@ -45,25 +45,12 @@ _ATTENTION = {
 
 
 @dataclass(frozen=True)
-class OpTrace:
-    """What one operation does on one rank."""
-
-    peak: int
-    """The most bytes above those that were alive when it began."""
-    change: int
-    """Bytes alive at its end less those alive when it began, without what it received and what it gives to another chunk."""
-    transfers: tuple[Transfer, ...]
-    """What it sends over the tensor group."""
-
-
-@dataclass(frozen=True)
 class ChunkTrace:
     """What the operations on one microbatch do."""
 
-    ops: dict[OpKind, OpTrace]
-    """One entry for each kind of operation in the schedule."""
-    device_type: str
-    """Type of the job's devices: cpu or cuda."""
+    ops: dict[OpKind, MemorySpan]
+    """One entry for each kind of operation in the schedule. Its memory is without what it received and what it gives to another
+    chunk."""
     attention: str
     """The kernel that computes attention, in words; empty without layers."""
     sorts_documents: bool
@@ -87,7 +74,7 @@ def trace_chunks(
     context: ParallelContext,
     *,
     splits_backward: bool,
-    device_type: str = "cuda",
+    device_type: str,
     cache: dict[object, ChunkTrace] | None = None,
 ) -> dict[int, ChunkTrace]:
     """Trace each chunk of this rank; the keys are chunk indices.
@@ -105,26 +92,30 @@ def trace_chunks(
         chunk = model.layer_table[index]
         key = (chunk.first, chunk.last, tuple(specs[layer] for layer in chunk.layers))
         if key not in cache:
-            cache[key] = _trace(model, data, micro_batch_size, context, chunk, device_type, splits_backward)
+            cache[key] = _trace(model, data, micro_batch_size, context, chunk, splits_backward, device_type)
         found[index] = cache[key]
     return found
 
 
 def _trace(
-    model: Model, data: DataConfig, micro_batch_size: int, context: ParallelContext, chunk: Chunk, device_type: str, splits: bool
+    model: Model, data: DataConfig, micro_batch_size: int, context: ParallelContext, chunk: Chunk, splits: bool, device_type: str
 ) -> ChunkTrace:
     on_cuda = device_type == "cuda"
     specs = layers(model.config)
     stand_ins = layers_that_stand([specs[layer] for layer in chunk.layers])
-    run = [chunk.layers[place] for place in sorted(set(stand_ins))]
-    ledger = StorageLedger()
+    run = sorted(set(stand_ins))
+    ledger = StorageLedger(context.group("tp").process_group)
     with CudaKernels() if on_cuda else _CpuKernels(), ledger:
         device = torch.device("meta" if on_cuda else device_type)
-        spans = ChunkRun(model, data, micro_batch_size, context, chunk, run, ledger, device).run(splits=splits)
-    ops = {kind: _op(joined(_of_all(some, stand_ins, kind)), context) for kind, some in spans.items()}
+        chunk_run = ChunkRun(model, data, micro_batch_size, context, chunk, [chunk.layers[place] for place in run], ledger, device)
+        chunk_run.run(splits=splits)
+    ops = {}
+    for kind, spans in chunk_run.spans.items():
+        step = 1 if kind is OpKind.FORWARD else -1
+        of_layer = dict(zip(run[::step], spans[1:], strict=True))
+        ops[kind] = joined([spans[0], *(of_layer[place] for place in stand_ins[::step])])
     attention = ", ".join(words for name, words in _ATTENTION.items() if name in ledger.kernels)
-    sorts = data.reset_attention_mask and _VARIED_LENGTHS not in ledger.kernels
-    return ChunkTrace(ops, device_type, attention, sorts)
+    return ChunkTrace(ops, attention, data.reset_attention_mask and _VARIED_LENGTHS not in ledger.kernels)
 
 
 def layers_that_stand(specs: Sequence[LayerSpec]) -> list[int]:
@@ -143,19 +134,6 @@ def layers_that_stand(specs: Sequence[LayerSpec]) -> list[int]:
             if kinds[begin - 1 : begin + 1] == kinds[end - 1 : end + 1] and second.keys() >= set(around[begin:end]):
                 return [*range(begin), *(second[key] for key in around[begin:end]), *range(end, len(kinds))]
     return list(range(len(kinds)))
-
-
-def _of_all(spans: list[MemorySpan], stand_ins: Sequence[int], kind: OpKind) -> list[MemorySpan]:
-    """The spans of an operation on all layers of a chunk, from those on the layers that were run."""
-    step = 1 if kind is OpKind.FORWARD else -1
-    by_place = dict(zip(sorted(set(stand_ins))[::step], spans[1:], strict=True))
-    return spans[:1] + [by_place[place] for place in stand_ins[::step]]
-
-
-def _op(whole: MemorySpan, context: ParallelContext) -> OpTrace:
-    tensor_group = context.group("tp").process_group
-    assert all(call.group == tensor_group for call in whole.calls), "a layer communicates outside of its tensor group"
-    return OpTrace(whole.peak, whole.change, tuple(added(Transfer("tp", call.operation, 1, call.bytes) for call in whole.calls)))
 
 
 class ChunkRun:
@@ -200,60 +178,52 @@ class ChunkRun:
         if not chunk.last:
             self._gradient = torch.empty(hidden.shape, dtype=hidden.dtype, device=device)
         self._scale = torch.ones((), dtype=torch.promote_types(model.dtype, torch.float32), device=device)
-        self._spans: list[MemorySpan] = []
+        self.spans: dict[OpKind, list[MemorySpan]] = {}
+        """The spans of each operation that has run."""
+        self._kind = OpKind.FORWARD
         self._first_products = {f"layers.{layer}.mlp.down.weight" for layer in layers}
-        self._runs_products = False
         for layer in self._module.layers:
             layer.register_forward_pre_hook(self._cut)
             layer.register_forward_hook(self._after_layer)
 
-    def run(self, *, splits: bool) -> dict[OpKind, list[MemorySpan]]:
-        """The spans of each operation.
+    def run(self, *, splits: bool) -> None:
+        """Run all operations.
 
         Args:
             splits: backward is an input gradient and a weight gradient, as in zero-bubble schedules.
         """
-        found: dict[OpKind, list[MemorySpan]] = {}
-        with self._operation(found, OpKind.FORWARD):
+        with self._operation(OpKind.FORWARD):
             out = self._module(self._inputs, self._received)
             # As the executor does: only the gradient edge is kept.
             edge = get_gradient_edge(out if self._gradient is not None else out * self._scale)
             del out
-        if not splits:
-            with self._operation(found, OpKind.BACKWARD):
-                self._backward(edge)
-            return found
-        with self._operation(found, OpKind.INPUT_GRAD), deferring() as deferred:
-            self._backward(edge)
-        with self._operation(found, OpKind.WEIGHT_GRAD):
-            self._weight_gradients(deferred)
-        return found
-
-    def _backward(self, edge: torch.autograd.graph.GradientEdge) -> None:
-        torch.autograd.backward([edge], [self._gradient])
-        if self._received is not None:
-            self._received.grad = None  # on its way to the chunk before: counted with the messages
-
-    def _weight_gradients(self, deferred: Deferred) -> None:
-        self._runs_products = True
-        deferred.run()
+        with (
+            self._operation(OpKind.INPUT_GRAD if splits else OpKind.BACKWARD),
+            deferring() if splits else contextlib.nullcontext() as deferred,
+        ):
+            torch.autograd.backward([edge], [self._gradient])
+            if self._received is not None:
+                self._received.grad = None  # on its way to the chunk before: counted with the messages
+        if deferred is not None:
+            with self._operation(OpKind.WEIGHT_GRAD):
+                deferred.run()
 
     @contextlib.contextmanager
-    def _operation(self, found: dict[OpKind, list[MemorySpan]], kind: OpKind) -> Iterator[None]:
+    def _operation(self, kind: OpKind) -> Iterator[None]:
         self._ledger.cut()
-        self._spans = found[kind] = []
+        self._kind, self.spans[kind] = kind, []
         yield
         self._cut()
 
     def _cut(self, *_: object) -> None:
-        self._spans.append(self._ledger.cut())
+        self.spans[self._kind].append(self._ledger.cut())
 
     def _after_layer(self, layer: object, inputs: object, out: torch.Tensor) -> None:
         assert out.grad_fn is not None
         out.grad_fn.register_prehook(self._cut)  # backward enters the layer where forward left it
 
     def _wrote(self, name: str) -> None:
-        if self._runs_products and name in self._first_products:
+        if self._kind is OpKind.WEIGHT_GRAD and name in self._first_products:
             self._cut()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from megatron.data_parallel.traffic import axes_in_words
 from megatron.model.build import Model
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import ParamRecord
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron.planner.peak import Activations
 from megatron.planner.plan import Places, RankKind, RankMemory, Traffic
 
 
@@ -37,54 +38,41 @@ class StagePlan:
 
     stage: int
     contents: Mapping[RankContent, Sequence[Places]]
-    activations: Activations
-    """Activations at the peak, the same on all ranks of the stage."""
-    sent: tuple[Sending, ...]
+    activations: int
+    """Bytes of activations at the peak, the same on all ranks of the stage."""
+    sent: Sequence[Sending]
     """What one rank sends, the same on all ranks of the stage."""
 
 
-class Groups:
-    """The groups that ranks send over, named as in `traffic`: how large they are, and which sends leave a node.
+NamedGroups = Mapping[str, tuple[int, Callable[[int], "Crossing"]]]
+"""For each group that ranks send over: how many take part, and which ranks of a stage send to another node."""
+
+
+def named_groups(context: ParallelContext, links: Links) -> NamedGroups:
+    """The groups of a job by their names in `traffic`.
 
     Args:
         context: that of any rank.
     """
-
-    def __init__(self, context: ParallelContext, links: Links) -> None:
-        topology, shard = context.topology, context.fsdp_shard.size
-        data = axes_in_words(GRADIENT_AXES, context)
-        replicas = topology.size(*GRADIENT_AXES) // shard
-        self._last = topology.pp - 1
-        self._links = links
-        self._known: dict[str, tuple[int, Callable[[int], Crossing]]] = {
-            "world": (topology.world_size, links.world),
-            f"{shard} ranks of {data}": (shard, lambda stage: links.parts(stage, shard)),
-            f"{replicas} replicas in {data}": (replicas, lambda stage: links.replicas(stage, shard)),
-            "pipeline ends": (2, lambda stage: links.between(stage, self._last - stage)),
-        }
-        for axes in (("tp", *GRADIENT_AXES), GRADIENT_AXES, ("tp",)):
-            self._known[axes_in_words(axes, context)] = (topology.size(*axes), self._ring(axes))
-
-    def size(self, one: Sending) -> int:
-        """The number of ranks that take part."""
-        return 2 if one.peer is not None else self._known[one.over][0]
-
-    def crossing(self, one: Sending, stage: int) -> Crossing:
-        """Which ranks of a stage send this to another node."""
-        if one.peer is not None:
-            return self._links.between(stage, one.peer)
-        return self._known[one.over][1](stage)
-
-    def _ring(self, axes: tuple[str, ...]) -> Callable[[int], Crossing]:
-        return lambda stage: self._links.ring(stage, *axes)
+    topology, shard = context.topology, context.fsdp_shard.size
+    data, last = axes_in_words(GRADIENT_AXES, context), topology.pp - 1
+    replicas = topology.size(*GRADIENT_AXES) // shard
+    rings = (("tp", *GRADIENT_AXES), GRADIENT_AXES, ("tp",))
+    return {
+        "world": (topology.world_size, links.world),
+        f"{shard} ranks of {data}": (shard, partial(links.parts, shard_size=shard)),
+        f"{replicas} replicas in {data}": (replicas, partial(links.replicas, shard_size=shard)),
+        "pipeline ends": (2, lambda stage: links.between(stage, last - stage)),
+        **{axes_in_words(axes, context): (topology.size(*axes), partial(links.ring, axes=axes)) for axes in rings},
+    }
 
 
-def make_kinds(stages: Iterable[StagePlan], groups: Groups, links: Links) -> tuple[RankKind, ...]:
+def make_kinds(stages: Iterable[StagePlan], groups: NamedGroups, links: Links) -> tuple[RankKind, ...]:
     """Put every rank into one kind."""
     alike: dict[object, list[StagePlan]] = {}
     for stage in stages:
         contents = tuple((held, tuple(places)) for held, places in stage.contents.items())
-        alike.setdefault((contents, stage.activations.total, _amounts(stage.sent)), []).append(stage)
+        alike.setdefault((contents, stage.activations, _amounts(stage.sent)), []).append(stage)
     return tuple(
         _kind(same, parameters, memory, tuple(places), groups, links)
         for same in alike.values()
@@ -101,35 +89,33 @@ def _amounts(sent: Sequence[Sending]) -> tuple[tuple[str, str, int], ...]:
 
 
 def _kind(
-    stages: Sequence[StagePlan], parameters: int, memory: StateMemory, places: tuple[Places, ...], groups: Groups, links: Links
+    stages: Sequence[StagePlan], parameters: int, memory: StateMemory, places: tuple[Places, ...], groups: NamedGroups, links: Links
 ) -> RankKind:
     return RankKind(
         stages=tuple(stage.stage for stage in stages),
         places=places,
         first_rank=links.first_rank(stages[0].stage, places[0].data.start, places[0].tensor),
         parameters=parameters,
-        memory=RankMemory(
-            memory.parameters,
-            memory.gradients,
-            memory.main_params,
-            memory.moments,
-            memory.buffers,
-            Bytes(stages[0].activations.total),
-        ),
-        sent=tuple(_traffic(stages, places, *amount, groups) for amount in _amounts(stages[0].sent)),
+        memory=RankMemory(**memory.parts, activations=Bytes(stages[0].activations)),
+        sent=tuple(_traffic(stages, places, *amount, groups, links) for amount in _amounts(stages[0].sent)),
     )
 
 
-def _traffic(stages: Sequence[StagePlan], places: Sequence[Places], over: str, what: str, each: int, groups: Groups) -> Traffic:
+def _traffic(
+    stages: Sequence[StagePlan], places: Sequence[Places], over: str, what: str, each: int, groups: NamedGroups, links: Links
+) -> Traffic:
     """What is sent over one group for one purpose, with the share that leaves a node, over all ranks of a kind."""
     total = leaving = size = 0
     for stage in stages:
         for one in stage.sent:
             if (one.over, one.what) == (over, what):
-                crossing = groups.crossing(one, stage.stage)
+                if one.peer is not None:
+                    size, crossing = 2, links.between(stage.stage, one.peer)
+                else:
+                    size, crosses = groups[over]
+                    crossing = crosses(stage.stage)
                 leaving += one.bytes * sum(int(crossing[at.data.start : at.data.stop, at.tensor].sum()) for at in places)
                 total += one.bytes * sum(len(at.data) for at in places)
-                size = groups.size(one)
     return Traffic(over, what, each, size, leaving / total if total else 0.0)
 
 
@@ -153,7 +139,7 @@ def places_by_content(
     for tensor in range(context.topology.tp):
         if tensor == 0 or any(part.over_tensor for part in parts):
             memories = _memories(parts, layout, state, tensor, ranges)
-        parameters = _parameters_held(model, context, tensor)
+        parameters = _num_held((entry.record for entry in model.params), context, tensor)
         for memory, data in zip(memories, ranges, strict=True):
             places = found.setdefault((parameters, memory), [])
             if places and places[-1].tensor == tensor and places[-1].data.stop == data.start:
@@ -164,18 +150,15 @@ def places_by_content(
 
 def parameters_of_stage(model: Model, context: ParallelContext) -> int:
     """Elements that the ranks of a stage hold together, each once and without padding. A tied one counts in its first chunk."""
-    counted = [entry for entry in model.params if entry.record.chunks[0] in model.chunks]
-    total = 0
-    for tensor in range(context.topology.tp):
-        at = {**context.coordinates, "tp": tensor}
-        once = [entry for entry in counted if tensor == 0 or not entry.record.replicated_axes]
-        total += sum(entry.record.held_box(context.axis_sizes, at).numel for entry in once)
-    return total
+    counted = [entry.record for entry in model.params if entry.record.chunks[0] in model.chunks]
+    split = [record for record in counted if not record.replicated_axes]
+    return sum(_num_held(split if tensor else counted, context, tensor) for tensor in range(context.topology.tp))
 
 
-def _parameters_held(model: Model, context: ParallelContext, tensor: int) -> int:
+def _num_held(records: Iterable[ParamRecord], context: ParallelContext, tensor: int) -> int:
+    """Elements that a tensor rank holds of these parameters, without padding."""
     at = {**context.coordinates, "tp": tensor}
-    return sum(entry.record.held_box(context.axis_sizes, at).numel for entry in model.params)
+    return sum(record.held_box(context.axis_sizes, at).numel for record in records)
 
 
 class _PlacedPart:
@@ -188,8 +171,9 @@ class _PlacedPart:
         self._size = group.size
         self._starts = sorted(cut for cut in {0, *part.cuts()} if cut < group.size)
         self.kept = [part.kept(start) for start in self._starts]
-        self.alone = np.array([_flat(memory + state.memory(shards)) for memory, shards in self.kept])
-        """Bytes for each of `kept` with its optimizer state, for use where that does not depend on other parts."""
+        self.alone = np.array([astuple(memory + state.memory(shards)) for memory, shards in self.kept])
+        """Memory for each of `kept` with its optimizer state, [kept, part, (device, host, padding)], for use where that state does
+        not depend on other parts."""
 
     def cuts(self, data_size: int) -> Iterator[int]:
         """Data ranks at which what is kept may change, on any tensor rank."""
@@ -224,18 +208,10 @@ def _memories(
         kept = {row: [part.kept[number] for part, number in zip(parts, row, strict=True)] for row in rows}
         known = {row: layout.memory(of_parts, state.memory) for row, of_parts in kept.items()}
         return [known[row] for row in rows]
-    total = np.array([_flat(StateMemory(buffers=layout.buffers))] * len(ranges))
+    total = np.array([astuple(StateMemory(buffers=layout.buffers))] * len(ranges))
     for part, mine in zip(parts, numbers, strict=True):
         total += part.alone[mine]
-    return [_unflat(row) for row in total.tolist()]
-
-
-def _flat(memory: StateMemory) -> list[int]:
-    return [number for part in memory.parts.values() for number in (part.device, part.host, part.padding)]
-
-
-def _unflat(numbers: Sequence[int]) -> StateMemory:
-    return StateMemory(*(Bytes(*numbers[start : start + 3]) for start in range(0, len(numbers), 3)))
+    return [StateMemory(*(Bytes(*part) for part in memory)) for memory in total.tolist()]
 
 
 Crossing = NDArray[np.bool_]
@@ -250,54 +226,46 @@ class Links:
     """
 
     def __init__(self, topology: Topology, gpus_per_node: int) -> None:
-        self._topology = topology
-        stage, dp, cp, tp = np.ogrid[: topology.pp, : topology.dp, : topology.cp, : topology.tp]
+        self._topology, self._gpus_per_node = topology, gpus_per_node
+        pp, dp, cp, tp = np.indices((topology.pp, topology.dp, topology.cp, topology.tp), sparse=True)
         number: Any = topology.rank  # the topology's arithmetic for one rank works on arrays too
-        self._ranks: NDArray[np.int64] = np.broadcast_to(
-            number(tp=tp, cp=cp, dp=dp, pp=stage), (topology.pp, topology.dp, topology.cp, topology.tp)
-        )
-        self._gpus_per_node = gpus_per_node
+        self._ranks: NDArray[np.int64] = number(tp=tp, cp=cp, dp=dp, pp=pp).reshape(topology.pp, -1, topology.tp)
         self._nodes = self._ranks // gpus_per_node
 
-    def ring(self, stage: int, *axes: str) -> Crossing:
+    def ring(self, stage: int, axes: Sequence[str]) -> Crossing:
         """Sends around rings over some of tp, cp and dp."""
-        nodes = self._nodes[stage]
-        inside = [place for place, axis in enumerate(("dp", "cp", "tp")) if axis in axes]
-        return self._as_places(_crossing(nodes, inside))
+        shape = (self._topology.dp, self._topology.cp, self._topology.tp)
+        return self._rings(stage, shape, [place for place, axis in enumerate(("dp", "cp", "tp")) if axis in axes])
 
     def parts(self, stage: int, shard_size: int) -> Crossing:
         """Sends around the data ranks that share one copy of the model (--fsdp-shard-size)."""
-        return self._as_places(_crossing(self._in_parts(stage, shard_size), [1]))
+        return self._rings(stage, (-1, shard_size, self._topology.tp), [1])
 
     def replicas(self, stage: int, shard_size: int) -> Crossing:
         """Sends around groups that take one rank from each copy."""
-        return self._as_places(_crossing(self._in_parts(stage, shard_size), [0]))
+        return self._rings(stage, (-1, shard_size, self._topology.tp), [0])
 
     def world(self, stage: int) -> Crossing:
         """Sends around all ranks."""
         following = (self._ranks[stage] + 1) % self._topology.world_size // self._gpus_per_node
-        return self._as_places(self._nodes[stage] != following)
+        crossing: Crossing = self._nodes[stage] != following
+        return crossing
 
     def between(self, stage: int, peer: int) -> Crossing:
         """Messages from a stage to the same place of another stage."""
-        return self._as_places(self._nodes[stage] != self._nodes[peer])
+        crossing: Crossing = self._nodes[stage] != self._nodes[peer]
+        return crossing
 
     def first_rank(self, stage: int, data: int, tensor: int) -> int:
         """Number of the rank at these coordinates."""
-        return int(self._ranks[stage].reshape(-1, self._topology.tp)[data, tensor])
+        return int(self._ranks[stage, data, tensor])
 
-    def _in_parts(self, stage: int, shard_size: int) -> NDArray[np.int64]:
-        return self._nodes[stage].reshape(-1, shard_size, self._topology.tp)
-
-    def _as_places(self, crossing: Crossing) -> Crossing:
-        return crossing.reshape(-1, self._topology.tp)
-
-
-def _crossing(nodes: NDArray[np.int64], axes: list[int]) -> Crossing:
-    """Whether the next one in the ring over these axes, the last of which counts fastest, is on another node."""
-    others = [axis for axis in range(nodes.ndim) if axis not in axes]
-    order = [*others, *axes]
-    turned = nodes.transpose(order)
-    rings = turned.reshape(*turned.shape[: len(others)], -1)
-    crossing = rings != np.roll(rings, -1, axis=-1)
-    return crossing.reshape(turned.shape).transpose(np.argsort(order))
+    def _rings(self, stage: int, shape: tuple[int, ...], inside: list[int]) -> Crossing:
+        """Whether the next one in the ring over the axes `inside` of this shape, the last of which counts fastest, is on another
+        node."""
+        nodes = self._nodes[stage].reshape(shape)
+        order = [*(axis for axis in range(nodes.ndim) if axis not in inside), *inside]
+        turned = nodes.transpose(order)
+        rings = turned.reshape(*turned.shape[: -len(inside)], -1)
+        crossing = (rings != np.roll(rings, -1, axis=-1)).reshape(turned.shape)
+        return crossing.transpose(np.argsort(order)).reshape(-1, self._topology.tp)

@@ -7,41 +7,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.config.config import Config
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.exchange import ReceivePlan, plan_exchanges, plan_receives
-from megatron.pipeline_parallel.p2p import TensorSpec
 from megatron.planner.chunk_trace import ChunkTrace, input_bytes
 from megatron.planner.storages import Transfer, added
-from megatron.spec.operations import Message, Op, OpKind, Schedule
+from megatron.spec.operations import Message, OpKind, Schedule
 
 
-@dataclass(frozen=True)
-class Activations:
+class Activations(NamedTuple):
     """Bytes on one rank at the peak of a step, beside the model's state."""
 
-    at: Op
-    """The operation during which the peak occurs."""
-    live: int
-    """(microbatch, chunk) pairs whose forward has ended and whose backward has not, when that operation begins."""
-    kept: int
-    """Bytes that these keep."""
-    deferred: int
-    """Bytes that deferred weight gradients keep."""
-    passing: int
-    """Bytes that are allocated and freed within the operation."""
-    messages: int
-    """Bytes of messages between stages that are received, or not known to have arrived."""
     inputs: int
     """Tokens, labels, masks and positions of all microbatches."""
+    others: int
+    """What microbatches keep between forward and backward, and deferred weight gradients; what passes within the operation at the
+    peak; and messages between stages that are received, or not known to have arrived."""
 
     @property
     def total(self) -> int:
         """All together."""
-        return self.kept + self.deferred + self.passing + self.messages + self.inputs
+        return self.inputs + self.others
 
 
 def receive_plans(schedule: Schedule, *, overlap: bool) -> list[ReceivePlan]:
@@ -56,57 +45,46 @@ def peak_activations(
     context: ParallelContext,
     schedule: Schedule,
     plans: Sequence[ReceivePlan],
+    *,
+    device_type: str,
 ) -> Activations:
     """The peak over this rank's operations.
 
     Args:
         traces: those of this rank's chunks.
         plans: the result of `receive_plans`.
+        device_type: type of the job's devices, cpu or cuda.
     """
-    stage = context.group("pp").index
-    boundary = model.boundary(config.training.micro_batch_size, context.topology.tp)
-    size, overlap = _bytes(boundary["hidden"]), config.parallel.overlap_p2p_communication
-    notices = any(trace.device_type == "cuda" for trace in traces.values())
-    mail = Mail(schedule, stage, plans[stage], size, overlap=overlap, notices=notices)
+    stage, micro_batch_size = context.group("pp").index, config.training.micro_batch_size
+    size, overlap = _message_bytes(model, micro_batch_size, context), config.parallel.overlap_p2p_communication
+    mail = Mail(schedule, stage, plans[stage], size, overlap=overlap, notices=device_type == "cuda")
     sorts = any(trace.sorts_documents for trace in traces.values())
-    num_sequences = schedule.num_microbatches * config.training.micro_batch_size
-    inputs = input_bytes(model, config.data, num_sequences, sorts_documents=sorts)
-    live = kept = deferred = 0
-    found = Activations(schedule.ops[stage][0], 0, 0, 0, 0, 0, inputs)
+    peak = kept = 0
     for place, op in enumerate(schedule.ops[stage]):
         ops = traces[op.chunk].ops
         mail.before(place)
-        if inputs + kept + deferred + ops[op.kind].peak + mail.bytes > found.total:
-            found = Activations(op, live, kept, deferred, ops[op.kind].peak, mail.bytes, inputs)
-        held = ops[OpKind.FORWARD].change
-        if op.kind is OpKind.FORWARD:
-            live, kept = live + 1, kept + held
-        elif op.kind is OpKind.WEIGHT_GRAD:
-            deferred -= held + ops[OpKind.INPUT_GRAD].change
-        else:
-            live, kept = live - 1, kept - held
-            if op.kind is OpKind.INPUT_GRAD:
-                deferred += held + ops[OpKind.INPUT_GRAD].change
+        peak = max(peak, kept + ops[op.kind].peak + mail.bytes)
+        kept += ops[op.kind].change
         mail.after(place)
-    return found
+    return Activations(input_bytes(model, config.data, schedule.num_microbatches * micro_batch_size, sorts_documents=sorts), peak)
 
 
 def step_transfers(
     traces: Mapping[int, ChunkTrace], model: Model, micro_batch_size: int, context: ParallelContext, schedule: Schedule
-) -> list[Transfer]:
+) -> tuple[Transfer, ...]:
     """What this rank sends in a step over its tensor group and to other stages."""
-    stage = context.group("pp").index
-    size = _bytes(model.boundary(micro_batch_size, context.topology.tp)["hidden"])
+    stage, size = context.group("pp").index, _message_bytes(model, micro_batch_size, context)
     sent: list[Transfer] = []
     for op, _, gives in schedule.linked_ops[stage]:
-        sent += traces[op.chunk].ops[op.kind].transfers
+        sent += traces[op.chunk].ops[op.kind].sent
         if gives is not None and schedule.stage_of_chunk[gives.chunk] != stage:
-            sent.append(Transfer("pp", "send", 1, size, schedule.stage_of_chunk[gives.chunk]))
+            sent.append(Transfer("pipeline", "send", 1, size, schedule.stage_of_chunk[gives.chunk]))
     return added(sent)
 
 
-def _bytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * spec.dtype.itemsize
+def _message_bytes(model: Model, micro_batch_size: int, context: ParallelContext) -> int:
+    hidden = model.boundary(micro_batch_size, context.topology.tp)["hidden"]
+    return math.prod(hidden.shape) * hidden.dtype.itemsize
 
 
 class Mail:

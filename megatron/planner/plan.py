@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron.config.model import ModelConfig
-from megatron.data_parallel.state_layout import Bytes
+from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.counts import attention_flops, flops_per_step, flops_per_token, layer_flops, output_flops
@@ -44,23 +44,11 @@ class Job:
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Memory of one rank, by purpose."""
+class RankMemory(StateMemory):
+    """Memory of one rank, by purpose: the model's state, and what a step adds."""
 
-    parameters: Bytes
-    gradients: Bytes
-    main_params: Bytes
-    """Main parameters that are not the parameters themselves."""
-    moments: Bytes
-    buffers: Bytes
-    """The most that passes through without being kept: gathered parameters, gradients before their reduction."""
-    activations: Bytes
+    activations: Bytes = field(default_factory=Bytes)
     """Activations at the peak of the schedule."""
-
-    @property
-    def total(self) -> Bytes:
-        """All together."""
-        return sum((getattr(self, part.name) for part in fields(self)), Bytes())
 
 
 @dataclass(frozen=True)
@@ -246,20 +234,12 @@ def _kind(kind: RankKind) -> dict[str, Any]:
         "ranks": kind.ranks,
         "first_rank": kind.first_rank,
         "parameters": kind.parameters,
-        "memory": {part.name: _bytes(getattr(kind.memory, part.name)) for part in fields(kind.memory)},
+        "memory": asdict(kind.memory),
         "device_bytes": kind.memory.total.device,
         "host_bytes": kind.memory.total.host,
-        "sent": [_traffic(one) for one in kind.sent],
+        "sent": [asdict(one) for one in kind.sent],
         "links": _links(kind),
     }
-
-
-def _bytes(amount: Bytes) -> dict[str, int]:
-    return asdict(amount)
-
-
-def _traffic(one: Traffic) -> dict[str, Any]:
-    return asdict(one)
 
 
 def _links(kind: RankKind) -> dict[str, float]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.planner.plan import Plan, RankKind, RankMemory
-from megatron.planner.state_report import amount
+from megatron.planner.plan import Plan, RankKind
+from megatron.planner.state_report import amount, device_parts, host_parts, in_units
 
 GPU_MEMORY_GB = (16, 24, 32, 40, 48, 80, 94, 141, 180, 288)
 """Memory of the GPUs that are sold, in gigabytes."""
@@ -16,7 +16,6 @@ SPARE = 0.05
 FLOPS_PER_S, INSIDE_PER_S, BETWEEN_PER_S = 500e12, 300e9, 25e9
 """Speeds of one rank, to compare the parts of a step: about half the peak of an H100 in bfloat16 (FLOP/s), and what long messages
 reach on its links inside a node and between nodes (bytes/s)."""
-_PARTS = [(part.name, part.name.replace("_", " ")) for part in fields(RankMemory)]
 _COLUMNS = 6
 """Stages side by side in the table of what is sent."""
 
@@ -46,11 +45,10 @@ def _verdict(plan: Plan) -> Iterator[str]:
     total = kind.memory.total
     where = f"stage {kind.stages[0]}, rank {kind.first_rank}" if plan.job.pipeline > 1 else f"rank {kind.first_rank}"
     yield f"fullest rank ({where}): needs {amount(total.device)} of device memory{_fits(plan, total.device)}"
-    yield f"  {_listed(kind, lambda part: part.device)}"
+    yield f"  {device_parts(kind.memory)}"
     if total.host:
         each = min(plan.job.gpus_per_node, plan.job.world_size)
-        parts = _listed(kind, lambda part: part.host)
-        yield f"  and {amount(total.host)} of host memory, {amount(each * total.host)} on a node: {parts}"
+        yield f"  and {amount(total.host)} of host memory, {amount(each * total.host)} on a node: {host_parts(kind.memory)}"
 
 
 def _fits(plan: Plan, needed: int) -> str:
@@ -114,13 +112,14 @@ def _job(plan: Plan) -> Iterator[str]:
 
 def _memory_table(plan: Plan, rows: Sequence[Row]) -> list[str]:
     """A row for stages that keep as much, and a column for each part."""
-    parts = [(name, words) for name, words in _PARTS if any(getattr(kind.memory, name).total for kind in plan.kinds)]
+    kinds = plan.kinds
     columns: list[tuple[str, Callable[[RankKind], float]]] = [
-        (words, lambda kind, name=name: getattr(kind.memory, name).total)  # type: ignore[misc]
-        for name, words in parts
+        (name.replace("_", " "), lambda kind, name=name: kind.memory.parts[name].total)  # type: ignore[misc]
+        for name in kinds[0].memory.parts
+        if any(kind.memory.parts[name].total for kind in kinds)
     ]
     columns.append(("device", lambda kind: kind.memory.total.device))
-    if any(kind.memory.total.host for kind in plan.kinds):
+    if any(kind.memory.total.host for kind in kinds):
         columns.append(("host", lambda kind: kind.memory.total.host))
     head = ["memory of a rank", "ranks", "elements", *(words for words, _ in columns)]
     body = [
@@ -198,34 +197,20 @@ def _where(between: float) -> str:
     return f"{between:.0%} to other nodes"
 
 
-def _listed(kind: RankKind, size: Callable[..., int]) -> str:
-    parts = ((words, size(getattr(kind.memory, name))) for name, words in _PARTS)
-    return ", ".join(f"{words} {amount(part)}" for words, part in parts if part)
-
-
 def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def _elements(number: float) -> str:
-    return _in_units(number, ["", " k", " M", " G", " T"])
+    return in_units(number, ["", " k", " M", " G", " T"])
 
 
 def _flops(number: float) -> str:
-    return _in_units(number, [" FLOP", " kFLOP", " MFLOP", " GFLOP", " TFLOP", " PFLOP", " EFLOP", " ZFLOP"])
+    return in_units(number, [" FLOP", " kFLOP", " MFLOP", " GFLOP", " TFLOP", " PFLOP", " EFLOP", " ZFLOP"])
 
 
 def _seconds(number: float) -> str:
     return f"{number:.3g} s" if number >= 0.0995 else f"{1000 * number:.3g} ms"
-
-
-def _in_units(number: float, units: Sequence[str]) -> str:
-    """A number in three digits, with a unit for each power of 1,000."""
-    for unit in units[:-1]:
-        if number < 999.5:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}{units[-1]}"
 
 
 @dataclass(frozen=True)

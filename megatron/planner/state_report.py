@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.data_parallel.state_layout import StateLayout, StateReport, state_layout
+from megatron.data_parallel.state_layout import StateLayout, StateMemory, StateReport, state_layout
 from megatron.model.build import Model
 from megatron.optimizer.rules import granularity_of
 from megatron.optimizer.state_size import OptimizerState
@@ -89,15 +89,13 @@ def describe_state(
     among = "one data rank" if num_data_ranks == 1 else f"{parallel.sharding} over {num_data_ranks} data ranks"
     if parallel.sharding == "optim_grads_params" and parallel.fsdp_shard_size is not None:
         among += f" in groups of {parallel.fsdp_shard_size}"
-    parts = memory.parts
     total = memory.total
     lines = [
-        f"state of the model, {among}: {amount(total.device)} on {where}: "
-        + _listed({name: part.device for name, part in parts.items()})
+        f"state of the model, {among}: {amount(total.device)} on {where}: {device_parts(memory)}"
         + (f"; {amount(total.padding)} of it padding" if total.padding else "")
     ]
     if total.host:
-        lines.append(f"and {amount(total.host)} in host memory: {_listed({name: part.host for name, part in parts.items()})}")
+        lines.append(f"and {amount(total.host)} in host memory: {host_parts(memory)}")
     groups = dict.fromkeys(one.over for one in reports[stage].sent)
     sent = [_sent(over, {one.kind: one.bytes for one in reports[stage].sent if one.over == over}) for over in groups]
     if sent:
@@ -106,13 +104,29 @@ def describe_state(
     return lines
 
 
+def device_parts(memory: StateMemory) -> str:
+    """What the parts of a rank's memory take on the device; those that take nothing are left out."""
+    return _listed({name: part.device for name, part in memory.parts.items()})
+
+
+def host_parts(memory: StateMemory) -> str:
+    """The same for host memory."""
+    return _listed({name: part.host for name, part in memory.parts.items()})
+
+
 def amount(num_bytes: float) -> str:
     """Bytes in three digits, in powers of 1,000."""
-    units = ["bytes", "kB", "MB", "GB", "TB"]
-    while num_bytes >= 999.5 and len(units) > 1:
-        num_bytes /= 1000
-        units.pop(0)
-    return f"{num_bytes:.3g} {units[0]}"
+    return in_units(num_bytes, [" bytes", " kB", " MB", " GB", " TB"])
+
+
+def in_units(number: float, units: Sequence[str]) -> str:
+    """A number in three digits, with a unit for each power of 1,000."""
+    *smaller, largest = units
+    for unit in smaller:
+        if number < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}{largest}"
 
 
 def _sent(over: str, kinds: Mapping[str, int]) -> str:
@@ -121,4 +135,4 @@ def _sent(over: str, kinds: Mapping[str, int]) -> str:
 
 
 def _listed(parts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {amount(part)}" for name, part in parts.items() if part)
+    return ", ".join(f"{name.replace('_', ' ')} {amount(part)}" for name, part in parts.items() if part)

@@ -18,38 +18,85 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.planner.kernel_memory import bytes_inside
 
+Operation = Literal["all-reduce", "all-gather", "reduce-scatter", "send"]
+
+_OPERATIONS: dict[str, tuple[Operation, int]] = {
+    "c10d::allreduce_": ("all-reduce", 2),
+    "c10d::_allgather_base_": ("all-gather", 1),
+    "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
+}
+"""For each collective, how often the whole tensor goes round the ring."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one rank sends over one group by one kind of operation."""
+
+    over: str
+    """The group, named by its axes."""
+    operation: Operation
+    calls: int
+    bytes: int
+    peer: int | None = None
+    """The pipeline stage that receives it, if it is a message."""
+
+
+def added(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
+    """Sum up: one entry for each group, kind of operation and peer."""
+    totals: dict[tuple[str, Operation, int | None], tuple[int, int]] = {}
+    for one in transfers:
+        calls, num_bytes = totals.get((one.over, one.operation, one.peer), (0, 0))
+        totals[one.over, one.operation, one.peer] = calls + one.calls, num_bytes + one.bytes
+    return tuple(Transfer(over, operation, *total, peer) for (over, operation, peer), total in totals.items())
+
 
 @dataclass(frozen=True)
 class MemorySpan:
-    """What happened to memory between two cuts of a ledger."""
+    """What happened on a rank between two cuts of a ledger."""
 
     peak: int
     """The most bytes above those that were alive when it began."""
     change: int
     """Bytes alive at its end less those alive when it began."""
-    calls: tuple[Call, ...] = ()
-    """Collectives, in the order of the calls."""
+    sent: tuple[Transfer, ...] = ()
+    """What it sent over the tensor group."""
+
+
+def joined(spans: Iterable[MemorySpan]) -> MemorySpan:
+    """Consecutive spans as one."""
+    peak = alive = 0
+    sent: list[Transfer] = []
+    for span in spans:
+        peak = max(peak, alive + span.peak)
+        alive += span.change
+        sent += span.sent
+    return MemorySpan(peak, alive, added(sent))
 
 
 class StorageLedger(TorchDispatchMode):
-    """While it is entered, counts the bytes of each storage from the operation that makes it until it is freed."""
+    """While it is entered, counts the bytes of each storage from the operation that makes it until it is freed.
 
-    def __init__(self) -> None:
+    Args:
+        tensor_group: the only group over which collectives may be called.
+    """
+
+    def __init__(self, tensor_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.alive = 0
         self.kernels: set[str] = set()
         """Names of operations that ran."""
+        self._tensor_group = tensor_group
         self._known: set[int] = set()
         self._begin = self._peak = 0
-        self._calls: list[Call] = []
+        self._sent: list[Transfer] = []
         self._sum: tuple[int, int] | None = None
 
     def cut(self) -> MemorySpan:
         """What happened since the last cut."""
         self._look()
-        span = MemorySpan(self._peak - self._begin, self.alive - self._begin, tuple(self._calls))
+        span = MemorySpan(self._peak - self._begin, self.alive - self._begin, tuple(self._sent))
         self._begin = self._peak = self.alive
-        self._calls = []
+        self._sent = []
         return span
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,9 +106,8 @@ class StorageLedger(TorchDispatchMode):
         if func.namespace == "prim":  # this asks for a tensor's device
             return out
         self.kernels.add(func.name())
-        call = call_of(func, args)
-        if call is not None:
-            self._calls.append(call)
+        if func.namespace == "c10d":
+            self._sent.append(self._transfer(func.name(), args))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._enter(tensor.untyped_storage())
@@ -92,87 +138,17 @@ class StorageLedger(TorchDispatchMode):
         self._known.discard(key)
         self.alive -= num_bytes
 
+    def _transfer(self, name: str, args: Any) -> Transfer:
+        """What this rank sends in a collective: in a ring of n ranks, (n - 1)/n of the whole tensor each time it goes round.
 
-def joined(spans: list[MemorySpan]) -> MemorySpan:
-    """Consecutive spans as one."""
-    peak = alive = 0
-    calls: list[Call] = []
-    for span in spans:
-        peak = max(peak, alive + span.peak)
-        alive += span.change
-        calls += span.calls
-    return MemorySpan(peak, alive, tuple(calls))
-
-
-Operation = Literal["all-reduce", "all-gather", "reduce-scatter", "send"]
-
-_OPERATIONS: dict[str, Operation] = {
-    "c10d::allreduce_": "all-reduce",
-    "c10d::_allgather_base_": "all-gather",
-    "c10d::_reduce_scatter_base_": "reduce-scatter",
-}
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective call of one rank."""
-
-    operation: Operation
-    group: dist.ProcessGroup
-    bytes: int
-    """Bytes that one rank sends."""
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """What one rank sends over one group by one kind of operation."""
-
-    over: str
-    """The group, named by its axes."""
-    operation: Operation
-    calls: int
-    bytes: int
-    peer: int | None = None
-    """The pipeline stage that receives it, if it is a message."""
-
-
-def call_of(func: Any, args: Any) -> Call | None:
-    """The collective that an operation of the dispatcher stands for, if any.
-
-    Raises:
-        NotImplementedError: no layer of a model has used this collective so far.
-    """
-    if func.namespace != "c10d":
-        return None
-    name = func.name()
-    if name not in _OPERATIONS:
-        raise NotImplementedError(f"what {name} sends is not known")
-    operation = _OPERATIONS[name]
-    group = next(_group(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-    # all-reduce: a list of one tensor; the others: output, input. The larger one is the whole.
-    tensors = args[0] if isinstance(args[0], list) else args[:2]
-    whole = max(tensor.nbytes for tensor in tensors)
-    return Call(operation, group, ring_bytes(operation, whole, group.size()))
-
-
-def ring_bytes(operation: Operation, whole: int, ranks: int) -> int:
-    """Bytes that each rank sends in a ring of `ranks`.
-
-    Args:
-        whole: bytes of the whole tensor, which an all-gather gives and a reduce-scatter takes.
-    """
-    rounds = 2 if operation == "all-reduce" else 1
-    return rounds * (ranks - 1) * whole // ranks
-
-
-def added(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """Sum up: one entry for each group, kind of operation and peer."""
-    totals: dict[tuple[str, Operation, int | None], tuple[int, int]] = {}
-    for one in transfers:
-        calls, num_bytes = totals.get((one.over, one.operation, one.peer), (0, 0))
-        totals[one.over, one.operation, one.peer] = calls + one.calls, num_bytes + one.bytes
-    return [Transfer(over, operation, *total, peer) for (over, operation, peer), total in totals.items()]
-
-
-def _group(arg: torch.ScriptObject) -> dist.ProcessGroup:
-    return dist.ProcessGroup.unbox(arg)
+        Raises:
+            NotImplementedError: no layer of a model has used this collective so far.
+        """
+        if name not in _OPERATIONS:
+            raise NotImplementedError(f"what {name} sends is not known")
+        operation, rounds = _OPERATIONS[name]
+        group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+        assert group == self._tensor_group, "a layer communicates outside of its tensor group"
+        # all-reduce: a list of one tensor; the others: output, input. The larger one is the whole.
+        whole = max(tensor.nbytes for tensor in (args[0] if isinstance(args[0], list) else args[:2]))
+        return Transfer("tp", operation, 1, rounds * (group.size() - 1) * whole // group.size())

@@ -14,6 +14,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.buckets import Buckets
 from megatron.data_parallel.fsdp_plan import is_fully_sharded
 from megatron.data_parallel.provider import Inspect, Provider
+from megatron.data_parallel.traffic import StepSums
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.gpt import ModelInputs
@@ -127,23 +128,23 @@ class TrainStep:
         loss_sum, count = self.gradients(batch)
         with self._timers("grad-norm", level=1):
             sums = self._sums(loss_sum, count, exit_votes, self._attended(batch))
-        if not sums[1]:
+        if not sums.mask:
             raise_uncounted(iteration)
         scale = self.scaler.scale
-        loss, norm = sums[0] / sums[1], math.sqrt(sums[2]) / scale
+        loss, norm = sums.loss / sums.mask, math.sqrt(sums.squares) / scale
         overflow = not math.isfinite(norm)
         if not self._skip_overflow and (overflow or not math.isfinite(loss)):
             bad = sorted(set().union(*(provider.nonfinite() for provider in self.providers)))
             raise_nonfinite(iteration, float(loss_sum), bad, self._own_nonfinite_gradients(batch), self.context)
         result = StepResult(
             loss,
-            sums[1],
+            sums.mask,
             norm,
-            num_zeros=sums[3] if self._count_zeros else None,
+            num_zeros=sums.zeros if self._count_zeros else None,
             skipped=overflow,
             loss_scale=scale,
-            attended_sequences=sums[6] if batch[0].documents is not None else None,
-            exit_votes=(sums[4] > 0, sums[5] > 0),
+            attended_sequences=sums.attended if batch[0].documents is not None else None,
+            exit_votes=(sums.asked_to_exit > 0, sums.out_of_time > 0),
         )
         if not overflow:
             for look in self.before_update:
@@ -156,10 +157,9 @@ class TrainStep:
         self.scaler.update(overflow)
         return result
 
-    def _sums(self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool], attended: float) -> list[float]:
-        """Loss, mask, squares, zeros, votes and attended sequences, summed over the world. It is the step's only host
-        synchronisation and, but for the count of tokens in `gradients`, its only reduction of scalars. A NaN or infinity in any
-        gradient shows in the squares, also one in a copy that is not counted."""
+    def _sums(self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool], attended: float) -> StepSums:
+        """Sum the results of this rank over the world. It is the step's only host synchronisation and, but for the count of tokens
+        in `gradients`, its only reduction of scalars."""
         device = self.context.device
         found = square_sums([*self._counted_grads, *self._copied_grads], device)
         self.counted_squares, copied = found.split([len(self._counted_grads), len(self._copied_grads)])
@@ -169,10 +169,8 @@ class TrainStep:
         zeros = torch.zeros_like(squares)
         if self._count_zeros:  # the gradient of padding is always zero, and how much padding there is depends on the layout
             zeros = count_zeros(self._counted_grads, device) - self._num_padding
-        numbers = [
-            torch.full_like(squares, number) for number in (*exit_votes, attended)
-        ]  # filled on the device, so that nothing waits
-        return all_reduce(torch.stack([loss_sum, count, squares, zeros, *numbers]), self.context.world).tolist()
+        numbers = [torch.full_like(squares, number) for number in (*exit_votes, attended)]  # on the device, so nothing waits
+        return StepSums(*all_reduce(torch.stack([loss_sum, count, squares, zeros, *numbers]), self.context.world).tolist())
 
     def _attended(self, batch: Sequence[ModelInputs]) -> float:
         """This rank's share of a step's attended sequences: of the ranks with the same samples, one counts them, others have 0."""

@@ -51,7 +51,7 @@ def told(topology: Topology, crossings: Iterable[Crossing]) -> set[int]:
 def test_rings_leave_nodes_where_a_list_of_their_ranks_says(topology: Topology, per_node: int) -> None:
     links, stages = Links(topology, per_node), range(topology.pp)
     for axes in (("tp",), ("dp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES)):
-        assert told(topology, (links.ring(stage, *axes) for stage in stages)) == leaving(topology.groups(*axes), per_node), axes
+        assert told(topology, (links.ring(stage, axes) for stage in stages)) == leaving(topology.groups(*axes), per_node), axes
     whole = tuple(range(topology.world_size))
     assert told(topology, map(links.world, stages)) == leaving([whole], per_node)
     for stage, peer in itertools.product(stages, stages):

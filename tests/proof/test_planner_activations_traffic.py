@@ -83,7 +83,7 @@ def test_planned_transfers_are_the_calls_of_real_ranks(changes: dict[str, Any]) 
     config = settings(4, **changes)
     for rank, real in enumerate(run_ranks(4, _calls_of_a_step, 4, changes)):
         transfers = plan_rank(config, 4, rank).transfers
-        assert {one.over for one in transfers} == {"tp", "pp"}
+        assert {one.over for one in transfers} == {"tp", "pipeline"}
         assert real == {
             (one.operation, None if one.peer is None else rank % 2 + 2 * one.peer): (one.calls, one.bytes) for one in transfers
         }

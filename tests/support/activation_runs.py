@@ -45,7 +45,7 @@ class Planned:
     """Of one rank."""
 
     activations: Activations
-    transfers: list[Transfer]
+    transfers: tuple[Transfer, ...]
     traces: dict[int, ChunkTrace]
     buffers: int
     """What passes through of the model's state, by the report of the sharding strategy."""
@@ -80,7 +80,7 @@ def plan_rank(config: Config, world_size: int, rank: int = 0, *, device_type: st
         traces = trace_chunks(model, config.data, size, context, splits_backward=splits, device_type=device_type)
         receives = receive_plans(schedule, overlap=config.parallel.overlap_p2p_communication)
         return Planned(
-            peak_activations(traces, model, config, context, schedule, receives),
+            peak_activations(traces, model, config, context, schedule, receives, device_type=device_type),
             step_transfers(traces, model, size, context, schedule),
             traces,
             state_report(model, context, config.parallel, config.optimizer, schedule).memory.buffers.device,
