@@ -120,14 +120,14 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     schedule = startup.make_learning_schedule(config.optimizer, config.training, plan)
     resumed = resume(config, context, step.optimizer, step.scaler, schedule, data.vocab_size)
     plan = plan.resumed_at(resumed.progress.iteration, resumed.progress.consumed_samples)
-    data = data.at(resumed.progress, plan, context)
+    batches = data.at(resumed.progress, plan, context)
     step.finish_publishing()  # weights of a checkpoint
     step.prepare(plan.num_microbatches(resumed.progress.consumed_samples))
     reporter = startup.make_reporter(config, context, model, plan, timers, resumed=resumed.path is not None)
     for line in [
         *loaded.notes,
         *startup.describe(config, context, step, num_parameters, plan, resumed.progress.consumed_samples),
-        *data.describe(plan, resumed.progress),
+        *batches.describe(resumed.progress.phases),
         *resumed.notes,
     ]:
         reporter.say(f"  {line}")
@@ -148,9 +148,9 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
         saver,
         reporter,
         timers,
-        train_batches=lambda consumed: data.training(plan, consumed),
-        valid_batches=data.validation(plan),
-        test_batches=data.test(plan),
+        train_batches=batches.training,
+        valid_batches=batches.validation,
+        test_batches=batches.test,
         started_at=started_at,
         draw=draw,
     ).run(resumed.progress)

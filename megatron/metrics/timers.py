@@ -3,7 +3,7 @@
 timers = Timers(level=1, synchronize=torch.cuda.synchronize)
 with timers("forward-backward", level=1):
     ...
-times = times_of_ranks(timers.elapsed_ms(), gather)  # on every rank
+times = times_of_ranks(gather(timers.elapsed_ms()))  # on every rank
 report = format_times(times, "minmax")
 """
 
@@ -104,19 +104,15 @@ class Timers:
         return {name: timer.take_ms() for name, timer in self._timers.items()}
 
 
-def times_of_ranks(
-    local: Mapping[str, float], gather: Callable[[Mapping[str, float]], Sequence[Mapping[str, float]]]
-) -> dict[str, list[float]]:
+def times_of_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """Times of all ranks by name, in the order in which the names first occur.
 
     Args:
-        local: Milliseconds of this rank. Ranks may have different timers (only the last stage has a loss).
-        gather: Gives the mappings of all ranks in rank order, for example a wrapper of all_gather_object.
+        ranks: Milliseconds of each rank. Ranks may have different timers (only the last stage has a loss).
 
     Returns:
         For each name one time a rank, 0 where the rank has no such timer.
     """
-    ranks = gather(local)
     names = dict.fromkeys(name for times in ranks for name in times)
     return {name: [times.get(name, 0.0) for times in ranks] for name in names}
 

@@ -5,17 +5,16 @@ Only the stages that need samples read them.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megatron.config.config import Config
-from megatron.config.data import has_own_splits, split_words
+from megatron.config.data import DataConfig, has_own_splits, split_words
 from megatron.data.datasets import Datasets, open_datasets
 from megatron.data.history import Phase, describe_phases, go_on
 from megatron.data.loader import StepLoader
@@ -31,36 +30,19 @@ from megatron.training.failure import together
 from megatron.training.progress import BatchSizePlan, Progress
 
 
-@dataclass(frozen=True)
-class HostInputs:
-    """The arrays of a microbatch as tensors [s, b] in host memory, ready to go to the device. The reading thread makes them."""
+class HostInputs(NamedTuple):
+    """A microbatch, and its arrays as tensors in host memory ([s, b]), ready to go to the device. The reading thread makes them."""
 
-    first_sample: int
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    positions: torch.Tensor | None
-    bounds: NDArray[np.int32] | None
-    bounds_tensor: torch.Tensor | None
+    microbatch: Microbatch
+    tensors: dict[str, torch.Tensor]
+    """By the names of its fields, those that it has."""
 
     @classmethod
     def of(cls, microbatch: Microbatch, device: torch.device) -> HostInputs:
         """Copy the arrays; for CUDA into pinned memory, from which the device fetches them while the host goes on."""
-
-        def tensor(array: np.ndarray) -> torch.Tensor:
-            made = torch.from_numpy(np.ascontiguousarray(array.T))
-            return made.pin_memory() if device.type == "cuda" else made
-
-        positions, bounds = microbatch.positions, microbatch.bounds
-        return cls(
-            microbatch.first_sample,
-            tensor(microbatch.tokens),
-            tensor(microbatch.labels),
-            tensor(microbatch.loss_mask),
-            None if positions is None else tensor(positions),
-            bounds,
-            None if bounds is None else tensor(bounds),
-        )
+        arrays = {name: array for name, array in vars(microbatch).items() if isinstance(array, np.ndarray)}
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array.T)) for name, array in arrays.items()}
+        return cls(microbatch, {name: t.pin_memory() for name, t in tensors.items()} if device.type == "cuda" else tensors)
 
 
 @dataclass(frozen=True)
@@ -80,7 +62,7 @@ class BatchMaker:
     micro_batch_size: int
     rules: DocumentRules
 
-    def training(
+    def steps(
         self,
         source: SampleSource | None,
         *,
@@ -88,31 +70,16 @@ class BatchMaker:
         consumed_samples: int,
         total_samples: int,
         num_workers: int,
+        dropout: bool = True,
     ) -> Iterator[list[ModelInputs]]:
-        """Training steps from `consumed_samples` on, with dropout keys.
+        """The steps from `consumed_samples` on.
 
         Args:
             source: the samples; None on a rank that reads none.
             num_workers: threads that read ahead.
+            dropout: whether they get the keys of dropout, as in training.
         """
-        return self._steps(source, global_batch_size_at, consumed_samples, total_samples, num_workers, dropout=True)
-
-    def evaluation(
-        self, source: SampleSource | None, *, global_batch_size: int, num_batches: int, num_workers: int = 0
-    ) -> Iterator[list[ModelInputs]]:
-        """Steps over the first samples of a split, always the same, without dropout."""
-        total = global_batch_size * num_batches
-        return self._steps(source, lambda _: global_batch_size, 0, total, num_workers, dropout=False)
-
-    def _steps(
-        self,
-        source: SampleSource | None,
-        global_batch_size_at: Callable[[int], int],
-        consumed: int,
-        total: int,
-        num_workers: int,
-        dropout: bool,
-    ) -> Iterator[list[ModelInputs]]:
+        consumed = consumed_samples
         rank, size = self.context.data_group.index, self.context.data_group.size
 
         def key(first_sample: int) -> DropoutKey | None:
@@ -120,7 +87,7 @@ class BatchMaker:
 
         if source is None:
             assert not self.rules.every_stage_reads, "layers need to know where documents end"
-            while consumed < total:
+            while consumed < total_samples:
                 batch = global_batch_size_at(consumed)
                 firsts = range(consumed + rank * self.micro_batch_size, consumed + batch, size * self.micro_batch_size)
                 yield [ModelInputs(self._whole_positions, dropout_key=key(first)) for first in firsts]
@@ -135,29 +102,41 @@ class BatchMaker:
             data_size=size,
             global_batch_size_at=global_batch_size_at,
             consumed_samples=consumed,
-            total_samples=total,
+            total_samples=total_samples,
             num_workers=num_workers,
         )
         try:
             for step in loader:
-                inputs = [self._inputs(host, key(host.first_sample)) for host in step]
+                inputs = [self._inputs(host, key(host.microbatch.first_sample)) for host in step]
                 loader.read_ahead()
                 yield inputs
                 consumed = loader.consumed_samples
         finally:
             loader.close()
 
+    def evaluation(
+        self, source: SampleSource | None, *, global_batch_size: int, num_batches: int, num_workers: int = 0
+    ) -> Iterator[list[ModelInputs]]:
+        """Steps over the first samples of a split, always the same, without dropout."""
+        return self.steps(
+            source,
+            global_batch_size_at=lambda _: global_batch_size,
+            consumed_samples=0,
+            total_samples=global_batch_size * num_batches,
+            num_workers=num_workers,
+            dropout=False,
+        )
+
     def _inputs(self, host: HostInputs, key: DropoutKey | None) -> ModelInputs:
-        documents = None
-        if host.bounds is not None and host.bounds_tensor is not None:
-            documents = Documents(host.bounds, self._on_device(host.bounds_tensor), self.micro_batch_size)
+        tensors = {name: self._on_device(tensor) for name, tensor in host.tensors.items()}
+        bounds = host.microbatch.bounds
         return ModelInputs(
-            self._whole_positions if host.positions is None else self._on_device(host.positions),
-            self._on_device(host.tokens),
-            self._on_device(host.labels),
-            self._on_device(host.loss_mask),
+            tensors.get("positions", self._whole_positions),
+            tensors["tokens"],
+            tensors["labels"],
+            tensors["loss_mask"],
             key,
-            documents,
+            None if bounds is None else Documents(bounds, tensors["bounds"], self.micro_batch_size),
         )
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -179,83 +158,49 @@ def reads_samples(context: ParallelContext, stage_of_chunk: Sequence[int], rules
 Batches = Iterator[list[ModelInputs]]
 
 
-@dataclass(frozen=True)
-class Sources:
-    """The samples of each split that the run reads."""
+class Sources(NamedTuple):
+    """The samples of each split, where the run and this rank's stage read any."""
 
-    train: SampleSource
-    valid: SampleSource | None
-    test: SampleSource | None
+    train: SampleSource | None = None
+    valid: SampleSource | None = None
+    test: SampleSource | None = None
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The datasets that this rank reads, and how they become the inputs of a step."""
+    """The data of a run on this rank, whatever its place in the run."""
 
+    config: Config
     vocab_size: int
+    maker: BatchMaker
     datasets: Datasets | None
     """The datasets; None on a rank whose stage reads no samples."""
-    config: Config
-    maker: BatchMaker
-    has_validation: bool
     has_test: bool
-    sources: Sources | None = None
-    """Set by `at`, which knows the place in the run; None where nothing is read."""
 
-    def at(self, progress: Progress, plan: BatchSizePlan, context: ParallelContext) -> RunData:
-        """The data of the rest of the run. What was consumed before stays consumed; `progress.phases` is updated. All ranks call it
-        together.
+    def at(self, progress: Progress, plan: BatchSizePlan, context: ParallelContext) -> RunBatches:
+        """The batches of the rest of the run. What was consumed before stays consumed; `progress.phases` is updated. All ranks call
+        it together.
 
         Raises:
             SetupError: an index cannot be made.
         """
 
-        def make() -> Sources | None:
+        def make() -> Sources:
             if self.datasets is None:
-                return None
+                return Sources()
             progress.phases = go_on(progress.phases, self._phase(self.datasets, progress, plan))
-            valid, test, evaluation = self.datasets.valid, self.datasets.test, self._evaluation_samples(plan)
+            valid, test = self.datasets.valid, self.datasets.test
+            evaluation = self.config.training.eval_iters * plan.final_global_batch_size
+            # As many evaluations as Megatron-LM counts; its order of the validation samples depends on it.
+            interval = self.config.training.eval_interval
+            evaluations = plan.total_iterations // interval + 1 if interval else 1
             return Sources(
                 self.datasets.train.source(plan.total_samples, progress.phases),
-                valid.source(evaluation * self._num_evaluations(plan), num_read=evaluation) if valid else None,
+                valid.source(evaluation * evaluations, num_read=evaluation) if valid else None,
                 test.source(evaluation) if test else None,
             )
 
-        return dataclasses.replace(self, sources=together(context, make))
-
-    def training(self, plan: BatchSizePlan, consumed_samples: int) -> Batches:
-        """Training steps from a number of consumed samples on."""
-        return self.maker.training(
-            self.sources.train if self.sources else None,
-            global_batch_size_at=plan.global_batch_size,
-            consumed_samples=consumed_samples,
-            total_samples=plan.total_samples,
-            num_workers=self.config.data.num_workers,
-        )
-
-    def validation(self, plan: BatchSizePlan) -> Callable[[], Batches] | None:
-        """Evaluation batches, always the same; None if the run has no evaluation."""
-        return self._held_out(self.sources.valid if self.sources else None, plan) if self.has_validation else None
-
-    def test(self, plan: BatchSizePlan) -> Callable[[], Batches] | None:
-        """Batches of the test split; None if it has no share of the data."""
-        return self._held_out(self.sources.test if self.sources else None, plan) if self.has_test else None
-
-    def describe(self, plan: BatchSizePlan, progress: Progress) -> list[str]:
-        """Lines of the start-up log (on a rank that reads data)."""
-        if self.sources is None:
-            return []
-        lines = [f"the run takes {plan.total_samples:,} training samples", *describe_phases(progress.phases)]
-        lines += self.sources.train.describe(plan.total_samples)
-        for source in (self.sources.valid, self.sources.test):
-            lines += source.describe(self._evaluation_samples(plan)) if source else []
-        return lines + self._warnings()
-
-    def _warnings(self) -> list[str]:
-        assert self.datasets is not None
-        components = [each for data in self.datasets if data is not None for each in data.components]
-        told = (missing_ends(each.dataset, each.documents, self.maker.rules) for each in components)
-        return list(dict.fromkeys(f"WARNING: {text}" for text in told if text is not None))
+        return RunBatches(self, plan, together(context, make))
 
     def _phase(self, datasets: Datasets, progress: Progress, plan: BatchSizePlan) -> Phase:
         training, data = self.config.training, self.config.data
@@ -272,19 +217,51 @@ class RunData:
             num_samples=plan.total_samples if data.data_order == "megatron" else None,
         )
 
-    def _held_out(self, source: SampleSource | None, plan: BatchSizePlan) -> Callable[[], Batches]:
-        batch, count = plan.final_global_batch_size, self.config.training.eval_iters
-        return lambda: self.maker.evaluation(
-            source, global_batch_size=batch, num_batches=count, num_workers=self.config.data.num_workers
+
+@dataclass(frozen=True)
+class RunBatches:
+    """The batches of a run on this rank, from its place in the run on."""
+
+    data: RunData
+    plan: BatchSizePlan
+    sources: Sources
+
+    def training(self, consumed_samples: int) -> Batches:
+        """Training steps from a number of consumed samples on."""
+        return self.data.maker.steps(
+            self.sources.train,
+            global_batch_size_at=self.plan.global_batch_size,
+            consumed_samples=consumed_samples,
+            total_samples=self.plan.total_samples,
+            num_workers=self.data.config.data.num_workers,
         )
 
-    def _evaluation_samples(self, plan: BatchSizePlan) -> int:
-        return self.config.training.eval_iters * plan.final_global_batch_size
+    @property
+    def validation(self) -> Callable[[], Batches] | None:
+        """Evaluation batches, always the same; None if the run has no evaluation."""
+        return functools.partial(self._held_out, self.sources.valid) if self.data.config.training.eval_iters else None
 
-    def _num_evaluations(self, plan: BatchSizePlan) -> int:
-        """The number of evaluations as Megatron-LM counts them; its order of the validation samples depends on it."""
-        interval = self.config.training.eval_interval
-        return plan.total_iterations // interval + 1 if interval else 1
+    @property
+    def test(self) -> Callable[[], Batches] | None:
+        """Batches of the test split; None if it has no share of the data."""
+        return functools.partial(self._held_out, self.sources.test) if self.data.has_test else None
+
+    def describe(self, phases: Sequence[Phase]) -> list[str]:
+        """Lines of the start-up log (on a rank that reads data)."""
+        train, datasets, total = self.sources.train, self.data.datasets, self.plan.total_samples
+        if train is None or datasets is None:
+            return []
+        lines = [f"the run takes {total:,} training samples", *describe_phases(phases), *train.describe(total)]
+        for source in (self.sources.valid, self.sources.test):
+            lines += source.describe(self.data.config.training.eval_iters * self.plan.final_global_batch_size) if source else []
+        components = [each for data in datasets if data is not None for each in data.components]
+        told = (missing_ends(each.dataset, each.documents, self.data.maker.rules) for each in components)
+        return lines + list(dict.fromkeys(f"WARNING: {text}" for text in told if text is not None))
+
+    def _held_out(self, source: SampleSource | None) -> Batches:
+        config, batch = self.data.config, self.plan.final_global_batch_size
+        count, num_workers = config.training.eval_iters, config.data.num_workers
+        return self.data.maker.evaluation(source, global_batch_size=batch, num_batches=count, num_workers=num_workers)
 
 
 def open_data(config: Config, context: ParallelContext) -> RunData:
@@ -293,33 +270,32 @@ def open_data(config: Config, context: ParallelContext) -> RunData:
     Raises:
         SetupError: something is missing or damaged on some rank.
     """
-    training, data, evaluates = config.training, config.data, config.training.eval_iters > 0
-    parallel = config.parallel
+    training, data, parallel, seq_length = config.training, config.data, config.parallel, config.model.seq_length
     chunks = parallel.chunks_per_stage(config.model.num_layers)
     stage_of_chunk = placement(parallel.schedule, parallel.pipeline_model_parallel_size, chunks)
 
-    def build() -> tuple[int, DocumentRules, bool, Datasets | None]:
+    def build() -> RunData:
         tokenizer = build_tokenizer(data)
         rules = DocumentRules(tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-        tests = evaluates and not data.mock_data and _has_test_data(config)
-        if not reads_samples(context, stage_of_chunk, rules):
-            return embedding_rows(tokenizer, data), rules, tests, None
-        datasets = open_datasets(
-            data,
-            seed=training.seed,
-            seq_length=config.model.seq_length,
-            tokenizer=tokenizer,
-            need_validation=evaluates,
-            need_test=tests,
-        )
-        return embedding_rows(tokenizer, data), rules, tests, datasets
+        evaluates = training.eval_iters > 0
+        tests = evaluates and not data.mock_data and _has_test_data(data)
+        datasets = None
+        if reads_samples(context, stage_of_chunk, rules):
+            datasets = open_datasets(
+                data,
+                seed=training.seed,
+                seq_length=seq_length,
+                tokenizer=tokenizer,
+                need_validation=evaluates,
+                need_test=tests,
+            )
+        maker = BatchMaker(context, training.seed, seq_length, training.micro_batch_size, rules)
+        return RunData(config, embedding_rows(tokenizer, data), maker, datasets, tests)
 
-    vocab_size, rules, tests, datasets = together(context, build)
-    maker = BatchMaker(context, training.seed, config.model.seq_length, training.micro_batch_size, rules)
-    return RunData(vocab_size, datasets, config, maker, evaluates, tests)
+    return together(context, build)
 
 
-def _has_test_data(config: Config) -> bool:
-    if has_own_splits(config.data):
-        return bool(split_words(config.data)[1][2])
-    return parse_split(config.data.split)[2] > 0
+def _has_test_data(data: DataConfig) -> bool:
+    if has_own_splits(data):
+        return bool(split_words(data)[1][2])
+    return parse_split(data.split)[2] > 0

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.audit.replicas import AuditError
 from megatron.config.config import Config
@@ -158,28 +159,26 @@ class Loop:
         interval = self.config.training.eval_interval
         return bool(interval) and progress.iteration % interval == 0  # type: ignore[operator]
 
-    def _evaluate(self, progress: Progress, split: str) -> None:
-        paused = self.reporter.pause()
+    def _evaluate(self, progress: Progress, split: Literal["validation", "test"]) -> None:
         make = self.valid_batches if split == "validation" else self.test_batches
         assert make is not None
-        with self.timers("evaluation", level=0):
-            loss = evaluate(self.step, make())
-        self.reporter.evaluation(progress, loss, "validation" if split == "validation" else "test")
-        if self.config.training.manual_gc:
-            gc.collect()
-        self.reporter.resume(paused)
+        with self.reporter.paused():
+            with self.timers("evaluation", level=0):
+                loss = evaluate(self.step, make())
+            self.reporter.evaluation(progress, loss, split)
+            if self.config.training.manual_gc:
+                gc.collect()
 
     def _save(self, progress: Progress, watching: list[Watcher]) -> None:
-        paused = self.reporter.pause()
-        self.step.finish_publishing()  # no result may be written where it is still read
-        if self.config.checkpoint.save is not None:
-            for watcher in watching:
-                watcher.before_save(progress)
-        with self.timers("save-checkpoint", level=0):
-            self.saver.save(progress, self.step.optimizer, self.step.scaler, self.schedule, self.reporter.say)
-        if self.config.training.manual_gc:
-            gc.collect()
-        self.reporter.resume(paused)
+        with self.reporter.paused():
+            self.step.finish_publishing()  # no result may be written where it is still read
+            if self.config.checkpoint.save is not None:
+                for watcher in watching:
+                    watcher.before_save(progress)
+            with self.timers("save-checkpoint", level=0):
+                self.saver.save(progress, self.step.optimizer, self.step.scaler, self.schedule, self.reporter.say)
+            if self.config.training.manual_gc:
+                gc.collect()
 
     def _time_is_up(self) -> bool:
         limit = self.config.training.exit_duration_in_mins

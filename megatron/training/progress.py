@@ -61,13 +61,10 @@ class BatchSizePlan:
     Megatron-Core's RampupBatchsizeNumMicroBatchesCalculator, here in whole numbers, without its rounding).
 
     Args:
-        training: Batch sizes, ramp-up and length of the run.
+        training: Batch sizes, ramp-up and length of the run, which have passed the rules.
         data_size: Number of data-parallel ranks.
         iteration: Steps made before, if the run is resumed.
         consumed_samples: Samples of these steps, whose batches may have been of other sizes.
-
-    Raises:
-        ValueError: A batch size of the plan does not divide among the data ranks, or the ramp-up does not arrive.
     """
 
     def __init__(self, training: TrainingConfig, data_size: int, *, iteration: int = 0, consumed_samples: int = 0) -> None:
@@ -75,7 +72,6 @@ class BatchSizePlan:
         self._samples_per_microstep = training.micro_batch_size * data_size
         self.final_global_batch_size = training.global_batch_size or self._samples_per_microstep
         """Sequences in a step after any ramp-up."""
-        self._check(data_size)
         self._stages = self._list_stages(_Stage(iteration, consumed_samples, self.global_batch_size(consumed_samples)))
 
     def resumed_at(self, iteration: int, consumed_samples: int) -> BatchSizePlan:
@@ -138,33 +134,3 @@ class BatchSizePlan:
             consumed = current.first_sample + iterations * current.batch_size
             stages.append(_Stage(current.first_iteration + iterations, consumed, self.global_batch_size(consumed)))
         return stages
-
-    def _check(self, data_size: int) -> None:
-        micro = self._training.micro_batch_size
-        unit = f"--micro-batch-size {micro} x {data_size} data ranks = {self._samples_per_microstep}"
-        if self.final_global_batch_size % self._samples_per_microstep:
-            raise ValueError(
-                f"--global-batch-size {self.final_global_batch_size} is not a multiple of {unit}. "
-                f"Nearest valid: {self._nearest(self.final_global_batch_size)}."
-            )
-        if self._training.rampup_batch_size is None:
-            return
-        start, increment, ramp_samples = self._training.rampup_batch_size
-        flag = f"--rampup-batch-size {start} {increment} {ramp_samples}"
-        if start <= 0 or increment <= 0 or ramp_samples <= 0:
-            raise ValueError(f"{flag}: START, INCREMENT and SAMPLES must be positive.")
-        if start > self.final_global_batch_size:
-            raise ValueError(f"{flag}: START is larger than --global-batch-size {self.final_global_batch_size}. Lower START.")
-        if (self.final_global_batch_size - start) % increment:
-            raise ValueError(
-                f"{flag}: START plus whole INCREMENTs must reach --global-batch-size {self.final_global_batch_size}. "
-                f"Take an INCREMENT that divides {self.final_global_batch_size - start}."
-            )
-        for name, value in (("START", start), ("INCREMENT", increment)):
-            if value % self._samples_per_microstep:
-                raise ValueError(f"{flag}: {name} is not a multiple of {unit}. Nearest valid: {self._nearest(value)}.")
-
-    def _nearest(self, value: int) -> str:
-        unit = self._samples_per_microstep
-        below = value // unit * unit
-        return f"{below} or {below + unit}" if below else f"{unit}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
@@ -14,15 +16,30 @@ from megatron.config.outputs import LoggingConfig
 from megatron.metrics.log_line import training_log_line, validation_lines
 from megatron.metrics.loggers import MetricsFile, Sink, curve_sinks
 from megatron.metrics.timers import Timers, format_times, times_of_ranks
+from megatron.model.build import Model
 from megatron.optimizer.norms import square_sums
-from megatron.parallel.collectives import all_reduce
+from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
+from megatron.spec.counts import flops_per_step
 from megatron.spec.weights import in_layer
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
 
-Gather = Callable[[Any], Sequence[Any]]
+
+@dataclass
+class _Interval:
+    """What the steps since the last log line add up to."""
+
+    started: float
+    """When it began, by time.perf_counter(). What is not training is left out: it is moved by that much."""
+    steps: int = 0
+    samples: int = 0
+    attended: float = 0.0
+    """How many whole sequences need as much attention."""
+    skipped: int = 0
+    nans: int = 0
+    losses: list[float] = field(default_factory=list)
 
 
 class Reporter:
@@ -30,11 +47,7 @@ class Reporter:
 
     Args:
         speaks: whether this rank prints and writes; the others only take part in gathering times.
-        gather: gives a value of every rank, in the order of ranks.
         total_iterations: number of steps of the whole run.
-        flops_of: model FLOPs of a number of sequences, whose attention takes as much as a number of whole ones.
-        tokens_per_sample: the sequence length.
-        num_devices: throughput is divided by it.
         peak: FLOP/s of one device, if known.
         resumed: continue the metrics file instead of beginning it.
         settings: saved with the curves where the sink can.
@@ -43,29 +56,24 @@ class Reporter:
     def __init__(
         self,
         config: LoggingConfig,
-        *,
-        speaks: bool,
-        gather: Gather,
+        model: Model,
+        context: ParallelContext,
         timers: Timers,
         total_iterations: int,
-        flops_of: Callable[[int, float], float],
-        tokens_per_sample: int,
-        num_devices: int,
-        peak: float | None,
-        resumed: bool,
-        settings: Mapping[str, Any],
+        *,
+        speaks: bool,
+        peak: float | None = None,
+        resumed: bool = False,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self._config, self._speaks, self._gather, self._timers = config, speaks, gather, timers
-        self._total_iterations, self._flops_of, self._tokens_per_sample = total_iterations, flops_of, tokens_per_sample
-        self._num_devices, self._peak = num_devices, peak
+        self._config, self._model, self._context, self._timers = config, model, context, timers
+        self._total_iterations, self._speaks, self._peak = total_iterations, speaks, peak
         self._file = MetricsFile(config.metrics_file, append=resumed) if speaks and config.metrics_file else None
         self._curves: list[Sink] = curve_sinks(config, settings) if speaks else []
+        self._sinks = [*self._curves, *([self._file] if self._file else [])]
         self._first = True
-        self._started = self._last_step = 0.0
-        self._steps = self._samples = self._skipped = self._nans = 0
-        self._attended = 0.0
-        self._losses: list[float] = []
-        self._start_interval()
+        self._last_step = time.perf_counter()
+        self._interval = _Interval(self._last_step)
 
     def step(
         self, progress: Progress, result: StepResult | None, learning_rate: float, batch: int, extras: Callable[[], dict]
@@ -76,15 +84,15 @@ class Reporter:
             batch: sequences of the step.
             extras: further numbers to log; called on every rank, and only when a line is due.
         """
-        self._steps += 1
-        self._samples += batch
-        self._attended += _attended(result, batch)
-        if result is None or result.skipped:
-            self._skipped += 1
+        sums = self._interval
+        sums.steps += 1
+        sums.samples += batch
+        sums.attended += _attended(result, batch)
+        sums.skipped += result is None or result.skipped
         if result is not None:
-            self._nans += math.isnan(result.loss)
+            sums.nans += math.isnan(result.loss)
             if not result.skipped:
-                self._losses.append(result.loss)
+                sums.losses.append(result.loss)
         now = time.perf_counter()
         if self._curves and progress.iteration % self._config.tensorboard_log_interval == 0 and result is not None:
             self._write_curves(progress, result, learning_rate, batch, now - self._last_step)
@@ -92,23 +100,22 @@ class Reporter:
         if self._first or progress.iteration % self._config.log_interval == 0:
             self._line(progress, result, learning_rate, batch, extras())
             self._first = False
-            self._start_interval()
+            self._last_step = time.perf_counter()
+            self._interval = _Interval(self._last_step)
 
     def evaluation(self, progress: Progress, loss: float, split: Literal["validation", "test"]) -> None:
         """Log the loss of a held-out split."""
         for line in validation_lines(progress.iteration, loss, split):
             self.say(line)
-        for sink in self._sinks():
-            sink.scalars(progress.iteration, progress.consumed_samples, {f"{split}_loss": loss})
+        self._write(self._sinks, progress, {f"{split}_loss": loss})
 
-    def pause(self) -> float:
-        """Call before work that is not training; give the result to `resume`."""
-        return time.perf_counter()
-
-    def resume(self, paused_at: float) -> None:
-        """Leave the time since `pause` out of the times of steps."""
-        away = time.perf_counter() - paused_at
-        self._started += away
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While it is entered, time does not count for the steps."""
+        began = time.perf_counter()
+        yield
+        away = time.perf_counter() - began
+        self._interval.started += away
         self._last_step += away
 
     def say(self, line: str) -> None:
@@ -118,40 +125,41 @@ class Reporter:
 
     def close(self) -> None:
         """Close the sinks."""
-        for sink in self._sinks():
+        for sink in self._sinks:
             sink.close()
 
-    def _sinks(self) -> list[Sink]:
-        return [*self._curves, *([self._file] if self._file else [])]
+    @staticmethod
+    def _write(sinks: Iterable[Sink], progress: Progress, values: Mapping[str, float]) -> None:
+        for sink in sinks:
+            sink.scalars(progress.iteration, progress.consumed_samples, values)
 
-    def _start_interval(self) -> None:
-        self._started = self._last_step = time.perf_counter()
-        self._steps = self._samples = self._skipped = self._nans = 0
-        self._attended = 0.0
-        self._losses = []
+    def _tflops(self, samples: int, attended: float, seconds: float) -> float:
+        """TFLOP/s of each device."""
+        flops = flops_per_step(self._model.config, self._model.vocab_size, samples, attended)
+        return flops / seconds / self._context.topology.world_size / 1e12
 
     def _line(
         self, progress: Progress, result: StepResult | None, learning_rate: float, batch: int, extras: dict[str, float]
     ) -> None:
-        seconds = time.perf_counter() - self._started
-        tflops = self._flops_of(self._samples, self._attended) / seconds / self._num_devices / 1e12
-        loss = math.fsum(self._losses) / len(self._losses) if self._losses else None
-        updated = result is not None and not result.skipped
+        sums = self._interval
+        seconds = time.perf_counter() - sums.started
+        elapsed_ms, tflops = 1000 * seconds / sums.steps, self._tflops(sums.samples, sums.attended, seconds)
+        loss = math.fsum(sums.losses) / len(sums.losses) if sums.losses else None
         self.say(
             training_log_line(
                 time=datetime.now(),
                 iteration=progress.iteration,
                 train_iterations=self._total_iterations,
                 consumed_samples=progress.consumed_samples,
-                elapsed_ms=1000 * seconds / self._steps,
+                elapsed_ms=elapsed_ms,
                 learning_rate=learning_rate,
                 global_batch_size=batch,
                 lm_loss=loss,
                 loss_scale=result.loss_scale if result else 1.0,
-                skipped=self._skipped,
-                nans=self._nans,
+                skipped=sums.skipped,
+                nans=sums.nans,
                 tflops_per_device=tflops if self._config.log_throughput else None,
-                grad_norm=result.grad_norm if result and updated else None,
+                grad_norm=result.grad_norm if result and not result.skipped else None,
                 num_zeros=result.num_zeros if result else None,
                 params_norm=extras.get("params_norm"),
             )
@@ -159,9 +167,9 @@ class Reporter:
         values = {
             "learning_rate": learning_rate,
             "global_batch_size": batch,
-            "skipped": self._skipped,
-            "elapsed_ms": 1000 * seconds / self._steps,
-            "tokens_per_s": self._samples * self._tokens_per_sample / seconds,
+            "skipped": sums.skipped,
+            "elapsed_ms": elapsed_ms,
+            "tokens_per_s": sums.samples * self._model.config.seq_length / seconds,
             "tflops_per_device": tflops,
             **extras,
         }
@@ -174,10 +182,10 @@ class Reporter:
         if result is not None and result.num_zeros is not None:
             values["num_zeros"] = result.num_zeros
         if self._file:
-            self._file.scalars(progress.iteration, progress.consumed_samples, values)
-        for sink in self._curves:
-            sink.scalars(progress.iteration, progress.consumed_samples, {"tokens_per_s": values["tokens_per_s"], **extras})
-        self._report_times(progress)
+            self._write([self._file], progress, values)
+        self._write(self._curves, progress, {"tokens_per_s": values["tokens_per_s"], **extras})
+        if self._config.timing_log_level > 0:
+            self._report_times(progress)
 
     def _write_curves(self, progress: Progress, result: StepResult, learning_rate: float, batch: int, seconds: float) -> None:
         values = {
@@ -185,7 +193,7 @@ class Reporter:
             "global_batch_size": batch,
             "loss_scale": result.loss_scale,
             "elapsed_ms": 1000 * seconds,
-            "tflops_per_device": self._flops_of(batch, _attended(result, batch)) / seconds / self._num_devices / 1e12,
+            "tflops_per_device": self._tflops(batch, _attended(result, batch), seconds),
         }
         if not result.skipped:
             values |= {"lm_loss": result.loss, "grad_norm": result.grad_norm}
@@ -196,22 +204,15 @@ class Reporter:
                 "mem-allocated-bytes": torch.cuda.memory_allocated(),
                 "mem-max-allocated-bytes": torch.cuda.max_memory_allocated(),
             }
-        for sink in self._curves:
-            sink.scalars(progress.iteration, progress.consumed_samples, values)
+        self._write(self._curves, progress, values)
 
     def _report_times(self, progress: Progress) -> None:
-        if self._config.timing_log_level == 0:
-            return
-        times = times_of_ranks(self._timers.elapsed_ms(), self._gather)
-        steps = max(1, self._steps)
-        times = {name: [ms / steps for ms in ranks] for name, ranks in times.items()}
-        text = format_times(times, self._config.timing_log_option)
-        if text:
+        ranks = gather_objects(self._timers.elapsed_ms(), self._context.world)
+        times = {name: [ms / self._interval.steps for ms in each] for name, each in times_of_ranks(ranks).items()}
+        if text := format_times(times, self._config.timing_log_option):
             self.say(text)
         if self._config.log_timers_to_tensorboard:
-            for sink in self._curves:
-                longest = {f"{name}-time": max(ranks) / 1000 for name, ranks in times.items()}
-                sink.scalars(progress.iteration, progress.consumed_samples, longest)
+            self._write(self._curves, progress, {f"{name}-time": max(each) / 1000 for name, each in times.items()})
 
 
 def _attended(result: StepResult | None, batch: int) -> float:

@@ -27,7 +27,7 @@ from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
 from megatron.planner.advice import advice
 from megatron.planner.state_report import describe_state, state_report
-from megatron.spec.counts import count_parameters, flops_per_step, kept_per_token
+from megatron.spec.counts import count_parameters, kept_per_token
 from megatron.spec.operations import Schedule
 from megatron.spec.schedule_spec import Costs
 from megatron.training.failure import together
@@ -182,13 +182,11 @@ def make_reporter(
         context,
         lambda: Reporter(
             config.logging,
+            model,
+            context,
+            timers,
+            plan.total_iterations,
             speaks=context.rank == 0,
-            gather=lambda value: gather_objects(value, context.world),
-            timers=timers,
-            total_iterations=plan.total_iterations,
-            flops_of=lambda samples, attended: flops_per_step(config.model, model.vocab_size, samples, attended),
-            tokens_per_sample=config.model.seq_length,
-            num_devices=context.topology.world_size,
             peak=device_peak(context, model.dtype),
             resumed=resumed,
             settings=to_dict(config),

@@ -13,10 +13,8 @@ from megatron.metrics.timers import Timers
 from megatron.model.build import build_model
 from megatron.model.gpt import ModelInputs
 from megatron.optimizer.grad_scaler import make_grad_scaler
-from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext, connect
 from megatron.pipeline_parallel.partition import table_of
-from megatron.spec.counts import flops_per_step
 from megatron.training import startup
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.loop import Loop, evaluate
@@ -100,7 +98,7 @@ class _Feed:
 
     def training(self, consumed: int) -> Iterator[list[ModelInputs]]:
         """Steps from `consumed` samples on, without dropout."""
-        steps = self.maker.training(
+        steps = self.maker.steps(
             self.task.samples if self.reads else None,
             global_batch_size_at=self.plan.global_batch_size,
             consumed_samples=consumed,
@@ -134,19 +132,7 @@ class _Feed:
 def _loop(task: ProofTask, config: Config, context: ParallelContext, plan: BatchSizePlan, step: TrainStep, feed: _Feed) -> Loop:
     """The training loop; it evaluates, saves and logs nothing."""
     timers = Timers(level=0)
-    reporter = Reporter(
-        config.logging,
-        speaks=False,
-        gather=lambda value: gather_objects(value, context.world),
-        timers=timers,
-        total_iterations=plan.total_iterations,
-        flops_of=lambda samples, attended: flops_per_step(config.model, task.vocab_size, samples, attended),
-        tokens_per_sample=config.model.seq_length,
-        num_devices=context.topology.world_size,
-        peak=None,
-        resumed=False,
-        settings={},
-    )
+    reporter = Reporter(config.logging, step.model, context, timers, plan.total_iterations, speaks=False)
     return Loop(
         config,
         context,

@@ -90,7 +90,7 @@ def train(
     )
     maker = BatchMaker(context, 1, SEQ, MICRO, DocumentRules(VOCAB - 1))
     source = MockDataset(split=0, seed=3, seq_length=SEQ, vocab_size=VOCAB, eod=VOCAB - 1)
-    batches = maker.training(
+    batches = maker.steps(
         source, global_batch_size_at=lambda _: GLOBAL, consumed_samples=0, total_samples=GLOBAL * steps, num_workers=0
     )
     seeds: dict[str, list[int]] = {"attention": [], "hidden": []}
@@ -207,7 +207,7 @@ def test_stages_that_read_no_tokens_know_the_same_keys() -> None:
     source = MockDataset(split=0, seed=3, seq_length=SEQ, vocab_size=VOCAB, eod=VOCAB - 1)
     keys = []
     for given in (source, None):
-        batches = maker.training(
+        batches = maker.steps(
             given,
             global_batch_size_at=lambda consumed: 4 if consumed < 8 else 12,
             consumed_samples=4,

@@ -166,7 +166,7 @@ def _batches(config: Config, context: ParallelContext, model: Model) -> Any:
     rows[:, length // 3 - 1] = eod
     reads = reads_samples(context, [chunk.stage for chunk in model.layer_table], rules)
     source = Windows(rows) if reads else None
-    return maker.training(source, global_batch_size_at=lambda _: count, consumed_samples=0, total_samples=count, num_workers=0)
+    return maker.steps(source, global_batch_size_at=lambda _: count, consumed_samples=0, total_samples=count, num_workers=0)
 
 
 def _topology(config: Config, world_size: int) -> Topology:

@@ -72,7 +72,7 @@ def waiting(batches: Iterator[list[ModelInputs]], steps: int) -> Waiting:
 def measure(source: SampleSource, rules: DocumentRules, num_workers: int, steps: int, device: torch.device) -> Waiting:
     """Waiting with so many threads."""
     maker = BatchMaker(make_context(Topology(), 0, device), 1, _SEQ_LENGTH, _MICRO_BATCH_SIZE, rules)
-    batches = maker.training(
+    batches = maker.steps(
         source,
         global_batch_size_at=lambda _: _GLOBAL_BATCH_SIZE,
         consumed_samples=0,

@@ -27,7 +27,7 @@ ALL_RULES = DocumentRules(EOD, True, True, True)
 
 def steps(maker: BatchMaker, source: Windows | None = None, consumed: int = 0, num_workers: int = 0) -> Iterator[list[ModelInputs]]:
     """Training steps of 12 samples."""
-    return maker.training(
+    return maker.steps(
         source, global_batch_size_at=lambda _: GLOBAL, consumed_samples=consumed, total_samples=48, num_workers=num_workers
     )
 
