@@ -15,7 +15,7 @@ from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
 from megatron.parallel.params import ParamRecord, Split
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron.verification.local_ranks import run_ranks
+from tests.support.warm import run_forked_ranks
 
 CPU = torch.device("cpu")
 
@@ -104,7 +104,7 @@ def compared(rank: int, topology: Topology, changed: dict[str, int]) -> tuple[st
     ],
 )
 def test_groups_are_compared_and_all_ranks_raise_the_same(topology: Topology, changed: dict[str, int], words: list[str]) -> None:
-    found = run_ranks(topology.world_size, compared, topology, changed, timeout=60.0)
+    found = run_forked_ranks(topology.world_size, compared, topology, changed, timeout=60.0)
     assert {described for described, _ in found} == {"2 over tensor ranks, 3 over data ranks, 1 over the first and the last stage"}
     (message,) = {message for _, message in found}
     lines = message.splitlines()

@@ -17,10 +17,10 @@ from megatron.parallel.collectives import Pending, start_all_reduce, start_reduc
 from megatron.parallel.context import Group, ParallelContext, make_context
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.topology import Topology
-from megatron.verification.local_ranks import run_ranks
 from tests.support.bucket_examples import WORD, buckets_of, build, gradient, own_gradients, sink, write_all
 from tests.support.held import held_by
 from tests.support.lone_rank import CPU, lone_rank
+from tests.support.warm import run_forked_ranks
 
 # ---- memory
 
@@ -227,7 +227,7 @@ def on_ranks(rank: int) -> dict[Any, dict[str, torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def three() -> list[dict[Any, dict[str, torch.Tensor]]]:
-    return run_ranks(3, on_ranks, timeout=120.0)
+    return run_forked_ranks(3, on_ranks, timeout=120.0)
 
 
 def expected_sum(entry: ParamEntry, ranks: int) -> torch.Tensor:
@@ -288,7 +288,7 @@ def test_only_a_slice_of_the_gradient_stays() -> None:
             assert gradients == sum(bucket.plan.slice_size for bucket in buckets.buckets)
         dist.barrier()
 
-    run_ranks(2, on_rank, timeout=60.0)
+    run_forked_ranks(2, on_rank, timeout=60.0)
 
 
 def test_a_bad_gradient_is_named_where_it_arose() -> None:
@@ -321,7 +321,7 @@ def test_a_bad_gradient_is_named_where_it_arose() -> None:
         dist.barrier()
         return seen
 
-    first, second = run_ranks(2, on_rank, timeout=60.0)
+    first, second = run_forked_ranks(2, on_rank, timeout=60.0)
     name = "layers.1.mlp.down.weight"
     assert first[0] == second[0] == {name}, "every rank has the whole sum"
     for summed in (2, 4):
@@ -343,7 +343,7 @@ def test_a_tied_parameter_is_summed_over_both_stages(sharding: str) -> None:
         dist.barrier()
         return own_gradients(buckets)
 
-    ranks = run_ranks(4, on_rank, timeout=60.0)
+    ranks = run_forked_ranks(4, on_rank, timeout=60.0)
     for data_rank in range(2):  # ranks 0 and 1 are the first stage
         first, second = ranks[data_rank], ranks[2 + data_rank]
         tied = [key for key in first if key.startswith(WORD)]
@@ -372,7 +372,7 @@ def test_reduce_scatter_is_the_all_reduce_bit_for_bit() -> None:
         dist.barrier()
         return same
 
-    assert all(run_ranks(4, on_rank, timeout=60.0))
+    assert all(run_forked_ranks(4, on_rank, timeout=60.0))
 
 
 # ---- parameters
@@ -409,7 +409,7 @@ def test_new_weights_reach_every_rank_before_they_are_used(overlap: bool) -> Non
         dist.barrier()
         return len(waited)
 
-    assert all((count > 0) == overlap for count in run_ranks(2, on_rank, timeout=60.0))
+    assert all((count > 0) == overlap for count in run_forked_ranks(2, on_rank, timeout=60.0))
 
 
 def test_in_a_group_of_one_every_strategy_is_the_same() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.save_folder import read_config, read_state
-from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import (
     PADDING,
     Layout,
@@ -28,6 +27,7 @@ from tests.support.checkpoint_worlds import (
     save_world,
     whole,
 )
+from tests.support.warm import run_forked_ranks
 
 SHAPES: Shapes = {
     "embedding": ((13, 6), 0),  # padded at every even tensor size
@@ -156,8 +156,8 @@ def test_four_ranks_then_two_then_one(tmp_path: Path) -> None:
         assert_holds(tensors, hold(SHAPES, at_two, rank, values), padding=0.0)
         save_checkpoint(tmp_path, 4, tensors, {}, state)
 
-    assert run_ranks(4, save) == [str(tmp_path / "iter_0000003")] * 4
-    run_ranks(2, load_and_save)
+    assert run_forked_ranks(4, save) == [str(tmp_path / "iter_0000003")] * 4
+    run_forked_ranks(2, load_and_save)
     tensors = hold(SHAPES, at_one, 0, None)
     load_tensors(tmp_path / "iter_0000004", tensors)
     assert_holds(tensors, hold(SHAPES, at_one, 0, values), padding=0.0)
@@ -177,5 +177,5 @@ def test_a_process_group_of_some_ranks(tmp_path: Path) -> None:
             load_tensors(path, tensors, process_group=group)
             assert_holds(tensors, hold(SHAPES, layout, rank - 1, values), padding=0.0)
 
-    run_ranks(3, save_and_load)
+    run_forked_ranks(3, save_and_load)
     assert (tmp_path / "iter_0000001").is_dir()

@@ -13,8 +13,8 @@ from megatron.parallel.context import SELF_GROUP, Group, make_context
 from megatron.parallel.topology import Topology
 from megatron.tensor_parallel import cross_entropy
 from megatron.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU
+from tests.support.warm import run_forked_ranks
 
 SEQ, BATCH = 5, 3
 SCALE = 0.37
@@ -82,7 +82,7 @@ def in_group(rank: int, size: int) -> dict[int, Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_together_equal_torch(size: int) -> None:
-    ranks = run_ranks(size, in_group, size, timeout=60.0)
+    ranks = run_forked_ranks(size, in_group, size, timeout=60.0)
     for vocab, rows in ranks[0]:
         logits, labels, mask = example(vocab)
         loss, gradient = plain(logits, labels, mask)

@@ -14,10 +14,10 @@ from megatron.pipeline_parallel.partition import layer_table
 from megatron.pipeline_parallel.validate import peak_kept
 from megatron.spec.counts import kept_per_token
 from megatron.spec.schedules import SCHEDULES, make_schedule
-from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.layout import Layout, Recipe, build_step, microbatches, model_config
 from tests.support.reference_runs import gpt2_like, llama_like, random_batches
+from tests.support.warm import run_forked_ranks
 
 SIZES = dict(num_layers=5, hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, vocab=29, seq=8)
 SHAPES = {
@@ -37,7 +37,7 @@ def counted(shape: ReferenceShape, layout: Layout) -> list[int]:
         dist.barrier()
         return step.executor.peak_deferred_bytes
 
-    ranks = run_ranks(layout.world_size, rank_run, timeout=60.0)
+    ranks = run_forked_ranks(layout.world_size, rank_run, timeout=60.0)
     return [ranks[stage * layout.tp] for stage in range(layout.pp)]
 
 

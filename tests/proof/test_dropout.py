@@ -25,8 +25,8 @@ from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.topology import Topology
 from megatron.training.inputs import BatchMaker
 from megatron.training.step import TrainStep
-from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU, lone_rank
+from tests.support.warm import run_forked_ranks
 
 VOCAB, SEQ, MICRO, GLOBAL, STEPS = 32, 8, 2, 8, 3
 MODEL = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=4, seq_length=SEQ, make_vocab_size_divisible_by=1)
@@ -135,7 +135,7 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, Any]]:
-    return run_ranks(2, on_two_ranks, timeout=60.0)
+    return run_forked_ranks(2, on_two_ranks, timeout=60.0)
 
 
 @pytest.mark.parametrize("layout", ["dp", "pp"])

@@ -15,10 +15,10 @@ from megatron.parallel.context import ParallelContext
 from megatron.planner.plan import Plan
 from megatron.spec.counts import count_parameters
 from megatron.training.step import make_providers
-from megatron.verification.local_ranks import run_ranks
 from tests.support.covering import Case, covering
 from tests.support.held import held_by, num_bytes, state_held_by
 from tests.support.planned import kind_of, plans_of, real_context, real_model, real_step, settings, topology_of
+from tests.support.warm import run_forked_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 PARTS = ("parameters", "gradients", "main_params", "moments")
@@ -108,7 +108,7 @@ def compare(cases: list[LoadedConfig], world_size: int, *, staged: bool = False)
         return found
 
     plans = plans_of(cases)
-    ranks = run_ranks(world_size, rank_run)
+    ranks = run_forked_ranks(world_size, rank_run)
     for number, (one, plan) in enumerate(zip(cases, plans, strict=True)):
         topology = topology_of(one.config, world_size)
         assert sum(kind.ranks for kind in plan.kinds) == world_size
@@ -173,7 +173,7 @@ def test_parameters_of_stages_add_up_to_the_model(style: str) -> None:
         return elements(real_model(one.config, context), context)
 
     topology = topology_of(one.config, 4)
-    assert run_ranks(4, rank_run) == [kind_of(plan, topology, rank).parameters for rank in range(4)]
+    assert run_forked_ranks(4, rank_run) == [kind_of(plan, topology, rank).parameters for rank in range(4)]
     assert sum(plan.parameters_by_stage) == plan.parameters == count_parameters(one.config.model, plan.job.vocab_size)
     first, second = (kind_of(plan, topology, topology.rank(tp=tp)).parameters for tp in (0, 1))
     assert first > second

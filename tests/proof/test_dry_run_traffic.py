@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from fractions import Fraction
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.cli import LoadedConfig
 from megatron.data.samples import DocumentRules
@@ -17,42 +15,10 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
-from megatron.verification.local_ranks import run_ranks
 from tests.support.planned import kind_of, plans_of, real_context, real_step, settings, topology_of
+from tests.support.shared_memory import recorded_calls
+from tests.support.warm import run_forked_ranks
 from tests.support.windows import Windows
-
-
-class Counting(TorchDispatchMode):
-    """Counts the bytes that this rank sends in every collective, as in a ring, and in messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.collectives: Counter[tuple[int, ...]] = Counter()
-        """By the ranks of the group."""
-        self.messages = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self._count(func._schema.name.removeprefix("c10d::"), args)
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args: Any) -> None:
-        match name:
-            case "allreduce_":
-                tensor, group, times = args[0][0], args[1], 2
-            case "_reduce_scatter_base_":
-                tensor, group, times = args[1], args[2], 1
-            case "_allgather_base_":
-                tensor, group, times = args[0], args[2], 1
-            case "send":
-                self.messages += args[0][0].nbytes
-                return
-            case "recv_" | "recv_any_source_":
-                return
-            case _:
-                raise AssertionError(f"nobody counts {name}")
-        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
-        self.collectives[ranks] += times * Fraction(len(ranks) - 1, len(ranks)) * tensor.nbytes  # type: ignore[assignment]
 
 
 def counted(context: ParallelContext, one: LoadedConfig) -> tuple[dict[tuple[int, ...], int], int]:
@@ -60,11 +26,15 @@ def counted(context: ParallelContext, one: LoadedConfig) -> tuple[dict[tuple[int
     step = real_step(one.config, context)
     batch = random_batch(step, context, one)
     step.run(batch, iteration=1, learning_rate=0.1, weight_decay=0.1)
-    with Counting() as counting:
+    with recorded_calls() as calls:
         step.run(batch, iteration=2, learning_rate=0.1, weight_decay=0.1)
     step.finish_publishing()
     dist.barrier()
-    return dict(counting.collectives), counting.messages
+    collectives: Counter[tuple[int, ...]] = Counter()
+    for call in calls:
+        collectives[() if call.what == "send" else call.ranks] += call.sent * call.itemsize  # type: ignore[assignment]
+    messages = collectives.pop((), 0)
+    return dict(collectives), messages
 
 
 def random_batch(step: TrainStep, context: ParallelContext, one: LoadedConfig) -> list[ModelInputs]:
@@ -127,7 +97,7 @@ def test_every_rank_sends_what_is_planned() -> None:
         return found
 
     plans = plans_of(cases)
-    ranks = run_ranks(8, rank_run)
+    ranks = run_forked_ranks(8, rank_run)
     for number, (name, plan) in enumerate(zip(CASES, plans, strict=True)):
         for rank in range(8):
             collectives, messages, groups = ranks[rank][number]

@@ -20,9 +20,9 @@ from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
 from megatron.spec.weights import Init, padded_vocab_size, vocabulary
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
-from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over
+from tests.support.warm import run_forked_ranks
 
 HIDDEN, SEQ, BATCH = 4, 6, 2
 
@@ -85,7 +85,7 @@ def on_two_ranks(rank: int) -> list[Any]:
 
 
 def test_two_ranks_equal_one_plain_embedding() -> None:
-    ranks = run_ranks(2, on_two_ranks, timeout=60.0)
+    ranks = run_forked_ranks(2, on_two_ranks, timeout=60.0)
     for number, (vocab, _, sequence_parallel) in enumerate(CASES):
         weight = values(vocab, HIDDEN, key=1).requires_grad_()
         whole = F.embedding(tokens_of(vocab), weight)

@@ -13,7 +13,6 @@ from megatron.checkpoint.source import WeightSource
 from megatron.inference.forward import sequence_logits
 from megatron.inference.model_from_source import model_from
 from megatron.parallel.boxes import Box
-from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.model import logits as reference_logits
 from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.huggingface_models import CASES, VOCAB, logits, opened, saved, some_ids
@@ -21,6 +20,7 @@ from tests.support.layout import Layout, context_of
 from tests.support.lone_rank import lone_rank
 from tests.support.memory_source import MemorySource, reference_source
 from tests.support.reference_runs import gpt2_like, llama_like
+from tests.support.warm import run_forked_ranks
 from tools.checkpoints.huggingface_writer import export
 
 CLOSE = 1e-5
@@ -45,7 +45,7 @@ def our_logits(source: WeightSource, ids: torch.Tensor, layout: Layout = Layout(
         context = context_of(layout, rank)
         return sequence_logits(model_from(source, context, torch.float32), context, ids)
 
-    return run_ranks(layout.world_size, of_rank)
+    return run_forked_ranks(layout.world_size, of_rank)
 
 
 def one_process(source: WeightSource, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

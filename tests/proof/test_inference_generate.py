@@ -14,12 +14,12 @@ from megatron.inference.model_from_source import model_from
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
-from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.model import logits
 from megatron.verification.reference.shape import ReferenceShape, Weights, random_weights
 from tests.support.layout import Layout, context_of
 from tests.support.memory_source import reference_source
 from tests.support.reference_runs import gpt2_like, llama_like
+from tests.support.warm import run_forked_ranks
 
 VOCAB = 61
 SHAPES = {
@@ -95,7 +95,7 @@ def test_the_same_text_at_every_layout(layout: Layout) -> None:
             generate_all(model, context, GenerationRequest(PROMPTS, 10, sampling, num_samples=2)) for sampling in (GREEDY, drawn)
         ]
 
-    found = run_ranks(layout.world_size, texts)
+    found = run_forked_ranks(layout.world_size, texts)
     greedy, sampled = found[0]
     assert all(rank == found[0] for rank in found)
     assert greedy == [by_recomputation(shape, prompt, 10)[0] for prompt in PROMPTS for _ in range(2)]

@@ -16,13 +16,13 @@ from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import layer_table
 from megatron.spec.operations import loop, v_shape
-from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.model import logits as reference_logits
 from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.layout import Layout, context_of
 from tests.support.lone_rank import lone_rank
 from tests.support.memory_source import MemorySource, reference_source
 from tests.support.reference_runs import gpt2_like, llama_like
+from tests.support.warm import run_forked_ranks
 
 VOCAB = 61  # with TP=2 and rows padded to a multiple of 8 x TP, the last tensor rank holds padding
 SHAPES = {
@@ -50,7 +50,7 @@ def test_logits_equal_the_reference(style: str, layout: Layout) -> None:
         context = context_of(layout, rank)
         return sequence_logits(model_from(source, context, torch.float64), context, tokens)
 
-    found = run_ranks(layout.world_size, rank_logits)
+    found = run_forked_ranks(layout.world_size, rank_logits)
     for logits in found:
         assert logits.shape == (*tokens.shape, VOCAB)
         torch.testing.assert_close(logits, expected(shape, tokens), rtol=0, atol=1e-12)
@@ -76,7 +76,7 @@ def test_chunks_in_any_place_and_sequence_parallel(places: tuple[int, ...]) -> N
         fill_model(model, context, source)
         return sequence_logits(model, context, tokens)
 
-    for logits in run_ranks(4, rank_logits):
+    for logits in run_forked_ranks(4, rank_logits):
         torch.testing.assert_close(logits, expected(shape, tokens), rtol=0, atol=1e-12)
 
 

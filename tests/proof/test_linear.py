@@ -20,9 +20,9 @@ from megatron.parallel.topology import Topology
 from megatron.spec.weights import column, row
 from megatron.tensor_parallel import linear
 from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, parallel_linear
-from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over
+from tests.support.warm import run_forked_ranks
 
 SEQ, BATCH, IN, OUT = 6, 2, 4, 10
 STEPS = 2
@@ -144,7 +144,7 @@ def on_two_ranks(rank: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def two() -> list[list[dict[str, Any]]]:
-    return run_ranks(2, on_two_ranks, timeout=60.0)
+    return run_forked_ranks(2, on_two_ranks, timeout=60.0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -15,10 +15,10 @@ from megatron.planner.peak import Mail
 from megatron.planner.storages import StorageLedger
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule
-from megatron.verification.local_ranks import run_ranks
 from tests.proof.test_planner_activations_measured import DROPOUT, LLAMA, PACKED, PP2, TP2
 from tests.support.activation_runs import build_step, plan_rank, settings
 from tests.support.mixed_layers import mix_layers
+from tests.support.warm import run_forked_ranks
 
 
 def test_storages_are_counted_once_and_until_their_end() -> None:
@@ -176,5 +176,5 @@ def test_inputs_take_what_they_take(changes: dict[str, Any]) -> None:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for inputs in batch for t in tensors(inputs)}
         return sum(storages.values())
 
-    for rank, found in enumerate(run_ranks(3, rank_run)):
+    for rank, found in enumerate(run_forked_ranks(3, rank_run)):
         assert plan_rank(config, 3, rank).activations.inputs == found

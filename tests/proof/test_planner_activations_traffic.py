@@ -12,9 +12,9 @@ import torch.distributed as dist
 import megatron.parallel.collectives as collectives
 from megatron.pipeline_parallel.executor import ForwardFunction
 from megatron.spec.operations import Schedule
-from megatron.verification.local_ranks import run_ranks
 from tests.proof.test_planner_activations_measured import LLAMA, PACKED
 from tests.support.activation_runs import build_step, plan_rank, settings
+from tests.support.warm import run_forked_ranks
 
 Heard = Counter[tuple[str, int | None, int, int]]
 """(operation, rank that a message goes to, bytes of the whole tensor, ranks) to the number of calls."""
@@ -81,7 +81,7 @@ def test_planned_transfers_are_the_calls_of_real_ranks(changes: dict[str, Any]) 
     """Ranks lie tensor first: rank = tensor place + 2 x stage."""
     changes = TP2_PP2 | {"hidden_size": 32, "seq_length": 64} | changes
     config = settings(4, **changes)
-    for rank, real in enumerate(run_ranks(4, _calls_of_a_step, 4, changes)):
+    for rank, real in enumerate(run_forked_ranks(4, _calls_of_a_step, 4, changes)):
         transfers = plan_rank(config, 4, rank).transfers
         assert {one.over for one in transfers} == {"tp", "pipeline"}
         assert real == {

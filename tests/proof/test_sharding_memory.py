@@ -30,6 +30,7 @@ from tests.support.layout import (
     parallel_config,
 )
 from tests.support.reference_runs import gpt2_like, llama_like, random_batches
+from tests.support.warm import run_forked_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SEQUENCES = 8
@@ -118,7 +119,7 @@ def counts(dp: int, tied: bool) -> dict[str, list[Counted]]:
     def rank_run(rank: int) -> list[Counted]:
         return [count(rank, layout(dp, sharding), tied) for sharding in STRATEGIES]
 
-    ranks = run_ranks(dp, rank_run)
+    ranks = run_forked_ranks(dp, rank_run)
     return {sharding: [found[i] for found in ranks] for i, sharding in enumerate(STRATEGIES)}
 
 
@@ -206,6 +207,7 @@ def watch(rank: int, layout: Layout, steps: int, num_layers: int) -> Seen:
 
 
 def seen(layout: Layout, *, steps: int, num_layers: int = 2) -> list[Seen]:
+    # Through gloo: what another group keeps of what is on its way would be seen as well.
     ranks: list[Seen] = run_ranks(layout.world_size, watch, layout, steps, num_layers)
     assert all(found.during and found.others for found in ranks)
     return ranks

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.data_parallel.buckets import Buckets
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
 from megatron.planner.state_report import state_report
 from megatron.spec.schedules import make_schedule
-from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.shape import random_weights
 from tests.support.layout import (
     Layout,
@@ -30,6 +29,8 @@ from tests.support.layout import (
     parallel_config,
 )
 from tests.support.reference_runs import gpt2_like, llama_like, random_batches
+from tests.support.shared_memory import GroupCall, recorded_calls
+from tests.support.warm import run_forked_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -37,38 +38,16 @@ Sent = dict[tuple[tuple[int, ...], str], Fraction]
 """Elements that a rank sends, by the ranks of the group, of gradients (reduced) and of parameters (gathered)."""
 
 
-class Counting(TorchDispatchMode):
-    """Counts what this rank sends, as in a ring: of n ranks (n - 1)/n of the whole tensor, and twice that where all is reduced.
+KINDS = {"all-reduce": "gradients", "reduce-scatter": "gradients", "all-gather": "parameters"}
 
-    Every collective of c10d passes through here on its way to the library. Sums of a few scalars are left out, and messages between
-    pipeline stages.
-    """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: Counter[tuple[tuple[int, ...], str]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self._count(func._schema.name.removeprefix("c10d::"), args)
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args: Any) -> None:
-        match name:
-            case "allreduce_":
-                (tensor,), group, kind, times = args[0], args[1], "gradients", 2
-                if tensor.numel() <= 8:
-                    return
-            case "_reduce_scatter_base_":
-                tensor, group, kind, times = args[1], args[2], "gradients", 1
-            case "_allgather_base_":
-                tensor, group, kind, times = args[0], args[2], "parameters", 1
-            case "send" | "recv_" | "barrier":
-                return
-            case _:
-                raise AssertionError(f"a collective that nobody counts: {name}")
-        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
-        self.sent[ranks, kind] += times * Fraction(len(ranks) - 1, len(ranks)) * tensor.numel()
+def sent_of(calls: Iterable[GroupCall]) -> Sent:
+    """What calls send, without messages between pipeline stages and sums of a few scalars."""
+    found: Counter[tuple[tuple[int, ...], str]] = Counter()
+    for call in calls:
+        if call.what not in ("send", "barrier") and not (call.what == "all-reduce" and call.elements <= 8):
+            found[call.ranks, KINDS[call.what]] += call.sent  # type: ignore[assignment]
+    return dict(found)  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -95,12 +74,12 @@ def counted(context: ParallelContext, layout: Layout, style: str, num_microbatch
     step = build_step(context, r, layout)
     inputs = microbatches(r.batches[0], context, 1)
     step.run(inputs, iteration=1, learning_rate=0.1, weight_decay=0.1)
-    with Counting() as counting:
+    with recorded_calls() as calls:
         step.run(inputs, iteration=2, learning_rate=0.1, weight_decay=0.1)
     step.finish_publishing()
     dist.barrier()
     buckets = [bucket for provider in step.providers if isinstance(provider, Buckets) for bucket in provider.buckets]
-    return dict(counting.sent), sum(bucket.plan.size - sum(placed.numel for placed in bucket.plan.params) for bucket in buckets)
+    return sent_of(calls), sum(bucket.plan.size - sum(placed.numel for placed in bucket.plan.params) for bucket in buckets)
 
 
 def layout(sharding: str, **settings: Any) -> Layout:
@@ -121,8 +100,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 """Settings, and what a rank sends in elements of the model, on n data ranks with m microbatches."""
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize(("dp", "num_microbatches"), [(2, 3), (4, 1)])
 def test_a_step_sends_what_the_formula_says(dp: int, num_microbatches: int) -> None:
     """Element by element, the padding of the buckets included, which is stated."""
 
@@ -134,7 +112,7 @@ def test_a_step_sends_what_the_formula_says(dp: int, num_microbatches: int) -> N
         return found
 
     parameters = sum(weights.numel() for weights in recipe("llama", num_microbatches * dp).weights.values())
-    for found in run_ranks(dp, rank_run):
+    for found in run_forked_ranks(dp, rank_run):
         for name, (_, formula) in CASES.items():
             sent, padding = found[name]
             assert {ranks for ranks, _ in sent} == {tuple(range(dp))}
@@ -150,7 +128,7 @@ def test_replicas_send_sums_once_a_step(num_microbatches: int, reshard: str) -> 
     case = layout("optim_grads_params", dp=4, fsdp_shard_size=2, fsdp_reshard=reshard)
     parameters = sum(weights.numel() for weights in recipe("llama", 4).weights.values())
     gathers = 2 * num_microbatches if reshard == "always" else 1
-    ranks = run_ranks(4, lambda rank: counted(context_of(case, rank), case, "llama", num_microbatches)[0])
+    ranks = run_forked_ranks(4, lambda rank: counted(context_of(case, rank), case, "llama", num_microbatches)[0])
     for rank, sent in enumerate(ranks):
         near, across = tuple(range(rank // 2 * 2, rank // 2 * 2 + 2)), (rank % 2, rank % 2 + 2)
         half = Fraction(parameters, 2)
@@ -193,5 +171,5 @@ def test_the_report_tells_what_a_step_sends(where: str, sharding: str) -> None:
         }
         return found, {(groups[some.over].ranks, some.kind): Fraction(some.elements) for some in report.sent}
 
-    for found, told in run_ranks(case.world_size, rank_run):
+    for found, told in run_forked_ranks(case.world_size, rank_run):
         assert found == told

@@ -14,6 +14,7 @@ collectives. What it gives is copied into the box at once; readers say when they
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -21,10 +22,11 @@ import secrets
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -163,8 +165,39 @@ class _Call(dist.Work):
         return True
 
 
+class GroupCall(NamedTuple):
+    """A collective that this rank has begun, or a message that it has sent."""
+
+    what: str
+    ranks: tuple[int, ...]
+    """Of the group."""
+    elements: int
+    """Of the whole tensor."""
+    itemsize: int
+
+    @property
+    def sent(self) -> Fraction:
+        """Elements that this rank sends, as in a ring: of n ranks (n - 1)/n of the whole, and twice that where all is reduced."""
+        if self.what == "send":
+            return Fraction(self.elements)
+        return Fraction(len(self.ranks) - 1, len(self.ranks)) * self.elements * (2 if self.what == "all-reduce" else 1)
+
+
+@contextlib.contextmanager
+def recorded_calls() -> Iterator[list[GroupCall]]:
+    """What this rank sends, whoever calls the group."""
+    SharedMemoryGroup.calls = found = []
+    try:
+        yield found
+    finally:
+        SharedMemoryGroup.calls = None
+
+
 class SharedMemoryGroup(dist.ProcessGroup):
     """The process group; see the head of this file. What it does not override, it does not have."""
+
+    calls: ClassVar[list[GroupCall] | None] = None
+    """Where calls are noted, if anywhere."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -176,7 +209,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._to_one = [
             [_Box(memory, source * each + to_all + target * to_one, 1) for target in range(size)] for source in range(size)
         ]
-        self._calls = 0
+        self._number = 0
         self._received = [0] * size
 
     def getBackendName(self) -> str:
@@ -244,6 +277,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def send(self, tensors: Any, target: int, tag: int) -> dist.Work:  # type: ignore[override]
         """Give a tensor to one rank."""
         (tensor,) = tensors
+        self._note("send", tensor, 1)
         copy = self._to_one[self._rank][target].give(tag, tensor, self._timeout)
         return _Call([(tensor, copy)] if tensor.numel() else [], lambda: True, lambda: None)
 
@@ -262,8 +296,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _call(self, what: str, tensor: torch.Tensor | None, finish: Callable[[Sequence[torch.Tensor]], Any]) -> dist.Work:
         """A collective, in which this rank gives a tensor or nothing and gets what all have given, as bytes."""
-        number, kind = self._calls, _KINDS.index(what)
-        self._calls += 1
+        number, kind = self._number, _KINDS.index(what)
+        self._number += 1
+        self._note(what, tensor, self._size if what == "all-gather" else 1)
         copy = self._to_all[self._rank].give(kind, tensor, self._timeout)
 
         def bring() -> None:
@@ -276,6 +311,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         given = [] if tensor is None or not tensor.numel() else [(tensor, copy)]
         return _Call(given, lambda: all(box.has(number) for box in self._to_all), bring)
+
+    def _note(self, what: str, tensor: torch.Tensor | None, times: int) -> None:
+        if self.calls is not None and tensor is not None:
+            ranks = tuple(dist.get_process_group_ranks(self))
+            self.calls.append(GroupCall(what, ranks, times * tensor.numel(), tensor.element_size()))
 
 
 _KINDS = ["all-reduce", "all-gather", "all-gather of a list", "reduce-scatter", "broadcast", "gather", "scatter", "barrier"]

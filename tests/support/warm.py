@@ -1,8 +1,9 @@
-"""Ranks that stay for the whole test process: for tests whose ranks only run a function of their own module."""
+"""Ranks that cost little: they talk through shared memory, and stay for the whole test process where they run no closure."""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.verification.local_ranks import LocalRank, LocalWorld, end_ranks, fork_rank, results_of
+from megatron.verification.local_ranks import LocalRank, LocalWorld, end_ranks, fork_rank, results_of, run_ranks
 from tests.support.shared_memory import SHARED_MEMORY
 
 
@@ -68,3 +69,5 @@ class _PickledCall:
 
 
 run_warm_ranks = RankPool().run
+run_forked_ranks = functools.partial(run_ranks, backend=SHARED_MEMORY)
+"""`run_ranks` over shared memory, for closures."""
