@@ -11,13 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron.parallel.boxes import FlatPiece
+from megatron.parallel.boxes import FlatPiece, aligned
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import Granularity, by_elements
-
-# Each parameter and each slice starts at a multiple of this many elements, so that vector kernels are aligned.
-_ALIGN = 64
 
 
 def default_bucket_size(data_size: int) -> int:
@@ -107,10 +104,10 @@ def _in_a_row(entries: Sequence[ParamEntry], ranks: int) -> tuple[list[Placed], 
     """Place parameters one after the other; slices may cut them anywhere."""
     placed, end = [], 0
     for entry in entries:
-        start = _up(end, _ALIGN)
+        start = aligned(end)
         end = start + entry.param.numel()
         placed.append(Placed(entry, start, entry.param.numel()))
-    return placed, _up(-(-end // ranks), _ALIGN)
+    return placed, aligned(-(-end // ranks))
 
 
 def _whole(entries: Sequence[ParamEntry], ranks: int) -> tuple[list[Placed], int]:
@@ -121,10 +118,6 @@ def _whole(entries: Sequence[ParamEntry], ranks: int) -> tuple[list[Placed], int
     for entry in sorted(entries, key=lambda entry: -entry.param.numel()):
         index = ends.index(min(ends))
         where.append((entry, index, ends[index]))
-        ends[index] += _up(entry.param.numel(), _ALIGN)
+        ends[index] += aligned(entry.param.numel())
     size = max(ends)
     return [Placed(entry, index * size + at, entry.param.numel()) for entry, index, at in where], size
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

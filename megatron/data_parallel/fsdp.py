@@ -14,11 +14,11 @@ ranks, and adds this rank's part to a buffer that is allocated once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -186,13 +186,6 @@ def _local(entry: ParamEntry) -> torch.Tensor:
         return cast(DTensor, entry.param).to_local()
 
 
-class HasUnits(Protocol):
-    """A module that is gathered and freed in units."""
-
-    def units(self) -> list[nn.Module]:
-        """Its submodules that hold parameters, in the order of the forward."""
-
-
 @dataclass
 class _Root:
     """A chunk, its units in the order of the forward, and the progress of its step."""
@@ -210,7 +203,8 @@ class FullyShardedParams(Provider):
 
     Args:
         entries: the parameters, on the meta device or with values; those that `is_fully_sharded` names.
-        chunks: the modules of this rank that hold them, by chunk index. Their other parameters are left alone.
+        chunks: the modules of this rank that hold them, by chunk index, each with its submodules that are gathered and freed as a
+            whole, in the order of the forward. Other parameters are left alone.
         dtype: dtype in which parameters are gathered and used.
         fill: initial values of parameters on the meta device.
         reshard: when gathered parameters are freed.
@@ -219,7 +213,7 @@ class FullyShardedParams(Provider):
     def __init__(
         self,
         entries: Iterable[ParamEntry],
-        chunks: Mapping[int, HasUnits],
+        chunks: Mapping[int, tuple[nn.Module, Sequence[nn.Module]]],
         context: ParallelContext,
         *,
         dtype: torch.dtype,
@@ -231,15 +225,14 @@ class FullyShardedParams(Provider):
         self._roots: dict[int, _Root] = {}
         mesh = _mesh(context)
         entries = list(entries)
-        for number, chunk in chunks.items():
+        for number, (module, submodules) in chunks.items():
             inside = [entry for entry in entries if entry.chunk == number]
             if not inside:
                 continue
-            module = cast(nn.Module, chunk)
             outside = set(module.parameters()) - {entry.param for entry in inside}
             units = [
                 FsdpUnit(plan, mesh, context, dtype=dtype, fill=fill, reshard_after_forward=self._reshards, outside=outside)
-                for plan in plan_units(chunk.units(), inside)
+                for plan in plan_units(submodules, inside)
             ]
             _prefetch(units)
             root = fully_shard(module, mesh=mesh, ignored_params=outside)

@@ -20,6 +20,7 @@ Gradients travel in the dtype of the main parameters, parameters in the model's.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -64,9 +65,8 @@ class Sent:
     over: str
     """The group, named by its axes."""
     kind: Kind
-    elements: int
-    """Number of elements, padding included."""
     bytes: int
+    """Padding included."""
 
 
 def bucket_traffic(
@@ -87,7 +87,7 @@ def bucket_traffic(
             sent.append(_gradients(over, 2 * times * once, dtype))
         else:
             sent.append(_gradients(over, times * once, dtype))
-            sent.append(Sent(over, "parameters", once, once * dtype.itemsize))
+            sent.append(Sent(over, "parameters", once * dtype.itemsize))
         if plan.tied:  # an all-reduce over two ranks
             sent.append(_gradients("pipeline ends", plan.size if sharding == "no_shard" else plan.slice_size, dtype))
     return joined(sent)
@@ -110,7 +110,7 @@ def fsdp_traffic(
     return joined(
         [
             _gradients(within, num_microbatches * once, dtype),
-            Sent(within, "parameters", gathered, gathered * dtype.itemsize),
+            Sent(within, "parameters", gathered * dtype.itemsize),
             _gradients(f"{replicas} replicas in {over}", 2 * (replicas - 1) * part // replicas, dtype),
         ]
     )
@@ -118,11 +118,10 @@ def fsdp_traffic(
 
 def joined(sent: Iterable[Sent]) -> list[Sent]:
     """Sum up: one entry for each group and kind over which anything is sent."""
-    totals: dict[tuple[str, Kind], tuple[int, int]] = {}
+    totals: Counter[tuple[str, Kind]] = Counter()
     for one in sent:
-        elements, num_bytes = totals.get((one.over, one.kind), (0, 0))
-        totals[one.over, one.kind] = elements + one.elements, num_bytes + one.bytes
-    return [Sent(*key, *total) for key, total in totals.items() if total[0]]
+        totals[one.over, one.kind] += one.bytes
+    return [Sent(over, kind, total) for (over, kind), total in totals.items() if total]
 
 
 def axes_in_words(axes: tuple[str, ...], context: ParallelContext) -> str:
@@ -131,4 +130,4 @@ def axes_in_words(axes: tuple[str, ...], context: ParallelContext) -> str:
 
 
 def _gradients(over: str, elements: int, dtype: torch.dtype) -> Sent:
-    return Sent(over, "gradients", elements, elements * main_grad_dtype(dtype).itemsize)
+    return Sent(over, "gradients", elements * main_grad_dtype(dtype).itemsize)

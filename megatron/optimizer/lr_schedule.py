@@ -41,26 +41,16 @@ def schedule_lengths(
     Raises:
         ValueError: WSD has no length for its final decay, or warm-up leaves no samples to decay over.
     """
-    decay: int | None
-    wsd_decay: int | None
     if training.train_samples is None:
-        unit = "iters"
         run = training.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
         assert run is not None, "the length is required and checked with the configuration"
         last = optimizer.lr_wsd_decay_iters
+        unit, tenth, decay = "iters", run / 10, samples_after(run)
         warmup: float = samples_after(optimizer.lr_warmup_iters)
-        decay = samples_after(run)
         wsd_decay = None if last is None else decay - samples_after(max(0, run - last))
-        tenth = run / 10
     else:
-        unit = "samples"
-        tenth = total_samples / 10
-        warmup = optimizer.lr_warmup_samples
-        decay = optimizer.lr_decay_samples
-        wsd_decay = optimizer.lr_wsd_decay_samples
-
-    if decay is None:
-        decay = total_samples
+        unit, tenth, warmup, wsd_decay = "samples", total_samples / 10, optimizer.lr_warmup_samples, optimizer.lr_wsd_decay_samples
+        decay = total_samples if optimizer.lr_decay_samples is None else optimizer.lr_decay_samples
     if optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay
 

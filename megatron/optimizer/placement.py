@@ -20,12 +20,11 @@ from dataclasses import dataclass
 import torch
 
 from megatron.optimizer.rules import Target, Update, UpdateRule, as_seen
+from megatron.parallel.boxes import aligned
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, ShardGroup
 
-# Each view of a flat buffer starts at a multiple of this many elements, so that vector kernels are aligned.
-ALIGN = 64
 # Elements that a thread updates before it rounds them to the model's dtype: so few that `main` is then still in its cache (Adam
 # touches 4 MiB), so many that the calls cost little. In one thread in bfloat16 the whole step takes so many times the update alone:
 # 1.23 (1.1 on a machine with other work); with a quarter 1.43 (1.45); with all updated before any is rounded 1.25 (1.4).
@@ -104,17 +103,15 @@ class StatePlacement(ABC):
             write()
         self.finish()
 
-    @abstractmethod
-    def fetch(self) -> None:
-        """Make sure that the gradients can be read."""
+    def fetch(self) -> None:  # noqa: B027
+        """Make sure that the gradients can be read. On the device they always can."""
 
     @abstractmethod
     def writer(self, spans: Sequence[MainSpan]) -> Callable[[], None]:
         """A function that begins to copy these spans of the main parameters to the weights."""
 
-    @abstractmethod
-    def finish(self) -> None:
-        """Let everything that is issued from now on see the weights that were written."""
+    def finish(self) -> None:  # noqa: B027
+        """Let all that is issued from now on see the weights that were written. On the device the order of the stream does."""
 
     def _of(self, spans: Sequence[MainSpan]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The weights and the main parameters of these spans."""
@@ -134,18 +131,12 @@ class OnDevice(StatePlacement):
         main_params = copies_of_weights(shards, weights[0].device) if self._copies else weights
         super().__init__(shards, main_params, [shard.grad for shard in shards], rule, context)
 
-    def fetch(self) -> None:
-        """Do nothing: the gradients are on the device."""
-
     def writer(self, spans: Sequence[MainSpan]) -> Callable[[], None]:
         """A function that rounds main parameters to the model's dtype, where they are not the weights."""
         if not self._copies:
             return lambda: None
         weights, main_params = self._of(spans)
         return lambda: torch._foreach_copy_(weights, main_params)
-
-    def finish(self) -> None:
-        """Do nothing: all happens in the order of the stream."""
 
 
 class OnHost(StatePlacement):
@@ -294,8 +285,3 @@ def flat_views(buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch
     """Views of a buffer with the lengths of these flat tensors, as `room_for` lays them out."""
     starts = itertools.accumulate((aligned(tensor.numel()) for tensor in like), initial=0)
     return [buffer[start : start + tensor.numel()] for start, tensor in zip(starts, like, strict=False)]
-
-
-def aligned(numel: int) -> int:
-    """The elements that a flat tensor takes in a buffer."""
-    return -(-numel // ALIGN) * ALIGN

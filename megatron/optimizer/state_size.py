@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.state_layout import Bytes, ShardSize, StateMemory
-from megatron.optimizer.placement import aligned, choose_offloaded
+from megatron.optimizer.placement import choose_offloaded
 from megatron.optimizer.rules import rules_of
+from megatron.parallel.boxes import aligned
 
 
 class OptimizerState:

@@ -12,6 +12,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+# Each tensor, and each slice, of a flat buffer starts at a multiple of this many elements, so that vector kernels are aligned.
+ALIGN = 64
+
+
+def aligned(numel: int) -> int:
+    """The elements that a tensor takes in a flat buffer."""
+    return -(-numel // ALIGN) * ALIGN
+
 
 @dataclass(frozen=True)
 class Box:

@@ -107,31 +107,11 @@ class ParallelContext:
         """Data ranks that hold the same slice, one in each part; a group of one unless there are several parts."""
         return self._groups.get(("fsdp_replica",)) or Group("fsdp_replica", (self.rank,), 0)
 
-    def elsewhere(self, *, tensor: int | None = None, data: int | None = None, stage: int | None = None) -> ParallelContext:
-        """This context for a rank at another place of the grid. For arithmetic only: its groups have only sizes and places.
-
-        Args:
-            tensor: place on the tensor axis; this and the others are by default this rank's.
-            data: place in the gradient group.
-            stage: place on the pipeline axis.
-        """
-        sizes, part = self.topology, self.fsdp_shard.size
-        tensor = self.group("tp").index if tensor is None else tensor
-        data = self.gradient_group.index if data is None else data
-        stage = self.group("pp").index if stage is None else stage
-        dp, cp = divmod(data, sizes.cp)
-        places = {
-            ("tp",): tensor,
-            ("cp",): cp,
-            ("dp",): dp,
-            ("pp",): stage,
-            GRADIENT_AXES: data,
-            ("tp", *GRADIENT_AXES): tensor + sizes.tp * data,
-            ("fsdp_shard",): data % part,
-            ("fsdp_replica",): data // part,
-        }
-        groups = {key: replace(group, index=places.get(key, group.index)) for key, group in self._groups.items()}
-        return replace(self, rank=sizes.rank(tp=tensor, cp=cp, dp=dp, pp=stage), _groups=groups)
+    def at_stage(self, stage: int) -> ParallelContext:
+        """The context of the rank at this stage that has the same places otherwise. For arithmetic only: its groups have only sizes
+        and places."""
+        groups = {**self._groups, ("pp",): replace(self.group("pp"), index=stage)}
+        return replace(self, rank=self.topology.rank(**{**self.coordinates, "pp": stage}), _groups=groups)
 
 
 def make_context(

@@ -106,10 +106,13 @@ class ParamEntry:
     record: ParamRecord
     holders: list[tuple[nn.Module, str]]
     """(module, attribute); several when modules of this rank share the parameter."""
-    uses_per_microbatch: int = 1
-    """How often backward writes its gradient in one microbatch on this rank."""
     chunk: int = 0
     """Pipeline chunk that declared it on this rank."""
+
+    @property
+    def uses_per_microbatch(self) -> int:
+        """How often backward writes its gradient in one microbatch on this rank: once for each holder."""
+        return len(self.holders)
 
     @property
     def param(self) -> nn.Parameter:
@@ -140,7 +143,6 @@ class ParamTable:
         """Let a second module of this rank hold the parameter; returns it."""
         entry = self._entries[name]
         entry.holders.append((module, attribute))
-        entry.uses_per_microbatch += 1
         return entry.param
 
     def __getitem__(self, name: str) -> ParamEntry:

@@ -56,11 +56,8 @@ class Shard:
 
     def counted_boxes(self, context: ParallelContext) -> list[PlacedBox]:
         """The boxes of the global tensor that this rank counts in global norms."""
-        if len(self.counted) == self.grad.numel():
-            return self.boxes(context)
-        if not self.counted:
-            return []
-        assert isinstance(self.piece, FlatPiece), "only a flat piece is counted in part"
+        if not isinstance(self.piece, FlatPiece):  # counted as a whole or not at all
+            return self.boxes(context) if self.counted else []
         start = self.piece.start
         return self.record.boxes(FlatPiece(start + self.counted.start, start + self.counted.stop), context)
 

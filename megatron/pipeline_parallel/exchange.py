@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.pipeline_parallel.simulate import OpSpan, simulate
@@ -32,39 +33,25 @@ class _Delivery(NamedTuple):
     message: Message
 
 
-class _Traffic(NamedTuple):
-    """What both plans of a schedule are computed from."""
-
-    spans: tuple[tuple[OpSpan, ...], ...]
-    """When each operation runs if all take the same time; whole numbers, so there is no rounding."""
-    deliveries: list[list[_Delivery]]
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> _Traffic:
-        return cls(simulate(schedule).spans, _deliveries(schedule))
-
-
-def plan_receives(schedule: Schedule, traffic: _Traffic | None = None, *, ahead: int = 2) -> list[ReceivePlan]:
+def plan_receives(schedule: Schedule, *, ahead: int = 2) -> list[ReceivePlan]:
     """Overlap: each stage posts what an operation needs `ahead` operations earlier, so that messages travel while others compute.
 
     A message moves once both its ends have posted it. `ahead` is two because the operation before may be a short weight gradient;
     more gained nothing. Within a channel the order is the sender's, so what is sent earlier but needed later is posted on the way.
     """
-    spans, deliveries = traffic or _Traffic.of(schedule)
-    settled = _arrivals(schedule, spans, deliveries)
-    return [ReceivePlan(_posts(schedule, stage, deliveries[stage], ahead), settled[stage]) for stage in range(schedule.num_stages)]
+    settled = _arrivals(schedule)
+    return [ReceivePlan(_posts(schedule, stage, found, ahead), settled[stage]) for stage, found in enumerate(_deliveries(schedule))]
 
 
-def plan_exchanges(schedule: Schedule, traffic: _Traffic | None = None) -> list[ReceivePlan]:
+def plan_exchanges(schedule: Schedule) -> list[ReceivePlan]:
     """Without overlap: between two operations a stage sends what the former gave, receives what is on its way, and waits for all.
 
     This cannot deadlock, even if a send ends only when its receive is posted. Let every operation take the same time, which gives
     each a begin and an end. A stage posts a receive before the first of its operations that begins when the sending one has ended.
     So what an exchange waits for depends only on operations with an earlier begin, and by induction every one of them is reached.
     """
-    spans, deliveries = traffic or _Traffic.of(schedule)
-    plans = []
-    for stage, found in enumerate(deliveries):
+    spans, plans = _spans(schedule), []
+    for stage, found in enumerate(_deliveries(schedule)):
         arriving = sorted((spans[source][place].end, source, message) for source, place, message in found)
         before, posted = [], 0
         for span in spans[stage]:
@@ -94,10 +81,9 @@ def proved_plans(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePla
     Raises:
         ValueError: stages wait for each other, or the ends of a channel do not agree on the order.
     """
-    traffic = _Traffic.of(schedule)
-    receives, exchanges = plan_receives(schedule, traffic), plan_exchanges(schedule, traffic)
+    receives, exchanges = plan_receives(schedule), plan_exchanges(schedule)
     for plans in (receives, exchanges):
-        _check_order(schedule, plans, traffic.deliveries)
+        _check_order(schedule, plans)
     _check_exchanges(schedule, exchanges)
     return receives, exchanges
 
@@ -126,6 +112,13 @@ def _check_exchanges(schedule: Schedule, plans: list[ReceivePlan]) -> None:
         raise ValueError(f"schedule {schedule.name} locks up when sends and receives wait for each other: {stuck}")
 
 
+@lru_cache(maxsize=1)
+def _spans(schedule: Schedule) -> tuple[tuple[OpSpan, ...], ...]:
+    """When each operation runs if all take the same time; whole numbers, so there is no rounding."""
+    return simulate(schedule).spans
+
+
+@lru_cache(maxsize=1)
 def _deliveries(schedule: Schedule) -> list[list[_Delivery]]:
     """All messages that each stage receives from others: by source, each source's in the order in which it sends them."""
     found: list[list[_Delivery]] = [[] for _ in schedule.ops]
@@ -158,9 +151,7 @@ def _posts(schedule: Schedule, stage: int, deliveries: list[_Delivery], ahead: i
     return before
 
 
-def _arrivals(
-    schedule: Schedule, spans: tuple[tuple[OpSpan, ...], ...], deliveries: list[list[_Delivery]]
-) -> list[list[list[Message]]]:
+def _arrivals(schedule: Schedule) -> list[list[list[Message]]]:
     """For each operation of each stage, the messages of that stage that may be settled after it, each at most once.
 
     A stage sends a message after it took all that its operations so far needed: so a message from it proves that what it had to
@@ -168,6 +159,7 @@ def _arrivals(
     use. Otherwise messages would pile up on a stage that is quicker than the next. This cannot deadlock: let every operation take
     the same time. Then the operation that used the message ended before the one began after which it is settled.
     """
+    spans, deliveries = _spans(schedule), _deliveries(schedule)
     begins = [[span.start for span in row] for row in spans]
     patience = 2.0 * schedule.num_stages
     user = {linked.needs: (stage, place) for stage, ops in enumerate(schedule.linked_ops) for place, linked in enumerate(ops)}
@@ -198,14 +190,14 @@ def _exchanges(schedule: Schedule, stage: int, plan: ReceivePlan) -> Iterator[li
     yield given
 
 
-def _check_order(schedule: Schedule, plans: list[ReceivePlan], deliveries: list[list[_Delivery]]) -> None:
-    for stage, plan in enumerate(plans):
+def _check_order(schedule: Schedule, plans: list[ReceivePlan]) -> None:
+    for stage, (plan, deliveries) in enumerate(zip(plans, _deliveries(schedule), strict=True)):
         posted: dict[int, list[Message]] = {}
         for due in plan.before:
             for message, source in due:
                 posted.setdefault(source, []).append(message)
         sent: dict[int, list[Message]] = {}
-        for source, _, message in deliveries[stage]:
+        for source, _, message in deliveries:
             sent.setdefault(source, []).append(message)
         if posted != sent:
             raise ValueError(

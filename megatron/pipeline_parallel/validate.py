@@ -39,12 +39,8 @@ def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _check_order(op: Op, done: set[Op]) -> None:
-    first = {
-        OpKind.BACKWARD: OpKind.FORWARD,
-        OpKind.INPUT_GRAD: OpKind.FORWARD,
-        OpKind.WEIGHT_GRAD: OpKind.INPUT_GRAD,
-    }.get(op.kind)
-    if first is not None and Op(first, op.chunk, op.microbatch) not in done:
+    first = OpKind.INPUT_GRAD if op.kind is OpKind.WEIGHT_GRAD else OpKind.FORWARD
+    if op.kind is not OpKind.FORWARD and Op(first, op.chunk, op.microbatch) not in done:
         raise ValueError(f"{op} stands before its {first.name.lower()}")
 
 

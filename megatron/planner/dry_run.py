@@ -166,7 +166,7 @@ class _Planner:
                 sent = [Sending(one.over, one.kind, one.bytes) for one in layout.sent]
                 layouts[order] = places_by_content(model, layout, context, state), sent
             places, sent = layouts[order]
-            here = context.elsewhere(stage=stage)
+            here = context.at_stage(stage)
             its = {chunk: traces[other] for chunk, other in chunk_of.items()}
             activations = peak_activations(its, model, config, here, self._schedule, self._receives, device_type=self._device_type)
             transfers = step_transfers(its, model, micro_batch_size, here, self._schedule)

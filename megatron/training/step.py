@@ -308,8 +308,7 @@ def make_providers(model: Model, context: ParallelContext, config: ParallelConfi
     if inside:
         from megatron.data_parallel.fsdp import FullyShardedParams  # a second of imports, only for those who need it
 
-        made = FullyShardedParams(
-            inside, model.chunks, context, dtype=model.dtype, fill=values, reshard=config.fsdp_reshard_after_forward
-        )
-        providers.append(made)
+        chunks = {number: (chunk, chunk.units()) for number, chunk in model.chunks.items()}
+        reshard = config.fsdp_reshard_after_forward
+        providers.append(FullyShardedParams(inside, chunks, context, dtype=model.dtype, fill=values, reshard=reshard))
     return providers

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.parallel.context import connect_fake, disconnect
+from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.verification.local_ranks import run_ranks
+from tests.support.other_places import elsewhere
 
 WORLDS = [
     (Topology(tp=2, pp=3, dp=4), 2),
@@ -22,6 +23,11 @@ WORLDS = [
 KEYS = (("tp",), ("cp",), ("dp",), ("pp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES), ("fsdp_shard",), ("fsdp_replica",))
 
 
+def places(context: ParallelContext) -> dict[tuple[str, ...], tuple[int, int]]:
+    """Place and size of the groups of a rank."""
+    return {key: (context._groups[key].index, context._groups[key].size) for key in KEYS if key in context._groups}
+
+
 def every_rank(_: int) -> list[list[dict[str, Any]]]:
     """Of every world and rank, its groups, and its places as seen from the world's first rank."""
     found: list[list[dict[str, Any]]] = []
@@ -31,10 +37,12 @@ def every_rank(_: int) -> list[list[dict[str, Any]]]:
             context = connect_fake(topology, rank, size)
             groups = {key: (g.ranks, g.index, g.process_group is not None) for key, g in context._groups.items()}
             real = {key: dist.get_process_group_ranks(g.process_group) for key, g in context._groups.items() if g.process_group}
-            at, first = context.coordinates, context.elsewhere(tensor=0, data=0, stage=0)
-            there = first.elsewhere(tensor=at["tp"], data=at["cp"] + topology.cp * at["dp"], stage=at["pp"])
-            places = {key: (there._groups[key].index, there._groups[key].size) for key in KEYS if key in there._groups}
-            found[-1].append({"groups": groups, "real": real, "places": places, "rank": there.rank, "first": first.rank})
+            at, first = context.coordinates, elsewhere(context, tensor=0, data=0, stage=0)
+            there = elsewhere(first, tensor=at["tp"], data=at["cp"] + topology.cp * at["dp"], stage=at["pp"])
+            others = {other.rank: places(other) for other in map(context.at_stage, range(topology.pp))}
+            found[-1].append(
+                {"groups": groups, "real": real, "there": (there.rank, places(there)), "first": first.rank, "others": others}
+            )
             disconnect()
     return found
 
@@ -55,14 +63,15 @@ def test_a_rank_alone_has_the_groups_of_its_topology_and_no_others() -> None:
 
 
 def test_other_places_are_arithmetic() -> None:
-    """From the first rank, every other one's place in its groups."""
+    """From the first rank, every other one's place in its groups; and from every rank those of other stages."""
     (worlds,) = run_ranks(1, every_rank, init=False, timeout=60.0)
     for ranks in worlds:
+        real = [
+            {key: (index, len(members)) for key, (members, index, _) in found["groups"].items() if key in KEYS} for found in ranks
+        ]
         for rank, found in enumerate(ranks):
-            assert (found["rank"], found["first"]) == (rank, 0)
-            assert found["places"] == {
-                key: (index, len(members)) for key, (members, index, _) in found["groups"].items() if key in KEYS
-            }
+            assert found["there"] == (rank, real[rank]) and found["first"] == 0
+            assert rank in found["others"] and all(its == real[other] for other, its in found["others"].items())
 
 
 def test_parts_that_do_not_divide_are_refused() -> None:

@@ -16,6 +16,7 @@ from megatron.planner.plan import Places
 from megatron.planner.state_report import layout_of
 from megatron.spec.schedules import make_schedule
 from megatron.verification.local_ranks import run_ranks
+from tests.support.other_places import elsewhere
 from tests.support.planned import real_model, settings, topology_of
 
 RANKS = 2 * 2 * 150
@@ -49,7 +50,7 @@ def found_and_asked(one: LoadedConfig) -> list[tuple[dict[RankContent, list[Plac
         layout = layout_of(model, context, config.parallel, config.optimizer, schedule.ops[stage], 2)
         state = OptimizerState(config.optimizer, "cuda")
         asked = {
-            (tensor, data): layout.memory(layout.kept(context.elsewhere(tensor=tensor, data=data)), state.memory)
+            (tensor, data): layout.memory(layout.kept(elsewhere(context, tensor=tensor, data=data, stage=stage)), state.memory)
             for tensor in range(topology.tp)
             for data in range(topology.dp)
         }

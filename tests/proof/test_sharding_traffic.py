@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.data_parallel.buckets import Buckets
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
@@ -169,7 +170,8 @@ def test_the_report_tells_what_a_step_sends(where: str, sharding: str) -> None:
             "tp x dp": context.group("tp", *GRADIENT_AXES),
             "pipeline ends": context.pipeline_ends,
         }
-        return found, {(groups[some.over].ranks, some.kind): Fraction(some.elements) for some in report.sent}
+        sizes = {"parameters": model.dtype.itemsize, "gradients": main_grad_dtype(model.dtype).itemsize}
+        return found, {(groups[some.over].ranks, some.kind): Fraction(some.bytes, sizes[some.kind]) for some in report.sent}
 
     for found, told in run_forked_ranks(case.world_size, rank_run):
         assert found == told

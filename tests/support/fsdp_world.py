@@ -57,7 +57,8 @@ def build(
 
 def shard(model: Model, context: ParallelContext, reshard: FsdpReshard = "always") -> FullyShardedParams:
     entries = [entry for entry in model.params if is_fully_sharded(entry, context)]
-    return FullyShardedParams(entries, model.chunks, context, dtype=model.dtype, fill=partial(fill, seed=SEED), reshard=reshard)
+    chunks = {number: (chunk, chunk.units()) for number, chunk in model.chunks.items()}
+    return FullyShardedParams(entries, chunks, context, dtype=model.dtype, fill=partial(fill, seed=SEED), reshard=reshard)
 
 
 def in_world(topology: Topology, function: Callable[[ParallelContext], Any], fsdp_shard_size: int | None = None) -> list[Any]:

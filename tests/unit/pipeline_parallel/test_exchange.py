@@ -207,7 +207,7 @@ def test_exchanges_of_one_f_one_b() -> None:
 def test_receives_just_before_they_are_needed_would_lock_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why the exchanges are planned: where a stage posts what an operation needs right before it, and both ends of a message wait,
     1F1B locks up already. Each of two neighbours would send first."""
-    monkeypatch.setattr(exchange, "plan_exchanges", lambda schedule, facts: plan_receives(schedule, facts, ahead=0))
+    monkeypatch.setattr(exchange, "plan_exchanges", lambda schedule: plan_receives(schedule, ahead=0))
     late = [
         schedule
         for schedule in (greedy((0, 1, 2, 0, 1, 2), 3, split=False, seed=seed) for seed in range(20))
@@ -229,7 +229,7 @@ def test_ends_that_do_not_agree_on_the_order_are_found(monkeypatch: pytest.Monke
     schedule = one_f_one_b(2, 3)
     plans = list(plan_exchanges(schedule))
     plans[1] = plans[1]._replace(before=list(reversed(plans[1].before)))
-    monkeypatch.setattr(exchange, "plan_exchanges", lambda schedule, facts: plans)
+    monkeypatch.setattr(exchange, "plan_exchanges", lambda schedule: plans)
     with pytest.raises(ValueError, match="stage 1 does not receive what is sent to it, in the order"):
         proved_plans(schedule)
 
