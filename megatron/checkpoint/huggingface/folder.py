@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Mapping
@@ -40,27 +41,26 @@ class HuggingFaceFolder:
             raise CheckpointError(f"{path}: a Hugging Face folder is read from a local disk only; copy it there first")
         folder = self.folder = local
         self.name = str(path)
-        self.config = _read_config(folder / CONFIG)
-        family = _family(folder, self.config)
-        self.model_type = family.model_type
-        fields = Fields(str(folder / CONFIG), self.config, family.without_effect)
+        content = _read_config(folder / CONFIG)
+        family = _family(folder, content)
+        fields = Fields(str(folder / CONFIG), content, family.without_effect)
         self.vocab_size = fields.size("vocab_size")
         self.model: ModelConfig = family.read(fields)
         fields.finish()
         self._files = WeightFiles(folder)
+        if not any(name.startswith(family.prefix) for name in self._files.tensors):  # saved without the output layer
+            family = dataclasses.replace(family, prefix="")
         self._layouts = family.layouts(self.model, self.vocab_size)
         self.notes: list[str] = [*fields.notes]
-        self._bare = not any(name.startswith(family.prefix) for name in self._files.tensors)  # saved without the output layer
-        self._prefix = family.prefix
         self._check_tensors(family)
-        self.tokenizer: DataConfig | None = find_tokenizer(folder, self.model_type, self.notes)
+        self.tokenizer: DataConfig | None = _find_tokenizer(folder, family.model_type, self.notes)
 
     @functools.cached_property
     def weights(self) -> Mapping[str, TensorInfo]:
         """Every parameter; one that is made of several tensors has the widest of their dtypes."""
         found = {}
         for name, layout in self._layouts.items():
-            dtypes = [self._files.tensors[self._there(theirs)].dtype for theirs in layout.their_shapes()]
+            dtypes = [self._files.tensors[theirs].dtype for theirs in layout.their_shapes()]
             found[name] = TensorInfo(layout.shape, functools.reduce(torch.promote_types, dtypes))
         return found
 
@@ -68,15 +68,11 @@ class HuggingFaceFolder:
         """A parameter, or a box of it; see `WeightSource`."""
         info = self.weights[name]
         box = box or Box.whole(info.shape)
-        return self._layouts[name].ours(box, info.dtype, lambda theirs: self._files.read(self._there(theirs)))
-
-    def _there(self, theirs: str) -> str:
-        """The tensor's name in the files."""
-        return theirs.removeprefix(self._prefix) if self._bare else theirs
+        return self._layouts[name].ours(box, info.dtype, self._files.read)
 
     def _check_tensors(self, family: Family) -> None:
         """Check that every tensor of the model is there in its shape, and every other is known to be no weight."""
-        expected = {self._there(name): shape for layout in self._layouts.values() for name, shape in layout.their_shapes().items()}
+        expected = dict(pair for layout in self._layouts.values() for pair in layout.their_shapes().items())
         stored = self._files.tensors
         wrong = misfits(stored, expected)
         integers = [name for name in expected if name in stored and stored[name].dtype not in WEIGHT_DTYPES]
@@ -84,26 +80,18 @@ class HuggingFaceFolder:
         unread = [name for name in stored if name not in expected]
         buffers = [name for name in unread if family.is_buffer(name)]
         if self.model.tied and OUTPUT in unread:
-            self._check_tied()
-            buffers.append(OUTPUT)
+            buffers.append(OUTPUT)  # a second copy, as old files have
+            (embedding,) = self._layouts[WORD_EMBEDDING].rows
+            if embedding in stored and not torch.equal(self._files.read(embedding), self._files.read(OUTPUT)):
+                raise CheckpointError(
+                    f"{self.name}: {CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {OUTPUT} is stored "
+                    "with other values.\n  Set tie_word_embeddings to false if the model has both, or remove the tensor."
+                )
         wrong += [f"{name} {list(stored[name].shape)} is not of this model" for name in unread if name not in buffers]
         if wrong:
             raise CheckpointError(f"{self.name} does not hold the weights of the model in {CONFIG}:\n  " + listed(wrong, "\n  "))
         if buffers:
             self.notes.append(f"not read, since these are no weights of their own: {listed(buffers)}")
-
-    def _check_tied(self) -> None:
-        """Check that a tied output layer, which old files hold a second time, is the embedding.
-
-        Raises:
-            CheckpointError: it is another.
-        """
-        embedding = next(iter(self._layouts[WORD_EMBEDDING].their_shapes()))
-        if not torch.equal(self._files.read(self._there(embedding)), self._files.read(OUTPUT)):
-            raise CheckpointError(
-                f"{self.name}: {CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {OUTPUT} is stored with "
-                "other values.\n  Set tie_word_embeddings to false if the model has both, or remove the tensor."
-            )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -145,12 +133,12 @@ def _family(folder: Path, config: dict[str, Any]) -> Family:
     return family
 
 
-def find_tokenizer(folder: Path, model_type: str, notes: list[str]) -> DataConfig | None:
+def _find_tokenizer(folder: Path, model_type: str, notes: list[str]) -> DataConfig | None:
     """The settings of the tokenizer in a folder, or None, which is noted."""
-    if (folder / "tokenizer.json").is_file():
-        return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json"))
-    if (folder / "tokenizer.model").is_file():
-        return DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(folder / "tokenizer.model"))
+    if (file := folder / "tokenizer.json").is_file():
+        return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(file))
+    if (file := folder / "tokenizer.model").is_file():
+        return DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(file))
     # The files do not say how text is split before it is merged, which is known for GPT-2 alone.
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     if model_type == "gpt2" and vocabulary.is_file() and merges.is_file():
