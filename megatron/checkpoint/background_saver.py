@@ -144,13 +144,13 @@ class BackgroundSaver(RunSaver):
             say: writes a line into the log.
         """
         self._writer.wait_until_committed([status.failure for status in statuses if status.failure is not None])
-        committed, draft = self._writer.committed, self._writer.draft
-        if committed is None or draft is None:
+        committed = self._writer.committed
+        if committed is None:
             return
         if committed is not self._told and (waited := time.monotonic() - asked) > _WORTH_SAYING_S:
             say(f"waited {waited:.1f} s for the save of iteration {committed.iteration}")
         if committed.failure is not None:
-            draft.abandon()  # its process has died, or may have given up while others were still writing
+            self._draft(committed.iteration).abandon()  # its process has died, or may have given up while others were still writing
         self._tell(say)
 
     def _tell(self, say: Say) -> None:

@@ -19,7 +19,7 @@ from megatron.checkpoint.content_sums import Checksum, matches
 from megatron.checkpoint.errors import DamagedCheckpointError, TruncatedError
 from megatron.checkpoint.global_tensor import torch_dtype
 from megatron.checkpoint.manifest import Manifest, StoredBox
-from megatron.checkpoint.safetensors_file import Entry, Header, header_length
+from megatron.checkpoint.safetensors_file import Entry, Header
 from megatron.checkpoint.storage import Reading, Storage
 from megatron.parallel.boxes import Box, flat_range_boxes
 
@@ -133,12 +133,7 @@ class DataFiles:
             reading = self._stack.enter_context(self._storage.open(name))
             if reading.size != num_bytes:
                 raise DamagedCheckpointError(f"{where} has {reading.size} bytes, it was written with {num_bytes}")
-            if num_bytes < 8:
-                raise DamagedCheckpointError(f"{where} has no readable header")
-            length = 8 + header_length(reading.read(0, 8))
-            if length > num_bytes:
-                raise DamagedCheckpointError(f"{where} has no readable header")
-            return _OpenFile(reading, Header.parse(reading.read(0, length), where))
+            return _OpenFile(reading, Header(reading, where))
         except OSError as error:
             raise self._told(name, error) from error
 

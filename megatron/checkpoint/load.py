@@ -21,7 +21,7 @@ from megatron.checkpoint.agreement import decide
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, listed, ranks_named
 from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
-from megatron.checkpoint.loaded_content import Compared, compare_content
+from megatron.checkpoint.loaded_content import Loaded, compare_content
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor, tiles
 from megatron.checkpoint.save_folder import manifest_in
 from megatron.checkpoint.storage import Place, Storage, open_storage
@@ -29,16 +29,6 @@ from megatron.parallel.boxes import Box, PlacedBox
 from megatron.parallel.context import Group
 
 _MOST_THREADS = 4
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The result of a load."""
-
-    digest: str | None
-    """Digest of all content of the checkpoint, the same at every layout; None in older ones."""
-    compared: Compared
-    """The result of comparing the tensors in memory with it."""
 
 
 def load_tensors(
@@ -88,7 +78,7 @@ def load_tensors(
         return [{name for cut in names for name in cut}] * len(names)
 
     cut = decide(group, doing, read, everywhere)
-    return Loaded(manifest.content_digest, compare_content(tensors, cut, manifest, threads, group, doing))
+    return compare_content(tensors, cut, manifest, threads, group, doing)
 
 
 def reading_threads() -> int:

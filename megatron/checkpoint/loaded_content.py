@@ -24,14 +24,16 @@ _AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
-class Compared:
-    """The result of a comparison, in numbers of tensors."""
+class Loaded:
+    """The result of a load, compared with what was saved; in numbers of tensors."""
 
+    digest: str | None
+    """Digest of all content of the checkpoint, the same at every layout; None in older ones."""
     equal: int
-    """Tensors whose content equals the stored one."""
-    narrowed: int = 0
+    """Tensors whose content in memory equals the stored one."""
+    narrowed: int
     """Tensors that were rounded to a narrower dtype, so that they cannot be compared."""
-    unknown: int = 0
+    unknown: int
     """Tensors without content sums in the manifest (an older checkpoint), or not loaded as a whole."""
 
 
@@ -48,7 +50,7 @@ class ContentHere(NamedTuple):
 
 def compare_content(
     tensors: list[GlobalTensor], cut: set[str], manifest: Manifest, threads: int, group: Group, doing: str
-) -> Compared:
+) -> Loaded:
     """Compare what all ranks hold in memory with what was saved. All ranks call it together.
 
     If a box was read whole into its place, its checksum was taken there, which is the proof. Tensors of which any rank holds
@@ -114,7 +116,7 @@ def _stretches(box: Box, part: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor
             at += inner.numel
 
 
-def _judge(everybody: list[ContentHere], cut: set[str], manifest: Manifest) -> Compared:
+def _judge(everybody: list[ContentHere], cut: set[str], manifest: Manifest) -> Loaded:
     """Whether the boxes of all ranks add up to what is stored.
 
     Raises:
@@ -140,4 +142,4 @@ def _judge(everybody: list[ContentHere], cut: set[str], manifest: Manifest) -> C
     if wrong:
         texts = [wrong[name] for name in sorted(wrong)]
         raise DamagedCheckpointError(f"what was loaded is not what was saved, by its content sums ({len(texts)}): {listed(texts)}")
-    return Compared(len(names - narrowed - unknown), len(narrowed), len(unknown))
+    return Loaded(manifest.content_digest, len(names - narrowed - unknown), len(narrowed), len(unknown))

@@ -94,15 +94,16 @@ class LocalFile(Reading):
 class LocalWriting(Writing):
     """A `Writing` to a local file, without a buffer of its own."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, path: Path, handle: int) -> None:
+        self._path, self._handle = path, handle
         self._begun = self.num_bytes = 0
 
     def write(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
         rest = rest.cast("B") if rest.nbytes else rest
         while rest.nbytes:
-            written = os.write(self._handle, rest[:FLUSH_BYTES])
+            with _named(self._path):
+                written = os.write(self._handle, rest[:FLUSH_BYTES])
             self.num_bytes += written
             rest = rest[written:]
             if self.num_bytes - self._begun >= FLUSH_BYTES:
@@ -110,7 +111,18 @@ class LocalWriting(Writing):
                 self._begun = self.num_bytes
 
     def sync(self) -> None:
-        os.fsync(self._handle)
+        with _named(self._path):
+            os.fsync(self._handle)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Add a file's name to errors."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 _SYNC_FILE_RANGE_WRITE = 2
@@ -170,12 +182,10 @@ class LocalStorage(Storage):
         path = self.local / name
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            file = LocalWriting(handle)
+            file = LocalWriting(path, handle)
             yield file
             file.sync()
-        except BaseException as error:
-            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-                error.filename = str(path)
+        except BaseException:
             with contextlib.suppress(OSError):
                 path.unlink()
             raise

@@ -7,8 +7,8 @@ no torch, so that a separate process can do it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from megatron.checkpoint.content_sums import NO_SUMS, Checksum, Sums, content_sums
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor, box_key, joined, tiles
-from megatron.checkpoint.safetensors_file import DTYPES, Entry, header_bytes, in_file_order
+from megatron.checkpoint.safetensors_file import DTYPES, Entry, header_bytes, in_files
 from megatron.checkpoint.storage import Draft, Writing
 from megatron.parallel.boxes import Box
 
@@ -48,6 +48,11 @@ class BoxToWrite(NamedTuple):
         return box_key(self.name, self.shape, self.box)
 
     @property
+    def num_bytes(self) -> int:
+        """Size of its data."""
+        return self.box.numel * DTYPES[self.dtype].itemsize
+
+    @property
     def entry(self) -> Entry:
         """Its entry in a file."""
         return Entry(self.key, self.dtype, self.box.sizes)
@@ -61,10 +66,10 @@ class PartFile:
     """The name before the draft changes it (`Draft.file_name`)."""
     boxes: tuple[BoxToWrite, ...]
 
-    @functools.cached_property
+    @property
     def num_data_bytes(self) -> int:
         """Bytes without the header."""
-        return sum(box.entry.num_bytes for box in self.boxes)
+        return sum(box.num_bytes for box in self.boxes)
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class RankPart:
     def places(self) -> dict[BoxToWrite, slice]:
         """Where the raw bytes of each box lie in memory that holds one box after the other, in the order of the files."""
         boxes = [box for file in self.files for box in file.boxes]
-        ends = itertools.accumulate((box.entry.num_bytes for box in boxes), initial=0)
+        ends = itertools.accumulate((box.num_bytes for box in boxes), initial=0)
         return {box: slice(start, end) for box, (start, end) in zip(boxes, itertools.pairwise(ends), strict=True)}
 
 
@@ -97,29 +102,26 @@ def share_out(world: Sequence[Sequence[HeldTensor]], max_file_bytes: int | None 
         CheckpointError: ranks disagree on a tensor's shape or dtype, a dtype is not supported, or a tensor is not whole.
     """
     tensors = _agreed(world)
-    holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
-    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
-    for rank, held in enumerate(world):
-        for tensor in held:
-            for box in dict.fromkeys(tensor.boxes):
-                if (tensor.name, box) not in holders:
-                    boxes[tensor.name].append(box)
-                holders[tensor.name, box].append(rank)
-    if broken := [name for name, tensor in tensors.items() if not tiles(tensor.shape, boxes[name])]:
+    held_boxes = [dict.fromkeys(BoxToWrite(*tensor[:3], box) for tensor in held for box in tensor.boxes) for held in world]
+    holders: dict[BoxToWrite, list[int]] = defaultdict(list)
+    for rank, boxes in enumerate(held_boxes):
+        for box in boxes:
+            holders[box].append(rank)
+    cuts: dict[str, list[Box]] = {name: [] for name in tensors}
+    for box in holders:
+        cuts[box.name].append(box.box)
+    if broken := [name for name, tensor in tensors.items() if not tiles(tensor.shape, cuts[name])]:
         raise CheckpointError(f"the boxes that the ranks hold do not make up whole tensors: {listed(broken)}")
-    sizes = {key: key[1].numel * DTYPES[tensors[key[0]].dtype].itemsize for key in holders}
     load, writers = [0] * len(world), {}
-    for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -sizes[key])):
-        rank = min(holders[key], key=lambda rank: load[rank])
-        writers[key] = rank
-        load[rank] += sizes[key]
-    empty = tuple(tensor._replace(boxes=()) for name, tensor in tensors.items() if not boxes[name])
+    for box in sorted(holders, key=lambda box: (len(holders[box]) > 1, -box.num_bytes)):
+        writers[box] = min(holders[box], key=load.__getitem__)
+        load[writers[box]] += box.num_bytes
     parts = []
-    for rank, held in enumerate(world):
-        mine = dict.fromkeys((tensor[:3], box) for tensor in held for box in tensor.boxes if writers[tensor.name, box] == rank)
-        files = _files(rank, [BoxToWrite(*tensor, box) for tensor, box in mine], max_file_bytes)
-        parts.append(RankPart(rank, files, () if rank else empty))
-    return parts
+    for rank, boxes in enumerate(held_boxes):
+        mine = [box for box in boxes if writers[box] == rank]
+        parts.append(RankPart(rank, _files(rank, mine, max_file_bytes)))
+    empty = tuple(tensor._replace(boxes=()) for name, tensor in tensors.items() if not cuts[name])
+    return [dataclasses.replace(parts[0], empty=empty), *parts[1:]]
 
 
 def _agreed(world: Sequence[Sequence[HeldTensor]]) -> dict[str, HeldTensor]:
@@ -140,21 +142,13 @@ def _agreed(world: Sequence[Sequence[HeldTensor]]) -> dict[str, HeldTensor]:
 
 
 def _files(rank: int, boxes: Sequence[BoxToWrite], max_file_bytes: int | None) -> tuple[PartFile, ...]:
-    """The boxes in one file (or none), or in as many as the size limit needs."""
-    groups: list[list[BoxToWrite]] = []
-    size = 0
-    for box in boxes:
-        num_bytes = box.entry.num_bytes
-        if not groups or (max_file_bytes is not None and size + num_bytes > max_file_bytes):
-            groups.append([])
-            size = 0
-        groups[-1].append(box)
-        size += num_bytes
+    """The boxes in one file (or none), or in as many as the size limit needs; wide dtypes first, so that each box is aligned."""
     files = []
+    groups = in_files(boxes, lambda box: box.num_bytes, max_file_bytes)
     for number, group in enumerate(groups):
         suffix = f"_{number:05d}" if len(groups) > 1 else ""
-        order = in_file_order([box.entry for box in group])
-        files.append(PartFile(f"rank_{rank:05d}{suffix}.safetensors", tuple(group[index] for index in order)))
+        order = sorted(group, key=lambda box: -DTYPES[box.dtype].itemsize)
+        files.append(PartFile(f"rank_{rank:05d}{suffix}.safetensors", tuple(order)))
     return tuple(files)
 
 

@@ -1,4 +1,4 @@
-"""One rank's side of a save in the background: shared memory, the process that writes it, and that process's replies."""
+"""One rank's side of a save in the background: the process that writes it, the memory shared with it, and its replies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -35,48 +36,6 @@ from megatron.checkpoint.writer_messages import (
 )
 from megatron.parallel.boxes import Box
 
-
-class SharedBuffer:
-    """Memory of a fixed size with a file descriptor, which another process can map too. It has no name, so nothing of it is left
-    when both have ended, however they ended.
-
-    All of it is touched once when it is made: the first copy into fresh memory takes several times as long as later ones.
-
-    Args:
-        num_bytes: its size.
-        pinned: for data of a CUDA device, so that copies run at the speed of the bus (where the system allows it).
-
-    Raises:
-        OSError: there is not so much memory.
-    """
-
-    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
-        size = max(num_bytes, 1)
-        self.fd = _anonymous_file()
-        try:
-            os.ftruncate(self.fd, size)
-            self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        except OSError as error:
-            os.close(self.fd)
-            raise OSError(error.errno, f"no host memory for the copy of {size:,} bytes (--async-save): {error.strerror}") from error
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)) == 0
-
-    def close(self) -> None:
-        """Give the memory back, as soon as no view of it is left."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
-        os.close(self.fd)
-        del self.bytes, self._map
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("checkpoint", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
 _ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds `megatron`."""
 _DIES_WITHIN_S = 2.0
@@ -87,31 +46,49 @@ class WriterDied(Exception):
 
 
 class WriterProcess:
-    """A process that runs `writer_main.py`.
+    """A process that runs `writer_main.py`, and memory that it shares with this one.
+
+    The memory has no name, so nothing of it is left when both have ended, however they ended. All of it is touched once when it is
+    made: the first copy into fresh memory takes several times as long as later ones.
 
     Args:
-        memory: file descriptor of the shared memory.
-        num_bytes: its size.
         begin: what each save writes.
+        pinned: for data of a CUDA device, so that copies run at the speed of the bus (where the system allows it).
 
     Raises:
-        OSError: it cannot be started.
+        OSError: there is not so much memory, or the process cannot be started.
     """
 
-    def __init__(self, memory: int, num_bytes: int, begin: Begin) -> None:
-        self._connection, theirs = multiprocessing.Pipe()
-        numbers = (memory, num_bytes, theirs.fileno(), os.getpid())
-        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        with theirs:
-            self._process = subprocess.Popen(
-                # -P, so that no file in the working directory is taken for a module.
-                [sys.executable, "-P", "-m", "megatron.checkpoint.writer_main", *map(str, numbers)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-                pass_fds=(memory, theirs.fileno()),
-                start_new_session=True,  # signals to the job's process group are not for it
-            )
+    def __init__(self, begin: Begin, *, pinned: bool) -> None:
+        self.begin = begin
+        num_bytes = max(sum(file.num_data_bytes for file in begin.part.files), 1)
+        with _anonymous_file() as file:
+            try:
+                file.truncate(num_bytes)
+                shared = mmap.mmap(file.fileno(), num_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+            except OSError as error:
+                reason = f"no host memory for the copy of {num_bytes:,} bytes (--async-save): {error.strerror}"
+                raise OSError(error.errno, reason) from error
+            self._connection, theirs = multiprocessing.Pipe()
+            numbers = (file.fileno(), num_bytes, theirs.fileno(), os.getpid())
+            paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            with theirs:
+                self._process = subprocess.Popen(
+                    # -P, so that no file in the working directory is taken for a module.
+                    [sys.executable, "-P", "-m", "megatron.checkpoint.writer_main", *map(str, numbers)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                    pass_fds=(file.fileno(), theirs.fileno()),
+                    start_new_session=True,  # signals to the job's process group are not for it
+                )
+        self._memory = torch.frombuffer(shared, dtype=torch.uint8)
+        self._pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)) == 0
+        self.targets = {
+            (box.name, box.box): self._memory[place].view(torch_dtype(box.dtype)).view(box.box.sizes)
+            for box, place in begin.part.places().items()
+        }
+        """The place of each box in the shared memory, by (name, box)."""
         self.send(begin)
 
     @property
@@ -142,11 +119,19 @@ class WriterProcess:
         return replies
 
     def stop(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process, whatever it is doing. The memory goes with this object."""
         self._connection.close()
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that waits for a file system cannot even be killed
             self._process.wait(_DIES_WITHIN_S)
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+
+
+def _anonymous_file() -> IO[bytes]:
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("checkpoint", os.MFD_CLOEXEC), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
 
 
 _log = logging.getLogger(__name__)
@@ -170,9 +155,6 @@ class RankWriter:
     def __init__(self, storage: Storage, rank: int, num_ranks: int, retention: Retention, patience_s: float = PATIENCE_S) -> None:
         self._storage, self._rank, self._num_ranks = storage, rank, num_ranks
         self._retention, self._patience_s = retention, patience_s
-        self._part: RankPart | None = None
-        self._buffer: SharedBuffer | None = None
-        self._targets: dict[tuple[str, Box], torch.Tensor] = {}
         self._process: WriterProcess | None = None
         self.iteration: int | None = None
         """The last save that was begun."""
@@ -198,13 +180,17 @@ class RankWriter:
         """
         self.iteration, self.draft = iteration, self._storage.draft(checkpoint_name(iteration), token)
         self.written = self.committed = None
-        try:
-            process = self._ready(part, tensors)
-        except OSError as error:
-            self._fail(f"rank {self._rank}: {error}")
-            return
-        self._copy(tensors)
-        process.send(Save(iteration, token, files if self._rank == 0 else None))
+        self.receive()  # it may have died since
+        begin = Begin(self._storage.location, part, self._num_ranks, self._retention)
+        if self._process is None or self._process.begin != begin:
+            self.close()
+            try:
+                self._process = WriterProcess(begin, pinned=any(tensor.local.is_cuda for tensor in tensors))
+            except OSError as error:
+                self._fail(f"rank {self._rank}: {error}")
+                return
+        _copy(tensors, self._process.targets)
+        self._process.send(Save(iteration, token, files if self._rank == 0 else None))
 
     def receive(self, timeout: float = 0.0) -> bool:
         """Take in the process's replies, waiting at most `timeout` seconds for one. Returns whether it is known to be alive."""
@@ -251,10 +237,6 @@ class RankWriter:
         if self._process is not None:
             self._process.stop()
             self._process = None
-        if self._buffer is not None:
-            self._targets = {}
-            self._buffer.close()
-            self._buffer = None
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
         """Wait for the process as long as it makes progress. If it makes none, it is ended, and the save has failed."""
@@ -278,36 +260,6 @@ class RankWriter:
                 )
                 tell_at = now + _TELL_EVERY_S
 
-    def _ready(self, part: RankPart, tensors: list[GlobalTensor]) -> WriterProcess:
-        """The process and its memory. New ones are made where there are none or the part has changed.
-
-        Raises:
-            OSError: no memory, or no process.
-        """
-        self.receive(0.0)  # it may have died since
-        if self._process is not None and part == self._part:
-            return self._process
-        self.close()
-        num_bytes = sum(file.num_data_bytes for file in part.files)
-        self._part, self._buffer = part, SharedBuffer(num_bytes, pinned=any(tensor.local.is_cuda for tensor in tensors))
-        for box, place in part.places().items():
-            self._targets[box.name, box.box] = self._buffer.bytes[place].view(torch_dtype(box.dtype)).view(box.box.sizes)
-        begin = Begin(self._storage.location, part, self._num_ranks, self._retention)
-        self._process = WriterProcess(self._buffer.fd, max(num_bytes, 1), begin)
-        return self._process
-
-    def _copy(self, tensors: list[GlobalTensor]) -> None:
-        devices = set()
-        for tensor in tensors:
-            for placed in tensor.boxes:
-                target = self._targets.get((tensor.name, placed.box))
-                if target is not None:
-                    target.copy_(tensor.part(placed), non_blocking=True)
-                    devices.add(tensor.local.device)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-
     def _fail(self, reason: str) -> None:
         """Record that the part, and on the first rank the checkpoint, will not be written; leave a mark for the first rank."""
         if self.iteration is None:
@@ -319,3 +271,17 @@ class RankWriter:
                 self.draft.storage.write(self.draft.file_name(failure_mark(self._rank)), reason.encode())
         if self._rank == 0 and self.committed is None:
             self.committed = Committed(self.iteration, reason, "", 0.0)
+
+
+def _copy(tensors: list[GlobalTensor], targets: Mapping[tuple[str, Box], torch.Tensor]) -> None:
+    """Copy the boxes that have a target."""
+    devices = set()
+    for tensor in tensors:
+        for placed in tensor.boxes:
+            target = targets.get((tensor.name, placed.box))
+            if target is not None:
+                target.copy_(tensor.part(placed), non_blocking=True)
+                devices.add(tensor.local.device)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()

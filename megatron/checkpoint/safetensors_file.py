@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.checkpoint.errors import DamagedCheckpointError
+from megatron.checkpoint.storage import Reading
+
+T = TypeVar("T")
 
 _ALIGNMENT = 64
 """The data starts at a multiple of this many bytes in the file."""
@@ -36,9 +38,17 @@ class Entry:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def in_file_order(entries: Sequence[Entry]) -> list[int]:
-    """Indices of the entries in the order of their data: wide dtypes first, so each starts at a multiple of its element size."""
-    return sorted(range(len(entries)), key=lambda index: -DTYPES[entries[index].dtype].itemsize)
+def in_files(items: Sequence[T], num_bytes: Callable[[T], int], max_bytes: int | None) -> list[list[T]]:
+    """The items in order, cut into files of at most `max_bytes` bytes of data (more where a single item is larger)."""
+    files: list[list[T]] = []
+    size = 0
+    for item in items:
+        if not files or (max_bytes is not None and size + num_bytes(item) > max_bytes):
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += num_bytes(item)
+    return files
 
 
 def header_bytes(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -55,40 +65,32 @@ def header_bytes(entries: Sequence[Entry], metadata: Mapping[str, str] | None = 
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH_BYTES + len(text)) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
-
-
-def header_length(first: bytes | memoryview) -> int:
-    """Bytes of the header, given the first `LENGTH_BYTES` bytes of the file."""
-    return int(struct.unpack_from("<Q", first)[0])
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 class Header:
-    """Where the entries of a file are.
+    """The place of each entry in a file.
 
     Args:
-        content: key -> dtype, shape and data_offsets, as in the file.
-        data_start: the byte of the file at which the data begins.
-        name: name of the file, for messages.
+        file: the file.
+        name: its name, for messages.
+
+    Raises:
+        DamagedCheckpointError: there is no header that can be read.
     """
 
-    def __init__(self, content: dict[str, Any], data_start: int, name: str) -> None:
-        self._content, self._data_start, self._name = content, data_start, name
-
-    @classmethod
-    def parse(cls, start: bytes, name: str) -> Header:
-        """Read a header from the start of a file, which must hold all of it.
-
-        Raises:
-            DamagedCheckpointError: there is no header that can be read.
-        """
+    def __init__(self, file: Reading, name: str) -> None:
+        self._data_start, self._name = LENGTH_BYTES, name
+        self._data_start += int.from_bytes(file.read(0, min(LENGTH_BYTES, file.size)), "little")
         try:
-            content = json.loads(start[LENGTH_BYTES:])
+            if self._data_start > file.size:
+                raise ValueError("the file ends before")
+            content = json.loads(file.read(LENGTH_BYTES, self._data_start - LENGTH_BYTES))
+            if not isinstance(content, dict):
+                raise ValueError("not a table")
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpointError(f"{name} has no readable header ({error})") from error
-        if not isinstance(content, dict):
-            raise DamagedCheckpointError(f"{name} has no readable header (not a table)")
-        return cls(content, len(start), name)
+        self._content: dict[str, Any] = content
 
     def place(self, entry: Entry) -> int:
         """The byte of the file at which an entry's data begins.

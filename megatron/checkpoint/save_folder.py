@@ -154,32 +154,32 @@ def manifest_in(inside: Storage) -> Manifest:
 
 
 def read_state(path: Place) -> dict[str, Any]:
-    """The training state that was saved in the checkpoint in folder `path`.
-
-    Raises:
-        CheckpointError: not a complete checkpoint of a known version, or altered.
-    """
-    inside = open_storage(path)
-    return read_json(inside, STATE, manifest_in(inside))
+    """The training state of the checkpoint in a folder; see `read_json`."""
+    return read_json(open_storage(path), STATE)
 
 
 def read_config(path: Place) -> dict[str, Any]:
-    """The configuration that was saved in the checkpoint in folder `path`.
+    """The record of the run that saved the checkpoint in a folder; see `read_json`."""
+    return read_json(open_storage(path), CONFIG)
+
+
+def read_json(inside: Storage, name: str, manifest: Manifest | None = None) -> dict[str, Any]:
+    """Read one of the small files of a checkpoint, and check it.
+
+    Args:
+        inside: the folder of the checkpoint.
+        name: the file.
+        manifest: the checkpoint's manifest, if it was read already.
 
     Raises:
         CheckpointError: not a complete checkpoint of a known version, or altered.
     """
-    inside = open_storage(path)
-    return read_json(inside, CONFIG, manifest_in(inside))
-
-
-def read_json(inside: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
-    """Read one of the small files of a checkpoint, and check it."""
+    expected = (manifest or manifest_in(inside)).files[name].checksum or ""
     try:
         data = inside.read(name)
     except FileNotFoundError as error:
         raise DamagedCheckpointError(f"{inside.at(name)} is missing") from error
-    if not matches(Checksum(data).text, manifest.files[name].checksum or ""):
+    if not matches(Checksum(data).text, expected):
         raise DamagedCheckpointError(f"{inside.at(name)} was altered (checksum)")
     content: dict[str, Any] = json.loads(data)
     return content

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.global_tensor import WEIGHT
-from megatron.checkpoint.load import Loaded, load_tensors
+from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.loaded_content import Loaded
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.open_source import FOREIGN, kind_of
 from megatron.checkpoint.save_folder import find_checkpoint, iteration_of, read_config, read_state
@@ -236,14 +237,13 @@ def _fitting(config: Config, path: Place, vocab_size: int, notes: list[str], *, 
 
 def _told(loaded: Loaded) -> str:
     """The result of the comparison with the checkpoint's content, in words."""
-    compared = loaded.compared
-    text = f"{compared.equal} tensors in memory equal what was saved"
+    text = f"{loaded.equal} tensors in memory equal what was saved"
     if loaded.digest is not None:
         text += f" (content digest of the checkpoint: {loaded.digest[:16]})"
-    if compared.narrowed:
-        text += f"; {compared.narrowed} were rounded to a narrower dtype and are not compared"
-    if compared.unknown:
-        text += f"; of {compared.unknown} it holds no content sums to compare with"
+    if loaded.narrowed:
+        text += f"; {loaded.narrowed} were rounded to a narrower dtype and are not compared"
+    if loaded.unknown:
+        text += f"; of {loaded.unknown} it holds no content sums to compare with"
     return text
 
 

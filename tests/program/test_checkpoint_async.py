@@ -208,8 +208,7 @@ def test_the_process_is_told_when_the_memory_is_full(tmp_path: Path, monkeypatch
         if isinstance(message, Save):
             written = ones(float(message.iteration))
             seen.extend(
-                torch.equal(target, next(t for t in written if t.name == name).local)
-                for (name, _), target in run.saver._writer._targets.items()
+                torch.equal(target, next(t for t in written if t.name == name).local) for (name, _), target in self.targets.items()
             )
         send(self, message)
 

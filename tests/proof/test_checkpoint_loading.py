@@ -133,7 +133,7 @@ def test_what_lies_in_memory_is_compared(tmp_path: Path, monkeypatch: pytest.Mon
     path = save_checkpoint(tmp_path, 1, [whole("a", torch.randn(5, 7)), whole("b", torch.randn(3))], {}, {})
     targets = [in_columns("a"), whole("b", torch.zeros(3))]
     loaded = load_tensors(path, targets)
-    assert loaded.compared.equal == 2 and loaded.digest == read_manifest(Path(path)).content_digest
+    assert loaded.equal == 2 and loaded.digest == read_manifest(Path(path)).content_digest
     spoiled(lambda tensors: change(tensors[0].part(tensors[0].boxes[1])), monkeypatch)
     with pytest.raises(
         DamagedCheckpointError, match=r"(?s)cannot load .*not what was saved, by its content sums \(1\): a \(stored"
@@ -205,9 +205,9 @@ def test_content_of_wider_and_narrower_dtypes(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(loaded_content, "_AT_ONCE", 16)
     value = torch.randn(9, 7).bfloat16()
     path = Path(save_checkpoint(tmp_path, 1, [whole("a", value)], {}, {}))
-    compared = load_tensors(path, [whole("a", torch.zeros(9, 7))]).compared
+    compared = load_tensors(path, [whole("a", torch.zeros(9, 7))])
     assert (compared.equal, compared.narrowed, compared.unknown) == (1, 0, 0)
-    compared = load_tensors(path, [whole("a", torch.zeros(9, 7, dtype=torch.float16))]).compared
+    compared = load_tensors(path, [whole("a", torch.zeros(9, 7, dtype=torch.float16))])
     assert (compared.equal, compared.narrowed, compared.unknown) == (0, 1, 0)
     with pytest.MonkeyPatch.context() as patch:
         spoiled(lambda tensors: _flip(tensors[0].local), patch)
@@ -219,7 +219,7 @@ def test_content_of_wider_and_narrower_dtypes(tmp_path: Path, monkeypatch: pytes
     older = {name: StoredTensor(t.shape, t.dtype, t.boxes) for name, t in manifest.tensors.items()}
     (path / "manifest.json").write_bytes(Manifest(older, manifest.files).to_json())
     loaded = load_tensors(path, [whole("a", torch.zeros(9, 7))])
-    assert (loaded.digest, loaded.compared.equal, loaded.compared.unknown) == (None, 0, 1)
+    assert (loaded.digest, loaded.equal, loaded.unknown) == (None, 0, 1)
 
 
 def test_a_checkpoint_behind_a_url(tmp_path: Path) -> None:

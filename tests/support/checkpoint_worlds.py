@@ -15,6 +15,7 @@ from megatron.checkpoint import load
 from megatron.checkpoint.commit import commit, encoded
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import check_requests, plan_load, read_boxes
+from megatron.checkpoint.loaded_content import Loaded
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.rank_parts import share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
@@ -156,7 +157,7 @@ def group_of(process_group: dist.ProcessGroup | None = None) -> Group:
 
 def load_tensors(
     path: Place, tensors: list[GlobalTensor], *, process_group: dist.ProcessGroup | None = None, **settings: Any
-) -> load.Loaded:
+) -> Loaded:
     """Load on every rank of the group. See `megatron.checkpoint.load.load_tensors`."""
     return load.load_tensors(path, tensors, group_of(process_group), **settings)
 

@@ -25,7 +25,7 @@ from megatron.checkpoint.huggingface.fields import CONFIG
 from megatron.checkpoint.huggingface.layout import WeightLayout
 from megatron.checkpoint.huggingface.weight_files import INDEX, SINGLE
 from megatron.checkpoint.local_storage import sync_folder
-from megatron.checkpoint.safetensors_file import Entry, header_bytes
+from megatron.checkpoint.safetensors_file import Entry, header_bytes, in_files
 from megatron.checkpoint.source import WeightSource, misfits
 from megatron.checkpoint.storage import open_storage
 
@@ -105,7 +105,7 @@ def export(
     temporary = folder.parent / f".{folder.name}.exporting-{secrets.token_hex(4)}"
     temporary.mkdir()
     try:
-        write_shards(temporary, plan_shards(entries, max_shard_bytes), _tensors(source, layouts, dtype))
+        write_shards(temporary, in_files(entries, lambda entry: entry.num_bytes, max_shard_bytes), _tensors(source, layouts, dtype))
         _write_json(temporary / CONFIG, _config(chosen, source, dtype, tokens))
         _write_json(temporary / GENERATION_CONFIG, {role: id for role, id in tokens.to_json().items() if id is not None})
         notes = [*source.notes, *_unsaid(source, chosen), *(extras(temporary) if extras else [])]
@@ -151,19 +151,6 @@ def _tensors(source: WeightSource, layouts: dict[str, WeightLayout], dtype: torc
         yield from layout.theirs(source.read(name).to(dtype))
 
 
-def plan_shards(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
-    """The entries in order, cut into files of at most `max_bytes` bytes of data (more where a single tensor is larger)."""
-    shards: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        if shards[-1] and size + entry.num_bytes > max_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(entry)
-        size += entry.num_bytes
-    return shards
-
-
 def _write_shard(path: Path, entries: Sequence[Entry], stream: Iterator[tuple[str, torch.Tensor]]) -> None:
     with open_storage(path.parent).create(path.name) as file:  # brings it to the disk while it is written
         file.write(header_bytes(entries, metadata={"format": "pt"}))  # transformers reads no file without it
@@ -180,7 +167,7 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Entry]], tensors: Itera
 
     Args:
         folder: where.
-        shards: the entries of each file; see `plan_shards`.
+        shards: the entries of each file; see `in_files`.
         tensors: name and content of all entries, in their order; one is taken when the one before is written.
 
     Raises:

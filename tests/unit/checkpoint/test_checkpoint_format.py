@@ -14,9 +14,10 @@ import xxhash
 
 from megatron.checkpoint.content_sums import content_digest
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.safetensors_file import Entry, Header, header_length
+from megatron.checkpoint.safetensors_file import Entry, Header
 from megatron.checkpoint.save_folder import read_state
 from megatron.checkpoint.source import TensorInfo
+from megatron.checkpoint.storage import open_storage
 from tests.support.checkpoint_worlds import (
     Layout,
     Shapes,
@@ -129,7 +130,8 @@ def test_every_dtype_is_aligned_and_read_back(tmp_path: Path) -> None:
         name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()
     }
     data = (path / "rank_00000.safetensors").read_bytes()
-    header = Header.parse(data[: 8 + header_length(data[:8])], "x")
+    with open_storage(path).open("rank_00000.safetensors") as file:
+        header = Header(file, "x")
     library = safetensors.torch.load(data)
     for name, tensor in tensors.items():
         at = header.place(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
@@ -186,13 +188,25 @@ def test_a_manifest_of_the_first_programs(tmp_path: Path) -> None:
     assert json.loads(old.to_json()) == manifest
 
 
+def header_of(path: Path, data: bytes) -> Header:
+    path.write_bytes(data)
+    with open_storage(path.parent).open(path.name) as file:
+        return Header(file, path.name)
+
+
+@pytest.mark.parametrize("data", [b"", b"8", (9).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]", b"\xff" * 20])
+def test_a_file_without_a_header_is_refused(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(DamagedCheckpointError, match="x has no readable header"):
+        header_of(tmp_path / "x", data)
+
+
 def test_brackets_without_end_are_refused(tmp_path: Path) -> None:
     path = save_example(tmp_path)
     (path / "manifest.json").write_text("[" * 100_000)
     with pytest.raises(DamagedCheckpointError, match="is not readable"):
         read_manifest(path)
     with pytest.raises(DamagedCheckpointError, match="x has no readable header"):
-        Header.parse(b"8bytes  " + b"[" * 100_000, "x")
+        header_of(tmp_path / "x", (100_000).to_bytes(8, "little") + b"[" * 100_000)
 
 
 def test_altered_content_sums_are_refused(tmp_path: Path) -> None:
