@@ -134,7 +134,7 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 def _run(given: argparse.Namespace) -> None:
     prompts = _read_prompts(given) if int(os.environ.get("RANK", 0)) == 0 else None
-    from megatron.checkpoint.open_source import open_source
+    from megatron.checkpoint.source import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
     from megatron.inference.generate import Sampling
     from megatron.inference.model_from_source import model_from

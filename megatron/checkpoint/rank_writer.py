@@ -17,10 +17,9 @@ from typing import IO
 
 import torch
 
-from megatron.checkpoint.commit import Retention
 from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
 from megatron.checkpoint.rank_parts import RankPart
-from megatron.checkpoint.save_folder import checkpoint_name
+from megatron.checkpoint.save_folder import Retention, checkpoint_name
 from megatron.checkpoint.storage import Draft, Storage
 from megatron.checkpoint.writer_messages import (
     Begin,

@@ -6,15 +6,27 @@ tensors, one at a time. So a conversion never holds more than one tensor, and ev
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from megatron.checkpoint.errors import CheckpointError, listed
-from megatron.config.data import DataConfig
+from megatron.checkpoint.content_sums import content_sums
+from megatron.checkpoint.data_files import BoxRead, DataFiles
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.global_tensor import WEIGHT, bytes_of, torch_dtype
+from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, Manifest
+from megatron.checkpoint.save_folder import LATEST, checkpoint_name, find_checkpoint, iterations_in, manifest_in, read_json
+from megatron.checkpoint.storage import Place, Storage, open_storage
+from megatron.config.config import Config
+from megatron.config.data import TOKENIZER_SETTINGS, DataConfig
 from megatron.config.model import ModelConfig
+from megatron.config.save import from_dict
 from megatron.model.build import Model
 from megatron.parallel.boxes import Box
 from megatron.parallel.context import ParallelContext
@@ -92,3 +104,188 @@ def fill_model(model: Model, context: ParallelContext, source: WeightSource) -> 
             flat.zero_()  # only the first dimension is padded, so what is held lies in front
         if box.numel:
             flat[: box.numel].copy_(source.read(entry.record.name, box).view(-1))
+
+
+class StoredCheckpoint:
+    """One complete checkpoint, read only; a `WeightSource`.
+
+    Args:
+        path: its folder (`<save>/iter_0000100`), or its URL.
+
+    Raises:
+        CheckpointError: written by a newer version.
+        DamagedCheckpointError: the manifest is missing or altered.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._storage = open_storage(path)
+        self.manifest: Manifest = manifest_in(self._storage)
+        self.notes: list[str] = []
+        self._files = DataFiles(self._storage, self.manifest)
+
+    @property
+    def name(self) -> str:
+        """The folder."""
+        return self._storage.location
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """The content of `config.json`: `config` (the settings), `command`, `versions` and `vocab_size`."""
+        return read_json(self._storage, CONFIG, self.manifest)
+
+    @functools.cached_property
+    def state(self) -> dict[str, Any]:
+        """The content of `state.json`: counts, the loss scaler, the schedules."""
+        return read_json(self._storage, STATE, self.manifest)
+
+    @functools.cached_property
+    def settings(self) -> Config:
+        """The settings of the run that saved it.
+
+        Raises:
+            CheckpointError: it holds none.
+        """
+        if not isinstance(self.config.get("config"), dict):
+            raise CheckpointError(f"{self._storage.at(CONFIG)} holds no settings of a run")
+        return from_dict(self.config["config"])
+
+    @property
+    def model(self) -> ModelConfig:
+        """Shape and parts of the model."""
+        return self.settings.model
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the word embedding, without padding."""
+        return int(self.config["vocab_size"])
+
+    @property
+    def tokenizer(self) -> DataConfig:
+        """The settings that name the tokenizer and its files."""
+        data = self.settings.data
+        return DataConfig(**{field: getattr(data, field) for field in ("tokenizer_type", *TOKENIZER_SETTINGS)})
+
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All stored tensors, by full name: weights as `model.<name>`, moments as `exp_avg.<name>`."""
+        return {name: TensorInfo(tensor.shape, torch_dtype(tensor.dtype)) for name, tensor in self.manifest.tensors.items()}
+
+    @functools.cached_property
+    def weights(self) -> Mapping[str, TensorInfo]:
+        """Every parameter of the model by its name."""
+        start = f"{WEIGHT}."
+        return {name.removeprefix(start): tensor for name, tensor in self.tensors.items() if name.startswith(start)}
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """A parameter, or a box of it; see `WeightSource.read`."""
+        return self.read_stored(f"{WEIGHT}.{name}", box)
+
+    def read_stored(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """A stored tensor by its full name, or a box of it, on the CPU in its stored dtype; a new contiguous tensor.
+
+        Every stored box that overlaps is checked, once; of a whole tensor the content sums too.
+
+        Raises:
+            DamagedCheckpointError: a file is missing, truncated or altered.
+        """
+        tensor = self.manifest.tensors[name]
+        wanted = box or Box.whole(tensor.shape)
+        found = torch.empty(wanted.sizes, dtype=torch_dtype(tensor.dtype))
+        for stored in tensor.boxes:
+            common = stored.box.intersect(wanted)
+            if common is not None:
+                target = found[common.relative_to(wanted).index]
+                self._files.read(stored, tensor.dtype, [BoxRead(common.relative_to(stored.box), target)])
+        if tensor.content is None or wanted.sizes != tensor.shape:
+            return found
+        content = content_sums(bytes_of(found), tensor.dtype, wanted, tensor.shape).hex
+        if content != tensor.content:
+            raise DamagedCheckpointError(f"{self.name}: {name} has the content sums {content}, the manifest says {tensor.content}")
+        return found
+
+
+class FolderKind(StrEnum):
+    """Kinds of folders that hold weights."""
+
+    CHECKPOINT = "one checkpoint"
+    RUN = "a --save folder"
+    LEGACY = "a checkpoint of Megatron-LM"
+    HUGGING_FACE = "a Hugging Face folder"
+
+
+FOREIGN = (FolderKind.LEGACY, FolderKind.HUGGING_FACE)
+"""The kinds that other programs write."""
+
+
+def kind_of(storage: Storage) -> FolderKind | None:
+    """The kind of a folder; None if it holds no weights of a known kind."""
+    names = storage.names()
+    if MANIFEST in names:
+        return FolderKind.CHECKPOINT
+    iterations = [checkpoint_name(iteration) for iteration in iterations_in(storage)]
+    inside = {name: storage.names(name) for name in (*iterations, *(["release"] if "release" in names else []))}
+    if any(MANIFEST in files for files in inside.values()):
+        return FolderKind.RUN
+    if any(name.startswith("mp_rank_") for files in (names, *inside.values()) for name in files):
+        return FolderKind.LEGACY
+    if iterations:
+        return FolderKind.RUN  # none of these is complete
+    if CONFIG in names and _names_a_model(storage):
+        return FolderKind.HUGGING_FACE
+    return None
+
+
+def _names_a_model(storage: Storage) -> bool:
+    """Whether config.json has a model type, as that of a Hugging Face folder does."""
+    try:
+        content = json.loads(storage.read(CONFIG))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "model_type" in content
+
+
+_KNOWN = (
+    f"a --save folder (iter_* and {LATEST}), one checkpoint in it ({MANIFEST}), a Hugging Face folder ({CONFIG} with model_type), "
+    "or a checkpoint of Megatron-LM (mp_rank_*/model_optim_rng.pt)"
+)
+
+
+def open_source(path: Place, step: int | None = None, *, vocab_size: int | None = None) -> WeightSource:
+    """Open the weights in a folder.
+
+    Args:
+        path: a --save folder, of which the newest complete checkpoint is taken, or one checkpoint in it (both also by URL); a
+            Hugging Face folder; a folder of Megatron-LM, or one iteration in it.
+        step: the iteration to take from a folder that holds several.
+        vocab_size: rows of the word embedding without padding, for a checkpoint of Megatron-LM that does not give it.
+
+    Raises:
+        CheckpointError: there is no such folder, or it is none of these, or `step` is not in it.
+        DamagedCheckpointError: no checkpoint there is complete.
+    """
+    storage = open_storage(path)
+    kind = kind_of(storage)
+    if kind in (FolderKind.CHECKPOINT, FolderKind.HUGGING_FACE) and step is not None:
+        raise CheckpointError(f"{path} is {kind}: there is no iteration {step} to choose")
+    if kind is FolderKind.CHECKPOINT:
+        return StoredCheckpoint(path)
+    if kind is FolderKind.RUN:
+        notes: list[str] = []
+        found = find_checkpoint(path, step, tell=notes.append)
+        assert found is not None, "there is an iteration"
+        stored = StoredCheckpoint(found)
+        stored.notes += notes
+        return stored
+    if kind is FolderKind.LEGACY:
+        from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
+
+        if step is not None and checkpoint_name(step) not in storage.names():
+            raise CheckpointError(f"{path} has no iteration {step}")
+        return LegacyCheckpoint(path if step is None else storage.at(checkpoint_name(step)), vocab_size)
+    if kind is FolderKind.HUGGING_FACE:
+        from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
+
+        return HuggingFaceFolder(path)
+    if not (names := storage.names()):
+        raise CheckpointError(f"{path}: there is no such folder, or it is empty")
+    raise CheckpointError(f"{path} holds no weights that are known here ({listed(names)}). It may be {_KNOWN}")

@@ -21,11 +21,10 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from megatron.checkpoint.commit import commit, retain
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.manifest import Manifest, part_from_json
 from megatron.checkpoint.rank_parts import write_part
-from megatron.checkpoint.save_folder import checkpoint_name
+from megatron.checkpoint.save_folder import checkpoint_name, commit, retain
 from megatron.checkpoint.storage import Draft, open_storage
 from megatron.checkpoint.writer_messages import (
     Alive,

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.checkpoint.commit import Retention
 from megatron.checkpoint.rank_parts import RankPart
+from megatron.checkpoint.save_folder import Retention
 
 
 class Begin(NamedTuple):

@@ -11,13 +11,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron.checkpoint.background_saver import BackgroundSaver
-from megatron.checkpoint.commit import Retention, check_for_strangers, check_writable, retain
 from megatron.checkpoint.global_tensor import WEIGHT, GlobalTensor
 from megatron.checkpoint.rank_writer import PATIENCE_S
-from megatron.checkpoint.save_folder import checkpoint_name
+from megatron.checkpoint.save_folder import Retention, check_for_strangers, check_writable, checkpoint_name, retain
+from megatron.checkpoint.savers import BackgroundSaver, TensorSaver
 from megatron.checkpoint.storage import Storage, open_storage
-from megatron.checkpoint.tensor_saver import TensorSaver
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer.grad_scaler import GradScaler

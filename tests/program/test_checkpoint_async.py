@@ -17,18 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import background_saver, rank_parts, rank_writer, writer_main
-from megatron.checkpoint.background_saver import BackgroundSaver
-from megatron.checkpoint.commit import Retention
+from megatron.checkpoint import rank_parts, rank_writer, savers, writer_main
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.rank_parts import RankPart, share_out
 from megatron.checkpoint.rank_writer import WriterProcess
-from megatron.checkpoint.save_folder import LATEST, RUN, checkpoints, find_checkpoint, read_config, read_state
+from megatron.checkpoint.save_folder import LATEST, RUN, Retention, checkpoints, find_checkpoint, read_config, read_state
+from megatron.checkpoint.savers import BackgroundSaver, TensorSaver, described, reader_of
 from megatron.checkpoint.storage import open_storage
-from megatron.checkpoint.tensor_saver import TensorSaver, described, reader_of
 from megatron.checkpoint.writer_messages import (
     Alive,
     Begin,
@@ -375,7 +373,7 @@ def test_the_end_does_not_wait_for_a_rank_that_is_lost(tmp_path: Path, monkeypat
     def lost(*args: object) -> None:
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(background_saver, "decide", lost)
+    monkeypatch.setattr(savers, "decide", lost)
     with pytest.raises(RuntimeError, match="Connection closed"):
         run.finish()
     assert is_gone(pid) and not checkpoints(tmp_path)

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
-from megatron.checkpoint.open_source import open_source
-from megatron.checkpoint.stored import StoredCheckpoint
+from megatron.checkpoint.source import StoredCheckpoint, open_source
 from megatron.data.tokenizers.tokenizer import build_tokenizer
 from tests.support.huggingface_models import logits, opened, saved, some_ids
 from tests.support.model_styles import STYLES

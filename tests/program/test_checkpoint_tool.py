@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron.checkpoint.content_sums import content_digest
 from megatron.checkpoint.data_files import DataFiles
 from megatron.checkpoint.local_storage import LocalStorage
-from megatron.checkpoint.stored import StoredCheckpoint
+from megatron.checkpoint.source import StoredCheckpoint
 from megatron.parallel.boxes import Box
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.runs import arguments, checkpoint, run

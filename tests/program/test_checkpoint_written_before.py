@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.global_tensor import bytes_of
+from megatron.checkpoint.source import StoredCheckpoint
 from megatron.checkpoint.storage import open_storage
-from megatron.checkpoint.stored import StoredCheckpoint
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.equality import number_differences
 from tests.support.runs import arguments, checkpoint, losses, read_metrics, run

@@ -12,7 +12,7 @@ import torch
 
 from examples.make_corpus import write_corpus
 from megatron.checkpoint.save_folder import find_checkpoint
-from megatron.checkpoint.stored import StoredCheckpoint
+from megatron.checkpoint.source import StoredCheckpoint
 from tests.program.test_readme import commands
 from tests.support.cli import ROOT
 from tests.support.legacy_checkpoints import write_legacy_example

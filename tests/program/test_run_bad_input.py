@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import megatron.checkpoint.tensor_saver as save_module
+import megatron.checkpoint.savers as save_module
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training.step import TrainStep
 from tests.support.byte_dataset import FLAGS, write_bytes

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 import megatron.checkpoint.local_storage as local_module
-import megatron.checkpoint.tensor_saver as save_module
-from megatron.checkpoint.commit import check_writable
+import megatron.checkpoint.savers as save_module
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.save_folder import LATEST, find_checkpoint, read_state
+from megatron.checkpoint.save_folder import LATEST, check_writable, find_checkpoint, read_state
 from megatron.checkpoint.storage import Draft, open_storage
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import load_tensors, save_checkpoint, whole

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint import data_files, load, loaded_content
+from megatron.checkpoint import data_files, load
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
@@ -202,7 +202,7 @@ def test_one_rank_s_difference_is_everybody_s_error(tmp_path: Path) -> None:
 
 def test_content_of_wider_and_narrower_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a wider dtype it is compared, in parts; rounded it cannot be, and older checkpoints have nothing to compare with."""
-    monkeypatch.setattr(loaded_content, "_AT_ONCE", 16)
+    monkeypatch.setattr(load, "_AT_ONCE", 16)
     value = torch.randn(9, 7).bfloat16()
     path = Path(save_checkpoint(tmp_path, 1, [whole("a", value)], {}, {}))
     compared = load_tensors(path, [whole("a", torch.zeros(9, 7))])

@@ -12,15 +12,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import load
-from megatron.checkpoint.commit import commit, encoded
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.load import check_requests, plan_load, read_boxes
-from megatron.checkpoint.loaded_content import Loaded
+from megatron.checkpoint.load import Loaded, check_requests, plan_load, read_boxes
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.rank_parts import share_out, write_part
-from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
+from megatron.checkpoint.save_folder import checkpoint_name, commit, encoded, manifest_in
+from megatron.checkpoint.savers import TensorSaver, described, reader_of
 from megatron.checkpoint.storage import Place, open_storage
-from megatron.checkpoint.tensor_saver import TensorSaver, described, reader_of
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.context import SELF_GROUP, Group
 from megatron.parallel.params import ParamRecord, Split

@@ -49,7 +49,7 @@ ABOVE["verification"] = set(ABOVE) - {"inference"}
 
 CHECKPOINT_WITHOUT_TORCH = (
     *("errors", "content_sums", "safetensors_file", "manifest", "storage", "local_storage", "object_storage", "save_folder"),
-    *("rank_parts", "commit", "writer_messages", "writer_main"),
+    *("rank_parts", "writer_messages", "writer_main"),
 )
 """What the process that writes checkpoints needs."""
 WITHOUT_TORCH = [

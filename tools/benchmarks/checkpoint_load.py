@@ -19,8 +19,8 @@ import torch
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.save_folder import checkpoint_name
+from megatron.checkpoint.savers import TensorSaver
 from megatron.checkpoint.storage import open_storage
-from megatron.checkpoint.tensor_saver import TensorSaver
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.verification.local_ranks import run_ranks
 from tools.benchmarks.checkpoint_save import held_tensors

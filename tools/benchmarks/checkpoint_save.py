@@ -20,11 +20,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.background_saver import BackgroundSaver
-from megatron.checkpoint.commit import Retention
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
+from megatron.checkpoint.save_folder import Retention
+from megatron.checkpoint.savers import BackgroundSaver, TensorSaver
 from megatron.checkpoint.storage import open_storage
-from megatron.checkpoint.tensor_saver import TensorSaver
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.parallel.context import SELF_GROUP
 from megatron.verification.local_ranks import run_ranks

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print."""
-    from megatron.checkpoint.open_source import open_source
+    from megatron.checkpoint.source import open_source
 
     if not args.tolerance >= 0:
         raise ValueError(f"--tolerance {args.tolerance}: it must not be negative")
@@ -118,7 +118,7 @@ def lines(found: dict[str, Any], largest: int) -> list[str]:
 
 def _tensors(first: WeightSource, second: WeightSource) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], list[str]]:
     """What is compared of each, by full name (`model.<parameter>`, `exp_avg.<parameter>`), and its kinds."""
-    from megatron.checkpoint.stored import StoredCheckpoint
+    from megatron.checkpoint.source import StoredCheckpoint
     from megatron.parallel.params import global_records
 
     both = [dict(source.tensors) if isinstance(source, StoredCheckpoint) else _weights(source) for source in (first, second)]
@@ -134,7 +134,7 @@ def _weights(source: WeightSource) -> dict[str, TensorInfo]:
 
 
 def _read(source: WeightSource, full_name: str) -> torch.Tensor:
-    from megatron.checkpoint.stored import StoredCheckpoint
+    from megatron.checkpoint.source import StoredCheckpoint
 
     if isinstance(source, StoredCheckpoint):
         return source.read_stored(full_name)

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from megatron.checkpoint.huggingface.families import fitting
-    from megatron.checkpoint.open_source import open_source
+    from megatron.checkpoint.source import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
     from tools.checkpoints.huggingface_writer import SpecialTokens, export
     from tools.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer

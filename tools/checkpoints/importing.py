@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace) -> tuple[WeightSource, DataConfig | None]:
     """The weights and the tokenizer; the vocabulary of a checkpoint of Megatron-LM without its padding."""
     from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
-    from megatron.checkpoint.open_source import open_source
+    from megatron.checkpoint.source import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
 
     source = open_source(args.source, args.step)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tools.checkpoints.text import columns, in_order, size
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.source import TensorInfo, WeightSource
-    from megatron.checkpoint.stored import StoredCheckpoint
+    from megatron.checkpoint.source import StoredCheckpoint, TensorInfo, WeightSource
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print it."""
-    from megatron.checkpoint.open_source import open_source
+    from megatron.checkpoint.source import open_source
 
     found = describe(open_source(args.source, args.step))
     print(json.dumps(found, indent=1) if args.json else "\n".join(lines(found)))
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(source: WeightSource) -> dict[str, Any]:
     """Everything that is said, in JSON types."""
-    from megatron.checkpoint.stored import StoredCheckpoint
+    from megatron.checkpoint.source import StoredCheckpoint
     from megatron.parallel.params import global_records
 
     found: dict[str, Any] = {"path": source.name}

@@ -11,7 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.stored import StoredCheckpoint
+    from megatron.checkpoint.source import StoredCheckpoint
     from megatron.config.config import Config
 
 
@@ -38,10 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write it, and say what was written."""
     from megatron.checkpoint.errors import CheckpointError
-    from megatron.checkpoint.open_source import open_source
     from megatron.checkpoint.save_folder import checkpoint_name, iteration_of
+    from megatron.checkpoint.source import StoredCheckpoint, open_source
     from megatron.checkpoint.storage import open_storage
-    from megatron.checkpoint.stored import StoredCheckpoint
     from tools.checkpoints.layout_files import files_of_layout
     from tools.checkpoints.stream import write_checkpoint
 

@@ -9,9 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.commit import Retention, check_for_strangers, kept, retain
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.save_folder import LATEST, checkpoint_name, checkpoints, find_checkpoint, latest_in
+from megatron.checkpoint.save_folder import (
+    LATEST,
+    Retention,
+    check_for_strangers,
+    checkpoint_name,
+    checkpoints,
+    find_checkpoint,
+    kept,
+    latest_in,
+    retain,
+)
 from megatron.checkpoint.storage import open_storage
 from tests.support.checkpoint_worlds import save_checkpoint, whole
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.open_source import FolderKind, kind_of, open_source
+from megatron.checkpoint.source import FolderKind, StoredCheckpoint, kind_of, open_source
 from megatron.checkpoint.storage import open_storage
-from megatron.checkpoint.stored import StoredCheckpoint
 from megatron.parallel.boxes import Box
 from tests.support.checkpoint_worlds import save_checkpoint, whole
 

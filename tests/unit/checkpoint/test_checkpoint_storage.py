@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint import local_storage, object_storage
-from megatron.checkpoint.commit import check_writable
 from megatron.checkpoint.errors import CheckpointError, TruncatedError
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.object_storage import ObjectStorage
+from megatron.checkpoint.save_folder import check_writable
 from megatron.checkpoint.storage import Storage, is_url, open_storage
 
 fsspec = pytest.importorskip("fsspec")
