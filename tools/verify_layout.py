@@ -188,9 +188,8 @@ def verify(loaded: LoadedConfig, world_size: int, own: Own) -> int:
     Raises:
         ValueError: it cannot be run, or not be compared with the trace.
     """
-    from megatron.verification.prove import vocabulary_of
     from tools.proofs.report import format_report, report_json
-    from tools.proofs.verify import Effort, verify_layout
+    from tools.proofs.verify import Effort, verify_layout, vocabulary_of
 
     started = time.monotonic()
     vocab_size = vocabulary_of(loaded.config.data)

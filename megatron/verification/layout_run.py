@@ -34,26 +34,36 @@ def observe_rank(rank: int, task: ProofTask) -> RankObservation:
 
     What ranks send arrives only when it is waited for.
     """
-    with late_delivery() as overwritten:
-        return _observe(rank, task, overwritten)
-
-
-def _observe(rank: int, task: ProofTask, overwritten: list[str]) -> RankObservation:
     config = task.config
-    startup.set_numerics(config.training.deterministic_mode)
-    context = connect(config.parallel)
-    plan = BatchSizePlan(config.training, context.data_group.size)
-    config = startup.with_batch_size(config, plan)
-    step = _build_step(task, config, context)
-    initial = parts_of_shards(step, lambda shard: shard.main)
-    set_weights(step, task.start)
-    start = parts_of_shards(step, lambda shard: shard.main)
-    step.prepare(plan.num_microbatches(0))
+    with late_delivery() as overwritten:
+        startup.set_numerics(config.training.deterministic_mode)
+        context = connect(config.parallel)
+        plan = BatchSizePlan(config.training, context.data_group.size)
+        config = startup.with_batch_size(config, plan)
+        step = _build_step(task, config, context)
+        initial = parts_of_shards(step, lambda shard: shard.main)
+        set_weights(step, task.start)
+        start = parts_of_shards(step, lambda shard: shard.main)
+        step.prepare(plan.num_microbatches(0))
 
-    feed = _Feed(task, context, plan, step)
-    evaluations = [feed.evaluate()]
-    recorder = StepRecorder(step, look=lambda: evaluations.append(feed.evaluate()), overwritten=overwritten)
-    _loop(task, config, context, plan, step, feed).run(Progress())
+        feed = _Feed(task, context, plan, step)
+        evaluations = [feed.evaluate()]
+        recorder = StepRecorder(step, look=lambda: evaluations.append(feed.evaluate()), overwritten=overwritten)
+        timers = Timers(level=0)
+        Loop(
+            config,
+            context,
+            step,
+            plan,
+            startup.make_learning_schedule(config.optimizer, config.training, plan),
+            Saver(config.checkpoint, context, {}, task.vocab_size),
+            Reporter(config.logging, step.model, context, timers, plan.total_iterations, speaks=False),
+            timers,
+            train_batches=feed.training,
+            valid_batches=None,
+            test_batches=None,
+            started_at=time.monotonic(),
+        ).run(Progress())
     coordinates = {axis: context.coordinates[axis] for axis in ("tp", "cp", "dp", "pp")}
     return RankObservation(rank, coordinates, initial, start, recorder.steps, evaluations, recorder.activations)
 
@@ -84,17 +94,11 @@ class _Feed:
     """The batches of this rank, with loss masks that do not come from the rules of documents."""
 
     def __init__(self, task: ProofTask, context: ParallelContext, plan: BatchSizePlan, step: TrainStep) -> None:
-        self.task, self.plan, self.step = task, plan, step
-        training = task.config.training
-        self.micro_batch_size, self.num_workers = training.micro_batch_size, task.config.data.num_workers
-        self.data = context.data_group
+        self.task, self.plan, self.step, self.data = task, plan, step, context.data_group
+        training, self.num_workers = task.config.training, task.config.data.num_workers
+        self.micro_batch_size = training.micro_batch_size
         self.maker = BatchMaker(context, training.seed, task.config.model.seq_length, self.micro_batch_size, task.rules)
         self.reads = reads_samples(context, [chunk.stage for chunk in step.model.layer_table], task.rules)
-
-    def first_samples(self, consumed: int) -> range:
-        """First sample of each of this data rank's microbatches in the step that begins after `consumed` samples."""
-        first = consumed + self.data.index * self.micro_batch_size
-        return range(first, consumed + self.plan.global_batch_size(consumed), self.data.size * self.micro_batch_size)
 
     def training(self, consumed: int) -> Iterator[list[ModelInputs]]:
         """Steps from `consumed` samples on, without dropout."""
@@ -106,44 +110,22 @@ class _Feed:
             num_workers=self.num_workers,
         )
         for batch in steps:
-            masked = self._masked(batch, self.task.samples, self.first_samples(consumed))
-            yield [dataclasses.replace(inputs, dropout_key=None) for inputs in masked]
+            yield [dataclasses.replace(inputs, dropout_key=None) for inputs in self._masked(batch, self.task.samples, consumed)]
             consumed += self.plan.global_batch_size(consumed)
 
     def evaluate(self) -> float:
         """Mean loss over the held-out batches."""
-        size, count = self.plan.final_global_batch_size, EVALUATED_BATCHES
-        batches = self.maker.evaluation(self.task.held_out if self.reads else None, global_batch_size=size, num_batches=count)
-        own, step = self.data.index * self.micro_batch_size, self.data.size * self.micro_batch_size
-        firsts = (range(first + own, first + size, step) for first in range(0, count * size, size))
-        batches_with_masks = zip(batches, firsts, strict=True)
-        return evaluate(self.step, (self._masked(batch, self.task.held_out, each) for batch, each in batches_with_masks))
+        size, samples = self.plan.final_global_batch_size, self.task.held_out
+        batches = self.maker.evaluation(samples if self.reads else None, global_batch_size=size, num_batches=EVALUATED_BATCHES)
+        return evaluate(self.step, (self._masked(batch, samples, number * size) for number, batch in enumerate(batches)))
 
-    def _masked(self, batch: list[ModelInputs], samples: RandomSamples, firsts: range) -> list[ModelInputs]:
+    def _masked(self, batch: list[ModelInputs], samples: RandomSamples, first: int) -> list[ModelInputs]:
+        """This rank's microbatches of the global batch that begins with sample `first`."""
         found = []
-        for inputs, first in zip(batch, firsts, strict=True):
+        for number, inputs in enumerate(batch):
             if inputs.loss_mask is not None:
-                mask = torch.from_numpy(samples.masks(first, self.micro_batch_size)).t()
+                own = first + (number * self.data.size + self.data.index) * self.micro_batch_size
+                mask = torch.from_numpy(samples.masks(own, self.micro_batch_size)).t()
                 inputs = dataclasses.replace(inputs, loss_mask=inputs.loss_mask * mask)
             found.append(inputs)
         return found
-
-
-def _loop(task: ProofTask, config: Config, context: ParallelContext, plan: BatchSizePlan, step: TrainStep, feed: _Feed) -> Loop:
-    """The training loop; it evaluates, saves and logs nothing."""
-    timers = Timers(level=0)
-    reporter = Reporter(config.logging, step.model, context, timers, plan.total_iterations, speaks=False)
-    return Loop(
-        config,
-        context,
-        step,
-        plan,
-        startup.make_learning_schedule(config.optimizer, config.training, plan),
-        Saver(config.checkpoint, context, {}, task.vocab_size),
-        reporter,
-        timers,
-        train_batches=feed.training,
-        valid_batches=None,
-        test_batches=None,
-        started_at=time.monotonic(),
-    )

@@ -7,7 +7,7 @@ Names of parameters are the global ones of their records, values are float64. Sh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -168,7 +168,6 @@ class Observation:
 
     config: Config
     """The settings as they ran."""
-    world_size: int
     vocab_size: int
     layer_table: list[Chunk]
     ranks: list[RankObservation]
@@ -178,5 +177,5 @@ class Observation:
     """Weights as the framework initialises them in one process."""
     start: dict[str, Tensor]
     """Weights that both runs began with: random ones, in which no bias is zero and no norm one."""
-    replaced: list[str] = field(default_factory=list)
+    replaced: list[str]
     """A line for each setting that was replaced, because it cannot be proved in float64 or changes nothing on a CPU."""

@@ -25,12 +25,9 @@ def run_plain(task: ProofTask) -> PlainRun:
 
 class _Reference:
     def __init__(self, task: ProofTask) -> None:
-        self.task, self.config, self.data = task, task.config, task.config.data
+        self.task, self.config = task, task.config
         self.shape = reference_shape(self.config.model, task.vocab_size)
         self.state = State(task.start)
-        self.activations: dict[str, Tensor] = {}
-        self.contributions: dict[str, Tensor] = {}
-        self.microbatch_tokens: list[float] = []
         training = task.config.training
         self.full_batch = training.global_batch_size or training.micro_batch_size * task.data_size  # after any ramp-up
 
@@ -39,9 +36,7 @@ class _Reference:
         total = training.train_samples or sum(self._batch_sizes())
         rates, decays = learning_rate_course(self.config, self._samples_of, total), decay_course(self.config.optimizer, total)
         rule = update_rule(self.config.optimizer)
-        steps: list[PlainStep] = []
-        microbatches: list[tuple[int, int]] = []
-        evaluations = [self._evaluate()]
+        found = PlainRun([], [self._evaluate()], {}, [], [], {})
         consumed = updated = 0
         for iteration, size in enumerate(self._batch_sizes(), start=1):
             if task.most_steps is not None and iteration > task.most_steps:
@@ -49,20 +44,21 @@ class _Reference:
             first, consumed = consumed, consumed + size
             if iteration in training.iterations_to_skip:
                 continue
-            if not steps:
-                count = size // training.micro_batch_size
-                microbatches = [(number % task.data_size, number // task.data_size) for number in range(count)]
-                loss_sum, tokens, gradients = self._first_gradients(first, size)
-            else:
-                loss_sum, tokens, gradients = self._gradients(first, size)
+            losses, tokens, contributions, outputs = self._microbatches(first, size)
+            if not found.steps:
+                found.microbatches.extend((number % task.data_size, number // task.data_size) for number in range(len(tokens)))
+                found.microbatch_tokens.extend(tokens)
+                found.contributions.update(contributions)
+                found.activations.update(outputs)
+            gradients = {name: each.sum(dim=0) for name, each in contributions.items()}
             rate, decay = rates.at(updated), decays.at(updated)
             norm = update(self.state, gradients, rule, rate, decay)
             updated += size
-            weights = dict(self.state.weights)
-            steps.append(PlainStep(iteration, size, loss_sum / tokens, norm, rate, decay, loss_sum, tokens, gradients, weights))
-            if len(steps) <= EVALUATED_STEPS:
-                evaluations.append(self._evaluate())
-        return PlainRun(steps, evaluations, self.activations, microbatches, self.microbatch_tokens, self.contributions)
+            weights, (loss_sum, count) = dict(self.state.weights), (sum(losses), sum(tokens))
+            found.steps.append(PlainStep(iteration, size, loss_sum / count, norm, rate, decay, loss_sum, count, gradients, weights))
+            if len(found.steps) <= EVALUATED_STEPS:
+                found.evaluations.append(self._evaluate())
+        return found
 
     def _batch_sizes(self) -> Iterator[int]:
         """Number of samples in each step of the run."""
@@ -86,36 +82,30 @@ class _Reference:
             loss_sum, tokens = self._losses(self.state.weights, _batch(self.task.held_out, 0, EVALUATED_BATCHES * self.full_batch))
         return (loss_sum / tokens).item()
 
-    def _gradients(self, first: int, size: int) -> tuple[float, float, dict[str, Tensor]]:
-        """(sum of the loss, tokens that count, gradient of their quotient) of a batch."""
-        leaves = self._leaves()
-        loss_sum, tokens = self._losses(leaves, _batch(self.task.samples, first, size))
-        gradients = torch.autograd.grad(loss_sum / tokens, list(leaves.values()))
-        return loss_sum.item(), tokens.item(), dict(zip(leaves, gradients, strict=True))
+    def _microbatches(self, first: int, size: int) -> tuple[list[float], list[float], Weights, dict[str, Tensor]]:
+        """Run a batch, microbatch after microbatch.
 
-    def _first_gradients(self, first: int, size: int) -> tuple[float, float, dict[str, Tensor]]:
-        """The same, microbatch after microbatch, to record what each adds."""
-        leaves, micro = self._leaves(), self.config.training.micro_batch_size
+        Returns:
+            of each, the sum of the loss, the tokens that count, and what it adds to each gradient of the mean loss [M, ...]; and
+            the outputs of modules [B, s, h].
+        """
+        leaves = {name: w.detach().requires_grad_() for name, w in self.state.weights.items()}
         seen: dict[str, list[Tensor]] = {}
 
         def keep(name: str, values: Tensor) -> None:
             seen.setdefault(name, []).append(values.detach())
 
+        micro = self.config.training.micro_batch_size
         parts = [self._losses(leaves, _batch(self.task.samples, start, micro), keep) for start in range(first, first + size, micro)]
-        self.microbatch_tokens = [count.item() for _, count in parts]
         tokens = torch.stack([count for _, count in parts]).sum()
         apart = [torch.autograd.grad(loss_sum / tokens, list(leaves.values())) for loss_sum, _ in parts]
-        self.activations = {name: torch.cat(values) for name, values in seen.items()}
-        self.contributions = {name: torch.stack(each) for name, each in zip(leaves, zip(*apart, strict=True), strict=True)}
-        gradients = {name: each.sum(dim=0) for name, each in self.contributions.items()}
-        return sum(loss_sum.item() for loss_sum, _ in parts), tokens.item(), gradients
-
-    def _leaves(self) -> Weights:
-        return {name: w.detach().requires_grad_() for name, w in self.state.weights.items()}
+        contributions = {name: torch.stack(each) for name, each in zip(leaves, zip(*apart, strict=True), strict=True)}
+        losses, counts = ([number.item() for number in numbers] for numbers in zip(*parts, strict=True))
+        return losses, counts, contributions, {name: torch.cat(values) for name, values in seen.items()}
 
     def _losses(self, weights: Weights, batch: Batch, seen: Seen = by_nobody) -> tuple[Tensor, Tensor]:
         """(sum of mask x loss, sum of the mask)."""
-        data = self.data
+        data = self.config.data
         rules = Rules(self.task.samples.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
         each, kept = losses_with_rules(self.shape, weights, batch, rules, seen)
         return (each * kept).sum(), kept.sum()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.config.config import Config
-from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
 from megatron.config.outputs import CheckpointConfig, LoggingConfig
 from megatron.data.samples import DocumentRules
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
@@ -25,6 +23,7 @@ from megatron.verification.plain_run import reference_shape, run_plain
 from megatron.verification.random_samples import RandomSamples
 from megatron.verification.reference.shape import random_weights
 
+_START_SEED, _SAMPLES_SEED, _HELD_OUT_SEED = 1, 2, 3
 DROPOUT = 0.1
 """Probability of dropout where the settings have none."""
 _LOCAL: dict[str, Any] = {"device": "cpu", "distributed_backend": "gloo"}
@@ -35,14 +34,13 @@ the rounding error in its place by no less than this."""
 
 
 def prove(
-    config: Config, world_size: int, *, steps: int | None = None, seed: int = 1, dropout: bool = True, timeout: float = 240.0
+    config: Config, world_size: int, *, steps: int | None = None, dropout: bool = True, timeout: float = 240.0
 ) -> Observation:
     """Observe a run at its layout, and the reference on the same samples and start weights.
 
     Args:
         config: settings that are valid for `world_size` ranks, of a size that can be run here.
         steps: the most iterations; by default the whole run.
-        seed: seed of samples and start weights.
         dropout: leave the model its probabilities of dropout, or add some where it has none: they must not act where it is off.
         timeout: seconds after which a run is given up.
 
@@ -57,16 +55,18 @@ def prove(
     rules = DocumentRules(tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
     vocab_size = embedding_rows(tokenizer, data)
     data_size = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
-    samples = _samples(config, data_size, vocab_size, tokenizer.eod, 2 * seed)
-    held_out = dataclasses.replace(samples, seed=2 * seed + 1)
-    start = random_weights(reference_shape(config.model, vocab_size), seed)
+    micro, ramp = config.training.micro_batch_size, config.training.rampup_batch_size
+    several = (ramp[0] if ramp else config.training.global_batch_size or micro * data_size) > micro
+    samples = RandomSamples(_SAMPLES_SEED, config.model.seq_length, vocab_size, tokenizer.eod, micro, empty_masks=several)
+    held_out = dataclasses.replace(samples, seed=_HELD_OUT_SEED)
+    start = random_weights(reference_shape(config.model, vocab_size), _START_SEED)
 
     task = ProofTask(config, vocab_size, rules, start, samples, held_out, data_size, steps)
     ranks = run_ranks(world_size, observe_rank, task, timeout=timeout)
     table = table_of(config.model, parallel, vocab_size)
     # In a process of its own: where there is a GPU, a process that has run a backward can fork no ranks for another run.
     plain = run_ranks(1, lambda rank: run_plain(task), timeout=timeout, init=False)[0]
-    return Observation(config, world_size, vocab_size, table, ranks, plain, _initial_weights(config, vocab_size), start, replaced)
+    return Observation(config, vocab_size, table, ranks, plain, _initial_weights(config, vocab_size), start, replaced)
 
 
 def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, list[str]]:
@@ -110,14 +110,6 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
     return changed, replaced
 
 
-def _samples(config: Config, data_size: int, vocab_size: int, eod: int, seed: int) -> RandomSamples:
-    training = config.training
-    micro = training.micro_batch_size
-    ramp, full = training.rampup_batch_size, training.global_batch_size or micro * data_size
-    several = (ramp[0] if ramp else full) > micro
-    return RandomSamples(seed, config.model.seq_length, vocab_size, eod, micro, empty_masks=several)
-
-
 def _initial_weights(config: Config, vocab_size: int) -> dict[str, Tensor]:
     """Weights as one process initialises them, without padding."""
     model = build_model(
@@ -129,26 +121,6 @@ def _initial_weights(config: Config, vocab_size: int) -> dict[str, Tensor]:
         seed=config.training.seed,
     )
     return {entry.record.name: entry.param.detach()[tuple(slice(n) for n in entry.record.shape)].clone() for entry in model.params}
-
-
-def vocabulary_of(data: DataConfig) -> int:
-    """Rows of the word embedding: by --vocab-size, else by the tokenizer, whose files are then needed.
-
-    Raises:
-        ValueError: neither is known, or a file is damaged. The message says which flag to give.
-    """
-    assert data.tokenizer_type is not None, "a rule asks for it"
-    files = [name for name in tokenizer_settings(data.tokenizer_type) if name in TOKENIZER_FILES]
-    if files and data.vocab_size is not None:
-        return data.vocab_size  # with files it is the number of rows
-    missing = [name for name in files if not Path(getattr(data, name) or "").exists()]
-    if not missing:
-        return embedding_rows(build_tokenizer(data), data)
-    told = ", ".join(f"--{name.replace('_', '-')} {getattr(data, name)}" for name in missing)
-    raise ValueError(
-        f"the size of the vocabulary is not known: there is no {told}.\n"
-        "  Give --vocab-size N (the rows of the word embedding), or the file."
-    )
 
 
 def import_before_fork() -> None:

@@ -19,13 +19,12 @@ from megatron.config.flags import flags
 from megatron.verification.diagnosis import diagnose
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
-from megatron.verification.prove import vocabulary_of
 from megatron.verification.wording import Facts, ratio_group, ratio_words
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.verify_observations import FLAGS, TENSOR, observed, scale_gradients
 from tools.proofs.isolation import axes_alone, isolate, one_process, without_each
 from tools.proofs.report import Proof, format_report, report_json
-from tools.proofs.verify import trace_of, write_trace
+from tools.proofs.verify import trace_of, vocabulary_of, write_trace
 from tools.verify_layout import HELP, main, take
 
 LAYOUT = (

@@ -6,13 +6,16 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from megatron.audit.signature import named, signature_of
 from megatron.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep, TraceWriter
 from megatron.config.config import Config
+from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
 from megatron.config.save import to_dict
+from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron.pipeline_parallel.partition import table_of
 from megatron.verification.comparison import Comparison
 from megatron.verification.diagnosis import diagnose
@@ -77,6 +80,26 @@ def _proof(reduced: Reduced, effort: Effort, saved: str | None = None, earlier: 
     if not proof.equal and effort.isolates and not hangs:  # a run that hangs takes all the time that there is
         proof = replace(proof, alone=isolate(reduced.config, reduced.world_size, prove, seconds=effort.isolation_s))
     return replace(proof, seconds=time.monotonic() - started)
+
+
+def vocabulary_of(data: DataConfig) -> int:
+    """Rows of the word embedding: by --vocab-size, else by the tokenizer, whose files are then needed.
+
+    Raises:
+        ValueError: neither is known, or a file is damaged. The message says which flag to give.
+    """
+    assert data.tokenizer_type is not None, "a rule asks for it"
+    files = [name for name in tokenizer_settings(data.tokenizer_type) if name in TOKENIZER_FILES]
+    if files and data.vocab_size is not None:
+        return data.vocab_size  # with files it is the number of rows
+    missing = [name for name in files if not Path(getattr(data, name) or "").exists()]
+    if not missing:
+        return embedding_rows(build_tokenizer(data), data)
+    told = ", ".join(f"--{name.replace('_', '-')} {getattr(data, name)}" for name in missing)
+    raise ValueError(
+        f"the size of the vocabulary is not known: there is no {told}.\n"
+        "  Give --vocab-size N (the rows of the word embedding), or the file."
+    )
 
 
 def title_of(config: Config, world_size: int) -> str:
