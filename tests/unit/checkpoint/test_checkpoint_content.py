@@ -27,6 +27,11 @@ def weight(index: int, seed: int) -> int:
     return (h ^ h >> 16) | 1
 
 
+@functools.cache
+def weights(count: int, seed: int) -> list[int]:
+    return [weight(index, seed) for index in range(count)]
+
+
 def by_definition(tensor: torch.Tensor) -> Sums:
     """One element after the other, in Python's integers."""
     size = tensor.element_size()
@@ -74,8 +79,10 @@ def test_blocks_of_the_usual_size(dtype: str) -> None:
         whole = Box.whole(shape)
         unit = np.frombuffer(bytes_of(tensor), "<u2" if DTYPES[dtype].itemsize == 2 else "<u4").astype(np.uint64)
         matrix = (unit ^ unit >> np.uint64(16)).reshape(int(np.prod(shape[:-1])), -1)
-        rows = sum(weight(row, 0) * int(total) for row, total in enumerate(matrix.sum(axis=1)))
-        columns = sum(weight(column, 1) * int(total) for column, total in enumerate(matrix.sum(axis=0)))
+        rows = sum(weight * total for weight, total in zip(weights(len(matrix), 0), matrix.sum(axis=1).tolist(), strict=True))
+        columns = sum(
+            weight * total for weight, total in zip(weights(matrix.shape[1], 1), matrix.sum(axis=0).tolist(), strict=True)
+        )
         assert content_sums(bytes_of(tensor), dtype, whole, shape) == Sums(rows % 2**32, columns % 2**32)
 
 
