@@ -138,6 +138,7 @@ SPLIT_FIELDS = ("train_data_path", "valid_data_path", "test_data_path")
 PATH_FIELDS = ("data_path", "data_args_path", *SPLIT_FIELDS, "per_split_data_args_path")
 """Settings that say where the datasets lie."""
 _SPLIT_KEYS = ("train", "valid", "test")
+SPLIT_NAMES = ("training", "validation", "test")
 
 
 @dataclass(frozen=True)
@@ -245,3 +246,23 @@ def is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Shares of the three splits, summing to 1, from ``--split``; missing entries are 0.
+
+    Raises:
+        ValueError: not one to three numbers, a negative one, or none above 0.
+    """
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    total = sum(shares)
+    if not 1 <= len(shares) <= 3 or any(share < 0 for share in shares) or not 0 < total < float("inf"):
+        raise ValueError(
+            f"--split {text!r} must be one to three numbers that are not negative and not all 0 (training, validation, test), "
+            "separated by commas.\n  For example: --split 969,30,1"
+        )
+    first, second, third = (share / total for share in [*shares, 0.0, 0.0][:3])
+    return first, second, third

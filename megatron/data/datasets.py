@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.config.data import DataConfig, DataOrder, WeightedPrefix, split_words
+from megatron.config.data import SPLIT_NAMES, DataConfig, DataOrder, WeightedPrefix, split_words
 from megatron.data.blend import Blend, BlendedDataset
 from megatron.data.epoch_order import Stretch
 from megatron.data.gpt_dataset import GPTDataset
@@ -17,8 +17,8 @@ from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerpr
 from megatron.data.megatron_blend import GreedyBlend, requested_samples
 from megatron.data.mock import MockDataset
 from megatron.data.samples import SampleSource
-from megatron.data.split import SPLIT_NAMES, split_documents
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
+from megatron.data.windows import split_documents
 
 _log = logging.getLogger(__name__)
 

@@ -10,13 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.data import DataOrder
+from megatron.config.data import SPLIT_NAMES, DataOrder
 from megatron.data.epoch_order import EpochOrder, Stretch
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.megatron_order import MegatronOrder
 from megatron.data.samples import SamplePiece, SampleSource
-from megatron.data.split import SPLIT_NAMES
 from megatron.data.windows import DocumentLayout, PassIndex, SampleOrder, Selection
 
 

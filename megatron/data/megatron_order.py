@@ -12,10 +12,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.data import SPLIT_NAMES
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.order import index_dtype
-from megatron.data.split import SPLIT_NAMES
 from megatron.data.windows import DocumentLayout, PassIndex, SampleOrder, SamplePlace, Selection, Windows, lay_out
 
 _LEAST_SHARE = 0.80

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.data import SPLIT_NAMES
 from megatron.data.order import MOCK_RULE, MOCK_SAMPLE, permutation, random_numbers
 from megatron.data.samples import SamplePiece, SampleSource
-from megatron.data.split import SPLIT_NAMES
 
 _MOST_TOKENS = 64
 _DOCUMENT_END = 0.1

@@ -1,7 +1,8 @@
-"""One pass over documents: laid end to end, cut into windows, the windows in an order."""
+"""The documents of a split, and one pass over them: laid end to end, cut into windows, the windows in an order."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -9,8 +10,19 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.data import parse_split
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.order import Key, permutation
+
+
+def split_documents(text: str, num_documents: int) -> tuple[range, range, range]:
+    """The documents of each split: consecutive ranges whose bounds are rounded fractions of all documents.
+
+    Rounding (halves to even, of a running sum of shares) is Megatron's, so the same file splits at the same documents.
+    """
+    bounds = [round(share * num_documents) for share in itertools.accumulate(parse_split(text), initial=0.0)]
+    train, valid, test = (range(start, stop) for start, stop in itertools.pairwise(bounds))
+    return train, valid, test
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.split import split_documents
+from megatron.data.windows import split_documents
 from megatron.verification.reference.model import Batch
 from megatron.verification.reference.shape import ReferenceShape
 from tests.support.byte_dataset import FLAGS, write_bytes

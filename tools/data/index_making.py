@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.data import DataOrder
+from megatron.config.data import SPLIT_NAMES, DataOrder
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache, cache_for
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.split import SPLIT_NAMES, split_documents
-from megatron.data.windows import SampleOrder
+from megatron.data.windows import SampleOrder, split_documents
 
 
 def build_index(

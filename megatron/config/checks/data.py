@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from megatron.config.checks.finding import Finding, change, rule, without
 from megatron.config.config import Config
-from megatron.config.data import PATH_FIELDS, SPLIT_FIELDS, TOKENIZER_NEEDS, is_number, parse_data_words, path_flags
+from megatron.config.data import PATH_FIELDS, SPLIT_FIELDS, TOKENIZER_NEEDS, parse_data_words, parse_split, path_flags
 
 _ONE_SOURCE = "Each says where the tokens come from."
 
@@ -65,16 +64,18 @@ def blends_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
 def split_has_shares(config: Config, world_size: int) -> Iterator[Finding]:
     """The split is up to three shares, and what the run reads is not empty."""
     data, eval_iters, text = config.data, config.training.eval_iters, config.data.split
-    shares = _shares(text)
-    if shares is None:
+    try:
+        shares = parse_split(text)
+    except ValueError:
         yield Finding(
             f"--split {text!r} is not a list of shares.",
             [change(split="969,30,1")],
             "It takes the shares of training, validation and test: up to three numbers of 0 or more with commas between.",
         )
-    elif shares[0] == 0:
+        return
+    if shares[0] == 0:
         yield Finding(f"--split {text!r} gives training nothing.", why="The first share is that of the training documents.")
-    elif eval_iters > 0 and (data.data_path or data.data_args_path) and not any(shares[1:2]):
+    elif eval_iters > 0 and (data.data_path or data.data_args_path) and not shares[1]:
         yield Finding(
             f"--split {text!r} gives validation nothing, but --eval-iters is {eval_iters}.",
             [change(eval_iters=0)],
@@ -96,12 +97,3 @@ def tokenizer_has_parts(config: Config, world_size: int) -> Iterator[Finding]:
 
 def _flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
-
-
-def _shares(text: str) -> list[float] | None:
-    """The numbers of a split, or None if the text is not one."""
-    parts = [part.strip() for part in text.split(",")]
-    if len(parts) > 3 or not all(map(is_number, parts)):
-        return None
-    shares = [float(part) for part in parts]
-    return shares if all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0 else None

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from megatron.config.data import parse_split
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.mock import MockDataset
 from megatron.data.order import permutation
 from megatron.data.samples import SamplePiece
-from megatron.data.split import parse_split, split_documents
+from megatron.data.windows import split_documents
 
 LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]
 
