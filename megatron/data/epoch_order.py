@@ -80,7 +80,6 @@ class EpochOrder(SampleOrder):
     Args:
         selection: The documents to be ordered, of at least one window.
         earlier: What was read before at other sequence lengths.
-        cache: Where large indexes are kept.
     """
 
     def __init__(self, selection: Selection, *, earlier: Sequence[Stretch], cache: IndexCache) -> None:
@@ -111,10 +110,10 @@ class EpochOrder(SampleOrder):
             return (chosen.dataset.digest, chosen.documents.start, chosen.documents.stop, chosen.split, chosen.seed, pass_number)
 
         laid = self._cache.get("documents", ("sequences", "starts"), key, len(chosen.documents), lambda: self._lay_out(pass_number))
-        windows = self._cache.get(
+        begins, firsts, order = self._cache.get(
             "windows", ("begins", "firsts", "order"), lambda: (*key(), *cut_by), self.samples_per_epoch, lambda: self._cut(at)[:3]
         )
-        return DocumentLayout(*laid), Windows(*windows, seq_length=chosen.seq_length)
+        return DocumentLayout(*laid), Windows(begins, firsts, order, chosen.seq_length)
 
     def describe(self, num_samples: int) -> list[str]:
         tail = self._of.num_tokens - 1 - self.samples_per_epoch * self._of.seq_length

@@ -23,11 +23,7 @@ class GPTDataset(SampleSource):
     """Samples of one split of an indexed dataset.
 
     Args:
-        dataset: Tokens.
-        documents: Range of documents that belong to the split.
-        split: 0 training, 1 validation, 2 test.
-        seed: Seed of the order.
-        seq_length: Tokens that the model reads at once.
+        dataset, documents, split, seed, seq_length: See `Selection`.
         vocab_size: Every token id must be below it.
         order: `EpochOrder`, whose numbers go on for ever, or `MegatronOrder`.
         num_samples: Samples asked for, on which Megatron's order depends; None for those of one epoch.

@@ -56,7 +56,7 @@ class IndexCache:
         """Files that it read instead of building the arrays."""
         self.fault: str | None = None
         """What keeps the cache from working, once it is known."""
-        self._note = note or _print_note
+        self._note = note or (lambda text: print(f"note: {text}", file=sys.stderr, flush=True))
         self._told: set[str] = set()
 
     def get(self, name: str, arrays: Sequence[str], key: Callable[[], Key], num_entries: int, build: Build) -> tuple[NDArray, ...]:
@@ -145,10 +145,6 @@ def _sweep(folder: Path, mark: str) -> None:
             continue  # renamed or removed by another machine in the meantime
 
 
-def _print_note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
-
-
 _FOOTER = struct.Struct("<8s16s16s")
 _MAGIC = b"mindex1\0"
 
@@ -158,12 +154,7 @@ class DamagedIndexError(Exception):
 
 
 def write_array(path: Path, digest: bytes, array: NDArray) -> None:
-    """Write an array to a file.
-
-    Args:
-        path: Written in place: give a temporary name.
-        digest: 16 bytes.
-    """
+    """Write an array and a digest of 16 bytes to a file, in place: give a temporary name."""
     with path.open("w+b") as file:
         npy.write_array(file, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
         file.write(_MAGIC + digest)

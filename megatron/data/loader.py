@@ -35,14 +35,8 @@ class StepLoader(Iterator[list[T]], Generic[T]):
     Threads read ahead two steps or, if that is more, two tasks of some 64 samples for each thread. So much is kept in memory.
 
     Args:
-        dataset: Where samples come from.
-        rules: The meaning of the end of a document.
         prepare: Turns a microbatch into what is given out; runs in the thread that has read it.
-        micro_batch_size: Samples in a microbatch.
-        data_rank: This rank's place on the data axis.
-        data_size: Number of data ranks.
         global_batch_size_at: Samples of the step that starts after so many consumed samples.
-        consumed_samples: Where to start.
         total_samples: No step starts at or after it.
         num_workers: Threads that read ahead; 0 reads when asked. The result is the same.
     """

@@ -18,9 +18,7 @@ _BLOCK = 1 << 12
 def requested_samples(weights: Sequence[float], num_samples: int) -> list[int]:
     """How many samples each dataset is asked for: ceil(ceil(num_samples w) 1.005).
 
-    Args:
-        weights: As given to the run. They are divided by their sum here, since rounding matters.
-        num_samples: Samples of the blend.
+    The weights are those given to the run. They are divided by their sum here, since rounding matters.
     """
     return [math.ceil(math.ceil(num_samples * weight) * (1 + _SURPLUS)) for weight in _normalised(weights)]
 
@@ -32,7 +30,6 @@ class GreedyBlend(SampleDraw):
 
     Args:
         weights: As given to the run. They are divided by their sum here.
-        num_samples: Samples of the blend.
         cache: Where the choices are kept (nowhere by default).
         by_size: The weights are numbers of samples in an epoch, since none were given to the run.
     """
@@ -111,12 +108,7 @@ Counts = NDArray[np.float64]
 
 
 def greedy_choices(weights: Sequence[float], num_samples: int) -> NDArray[np.uint16]:
-    """The dataset of each sample: the one with the largest weight * max(i, 1) - (its samples so far); if several, the first.
-
-    Args:
-        weights: All above 0; together 1.
-        num_samples: How many choices.
-    """
+    """The dataset of each sample by the rule of `GreedyBlend`. The weights are above 0, and together 1."""
     shares, taken = np.array(weights), np.zeros(len(weights))
     choices = np.empty(num_samples, dtype=np.uint16)
     done = 0

@@ -24,17 +24,13 @@ _LEAST_SHARE = 0.80
 
 @dataclass(frozen=True)
 class MegatronPlan:
-    """How many epochs are shuffled, and which samples they hold.
-
-    Args:
-        num_tokens: Tokens of an epoch; more than one window.
-        seq_length: Tokens that the model reads at once.
-        num_samples: Samples asked for; None for those of one epoch.
-    """
+    """How many epochs are shuffled, and which samples they hold."""
 
     num_tokens: int
+    """Tokens of an epoch; more than one window."""
     seq_length: int
     num_samples: int | None
+    """Samples asked for; None for those of one epoch."""
 
     @property
     def num_epochs(self) -> int:
@@ -70,7 +66,6 @@ class MegatronOrder(SampleOrder):
     Args:
         selection: The documents to be ordered. Each split starts the random stream of the seed anew.
         num_samples: Samples asked for; None for those of one epoch.
-        cache: Where large indexes are kept.
 
     Raises:
         DatasetError: a document is not one sequence.

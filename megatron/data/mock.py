@@ -21,13 +21,6 @@ class MockDataset(SampleSource):
     A model needs to learn 64 pairs, so the loss falls quickly: from log(vocab_size) to about 0.7 at 64 ids. The circle depends on
     the seed alone, so the validation loss falls too.
 
-    Args:
-        split: 0 training, 1 validation, 2 test.
-        seed: Seed of the circle and of the samples.
-        seq_length: Tokens that the model reads at once.
-        vocab_size: At least 2.
-        eod: Id that ends a document.
-
     Raises:
         ValueError: the vocabulary is too small.
     """

@@ -15,14 +15,13 @@ from megatron.data.tokenizers.bpe_rules import (
     MergeRules,
     RankRules,
     byte_characters,
-    merges_by_rank,
     read_json,
 )
 from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer, Tokenizer
-from megatron.data.tokenizers.tiktoken_model import KNOWN_FILES
 from megatron.data.tokenizers.tokenizer import build_tokenizer, required_tokenizer_json
-from tools.data.sentencepiece_json import SentencePieceFile, added_token, bpe_model, sentencepiece_json, whole_json
+from megatron.data.tokenizers.vocabulary_files import KNOWN_FILES
+from tools.data.sentencepiece_json import SentencePieceFile, added_token, bpe_model, merges_by_rank, sentencepiece_json, whole_json
 
 _SETTINGS = "tokenizer_config.json"
 _BESIDE = (

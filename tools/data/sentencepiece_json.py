@@ -9,11 +9,11 @@ from __future__ import annotations
 import base64
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron.data.tokenizers.bpe_rules import merges_by_rank
+Text = TypeVar("Text", str, bytes)
 
 _BLANK = "▁"
 _UNIGRAM, _BPE = 1, 2
@@ -132,6 +132,23 @@ def _bpe(file: SentencePieceFile) -> dict[str, Any]:
     merges = merges_by_rank([piece.text for piece in made], ids)
     unknown = file.pieces[_unknown(file)].text
     return bpe_model(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=file.byte_fallback)
+
+
+def merges_by_rank(tokens: Sequence[Text], ids: Mapping[Text, int]) -> list[tuple[Text, Text]]:
+    """The pairs that make a token, the first to be joined first, for rules under which any two such neighbours are joined.
+
+    All pairs that make the same token follow each other.
+
+    Args:
+        tokens: the tokens that pairs make, the first to be made first.
+        ids: ids of all tokens; they order the pairs that make the same token.
+    """
+    found = []
+    for token in tokens:
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        pairs = [pair for pair in cuts if pair[0] in ids and pair[1] in ids]
+        found += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    return found
 
 
 def _unknown(file: SentencePieceFile) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from megatron.data.indexed_writer import unfinished
 from megatron.data.preprocess.input_shards import cut, find_sources
 from megatron.data.preprocess.text_records import PARSERS, InputPiece, records
-from megatron.data.tokenizers.gpt2_bpe import END_OF_TEXT
+from megatron.data.tokenizers.vocabulary_files import END_OF_TEXT
 from tools.data.sentencepiece_json import added_token
 
 VocabularyKind = Literal["sentencepiece-bpe", "sentencepiece-unigram", "byte-bpe"]

@@ -154,11 +154,9 @@ def run_on_ray(
 ) -> None:
     """Make all shards, as tasks of one CPU each.
 
+    Every node must see the files of the shards and the folder under these paths.
+
     Args:
-        job: what to do with each record.
-        shards: the inputs; every node must see the files under these paths.
-        folder: for the parts; every node must see it.
-        listen: called with each report.
         num_workers: tasks at the same time; None: as many as the cluster has CPUs.
         address: address of the cluster; None starts one on this machine that ends with the job.
 

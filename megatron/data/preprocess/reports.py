@@ -38,14 +38,7 @@ class Summary:
 
 
 class Meter:
-    """Follows all shards, and shows a line of progress now and then.
-
-    Args:
-        shards: The shards of the job.
-        show: Called with the line.
-        every: Seconds between lines.
-        clock: The time in seconds.
-    """
+    """Follows all shards, and shows a line of progress every few seconds."""
 
     def __init__(
         self,
@@ -92,10 +85,7 @@ _SHARE_TO_JUDGE_BY = 0.01
 class DiskRoom:
     """Warns once if the disk will be too small for the parts and the joined files, which lie there together for a while.
 
-    Args:
-        folder: The folder of the parts.
-        num_bytes: Bytes of the whole input.
-        warn: Called with the line.
+    The size of the whole is judged by the share of the input, of `num_bytes`, that has been read.
     """
 
     def __init__(self, folder: str, num_bytes: int, warn: Callable[[str], None]) -> None:

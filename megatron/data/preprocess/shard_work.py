@@ -110,8 +110,6 @@ def run_shard(
     The result depends on nothing but the arguments and the files that they name. It may be run again after any failure.
 
     Args:
-        job: what to do with each record.
-        shard: the inputs.
         folder: for the parts; a path or a URL.
         listen: called now and then with the progress.
 

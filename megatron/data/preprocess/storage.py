@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import glob as local_glob
+import hashlib
 import io
 import os
 import shutil
@@ -197,8 +198,5 @@ def digest(path: str | Path) -> str:
     if Path(path).is_dir():
         files = sorted(file for file in Path(path).iterdir() if file.is_file())
         return xxhash.xxh3_128_hexdigest("".join(f"{file.name}\0{digest(file)}\0" for file in files).encode())
-    state = xxhash.xxh3_128()
     with Path(path).open("rb") as file:
-        while block := file.read(1 << 20):
-            state.update(block)
-    return state.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 # Splits a text into pieces (Radford et al. 2019): contractions, words with the blank before them, numbers, other signs, and blanks
 # but for the last one before a word.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 Pair = tuple[bytes, bytes]
-_Text = TypeVar("_Text", str, bytes)
 
 
 class NotExactError(ValueError):
@@ -37,22 +36,34 @@ class MergeRules:
 
     def split(self, piece: bytes) -> list[bytes]:
         """The tokens of a piece."""
-        return [piece] if piece in self.whole else merge(piece, self.ranks)[0]
+        return [piece] if piece in self.whole else self.merge(piece)[0]
+
+    def merge(self, piece: bytes) -> tuple[list[bytes], int]:
+        """The tokens of a piece by merges alone, and the rank of the last merge that was made (-1 if none)."""
+        none = len(self.ranks)
+        return _join(piece, lambda pair: self.ranks.get(pair, none), none)
 
     def priorities(self) -> dict[bytes, int]:
         """A rank for each token, such that an encoder that joins the neighbours of lowest rank does the same as the merges.
+
+        It is the rank of the merge that completes the token; a token that the merges never make has none. A text in which such a
+        token seems to stand is merged otherwise: the same bytes inside a longer text go through the same merges as alone, until
+        one of them crosses the edge. So an encoder that joins any two neighbours whose bytes make a token (as tiktoken does) gives
+        exactly the result of the merges, if it has these tokens and their ranks.
 
         Raises:
             NotExactError: there are no such ranks.
         """
         ranks = {bytes([byte]): byte for byte in range(256)}
-        made = (left + right for left, right in self.ranks)
-        ranks |= {token: 256 + rank for token, rank in last_merges(made, self.ranks).items()}
+        for token in dict.fromkeys(left + right for left, right in self.ranks):
+            parts, rank = self.merge(token)
+            if parts == [token]:
+                ranks[token] = 256 + rank
         first = 256 + len(self.ranks)
         for rank, token in enumerate(sorted(self.whole - ranks.keys()), start=first):
             # By itself such a token ends as several. If they are three or more, no two neighbours ever spell it, so that its rank
             # does nothing but to the piece as a whole.
-            if len(merge(token, self.ranks)[0]) == 2:
+            if len(self.merge(token)[0]) == 2:
                 raise NotExactError(f"the token {token!r} stands for whole pieces only, but tiktoken would join its two parts")
             ranks[token] = rank
         return ranks
@@ -131,23 +142,6 @@ def bytes_without(source: str, ids: Mapping[bytes, int]) -> str | None:
     return f"{source} has no token for {len(missing)} of the 256 bytes ({named}), so not every text could be encoded."
 
 
-def merges_by_rank(tokens: Sequence[_Text], ids: Mapping[_Text, int]) -> list[tuple[_Text, _Text]]:
-    """The pairs that make a token, the first to be joined first, for rules under which any two such neighbours are joined.
-
-    All pairs that make the same token follow each other.
-
-    Args:
-        tokens: the tokens that pairs make, the first to be made first.
-        ids: ids of all tokens; they order the pairs that make the same token.
-    """
-    found = []
-    for token in tokens:
-        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        pairs = [pair for pair in cuts if pair[0] in ids and pair[1] in ids]
-        found += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-    return found
-
-
 def pieces(pattern: str, text: str) -> Iterator[str]:
     """The matches of the pattern, and the texts between them."""
     import regex
@@ -163,16 +157,6 @@ def pieces(pattern: str, text: str) -> Iterator[str]:
         yield text[end:]
 
 
-def merge(piece: bytes, ranks: Mapping[Pair, int]) -> tuple[list[bytes], int]:
-    """Plain BPE of one piece.
-
-    Returns:
-        The tokens, and the rank of the last merge that was made (-1 if none).
-    """
-    none = len(ranks)
-    return _join(piece, lambda pair: ranks.get(pair, none), none)
-
-
 def _join(piece: bytes, rank_of: Callable[[Pair], int], none: int) -> tuple[list[bytes], int]:
     """Join the neighbours of lowest rank (the first of several), again and again, until the lowest rank is `none`."""
     tokens, last = [piece[at : at + 1] for at in range(len(piece))], -1
@@ -186,24 +170,8 @@ def _join(piece: bytes, rank_of: Callable[[Pair], int], none: int) -> tuple[list
     return tokens, last
 
 
-def last_merges(tokens: Iterable[bytes], ranks: Mapping[Pair, int]) -> dict[bytes, int]:
-    """Rank of the merge that completes each token; a token that the merges never make is left out.
-
-    A text in which such a token seems to stand is merged otherwise: the same bytes inside a longer text go through the same merges
-    as alone, until one of them crosses the edge. So an encoder that joins any two neighbours whose bytes make a token (as tiktoken
-    does) gives exactly the result of the merges, if it has these tokens and their ranks.
-    """
-    completed = ((token, *merge(token, ranks)) for token in dict.fromkeys(tokens) if len(token) > 1)
-    return {token: rank for token, parts, rank in completed if parts == [token]}
-
-
 def read_json(path: Path, source: str, what: str) -> Any:
-    """The content of a JSON file.
-
-    Args:
-        path: The file.
-        source: Its flag and name, for the message.
-        what: What it should be.
+    """The content of a JSON file. If it is not JSON, the message says so of `source`, and that it should be `what`.
 
     Raises:
         ValueError: not JSON.

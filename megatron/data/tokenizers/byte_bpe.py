@@ -23,11 +23,8 @@ class ByteBPETokenizer(Tokenizer):
 
     ``decode`` gives back any text exactly (brought to NFC first, where the vocabulary asks for it).
 
-    The encoder is made and tested at its first use (tenths of a second for 50,000 tokens): training needs only the sizes.
-
-    Args:
-        vocabulary: The content of the files.
-        encoder: An encoder that has been made already.
+    The encoder, if none is given, is made and tested at its first use (tenths of a second for 50,000 tokens): training needs only
+    the sizes.
     """
 
     def __init__(self, vocabulary: ByteVocabulary, encoder: TiktokenEncoder | None = None) -> None:

@@ -86,8 +86,6 @@ class LibraryTokenizer(Tokenizer):
     document gets a name in it that no text has. Whether ``decode`` gives back a text exactly depends on the file.
 
     Args:
-        file: The file.
-        special: The ids with a role.
         reason: Why tiktoken cannot be used, for messages.
 
     Raises:

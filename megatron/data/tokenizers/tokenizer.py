@@ -7,10 +7,9 @@ from typing import get_args
 
 from megatron.config.data import DataConfig, TokenizerType
 from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
-from megatron.data.tokenizers.gpt2_bpe import read_gpt2_bpe
 from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, Tokenizer
-from megatron.data.tokenizers.tiktoken_model import read_tiktoken
+from megatron.data.tokenizers.vocabulary_files import read_gpt2_bpe, read_tiktoken
 
 
 def required_tokenizer_json(path: str | None, tokenizer_type: str) -> Path:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.data.tokenizers.bpe_rules import (
     GPT2_PATTERN,
@@ -26,16 +26,12 @@ class TokenizerJson:
 
     path: Path
     document: dict[str, Any]
+    model: dict[str, Any]
+    """The entry `model` of the document."""
     ids: dict[str, int]
     """Ids of all tokens, added ones included."""
     added: tuple[dict[str, Any], ...]
     """Added tokens: id, content, special and how they are matched."""
-
-    @property
-    def model(self) -> dict[str, Any]:
-        """The entry `model` of the file."""
-        model: dict[str, Any] = self.document["model"]
-        return model
 
     @property
     def is_bpe(self) -> bool:
@@ -67,7 +63,7 @@ def read_tokenizer_json(path: Path) -> TokenizerJson:
     if not all(isinstance(token, dict) and isinstance(token.get("content"), str) for token in added):
         raise ValueError(f"{source}: each of added_tokens must be an object with an id and a content.")
     ids = check_ids(f"{source}, added_tokens", vocabulary | {token["content"]: token.get("id") for token in added})
-    return TokenizerJson(path, document, ids, tuple(added))
+    return TokenizerJson(path, document, model, ids, tuple(added))
 
 
 def merge_parts(merge: Any) -> list[str]:
@@ -79,7 +75,8 @@ def merge_parts(merge: Any) -> list[str]:
 
 def spells_all_bytes(file: TokenizerJson) -> bool:
     """Whether texts are split to bytes, each of which has a token."""
-    return _kinds(file.document.get("pre_tokenizer"))[-1] == "ByteLevel" and byte_characters().keys() <= file.model["vocab"].keys()
+    kinds = _kinds(_parts(file.document.get("pre_tokenizer"), "pretokenizers"))
+    return kinds[-1] == "ByteLevel" and byte_characters().keys() <= file.model["vocab"].keys()
 
 
 def byte_vocabulary(file: TokenizerJson, special: SpecialIds) -> ByteVocabulary:
@@ -131,19 +128,20 @@ def byte_vocabulary(file: TokenizerJson, special: SpecialIds) -> ByteVocabulary:
     )
 
 
-def _parts(pre_tokenizer: Any) -> list[Any]:
-    """The steps of a sequence, or the only one."""
-    several = pre_tokenizer.get("pretokenizers") if isinstance(pre_tokenizer, dict) else None
-    return list(several) if isinstance(several, list) and several else [pre_tokenizer]
+def _parts(step: Any, several: str) -> list[Any]:
+    """The steps of a sequence, which an entry of this name holds, or the only one."""
+    held = step.get(several) if isinstance(step, dict) else None
+    return held if isinstance(held, list) and held else [step]
 
 
-def _kinds(pre_tokenizer: Any) -> list[str | None]:
-    return [part.get("type") if isinstance(part, dict) else None for part in _parts(pre_tokenizer)]
+def _kinds(parts: list[Any]) -> list[str | None]:
+    return [part.get("type") if isinstance(part, dict) else None for part in parts]
 
 
 def _pattern(pre_tokenizer: Any) -> str:
     """The pattern by which the file splits a text into pieces."""
-    parts, kinds = _parts(pre_tokenizer), _kinds(pre_tokenizer)
+    parts = _parts(pre_tokenizer, "pretokenizers")
+    kinds = _kinds(parts)
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
         raise NotExactError(f"its pre-tokenizer is {' and '.join(map(str, kinds))}, not ByteLevel or Split and ByteLevel")
     if parts[-1].get("add_prefix_space", True):
@@ -190,8 +188,7 @@ _NUMBERING = ("generation_config.json", "config.json")
 _KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
-@dataclass(frozen=True)
-class SpecialIds:
+class SpecialIds(NamedTuple):
     """Ids of tokens with a role."""
 
     eod: int
@@ -202,14 +199,9 @@ class SpecialIds:
 def find_special_ids(path: Path, ids: Mapping[str, int]) -> SpecialIds:
     """Read the roles from the files beside tokenizer.json.
 
-    The order of the files: tokenizer_config.json and special_tokens_map.json (names), generation_config.json and config.json
-    (ids; if
-    several, the first). A document ends with eos. Where no file names it, it ends with ``<|endoftext|>``, ``<|end_of_text|>`` or
-    ``</s>`` if exactly one of them is a token.
-
-    Args:
-        path: tokenizer.json.
-        ids: Id of each token.
+    The order of the files: tokenizer_config.json and special_tokens_map.json (names), generation_config.json and config.json (ids;
+    if several, the first). A document ends with eos. Where no file names it, it ends with ``<|endoftext|>``, ``<|end_of_text|>``
+    or ``</s>`` if exactly one of them is a token.
 
     Raises:
         ValueError: no end of document is found, or one of these files is broken.
@@ -229,7 +221,16 @@ def find_special_ids(path: Path, ids: Mapping[str, int]) -> SpecialIds:
 
 
 def _find(role: str, path: Path, ids: Mapping[str, int]) -> int | None:
-    for file, value in _sayings(role, path.parent):
+    for name in _NAMING + _NUMBERING:
+        file = path.parent / name
+        content = read_json(file, str(file), "a JSON object") if file.is_file() else None
+        value = content.get(f"{role}_token" if name in _NAMING else f"{role}_token_id") if isinstance(content, dict) else None
+        if isinstance(value, dict):  # an added token written out in full
+            value = value.get("content")
+        elif isinstance(value, list):
+            value = value[0] if value else None
+        if value is None:
+            continue
         id = ids.get(value) if isinstance(value, str) else value if value in ids.values() else None
         if id is not None:
             return id
@@ -239,19 +240,3 @@ def _find(role: str, path: Path, ids: Mapping[str, int]) -> int | None:
                 "  The two files must be of the same tokenizer."
             )
     return None
-
-
-def _sayings(role: str, folder: Path) -> Iterator[tuple[Path, Any]]:
-    """What each file names for a role: a name or an id."""
-    for name in _NAMING + _NUMBERING:
-        file = folder / name
-        if not file.is_file():
-            continue
-        content = read_json(file, str(file), "a JSON object")
-        value = content.get(f"{role}_token" if name in _NAMING else f"{role}_token_id") if isinstance(content, dict) else None
-        if isinstance(value, dict):  # an added token written out in full
-            value = value.get("content")
-        elif isinstance(value, list):
-            value = value[0] if value else None
-        if value is not None:
-            yield file, value

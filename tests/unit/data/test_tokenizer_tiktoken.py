@@ -14,9 +14,9 @@ import tiktoken
 from hypothesis import given, settings
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers import tiktoken_model
-from megatron.data.tokenizers.tiktoken_model import PATTERNS, KnownFile
+from megatron.data.tokenizers import vocabulary_files
 from megatron.data.tokenizers.tokenizer import build_tokenizer
+from megatron.data.tokenizers.vocabulary_files import PATTERNS, KnownFile
 from tests.support.vocabularies import BPE, LLAMA3_PATTERN, TEXT, any_text, rank_lines, rank_list, ranked_tokens
 
 TOKENS = ranked_tokens(BPE)
@@ -117,7 +117,7 @@ def test_lines_have_their_ranks_as_ids(tmp_path: Path) -> None:
 def test_a_known_file_brings_its_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = as_lines(tmp_path)
     known = KnownFile("a test", LLAMA3_PATTERN, 500, eod=401, bos=400)
-    monkeypatch.setitem(tiktoken_model.KNOWN_FILES, len(TOKENS), known)
+    monkeypatch.setitem(vocabulary_files.KNOWN_FILES, len(TOKENS), known)
     tokenizer = build(path)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (500, 400, 401)
     assert tokenizer.encode(TEXT) == join_plainly(TEXT, LLAMA3_PATTERN, TOKENS)
@@ -135,9 +135,9 @@ def test_known_files_split_as_their_owners_do() -> None:
     for text in (TEXT, TEXT.upper(), "a\n\n  b \r\n \n", "  \n  x\t\n", "1234567 's 'LL x'", "é\u0301 \u3000東京!!\n\n\nx  "):
         pieces = regex.findall(LLAMA3_PATTERN, text)
         assert regex.findall(theirs[1], text) == pieces
-        for known in tiktoken_model.KNOWN_FILES.values():
+        for known in vocabulary_files.KNOWN_FILES.values():
             assert regex.findall(known.pattern, text) == pieces
-    assert tiktoken_model.KNOWN_FILES[128_000].vocab_size == 128_256
+    assert vocabulary_files.KNOWN_FILES[128_000].vocab_size == 128_256
 
 
 @pytest.mark.parametrize(

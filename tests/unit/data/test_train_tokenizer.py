@@ -12,9 +12,9 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
-from megatron.data.tokenizers.gpt2_bpe import read_gpt2_bpe
 from megatron.data.tokenizers.simple_tokenizers import SentencePieceTokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer
+from megatron.data.tokenizers.vocabulary_files import read_gpt2_bpe
 from tests.support.vocabularies import SOURCES, TEXT
 from tools import train_tokenizer
 from tools.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config
