@@ -64,11 +64,11 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _example(folder: Path) -> str:
-    from megatron.data.indexed_writer import IndexedDatasetWriter
+    from megatron.data.indexed_writer import write_dataset
 
-    with IndexedDatasetWriter(str(folder / "example"), "uint16") as writer:
+    with write_dataset(str(folder / "example"), "uint16") as writer:
         for length in _EXAMPLE_LENGTHS:
-            writer.add_document([0] * length)
+            writer.add_documents([0] * length)
     return str(folder / "example")
 
 

@@ -8,11 +8,10 @@ import os
 import shutil
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -30,57 +29,64 @@ def _header(dtype: np.dtype[Any], num_sequences: int, num_entries: int) -> bytes
     return HEADER.pack(MAGIC, VERSION, code, num_sequences, num_entries)
 
 
-def _publish(partial: Mapping[str, Path], prefix: str) -> None:
-    """Give both files their final names. Whenever we are interrupted, no index lies beside a .bin of another dataset."""
-    Path(f"{prefix}.idx").unlink(missing_ok=True)
-    for suffix in (".bin", ".idx"):
-        partial[suffix].replace(f"{prefix}{suffix}")
+@contextlib.contextmanager
+def _two_files(prefix: str, folder: str | None = None, sync: bool = True) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """The .bin and the .idx, to be written: under temporary names; after the block under their final ones, or gone if it failed.
+
+    Args:
+        folder: where they lie until then, on the same disk; None: beside the final ones.
+        sync: write both to the disk before they get their final names, so that a loss of power leaves no empty files.
+    """
+    beside = prefix if folder is None else f"{folder}/{os.path.basename(prefix)}"
+    partial = [Path(f"{beside}{unfinished(suffix)}") for suffix in (".bin", ".idx")]
+    try:
+        with partial[0].open("wb") as tokens, partial[1].open("w+b") as index:
+            yield tokens, index
+            for file in (tokens, index):
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+        # Whenever we are interrupted, no index lies beside a .bin of another dataset.
+        Path(f"{prefix}.idx").unlink(missing_ok=True)
+        partial[0].replace(f"{prefix}.bin")
+        partial[1].replace(f"{prefix}.idx")
+    finally:
+        for path in partial:
+            path.unlink(missing_ok=True)
 
 
-class IndexedDatasetWriter:
-    """Writes documents of one sequence each. Memory use does not grow with what is written.
-
-    Until `finalise` both files lie under temporary names beside the final ones. As a context manager it finalises at the end of
-    the block, and removes the temporary files if the block failed.
+@contextlib.contextmanager
+def write_dataset(prefix: str, dtype: DTypeLike, sync: bool = True) -> Iterator[IndexedDatasetWriter]:
+    """Write a dataset: the files have their final names after the block, or are gone if it failed.
 
     Args:
         prefix: Path without ``.bin`` and ``.idx``; its folder must exist.
         dtype: Type of the tokens, for example `token_dtype(vocab_size)`.
-        sync: Write both to the disk before they get their final names, so that a loss of power leaves no empty files.
+        sync: See `_two_files`.
     """
+    with _two_files(prefix, sync=sync) as (tokens, index):
+        writer = IndexedDatasetWriter(prefix, np.dtype(dtype).newbyteorder("<"), tokens, index)
+        yield writer
+        writer.finish()
 
-    def __init__(self, prefix: str, dtype: DTypeLike, sync: bool = True) -> None:
-        self.prefix = prefix
-        self._sync = sync
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.num_documents = 0
-        self.num_tokens = 0
-        self._partial = {suffix: Path(prefix + unfinished(suffix)) for suffix in (".bin", ".idx")}
-        self._tokens = self._partial[".bin"].open("wb")
-        try:
-            self._index = self._partial[".idx"].open("w+b")
-        except OSError:
-            self._tokens.close()
-            self._partial[".bin"].unlink()
-            raise
+
+class IndexedDatasetWriter:
+    """Writes documents of one sequence each into two files. Memory use does not grow with what is written."""
+
+    def __init__(self, prefix: str, dtype: np.dtype[Any], tokens: BinaryIO, index: BinaryIO) -> None:
+        self.prefix, self.dtype = prefix, dtype
+        self.num_documents = self.num_tokens = 0
+        self._tokens, self._index = tokens, index
         self._index.write(_header(self.dtype, 0, 0))  # the counts are filled in at the end
 
-    def add_document(self, tokens: ArrayLike) -> None:
-        """Append one document.
-
-        Raises:
-            ValueError: a token does not fit the type of the file.
-        """
-        array = np.asarray(tokens)
-        self.add_documents(array, [array.size])
-
-    def add_documents(self, tokens: ArrayLike, lengths: Sequence[int] | NDArray[np.integer]) -> None:
-        """Append several documents: all their tokens, one document after another, and the length of each.
+    def add_documents(self, tokens: ArrayLike, lengths: Sequence[int] | NDArray[np.integer] | None = None) -> None:
+        """Append documents: all their tokens, one document after another, and the length of each; without lengths it is one.
 
         Raises:
             ValueError: a token does not fit the type of the file, or a document has 2**31 tokens or more.
         """
-        array, counts = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
+        array = np.asarray(tokens)
+        counts = np.array([array.size] if lengths is None else lengths, dtype=np.int64)
         assert counts.sum() == array.size, f"{counts.sum()} tokens in the lengths, {array.size} given"
         if array.size and array.dtype != self.dtype:
             low, high, bounds = array.min(), array.max(), np.iinfo(self.dtype)
@@ -95,28 +101,8 @@ class IndexedDatasetWriter:
         self.num_documents += counts.size
         self.num_tokens += array.size
 
-    def finalise(self) -> None:
-        """Complete both files and give them their final names."""
-        try:
-            self._write_offsets_and_documents()
-            for file in (self._tokens, self._index):
-                if self._sync:
-                    _to_disk(file)
-                file.close()
-            _publish(self._partial, self.prefix)
-        except BaseException:
-            self.discard()
-            raise
-
-    def discard(self) -> None:
-        """Remove what was written."""
-        for file in (self._tokens, self._index):
-            with contextlib.suppress(OSError):  # the rest of the buffer may not fit on the disk either
-                file.close()
-        for path in self._partial.values():
-            path.unlink(missing_ok=True)
-
-    def _write_offsets_and_documents(self) -> None:
+    def finish(self) -> None:
+        """Complete the index."""
         end = HEADER.size + 4 * self.num_documents
         position = 0
         for block in blocks(self.num_documents):
@@ -131,15 +117,6 @@ class IndexedDatasetWriter:
             self._index.write(np.arange(block.start, block.stop, dtype="<i8").tobytes())
         self._index.seek(COUNTS_OFFSET)
         self._index.write(struct.pack("<QQ", self.num_documents, self.num_documents + 1))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.finalise()
-        else:
-            self.discard()
 
 
 _COPIED_AT_ONCE = 1 << 24
@@ -179,21 +156,13 @@ def join(prefixes: Sequence[str], output: str, folder: str | None = None, remedy
             f"{Path(output).absolute().parent}: the disk has {free / 1e6:,.1f} MB free, but {output} takes "
             f"{num_bytes / 1e6:,.1f} MB.\n  Make room there. {remedy}"
         )
-    beside = Path(output) if folder is None else Path(folder, Path(output).name)
-    partial = {suffix: Path(f"{beside}{unfinished(suffix)}") for suffix in (".bin", ".idx")}
-    try:
-        with partial[".bin"].open("wb") as file:
-            for prefix in prefixes:
-                with open(f"{prefix}.bin", "rb") as source:
-                    shutil.copyfileobj(source, file, _COPIED_AT_ONCE)
-            if file.tell() != joined.bin_bytes:
-                raise OSError("a .bin file was changed while it was copied")
-            _to_disk(file)
-        _write_index(prefixes, partial[".idx"], dtype, joined)
-        _publish(partial, output)
-    finally:
-        for path in partial.values():
-            path.unlink(missing_ok=True)
+    with _two_files(output, folder) as (tokens, index):
+        for prefix in prefixes:
+            with open(f"{prefix}.bin", "rb") as source:
+                shutil.copyfileobj(source, tokens, _COPIED_AT_ONCE)
+        if tokens.tell() != joined.bin_bytes:
+            raise OSError("a .bin file was changed while it was copied")
+        _write_index(prefixes, index, dtype, joined)
     return joined
 
 
@@ -221,29 +190,21 @@ def _measure(prefixes: Sequence[str]) -> tuple[np.dtype[Any], JoinedSize]:
     return dtype, JoinedSize(sequences, documents, tokens, bin_bytes)
 
 
-def _write_index(prefixes: Sequence[str], path: Path, dtype: np.dtype[Any], joined: JoinedSize) -> None:
+def _write_index(prefixes: Sequence[str], lengths: BinaryIO, dtype: np.dtype[Any], joined: JoinedSize) -> None:
     """Write the three lists of the index at once, each through a file handle of its own."""
-    first, second = HEADER.size + 4 * joined.num_sequences, HEADER.size + 12 * joined.num_sequences
-    with path.open("wb") as lengths:
-        lengths.write(_header(dtype, joined.num_sequences, joined.num_documents + 1))
-        lengths.flush()
-        with path.open("r+b") as offsets, path.open("r+b") as documents:
-            offsets.seek(first)
-            documents.seek(second)
-            documents.write(np.zeros(1, "<i8").tobytes())
-            byte = sequence = 0
-            for prefix in prefixes:
-                dataset = IndexedDataset(prefix)
-                for block in blocks(len(dataset.lengths)):
-                    lengths.write(dataset.lengths[block].tobytes())
-                    offsets.write((dataset.offsets[block] + byte).tobytes())
-                for block in blocks(dataset.num_documents):
-                    documents.write((dataset.document_index[block.start + 1 : block.stop + 1] + sequence).tobytes())
-                byte += len(dataset.data)
-                sequence += len(dataset.lengths)
-        _to_disk(lengths)
-
-
-def _to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    lengths.write(_header(dtype, joined.num_sequences, joined.num_documents + 1))
+    lengths.flush()
+    with open(lengths.name, "r+b") as offsets, open(lengths.name, "r+b") as documents:
+        offsets.seek(HEADER.size + 4 * joined.num_sequences)
+        documents.seek(HEADER.size + 12 * joined.num_sequences)
+        documents.write(np.zeros(1, "<i8").tobytes())
+        byte = sequence = 0
+        for prefix in prefixes:
+            dataset = IndexedDataset(prefix)
+            for block in blocks(len(dataset.lengths)):
+                lengths.write(dataset.lengths[block].tobytes())
+                offsets.write((dataset.offsets[block] + byte).tobytes())
+            for block in blocks(dataset.num_documents):
+                documents.write((dataset.document_index[block.start + 1 : block.stop + 1] + sequence).tobytes())
+            byte += len(dataset.data)
+            sequence += len(dataset.lengths)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from megatron.model.gpt import ModelInputs
 from megatron.training.inputs import BatchMaker
 from tests.support.runs import arguments, run
@@ -26,9 +26,9 @@ EOD = 256
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Texts as bytes, each with an end of document but the empty one."""
     made = str(tmp_path_factory.mktemp("inspect") / "fish")
-    with IndexedDatasetWriter(made, np.uint16) as writer:
+    with write_dataset(made, np.uint16) as writer:
         for text in TEXTS:
-            writer.add_document([*text.encode(), EOD] if text else [])
+            writer.add_documents([*text.encode(), EOD] if text else [])
     return made
 
 
@@ -122,9 +122,9 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("corpora")
     for name, seed in (("a", 0), ("b", 1)):
         random = np.random.default_rng(seed)
-        with IndexedDatasetWriter(str(folder / name), np.uint16) as writer:
+        with write_dataset(str(folder / name), np.uint16) as writer:
             for length in random.integers(5, 90, 40):
-                writer.add_document(random.permutation(4000)[:length])
+                writer.add_documents(random.permutation(4000)[:length])
     return [str(folder / "a"), str(folder / "b")]
 
 
@@ -225,7 +225,7 @@ def test_other_data_than_the_run_read_is_refused(corpora: list[str], tmp_path: P
     for suffix in (".bin", ".idx"):
         Path(prefix + suffix).write_bytes(Path(corpora[0] + suffix).read_bytes())
     run(arguments(mock_data=None, vocab_size=4000, train_data_path=[prefix], train_iters=1, save=tmp_path / "run"))
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        writer.add_document(np.arange(500))
+    with write_dataset(prefix, np.uint16) as writer:
+        writer.add_documents(np.arange(500))
     assert inspect("--run", tmp_path / "run", "--step", "1") == 1
     assert "is not the dataset that the run read" in capsys.readouterr().err

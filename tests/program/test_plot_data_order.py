@@ -10,7 +10,7 @@ import pytest
 
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from tests.support.cli import ROOT
 from tools import plot_data_order
 
@@ -33,9 +33,9 @@ def test_the_picture_of_the_page_shows_the_order_of_today(tmp_path: Path) -> Non
 
 def test_a_dataset_is_drawn_as_it_is_read(tmp_path: Path) -> None:
     prefix = str(tmp_path / "d")
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+    with write_dataset(prefix, np.uint16) as writer:
         for length in (30, 12, 25):
-            writer.add_document(np.zeros(length, np.uint16))
+            writer.add_documents(np.zeros(length, np.uint16))
     words = ["--data-path", prefix, "--seq-length", "20", "--epochs", "1", "--seed", "3", "--output", str(tmp_path / "o.svg")]
     assert plot_data_order.main(words) == 0
     dataset = IndexedDataset(prefix)
@@ -62,8 +62,8 @@ def test_a_dataset_is_drawn_as_it_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_drawn(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with IndexedDatasetWriter(str(tmp_path / "long"), np.uint16) as writer:
-        writer.add_document(np.zeros(500, np.uint16))
+    with write_dataset(str(tmp_path / "long"), np.uint16) as writer:
+        writer.add_documents(np.zeros(500, np.uint16))
     words = [str(tmp_path / word) if word == "long" else word for word in words]
     assert plot_data_order.main([*words, "--output", str(tmp_path / "o.svg")]) == 1
     assert message in capsys.readouterr().err

@@ -20,7 +20,7 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.data import indexed_writer
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from megatron.data.preprocess import reports, shard_work
 from megatron.data.preprocess.engines import Engine
 from megatron.data.preprocess.job import preprocess
@@ -345,7 +345,7 @@ def test_a_full_disk_is_told_and_the_job_goes_on_when_there_is_room(
         return original(*args, **kwargs)  # type: ignore[no-any-return, operator]
 
     owner, name = {
-        "part": (shard_work.IndexedDatasetWriter, "finalise"),
+        "part": (shard_work.IndexedDatasetWriter, "finish"),
         "report": (shard_work.PartFolder, "finish"),
         "join": (shutil, "copyfileobj"),
     }[place]
@@ -385,11 +385,10 @@ def test_a_write_that_fails_in_a_worker_leaves_no_half_file(tmp_path: Path) -> N
 
 def test_a_writer_leaves_nothing_though_its_buffers_do_not_fit(tmp_path: Path) -> None:
     """Closing a file writes what is still in memory."""
-    with pytest.raises(OSError, match="No space left"), IndexedDatasetWriter(str(tmp_path / "d"), np.uint16) as writer:
-        writer.add_document([1, 2, 3])
-        writer._tokens.close()
-        writer._tokens = open("/dev/full", "wb")  # noqa: SIM115 - closed by the writer
-        writer.add_document([4, 5])
+    with pytest.raises(OSError, match="No space left"), write_dataset(str(tmp_path / "d"), np.uint16) as writer:
+        writer.add_documents([1, 2, 3])
+        os.dup2(os.open("/dev/full", os.O_WRONLY), writer._tokens.fileno())
+        writer.add_documents([4, 5])
     assert not list(tmp_path.iterdir())
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import megatron.checkpoint.savers as save_module
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from megatron.training.step import TrainStep
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.runs import (
@@ -115,9 +115,9 @@ def test_a_split_that_is_too_short(tmp_path: Path, text: str) -> None:
 def test_a_token_beyond_the_vocabulary(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Only the ranks that read it notice; the others end too."""
     prefix = tmp_path / "ids"
-    with IndexedDatasetWriter(str(prefix), np.uint16) as writer:
+    with write_dataset(str(prefix), np.uint16) as writer:
         for document in range(40):
-            writer.add_document(np.arange(33) if document != 30 else np.full(33, 99))
+            writer.add_documents(np.arange(33) if document != 30 else np.full(33, 99))
     data = {"mock_data": None, "data_path": prefix, "split": "1,0,0"}
     ended = launch(arguments(**{**data, **settings}, train_iters=20, save=tmp_path / "save", save_interval=1), 2)
     assert all(end.code == 1 for end in ended), report(ended)

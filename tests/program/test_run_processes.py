@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from tests.support.cli import spawn_cli
 from tests.support.runs import arguments, digest, run
 
@@ -28,9 +28,9 @@ def test_one_plain_process_ends_by_itself(tmp_path: Path) -> None:
 def test_torchrun_ends_all_ranks_of_a_run_that_fails(tmp_path: Path) -> None:
     """One rank reads a token that is not in the vocabulary: its message stands on the screen, and nothing is left behind."""
     prefix = tmp_path / "ids"
-    with IndexedDatasetWriter(str(prefix), np.uint16) as writer:
+    with write_dataset(str(prefix), np.uint16) as writer:
         for document in range(20):
-            writer.add_document(np.full(17, 99 if document == 7 else 7))
+            writer.add_documents(np.full(17, 99 if document == 7 else 7))
     settings = {"mock_data": None, "data_path": prefix, "split": "1,0,0", "train_iters": 20, "save": tmp_path / "save"}
     done = spawn_cli([SCRIPT, *arguments(**settings)], nproc=2, fresh=True)
     assert done.returncode != 0

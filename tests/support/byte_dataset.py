@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer
 
 FLAGS: dict[str, Any] = {
@@ -28,8 +28,8 @@ def write_bytes(prefix: Path) -> str:
     Returns the prefix.
     """
     tokenizer = ByteTokenizer()
-    with IndexedDatasetWriter(str(prefix), np.uint16) as writer:
+    with write_dataset(str(prefix), np.uint16) as writer:
         for number, line in enumerate(inspect.getsource(textwrap).splitlines()):
             for document in line.split() if number % 2 else [line]:
-                writer.add_document([*tokenizer.encode(document), tokenizer.eod])
+                writer.add_documents([*tokenizer.encode(document), tokenizer.eod])
     return str(prefix)

@@ -23,7 +23,7 @@ from megatron.data.blend import Blend
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import MIN_ENTRIES, cache_for
 from megatron.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from megatron.data.megatron_blend import greedy_choices
 
 MAX_BUILD_S = 10.0
@@ -117,7 +117,7 @@ def run_samples(tokens: int = 50_000_000, turns: int = 5) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         prefix = str(Path(folder) / "warm")
         lengths = _lengths(tokens // 1000, tokens)
-        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        with write_dataset(prefix, np.uint16) as writer:
             ids = np.random.default_rng(1).integers(0, _VOCABULARY, int(lengths.sum()), dtype=np.uint16)
             writer.add_documents(ids, lengths)
         dataset = IndexedDataset(prefix)

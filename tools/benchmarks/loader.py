@@ -17,7 +17,7 @@ import torch
 
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from megatron.data.samples import DocumentRules, SampleSource
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.context import make_context
@@ -47,11 +47,11 @@ def write_tokens(prefix: str, num_tokens: int) -> None:
     """Write random documents, each ended by the end of document, whose lengths are spread exponentially."""
     random = np.random.default_rng(0)
     lengths = 2 + random.exponential(_MEAN_LENGTH, num_tokens // _MEAN_LENGTH).astype(np.int64)
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+    with write_dataset(prefix, np.uint16) as writer:
         for length in lengths.tolist():
             tokens = random.integers(0, _EOD, length, dtype=np.uint16)
             tokens[-1] = _EOD
-            writer.add_document(tokens)
+            writer.add_documents(tokens)
 
 
 def waiting(batches: Iterator[list[ModelInputs]], steps: int) -> Waiting:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
 from megatron.data.indexed_dataset import token_dtype
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import IndexedDatasetWriter, write_dataset
 from megatron.data.preprocess.input_shards import InputShard
 from megatron.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
 from megatron.data.preprocess.storage import digest, told_where_no_room
@@ -126,7 +126,7 @@ def run_shard(
         with ExitStack() as stack:
             _, dtype = tokenizer_of(job)
             prefixes = (f"{workspace}/{shard.name}_{key}" for key in range(len(job.keys)))
-            writers = [stack.enter_context(IndexedDatasetWriter(prefix, dtype, sync=False)) for prefix in prefixes]
+            writers = [stack.enter_context(write_dataset(prefix, dtype, sync=False)) for prefix in prefixes]
             work = _Work(job, shard, writers, listen)
             for number, piece in enumerate(shard.pieces):
                 try:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megatron.data.blend import Blend, BlendedDataset, _Node
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from megatron.data.megatron_blend import GreedyBlend
 from megatron.data.samples import SamplePiece
 
@@ -189,7 +189,7 @@ def test_the_report_has_shares_counts_and_what_is_never_read() -> None:
 def test_a_blend_of_token_files_reads_each_in_its_own_order(tmp_path: Path) -> None:
     parts = []
     for name in range(2):
-        with IndexedDatasetWriter(str(tmp_path / f"d{name}"), np.uint16) as writer:
+        with write_dataset(str(tmp_path / f"d{name}"), np.uint16) as writer:
             writer.add_documents(np.arange(300) + 300 * name, [30] * 10)
         dataset = IndexedDataset(str(tmp_path / f"d{name}"))
         parts.append(GPTDataset(dataset, range(10), split=0, seed=3, seq_length=9, vocab_size=600))

@@ -24,7 +24,7 @@ from megatron.data.epoch_order import Stretch
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache, cache_for
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from tools.data.index_making import build_index
 
 NAMES = ("order", "starts")
@@ -266,7 +266,7 @@ def test_without_locks_or_without_a_folder_the_arrays_are_in_memory(
 def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> IndexedDataset:
     """A dataset whose indexes count as large."""
     monkeypatch.setattr(index_cache, "MIN_ENTRIES", 2)
-    with IndexedDatasetWriter(str(tmp_path / "d"), np.uint16) as writer:
+    with write_dataset(str(tmp_path / "d"), np.uint16) as writer:
         writer.add_documents(np.arange(400), [7, 13] * 20)
     return IndexedDataset(str(tmp_path / "d"))
 
@@ -318,7 +318,7 @@ def test_an_index_that_is_built_ahead_is_what_training_reads(dataset: IndexedDat
 
 
 def test_a_small_dataset_needs_no_index_ahead(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(str(tmp_path / "d"), np.uint16) as writer:
+    with write_dataset(str(tmp_path / "d"), np.uint16) as writer:
         writer.add_documents(np.arange(400), [400])
     (line,) = build_index(str(tmp_path / "d"), split=None, seed=5, seq_length=9)
     assert "no index is kept" in line

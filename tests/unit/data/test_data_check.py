@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from tests.unit.data.test_data_indexed import index_bytes
 from tools.data import dataset_check
 from tools.data.dataset_check import LengthBin, length_histogram, verify
@@ -26,9 +26,9 @@ def test_every_document_with_a_bad_id_is_named_once(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], at_once: int, dtype: type[np.integer]
 ) -> None:
     prefix = str(tmp_path_factory.mktemp("d") / "d")
-    with IndexedDatasetWriter(prefix, dtype) as writer:
+    with write_dataset(prefix, dtype) as writer:
         for document in documents:
-            writer.add_document(np.array(document, dtype=np.int64))
+            writer.add_documents(np.array(document, dtype=np.int64))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataset_check, "_BYTES_AT_ONCE", at_once * np.dtype(dtype).itemsize)
         found = [(problem.document, problem.position) for problem in verify(IndexedDataset(prefix), 10)]
@@ -38,7 +38,7 @@ def test_every_document_with_a_bad_id_is_named_once(
 
 def test_a_problem_says_file_document_token_and_sizes(tmp_path: Path) -> None:
     prefix = str(tmp_path / "d")
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+    with write_dataset(prefix, np.uint16) as writer:
         writer.add_documents(np.array([1, 2, 3, 4, 500, 600]), [3, 3])
     (problem,) = verify(IndexedDataset(prefix), 500)
     assert problem.text.startswith(f"{prefix}: document 1 has token id 500 at token 1 (and 1 more in this document)")
@@ -72,7 +72,7 @@ def test_the_histogram_counts_documents_and_tokens_by_powers_of_two(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], block: int
 ) -> None:
     prefix = str(tmp_path_factory.mktemp("d") / "d")
-    with IndexedDatasetWriter(prefix, np.uint8) as writer:
+    with write_dataset(prefix, np.uint8) as writer:
         writer.add_documents(np.zeros(sum(lengths), np.uint8), lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron.data.indexed_dataset._BLOCK", block)

@@ -18,7 +18,7 @@ from megatron.data.datasets import SplitData, open_datasets
 from megatron.data.epoch_order import Stretch
 from megatron.data.history import BlendPart, Phase, describe_phases, go_on, read_before, readings
 from megatron.data.indexed_dataset import DatasetError
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from megatron.data.megatron_blend import GreedyBlend
 from megatron.data.tokenizers.simple_tokenizers import NullTokenizer
 
@@ -141,7 +141,7 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("history")
     for name, seed in (("A", 0), ("B", 1)):
         lengths = np.random.default_rng(seed).integers(0, 40, 30)
-        with IndexedDatasetWriter(str(folder / name), np.uint16) as writer:
+        with write_dataset(str(folder / name), np.uint16) as writer:
             writer.add_documents(np.arange(lengths.sum()) + 1000 * seed, lengths.tolist())
     return [str(folder / "A"), str(folder / "B")]
 
@@ -198,9 +198,9 @@ def test_datasets_of_the_same_lengths_are_not_the_same(tmp_path: Path) -> None:
     """Packed ahead, all documents have one length, and the .idx files are equal byte for byte."""
     made = [str(tmp_path / name) for name in "ab"]
     for at, prefix in enumerate(made):
-        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        with write_dataset(prefix, np.uint16) as writer:
             for _ in range(9):
-                writer.add_document(np.full(17, at))
+                writer.add_documents(np.full(17, at))
     assert Path(made[0] + ".idx").read_bytes() == Path(made[1] + ".idx").read_bytes()
     parts = train_data(made, (1, 2), 4).parts()
     assert parts[0].key != parts[1].key

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from megatron.data import indexed_dataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, token_dtype
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: type[np.integer] = np.uint16) -> str:
     """An indexed dataset of these documents."""
-    with IndexedDatasetWriter(str(prefix), dtype) as writer:
+    with write_dataset(str(prefix), dtype) as writer:
         for document in documents:
-            writer.add_document(document)
+            writer.add_documents(document)
     return str(prefix)
 
 
@@ -78,8 +78,8 @@ def test_documents_of_several_or_no_sequences_keep_their_sequences_together(tmp_
 
 def test_a_failed_block_leaves_the_old_files_and_no_others(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [[1, 2]])
-    with pytest.raises(RuntimeError), IndexedDatasetWriter(prefix, np.uint16) as writer:
-        writer.add_document([3])
+    with pytest.raises(RuntimeError), write_dataset(prefix, np.uint16) as writer:
+        writer.add_documents([3])
         raise RuntimeError
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
     assert IndexedDataset(prefix).document(0).tolist() == [1, 2]

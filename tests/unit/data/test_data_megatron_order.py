@@ -13,7 +13,7 @@ from megatron.data import megatron_blend
 from megatron.data.epoch_order import Stretch
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from megatron.data.megatron_blend import GreedyBlend, requested_samples
 from megatron.data.megatron_order import MegatronPlan
 from tests.support import megatron_order as reference
@@ -23,7 +23,7 @@ LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]
 
 def write(prefix: Path, lengths: list[int]) -> list[list[int]]:
     """Documents of these lengths, in which all tokens are different."""
-    with IndexedDatasetWriter(str(prefix), np.uint16) as writer:
+    with write_dataset(str(prefix), np.uint16) as writer:
         writer.add_documents(np.arange(sum(lengths)), lengths)
     return [part.tolist() for part in np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])]
 

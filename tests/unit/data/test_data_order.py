@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.config.data import parse_split
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from megatron.data.mock import MockDataset
 from megatron.data.order import permutation
 from megatron.data.samples import SamplePiece
@@ -25,9 +25,9 @@ LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
     """Documents whose tokens are all different: the token tells where it stands."""
     prefix = str(tmp_path_factory.mktemp("order") / "d")
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+    with write_dataset(prefix, np.uint16) as writer:
         for start, length in zip(np.cumsum([0, *LENGTHS]), LENGTHS, strict=False):
-            writer.add_document(np.arange(start, start + length))
+            writer.add_documents(np.arange(start, start + length))
     return IndexedDataset(prefix)
 
 
@@ -72,7 +72,7 @@ def test_an_epoch_is_the_windows_of_the_permuted_documents(
     assume(total > seq_length)
     prefix = str(tmp_path_factory.mktemp("windows") / "d")
     tokens = np.arange(total)
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+    with write_dataset(prefix, np.uint16) as writer:
         writer.add_documents(tokens, lengths)
     documents = np.split(tokens, np.cumsum(lengths)[:-1])
     samples = GPTDataset(IndexedDataset(prefix), range(len(lengths)), split=1, seed=7, seq_length=seq_length, vocab_size=total)
@@ -135,9 +135,9 @@ def test_the_report_names_documents_tokens_samples_and_what_is_left_out(dataset:
 
 def test_a_token_beyond_the_vocabulary_names_document_and_sizes(tmp_path: Path) -> None:
     for bad, dtype in ((300, np.uint16), (-1, np.int32)):
-        with IndexedDatasetWriter(str(tmp_path / "d"), dtype) as writer:
+        with write_dataset(str(tmp_path / "d"), dtype) as writer:
             for document in ([1, 2, 3], [4, bad, 6]):
-                writer.add_document(document)
+                writer.add_documents(document)
         samples = GPTDataset(IndexedDataset(str(tmp_path / "d")), range(2), split=0, seed=0, seq_length=5, vocab_size=300)
         with pytest.raises(DatasetError, match=f"document 1 has token id {bad}.*300 ids") as error:
             samples.samples(0, 1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.data.epoch_order import Stretch, merged
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from megatron.data.order import permutation
 from megatron.data.windows import Intervals, cut
 
@@ -24,7 +24,7 @@ Run = list[tuple[int, int]]
 
 def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
     """Documents of these lengths, in which all tokens are different."""
-    with IndexedDatasetWriter(str(prefix), np.uint16) as writer:
+    with write_dataset(str(prefix), np.uint16) as writer:
         writer.add_documents(np.arange(sum(lengths)), lengths)
     return IndexedDataset(str(prefix))
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron.data import gpt_dataset
 from megatron.data.gpt_dataset import GPTDataset, KeptPasses
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from megatron.data.windows import PassIndex
 from tests.unit.data.test_data_indexed import index_bytes
 
@@ -70,7 +70,7 @@ def test_megatrons_order_refuses_documents_of_several_sequences(tmp_path: Path) 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16])
 def test_every_token_type_is_read_and_checked(tmp_path: Path, dtype: type[np.integer]) -> None:
     prefix, top = str(tmp_path / "d"), min(int(np.iinfo(dtype).max), 10**6)
-    with IndexedDatasetWriter(prefix, dtype) as writer:
+    with write_dataset(prefix, dtype) as writer:
         writer.add_documents(np.array([0, 5, top, 1]), [2, 2])
     settings: dict[str, Any] = {"split": 0, "seed": 0, "seq_length": 3}
     read = GPTDataset(IndexedDataset(prefix), range(2), vocab_size=top + 1, **settings).samples(0, 1)

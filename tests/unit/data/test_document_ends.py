@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from megatron.data.samples import DocumentRules, missing_ends
 
 EOD = 9
@@ -16,9 +16,9 @@ RULES = DocumentRules(EOD, reset_attention_mask=True, eod_mask_loss=True)
 
 
 def dataset(folder: Path, documents: list[list[int]]) -> IndexedDataset:
-    with IndexedDatasetWriter(str(folder / "tokens"), np.uint16) as writer:
+    with write_dataset(str(folder / "tokens"), np.uint16) as writer:
         for document in documents:
-            writer.add_document(np.array(document, dtype=np.uint16))
+            writer.add_documents(np.array(document, dtype=np.uint16))
     return IndexedDataset(str(folder / "tokens"))
 
 

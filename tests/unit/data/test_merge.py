@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.data import indexed_dataset, indexed_writer
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import write_dataset
 from tests.support.cli import spawn_cli
 from tests.support.corpora import documents, expected_files, files_of
 
@@ -24,9 +24,9 @@ TOOL = "tools/merge_data.py"
 
 def write(prefix: Path, given: list[list[int]], dtype: type[np.integer] = np.uint16) -> str:
     """A dataset of these documents."""
-    with IndexedDatasetWriter(str(prefix), dtype) as writer:
+    with write_dataset(str(prefix), dtype) as writer:
         for document in given:
-            writer.add_document(document)
+            writer.add_documents(document)
     return str(prefix)
 
 
