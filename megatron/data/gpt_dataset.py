@@ -202,12 +202,12 @@ _OWN_PATHS = ("--train-data-path", "--valid-data-path", "--test-data-path")
 
 
 def _check_size(selection: Selection, seq_length: int) -> None:
-    if selection.num_tokens > seq_length:
-        return
     dataset, split = selection.dataset, selection.split
-    raise DatasetError(
-        f"the {SPLIT_NAMES[split]} split of {dataset.prefix} has {len(selection.documents):,} of {dataset.num_documents:,} "
-        f"documents and {selection.num_tokens:,} tokens; one sample takes {seq_length + 1:,} (--seq-length {seq_length} + 1).\n"
-        "  Give it a larger share with --split, take a dataset with more documents or a shorter --seq-length"
-        + (f", give this split data of its own ({_OWN_PATHS[split]}), or do without evaluation (--eval-iters 0)." if split else ".")
-    )
+    if selection.num_tokens <= seq_length:
+        own = f", give this split data of its own ({_OWN_PATHS[split]}), or do without evaluation (--eval-iters 0)."
+        raise DatasetError(
+            f"the {SPLIT_NAMES[split]} split of {dataset.prefix} has {len(selection.documents):,} of {dataset.num_documents:,} "
+            f"documents and {selection.num_tokens:,} tokens; one sample takes {seq_length + 1:,} (--seq-length {seq_length} + 1).\n"
+            "  Give it a larger share with --split, take a dataset with more documents or a shorter --seq-length"
+            + (own if split else ".")
+        )

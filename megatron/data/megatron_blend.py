@@ -125,11 +125,8 @@ def greedy_choices(weights: Sequence[float], num_samples: int) -> NDArray[np.uin
 
 def _one_by_one(shares: Counts, taken: Counts, first: int, choices: NDArray[np.uint16]) -> None:
     """Fill in choices from number `first` on, and bring `taken` up to date."""
-    behind = np.empty_like(shares)
     for at in range(len(choices)):
-        np.multiply(shares, float(max(first + at, 1)), out=behind)
-        np.subtract(behind, taken, out=behind)
-        choice = behind.argmax()
+        choice = (shares * float(max(first + at, 1)) - taken).argmax()
         taken[choice] += 1.0
         choices[at] = choice
 
@@ -157,25 +154,12 @@ def _in_lanes(shares: Counts, taken: Counts, first: int, choices: NDArray[np.uin
 
 def _step_all(shares: Counts, counts: NDArray[np.float64], starts: NDArray[np.int64], steps: int, found: NDArray | None) -> None:
     """Make `steps` choices in every lane. Updates the counts, [datasets, lanes], and puts the choices into `found`."""
-    lanes = counts.shape[1]
-    numbers = starts.astype(np.float64)
-    flat, columns = counts.reshape(-1), np.arange(lanes)
-    factor, most, behind = np.empty(lanes), np.empty(lanes), np.empty(lanes)
-    above, choice = np.empty(lanes, dtype=bool), np.empty(lanes, dtype=np.int64)
+    numbers, columns = starts.astype(np.float64), np.arange(counts.shape[1])
     for step in range(steps):
-        np.maximum(numbers, 1.0, out=factor)
-        np.multiply(factor, shares[0], out=most)
-        np.subtract(most, counts[0], out=most)
-        choice.fill(0)
-        for dataset in range(1, len(shares)):
-            np.multiply(factor, shares[dataset], out=behind)
-            np.subtract(behind, counts[dataset], out=behind)
-            np.greater(behind, most, out=above)
-            np.copyto(choice, dataset, where=above)
-            np.maximum(behind, most, out=most)
+        choice = (shares[:, None] * np.maximum(numbers, 1.0) - counts).argmax(axis=0)
+        counts[choice, columns] += 1.0
         if found is not None:
             found[step] = choice
-        flat[choice * lanes + columns] += 1.0
         numbers += 1.0
 
 

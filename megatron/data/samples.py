@@ -95,7 +95,9 @@ def read_microbatch(source: SampleSource, first_sample: int, size: int, rules: D
     positions = bounds = None
     if rules.every_stage_reads:
         found = document_bounds(tokens, rules.eod)
-        positions = _positions(found).reshape(tokens.shape) if rules.reset_position_ids else None
+        if rules.reset_position_ids:
+            starts = found[:-1].astype(np.int64)
+            positions = (np.arange(tokens.size) - np.repeat(starts, np.diff(found))).reshape(tokens.shape)
         bounds = found if rules.reset_attention_mask else None
     return Microbatch(tokens, labels, loss_mask, first_sample, positions, bounds)
 
@@ -105,11 +107,6 @@ def document_bounds(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int32]:
     ends = tokens == eod
     ends[:, -1] = True
     return np.concatenate([[0], np.flatnonzero(ends) + 1]).astype(np.int32)
-
-
-def _positions(bounds: NDArray[np.int32]) -> NDArray[np.int64]:
-    starts = bounds[:-1].astype(np.int64)
-    return np.arange(bounds[-1], dtype=np.int64) - np.repeat(starts, np.diff(bounds))
 
 
 _LOOKED_AT = 64
