@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -32,17 +31,6 @@ def whole_over(record: ParamRecord) -> tuple[str, ...]:
     """Axes along which every rank should have the same gradient, so that it is not summed over them."""
     split = {split.axis for split in record.splits}
     return tuple(axis for axis in ("tp", *GRADIENT_AXES) if axis not in split and axis not in record.partial_over)
-
-
-@dataclass(frozen=True)
-class ShardView:
-    """What one rank knows of the gradient in its shard of a parameter."""
-
-    partial_over: tuple[str, ...]
-    """The axes of the sum in this rank's record. A rank that does not hold the parameter does not know them."""
-    tied: bool
-    only_own: bool
-    """Whether the shard holds what this rank alone computed."""
 
 
 class OwnGradients:
@@ -109,14 +97,15 @@ class OwnGradients:
         most = all_reduce(ends, self._context.group("tp"), dist.ReduceOp.MAX)
         return all_reduce((most[0] + most[1]).amax(1), self._context.world, dist.ReduceOp.MAX)
 
-    def seen(self, name: str, band: float) -> ShardView | None:
-        """What this rank knows of the gradient in its shard of a parameter; None if it has no shard of it."""
+    def seen(self, name: str, band: float) -> tuple[ParamRecord, bool] | None:
+        """This rank's record of a parameter (which names the axes of the sum), and whether its shard has what this rank alone
+        computed. None if it has no shard of it."""
         shard, own = self._shards.get(name), self._of_shards[self._row_of[name]]
         if shard is None or not shard.grad.numel():
             return None
         here = placed_signature(name, shard.boxes(self._context), shard.grad)
         near = (here - own)[:NUM_SIGNS].abs().max() <= band * own[NUM_SIGNS].sqrt()
-        return ShardView(shard.record.partial_over, len(shard.record.chunks) > 1, bool(near and own[NUM_SIGNS] > 0))
+        return shard.record, bool(near and own[NUM_SIGNS] > 0)
 
 
 def _piece_of(grad: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -165,8 +154,8 @@ def audit(
         elif name not in problems and (expected - here)[:NUM_SIGNS].abs().max() > band * size:
             problems[name] = "the optimizer gets something else than the sum of its gradients"
             if len(problems) <= MOST_LINES:  # what is shown
-                seen = dict(enumerate(gather_objects(own.seen(name, band), context.world)))
-                held = {rank: state for rank, state in seen.items() if state is not None}
+                seen = gather_objects(own.seen(name, band), context.world)
+                held = {rank: state for rank, state in enumerate(seen) if state is not None}
                 problems[name] = _wrong_sum(expected, here, held, context.topology)
     total = float(sums[1, :, NUM_SIGNS].sum())
     if not uncounted and not math.isclose(norm * norm, total, rel_tol=1e3 * wide):
@@ -209,15 +198,15 @@ def _counted_in_words(record: ParamRecord, held: Sequence[tuple[int, Box]]) -> s
     return f"{missing:,} of {math.prod(record.shape):,} elements are counted in the norm by no rank"
 
 
-def _wrong_sum(expected: torch.Tensor, here: torch.Tensor, held: Mapping[int, ShardView], topology: Topology) -> str:
+def _wrong_sum(expected: torch.Tensor, here: torch.Tensor, held: Mapping[int, tuple[ParamRecord, bool]], topology: Topology) -> str:
     """How the gradients in the shards differ from the sum of the ranks' own, in words.
 
     Args:
         expected: signature of the sum.
         here: signature of what is in the shards.
-        held: what each rank that has a shard of it knows.
+        held: what each rank that has a shard of it has seen.
     """
-    record = next(iter(held.values()))
+    record, _ = next(iter(held.values()))
     axes = [axis for axis in record.partial_over if topology.size(axis) > 1]
     parts = [*(_RANKS[axis] for axis in axes), *(["the stages that share it"] if record.tied and topology.pp > 1 else [])]
     over, where = " and ".join(parts), f"; it is held by {ranks_in_words(list(held))}"
@@ -225,7 +214,7 @@ def _wrong_sum(expected: torch.Tensor, here: torch.Tensor, held: Mapping[int, Sh
     factor = float(signed @ wanted / (wanted @ wanted)) if wanted.any() else math.nan
     if not math.isclose(factor, 1.0, rel_tol=1e-3) and (signed - factor * wanted).abs().max() < 1e-3 * wanted.abs().max():
         return f"the optimizer gets {factor:.4g} x the sum of its gradients{_fact(factor, topology)}{where}"
-    alone = [rank for rank, state in held.items() if state.only_own]
+    alone = [rank for rank, (_, only_own) in held.items() if only_own]
     if over and alone:
         groups = sorted({topology.group(rank, *axes) for rank in alone}) if axes else []
         named = f" (group {', '.join(str(list(ranks)) for ranks in groups[:4])})" if groups else ""

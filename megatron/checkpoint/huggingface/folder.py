@@ -15,7 +15,7 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.checkpoint.huggingface.families import FAMILIES
 from megatron.checkpoint.huggingface.family import OUTPUT, Family
 from megatron.checkpoint.huggingface.fields import CONFIG, Fields
-from megatron.checkpoint.huggingface.weight_files import WEIGHT_DTYPES, WeightFiles
+from megatron.checkpoint.huggingface.weight_files import WEIGHT_DTYPES, stored_tensors
 from megatron.checkpoint.source import TensorInfo, misfits
 from megatron.checkpoint.storage import open_storage
 from megatron.config.data import DataConfig
@@ -47,8 +47,8 @@ class HuggingFaceFolder:
         self.vocab_size = fields.size("vocab_size")
         self.model: ModelConfig = family.read(fields)
         fields.finish()
-        self._files = WeightFiles(folder)
-        if not any(name.startswith(family.prefix) for name in self._files.tensors):  # saved without the output layer
+        self._stored = stored_tensors(folder)
+        if not any(name.startswith(family.prefix) for name in self._stored):  # saved without the output layer
             family = dataclasses.replace(family, prefix="")
         self._layouts = family.layouts(self.model, self.vocab_size)
         self.notes: list[str] = [*fields.notes]
@@ -60,7 +60,7 @@ class HuggingFaceFolder:
         """Every parameter; one that is made of several tensors has the widest of their dtypes."""
         found = {}
         for name, layout in self._layouts.items():
-            dtypes = [self._files.tensors[theirs].dtype for theirs in layout.their_shapes()]
+            dtypes = [self._stored[theirs].dtype for theirs in layout.rows]
             found[name] = TensorInfo(layout.shape, functools.reduce(torch.promote_types, dtypes))
         return found
 
@@ -68,12 +68,12 @@ class HuggingFaceFolder:
         """A parameter, or a box of it; see `WeightSource`."""
         info = self.weights[name]
         box = box or Box.whole(info.shape)
-        return self._layouts[name].ours(box, info.dtype, self._files.read)
+        return self._layouts[name].ours(box, info.dtype, lambda theirs: self._stored[theirs].read())
 
     def _check_tensors(self, family: Family) -> None:
         """Check that every tensor of the model is there in its shape, and every other is known to be no weight."""
         expected = dict(pair for layout in self._layouts.values() for pair in layout.their_shapes().items())
-        stored = self._files.tensors
+        stored = self._stored
         wrong = misfits(stored, expected)
         integers = [name for name in expected if name in stored and stored[name].dtype not in WEIGHT_DTYPES]
         wrong += [f"{name} is not of floating-point numbers" for name in integers]
@@ -82,7 +82,7 @@ class HuggingFaceFolder:
         if self.model.tied and OUTPUT in unread:
             buffers.append(OUTPUT)  # a second copy, as old files have
             (embedding,) = self._layouts[WORD_EMBEDDING].rows
-            if embedding in stored and not torch.equal(self._files.read(embedding), self._files.read(OUTPUT)):
+            if embedding in stored and not torch.equal(stored[embedding].read(), stored[OUTPUT].read()):
                 raise CheckpointError(
                     f"{self.name}: {CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {OUTPUT} is stored "
                     "with other values.\n  Set tie_word_embeddings to false if the model has both, or remove the tensor."

@@ -10,9 +10,11 @@ import json
 import pickle
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,41 +29,34 @@ _PICKLED = "pytorch_model.bin"
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class WeightFiles:
-    """Tensors of a folder by their names there.
+@dataclass(frozen=True)
+class FileTensor(TensorInfo):
+    """A tensor in a file."""
+
+    read: Callable[[], torch.Tensor]
+    """Gives a view of the file."""
+
+
+def stored_tensors(folder: Path) -> dict[str, FileTensor]:
+    """The tensors of a folder by their names there.
 
     Raises:
         CheckpointError: no weights, or a format that is not opened.
         DamagedCheckpointError: a file is missing or truncated, or files and index disagree.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self.tensors: dict[str, TensorInfo] = {}
-        """All tensors, by name."""
-        self._file_of: dict[str, _File] = {}
-        kind, expected = _find(folder)
-        for path, names in expected.items():
-            if not path.is_file():
-                raise DamagedCheckpointError(f"{path} is missing; {path.name} is named in {kind}{INDEX}")
-            file = _open_safetensors(path) if kind == SINGLE else _open_pickle(path)
-            if names is not None:
-                if absent := sorted(names - file.tensors.keys()):
-                    raise DamagedCheckpointError(f"{path} lacks tensors that {kind}{INDEX} says are in it: {listed(absent)}")
-                if extra := sorted(file.tensors.keys() - names):
-                    raise DamagedCheckpointError(f"{path} holds tensors that {kind}{INDEX} does not name: {listed(extra)}")
-            self._file_of |= dict.fromkeys(file.tensors, file)
-            self.tensors |= file.tensors
-
-    def read(self, name: str) -> torch.Tensor:
-        """A view of the file."""
-        return self._file_of[name].read(name)
-
-
-class _File(NamedTuple):
-    """An opened file: its tensors, and how to read them."""
-
-    tensors: Mapping[str, TensorInfo]
-    read: Callable[[str], torch.Tensor]
+    found: dict[str, FileTensor] = {}
+    kind, expected = _find(folder)
+    for path, names in expected.items():
+        if not path.is_file():
+            raise DamagedCheckpointError(f"{path} is missing; {path.name} is named in {kind}{INDEX}")
+        tensors = _open_safetensors(path) if kind == SINGLE else _open_pickle(path)
+        if names is not None:
+            if absent := sorted(names - tensors.keys()):
+                raise DamagedCheckpointError(f"{path} lacks tensors that {kind}{INDEX} says are in it: {listed(absent)}")
+            if extra := sorted(tensors.keys() - names):
+                raise DamagedCheckpointError(f"{path} holds tensors that {kind}{INDEX} does not name: {listed(extra)}")
+        found |= tensors
+    return found
 
 
 def _find(folder: Path) -> tuple[str, dict[Path, set[str] | None]]:
@@ -92,15 +87,10 @@ def _read_index(path: Path) -> dict[Path, set[str] | None]:
     return {path.parent / file: names for file, names in found.items()}
 
 
-def _open_safetensors(path: Path) -> _File:
+def _open_safetensors(path: Path) -> dict[str, FileTensor]:
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
-            tensors = {name: TensorInfo(tuple(part.get_shape()), _dtype(part.get_dtype())) for name, part in slices.items()}
-    except (SafetensorError, OSError, struct.error) as error:
-        raise DamagedCheckpointError(f"{path} is not a whole safetensors file ({error})") from error
+    dtypes = {DTYPES[dtype_name(dtype)].code: dtype for dtype in WEIGHT_DTYPES}
 
     def read(name: str) -> torch.Tensor:
         try:
@@ -111,16 +101,18 @@ def _open_safetensors(path: Path) -> _File:
             raise DamagedCheckpointError(f"{path}: {name} cannot be read ({error})") from error
         return found
 
-    return _File(tensors, read)
+    try:
+        with safe_open(path, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+            return {  # types that no weight has become some other type
+                name: FileTensor(tuple(part.get_shape()), dtypes.get(part.get_dtype(), torch.uint8), partial(read, name))
+                for name, part in slices.items()
+            }
+    except (SafetensorError, OSError, struct.error) as error:
+        raise DamagedCheckpointError(f"{path} is not a whole safetensors file ({error})") from error
 
 
-def _dtype(code: str) -> torch.dtype:
-    """The dtype with a name of safetensors. Types that no weight has become some other type."""
-    names = {DTYPES[dtype_name(dtype)].code: dtype for dtype in WEIGHT_DTYPES}
-    return names.get(code, torch.uint8)
-
-
-def _open_pickle(path: Path) -> _File:
+def _open_pickle(path: Path) -> dict[str, FileTensor]:
     try:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -138,4 +130,4 @@ def _open_pickle(path: Path) -> _File:
     tensors: dict[str, Any] = content if isinstance(content, dict) else {}
     if not tensors or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise CheckpointError(f"{path} does not hold weights by their names")
-    return _File({name: TensorInfo(tuple(value.shape), value.dtype) for name, value in tensors.items()}, tensors.__getitem__)
+    return {name: FileTensor(tuple(value.shape), value.dtype, value.detach) for name, value in tensors.items()}

@@ -233,6 +233,9 @@ def test_a_tied_output_layer_that_is_stored_must_be_the_embedding(tmp_path: Path
     rewrite(tmp_path, lambda t: t["lm_head.weight"][3].add_(1))
     with pytest.raises(CheckpointError, match="other values"):
         HuggingFaceFolder(tmp_path)
+    rewrite(tmp_path, lambda t: t.pop("model.embed_tokens.weight"))
+    with pytest.raises(CheckpointError, match="embed_tokens.weight is missing"):
+        HuggingFaceFolder(tmp_path)
 
 
 def test_parts_of_several_types_become_the_widest(llama: Path) -> None:
