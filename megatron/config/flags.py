@@ -145,6 +145,11 @@ def flags() -> dict[str, Flag]:
     return {flag.name: flag for flag in found}
 
 
+def flag_for(field: str) -> Flag:
+    """The flag that sets a field."""
+    return flags()[field.replace("_", "-")]
+
+
 def build(parts: Mapping[str, Mapping[str, Any]]) -> Config:
     """Settings from values by topic and field; all others have their defaults."""
     return Config(**{topic: kind(**parts.get(topic, {})) for topic, kind in topics().items()})

@@ -109,7 +109,8 @@ def _conditions(flag: Flag) -> Iterator[str]:
     if flag.facts.acts is not None:
         yield from _wrapped(f"acts      only {flag.facts.acts.words}", "            ", "  ")
     for idle in flag.facts.idle:
-        yield from _wrapped(f"idle      where {idle.words}", "            ", "  ")
+        effect = "" if idle.effect == "has no effect" else f"({idle.effect}) "
+        yield from _wrapped(f"idle      {effect}where {idle.words}", "            ", "  ")
     dependent = [other for other in flags().values() if other.facts.acts is not None and flag.field in other.facts.acts.others]
     for word, wanted in (("needed by", True), ("stops", False)):
         names = [f"--{other.name}" for other in dependent if _asks(other, flag) == wanted]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.pipeline_layout import parse_layout, read_layout
@@ -24,7 +24,16 @@ _SHARDED = acts_with(
     data_parallel_sharding_strategy=OtherThan("no_shard"),
 )
 _ONE_DATA_RANK = idle_with("there is one data rank", data_ranks=1)
+_NO_SHARES = idle_with("there is one data rank", effect="hardly saves memory", data_ranks=1)
 _ONE_PIECE = idle_with("one rank computes all layers in one piece", chunks=1)
+_ONE_STAGE = idle_with(
+    "there is one pipeline stage, which never waits for another",
+    effect="saves no time",
+    every=True,
+    pipeline_model_parallel_size=1,
+    chunks=OtherThan(1),
+)
+_ONE_STAGE_IN_ORDER = replace(_ONE_STAGE, others={"pipeline_model_parallel_size": 1, "pipeline_schedule": OtherThan("1f1b")})
 
 
 @dataclass(frozen=True)
@@ -45,11 +54,11 @@ class ParallelConfig:
         False, idle=idle_with("both numberings of the ranks are the same here", data_ranks=1, pipeline_model_parallel_size=1)
     )
     """Number the ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
-    pipeline_schedule: PipelineSchedule | None = None
+    pipeline_schedule: PipelineSchedule | None = setting(None, idle=_ONE_STAGE_IN_ORDER)
     """Order of forwards and backwards in the pipeline; by default interleaved with several virtual stages, else 1f1b."""
-    num_layers_per_virtual_pipeline_stage: int | None = setting(None, at_least=1, unit="layers")
+    num_layers_per_virtual_pipeline_stage: int | None = setting(None, at_least=1, unit="layers", idle=_ONE_STAGE)
     """Layers of one virtual stage (chunk); each pipeline rank holds several."""
-    num_virtual_stages_per_pipeline_rank: int | None = setting(None, at_least=1, unit="chunks of layers")
+    num_virtual_stages_per_pipeline_rank: int | None = setting(None, at_least=1, unit="chunks of layers", idle=_ONE_STAGE)
     """Virtual stages (chunks) that each pipeline rank holds; the other way to ask for them."""
     pipeline_split: PipelineSplit = setting("even", idle=_ONE_PIECE)
     """How layers are spread over the stages: the same number each, or by their cost, embedding and loss counted."""
@@ -61,21 +70,41 @@ class ParallelConfig:
     """Count the embedding as a layer when layers are spread."""
     account_for_loss_in_pipeline_split: bool = setting(False, idle=_ONE_PIECE)
     """Count the output layer and the loss as a layer when layers are spread."""
-    pipeline_model_parallel_layout: str | None = setting(None, idle=_ONE_PIECE)
+    pipeline_model_parallel_layout: str | None = setting(None, idle=(_ONE_PIECE, _ONE_STAGE))
     """Every stage by hand: E embedding, t layer, L loss, | between stages, (..)*n repeats, as in "Et*3|(tt|)*6L"."""
     overlap_p2p_communication: bool = setting(
         True, idle=idle_with("nothing is sent between pipeline stages", pipeline_model_parallel_size=1)
     )
     """Send and receive between stages while computing; without, a stage waits for each exchange (the same result, bit for bit)."""
-    data_parallel_sharding_strategy: ShardingStrategy = "no_shard"
+    data_parallel_sharding_strategy: ShardingStrategy = setting("no_shard", idle=_NO_SHARES)
     """What each data rank keeps only its share of. optim: main parameters and moments (ZeRO-1); optim_grads: gradients too
     (ZeRO-2); optim_grads_params: parameters too, gathered block by block where they are used (ZeRO-3)."""
-    use_distributed_optimizer: bool = False
+    use_distributed_optimizer: bool = setting(
+        False,
+        idle=(
+            idle_with("the strategy shards the optimizer's state too", data_parallel_sharding_strategy=OtherThan("no_shard")),
+            replace(_NO_SHARES, others={"data_ranks": 1, "data_parallel_sharding_strategy": "no_shard"}, every=True),
+        ),
+    )
     """The same as --data-parallel-sharding-strategy optim. If both are given, what shards more counts."""
-    fsdp_shard_size: int | None = setting(None, at_least=1, unit="ranks", acts=_FSDP)
+    fsdp_shard_size: int | None = setting(
+        None,
+        at_least=1,
+        unit="ranks",
+        acts=_FSDP,
+        idle=idle_with(
+            "each group has one data rank, so optim_grads_params is the same as optim_grads",
+            effect="leaves parameters whole",
+            every=True,
+            fsdp_shard_size=1,
+            data_ranks=OtherThan(1),
+        ),
+    )
     """Data ranks that share one copy of the model under optim_grads_params; each group of so many has a copy of its own (hybrid
     sharding). By default all data ranks share one."""
-    fsdp_reshard_after_forward: FsdpReshard = setting("always", acts=_FSDP)
+    fsdp_reshard_after_forward: FsdpReshard = setting(
+        "always", acts=_FSDP, idle=idle_with("every data rank holds the parameters whole", data_ranks=1, fsdp_shard_size=1)
+    )
     """Under optim_grads_params: free the parameters of a block after its forward and gather them again for backward (always), or
     keep them from their first use in a step to their last (never: sends less, but in between all of this rank's are in memory)."""
     overlap_grad_reduce: bool = setting(False, idle=_ONE_DATA_RANK)

@@ -60,6 +60,8 @@ class Beside:
     """Whether all of them must hold; otherwise one is enough."""
     fix: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings to suggest where it does not hold."""
+    effect: str = "has no effect"
+    """What the setting does where it holds, if it is a condition under which it does little."""
 
     def holds(self, value: Callable[[str], Any]) -> bool:
         """Whether the settings, looked up by name, fulfil it."""
@@ -79,7 +81,8 @@ class SettingFacts:
     acts: Beside | None = None
     """The setting acts only with these. Changed without them it is refused, so that nobody believes that it acts."""
     idle: tuple[Beside, ...] = ()
-    """With these it changes nothing although its condition holds. It is then accepted, and the start-up log gives the reason."""
+    """With these it changes nothing, or little, although its condition holds. It is then accepted, and the start-up log gives the
+    reason."""
 
 
 def setting(
@@ -127,9 +130,9 @@ def acts_with(words: str = "", *, every: bool = False, fix: Mapping[str, Any] | 
     return Beside(others, words, every, fix)
 
 
-def idle_with(because: str, *, every: bool = False, **others: Any) -> Beside:
-    """A condition under which a setting changes nothing, with the reason."""
-    return Beside(others, because, every)
+def idle_with(because: str, *, every: bool = False, effect: str = "has no effect", **others: Any) -> Beside:
+    """A condition under which a setting changes nothing or has only some effect, with the reason."""
+    return Beside(others, because, every, effect=effect)
 
 
 def _is(value: Any, wanted: Any) -> bool:

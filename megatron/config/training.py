@@ -157,6 +157,7 @@ class OptimizerConfig:
             fix={"optimizer_offload_fraction": 1.0},
             optimizer_offload_fraction=OtherThan(0),
         ),
+        idle=idle_with("--device cpu has everything in host memory", effect="saves no memory", device="cpu"),
     )
     """Keep main parameters and moments in host memory and update them there."""
     optimizer_offload_fraction: float = setting(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.config import Config
-from megatron.config.flags import Flag, flags
+from megatron.config.flags import Flag, flag_for
 from megatron.config.setting import Beside
 
 
@@ -26,7 +26,7 @@ class Change:
     def apply(self, config: Config, world_size: int) -> tuple[Config, int]:
         """The settings and the world size after the change."""
         for name, value in self.fields:
-            topic = _by_field(name).topic
+            topic = flag_for(name).topic
             config = dataclasses.replace(config, **{topic: dataclasses.replace(getattr(config, topic), **{name: value})})
         return config, world_size if self.world_size is None else self.world_size
 
@@ -37,14 +37,14 @@ class Change:
         """
         total = 0.0 if self.world_size is None else 1.0 + _steps(world_size, self.world_size)
         for name, value in self.fields:
-            total += _steps(value_of(config, name), value) + (3.0 if _by_field(name).topic == "model" else 0.0)
+            total += _steps(value_of(config, name), value) + (3.0 if flag_for(name).topic == "model" else 0.0)
         return total
 
     def __str__(self) -> str:
         """The change as a piece of a command line, or ``world size N``."""
         if self.world_size is not None:
             return f"world size {self.world_size}"
-        return " ".join(_shown(_by_field(name), value) for name, value in self.fields)
+        return " ".join(_shown(flag_for(name), value) for name, value in self.fields)
 
 
 @dataclass(frozen=True)
@@ -167,27 +167,27 @@ def try_values(field: str, current: float, values: Iterable[Any]) -> tuple[Chang
 
 def value_of(config: Config, field: str) -> Any:
     """The value of a setting."""
-    return getattr(getattr(config, _by_field(field).topic), field)
+    return getattr(getattr(config, flag_for(field).topic), field)
 
 
 def is_changed(config: Config, field: str) -> bool:
     """Whether a setting differs from its default."""
-    return bool(value_of(config, field) != _by_field(field).default)
+    return bool(value_of(config, field) != flag_for(field).default)
 
 
 def without(config: Config, *fields: str, **others: Any) -> Change:
     """A change that takes these settings back, if they are given, and sets others."""
-    return change(**{field: _by_field(field).default for field in fields if is_changed(config, field)}, **others)
+    return change(**{field: flag_for(field).default for field in fields if is_changed(config, field)}, **others)
 
 
 def shown(config: Config, field: str) -> str:
     """A setting as a user types it: ``--lr 0.1``, ``--bf16``, ``--no-load-optim``."""
-    return _shown(_by_field(field), value_of(config, field))
+    return _shown(flag_for(field), value_of(config, field))
 
 
 def in_range(config: Config, field: str) -> bool:
     """Whether a setting is no number, not given, or in its range. (0 stands for what is required and was not given.)"""
-    value, interval = value_of(config, field), _by_field(field).facts.interval
+    value, interval = value_of(config, field), flag_for(field).facts.interval
     return interval is None or value is None or all(map(interval.holds, value if isinstance(value, tuple) else (value,)))
 
 
@@ -214,10 +214,6 @@ def data_size(config: Config, world_size: int) -> int | None:
 def _steps(old: Any, new: Any) -> float:
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) and value > 0 for value in (old, new))
     return abs(math.log2(new) - math.log2(old)) if numbers and new != old else float(new != old)
-
-
-def _by_field(field: str) -> Flag:
-    return flags()[field.replace("_", "-")]
 
 
 def _shown(flag: Flag, value: Any) -> str:
