@@ -13,14 +13,14 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron.config.checkpoint_args import take_from_checkpoint
 from megatron.config.checks.each import notes as effect_notes
 from megatron.config.compat import KNOWN
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import build, flag_of
+from megatron.config.flags import flag_of
 from megatron.config.given import DryRun, Given, Sorted, dry_run_in, sort_given, split, take, without_gaps
 from megatron.config.launcher import launched
 from megatron.config.rules import violations
@@ -100,7 +100,7 @@ def _read(argv: Sequence[str]) -> tuple[Config, dict[str, list[str]], Sorted]:
     found = sort_given(stray, [*from_files, *own])
     if unread:
         found.doubt_all()
-    config = _instantiate(found)
+    config = found.config()
     contradictions: list[Violation] = []
     if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
         config, contradictions = take_from_checkpoint(config, found.explicit)
@@ -132,15 +132,6 @@ def _read_files(paths: Sequence[str]) -> tuple[list[Given], list[Violation]]:
         except ConfigError as error:
             problems.extend(error.violations)
     return found, problems
-
-
-def _instantiate(found: Sorted) -> Config:
-    """Settings from flags whose form has been checked. If a flag occurs more than once, the last counts."""
-    parts: dict[str, dict[str, Any]] = {}
-    for flag, item in found.settings:
-        value = item.name == flag.name if flag.kind is bool else flag.read(item.values)
-        parts.setdefault(flag.topic, {})[flag.field] = value
-    return build(parts)
 
 
 def _write_and_exit(text: str) -> NoReturn:

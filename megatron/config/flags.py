@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.config.config import Config
-from megatron.config.setting import SettingFacts, facts_of
+from megatron.config.setting import SettingFacts
 
 _KINDS = {int: "whole number", float: "number", str: "text"}
 _LARGEST = 10**15
@@ -60,37 +60,37 @@ class Flag:
             return f"any number of {_KINDS[self.kind]}s"
         return f"a {_KINDS[self.kind]}" if self.count == 1 else f"{self.count} {_KINDS[self.kind]}s"
 
-    def fault(self, values: Sequence[str]) -> str | None:
-        """Why these texts cannot be the flag's values, or None if they can."""
-        if self.count == 0:
-            return "is a switch and takes no value (in a file: true or false)" if values else None
-        if self.optional and tuple(values) == ("None",):
-            return None
-        if self.count is not None and len(values) != self.count:
-            return f"takes {self.expects}, not {len(values) or 'none'}"
-        if not all(self._accepts(value) for value in values):
-            too_large = self.kind is int and all(re.fullmatch(r"[+-]?\d+", value) for value in values)
-            return f"takes {self.expects}{' below 10^15' if too_large else ''}"
-        return None
+    def read(self, name: str, texts: Sequence[str]) -> Any:
+        """The field's value from the flag's spelling, which says whether a switch is on, and its values.
 
-    def _accepts(self, value: str) -> bool:
+        Raises:
+            ValueError: the texts cannot be its values; says what it takes.
+        """
+        if self.kind is bool:
+            if texts:
+                raise ValueError("is a switch and takes no value (in a file: true or false)")
+            return name == self.name
+        if self.optional and tuple(texts) == ("None",):
+            return None
+        if self.count is not None and len(texts) != self.count:
+            raise ValueError(f"takes {self.expects}, not {len(texts) or 'none'}")
+        if not all(map(self._accepts, texts)):
+            too_large = self.kind is int and all(re.fullmatch(r"[+-]?\d+", text) for text in texts)
+            raise ValueError(f"takes {self.expects}{' below 10^15' if too_large else ''}")
+        converted = tuple(map(self.kind, texts))
+        return converted if self.is_tuple else converted[0]
+
+    def _accepts(self, text: str) -> bool:
         if self.choices:
-            return value in self.choices
+            return text in self.choices
         if self.kind is str:
             # A value that looks like a flag is a flag whose value was forgotten.
-            return bool(value) and not (self.count is None and value.startswith("--"))
+            return bool(text) and not (self.count is None and text.startswith("--"))
         try:
-            number = self.kind(value)
+            number = self.kind(text)
         except ValueError:
             return False
         return self.kind is float or -_LARGEST < number < _LARGEST
-
-    def read(self, values: Sequence[str]) -> Any:
-        """The field's value from texts in which `fault` finds none. (The value of a switch is in its spelling: see `flag_of`.)"""
-        if self.optional and tuple(values) == ("None",):
-            return None
-        converted = tuple(self.kind(value) for value in values)
-        return converted if self.is_tuple else converted[0]
 
     def from_plain(self, value: Any) -> Any:
         """The field's value from JSON types: lists become tuples, whole numbers become float where the field is one.
@@ -104,7 +104,7 @@ class Flag:
         fits = isinstance(items, list | tuple) and self.count in (None, 0, len(items)) and all(map(self._is_plain, items))
         if not fits:
             raise ValueError(f"{self.topic}.{self.field} must be {'true or false' if self.kind is bool else self.expects}")
-        converted = tuple(self.kind(item) for item in items)
+        converted = tuple(map(self.kind, items))
         return converted if self.is_tuple else converted[0]
 
     def _is_plain(self, item: Any) -> bool:
@@ -116,6 +116,7 @@ class Flag:
 
 
 def _flag(topic: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
+    facts = field.metadata.get(SettingFacts, SettingFacts())
     arguments = typing.get_args(hint)
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
     if optional:
@@ -126,7 +127,7 @@ def _flag(topic: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
         count = None if arguments[-1] is Ellipsis else len(arguments)
         hint = arguments[0]
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-    return Flag(topic, field.name, str if choices else hint, choices, optional, count, field.default, facts_of(field))
+    return Flag(topic, field.name, str if choices else hint, choices, optional, count, field.default, facts)
 
 
 @functools.cache

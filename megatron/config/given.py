@@ -11,13 +11,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron.config.checks.each import LARGEST_WORLD
 from megatron.config.compat import CHOICES, KNOWN, NoEffect, find_family
 from megatron.config.config import Config
 from megatron.config.data import is_number, path_flags
 from megatron.config.errors import Violation
-from megatron.config.flags import Flag, flag_of, flags, nearest_names
+from megatron.config.flags import Flag, build, flag_of, flags, nearest_names
 
 _FLAG = re.compile(r"--[A-Za-z]|-[A-Za-z]")
 
@@ -74,8 +75,8 @@ _MOST_GUESSED = 20  # unknown flags for which near ones are looked for, which ta
 class Sorted:
     """The given flags, sorted."""
 
-    settings: list[tuple[Flag, Given]] = field(default_factory=list)
-    """Good settings in order. If a flag occurs more than once, the last counts."""
+    settings: list[tuple[Flag, Given, Any]] = field(default_factory=list)
+    """Good settings in order, with their values. If a flag occurs more than once, the last counts."""
     notes: list[str] = field(default_factory=list)
     """A line for each flag that has no effect, and for each that was given twice."""
     problems: list[Violation] = field(default_factory=list)
@@ -86,7 +87,14 @@ class Sorted:
     @property
     def explicit(self) -> set[str]:
         """Fields that the user set."""
-        return {flag.field for flag, item in self.settings if item.values != ("None",)}
+        return {flag.field for flag, _, value in self.settings if value is not None}
+
+    def config(self) -> Config:
+        """The good settings, and defaults for all others."""
+        parts: dict[str, dict[str, Any]] = {}
+        for flag, _, value in self.settings:
+            parts.setdefault(flag.topic, {})[flag.field] = value
+        return build(parts)
 
     def doubt_all(self) -> None:
         """Nothing is known for sure."""
@@ -102,11 +110,11 @@ def sort_given(stray: Sequence[str], given: Sequence[Given]) -> Sorted:
     for item in given:
         flag, known = flag_of(item.name), KNOWN.get(item.name)
         if flag is not None:
-            if fault := flag.fault(item.values):
+            try:
+                found.settings.append((flag, item, flag.read(item.name, item.values)))
+            except ValueError as error:
                 found.doubtful.add(f"--{flag.name}")
-                found.problems.append(_misused(item, flag.name, fault, flag.choices))
-            else:
-                found.settings.append((flag, item))
+                found.problems.append(_misused(item, flag.name, str(error), flag.choices))
         elif isinstance(known, NoEffect):
             if fault := known.fault(item.values):
                 found.problems.append(_misused(item, item.name, fault))
@@ -156,7 +164,7 @@ def _spellings() -> list[str]:
 def _note_repeated(found: Sorted) -> None:
     """Note the settings that the command line gives more than once with different values."""
     last: dict[str, Given] = {}
-    for flag, item in found.settings:
+    for flag, item, _ in found.settings:
         before = last.get(flag.name)
         if before is not None and not before.where and (before.name, before.values) != (item.name, item.values):
             found.notes.append(f"{before} is overruled by {item}, which comes later.")

@@ -30,10 +30,12 @@ def violations(config: Config, world_size: int, given: Collection[str] = ()) -> 
         return [_worded(finding, ()) for finding in each.world_has_ranks(config, world_size)]
     found = _evaluate(config, world_size)
     counts = [len(findings) for findings in found]
+    required = RULES.index(each.required_are_given)
+    found[required] = [each.as_given(finding, config, world_size, given) for finding in found[required]]
     return [
         _worded(finding, _nearest(finding, index, counts, config, world_size))
         for index, findings in enumerate(found)
-        for finding in (_as_given(findings, config, world_size, given) if RULES[index] is each.required_are_given else findings)
+        for finding in findings
     ]
 
 
@@ -44,10 +46,6 @@ def _worded(finding: Finding, nearest: Sequence[Change]) -> Violation:
 
 def _evaluate(config: Config, world_size: int) -> list[list[Finding]]:
     return [list(rule(config, world_size)) for rule in RULES]
-
-
-def _as_given(findings: list[Finding], config: Config, world_size: int, given: Collection[str]) -> list[Finding]:
-    return [each.as_given(finding, config, world_size, given) for finding in findings]
 
 
 def _nearest(finding: Finding, index: int, counts: list[int], config: Config, world_size: int) -> list[Change]:

@@ -107,12 +107,6 @@ def setting(
     return field  # type: ignore[no-any-return]
 
 
-def facts_of(field: dataclasses.Field[Any]) -> SettingFacts:
-    """The facts about a field."""
-    facts: SettingFacts = field.metadata.get(SettingFacts, SettingFacts())
-    return facts
-
-
 def acts_with(words: str = "", *, every: bool = False, fix: Mapping[str, Any] | None = None, **others: Any) -> Beside:
     """A condition under which a setting acts: one of the others (with `every`, each) is as named.
 

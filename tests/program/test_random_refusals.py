@@ -54,7 +54,10 @@ def test_the_words_are_worth_trying() -> None:
     """Some are good for some flag, none for all."""
 
     def good(flag: Flag, word: str) -> bool:
-        return flag.fault([word] * (flag.count or 1)) is None
+        with contextlib.suppress(ValueError):
+            flag.read(flag.name, [word] * (flag.count or 1))
+            return True
+        return False
 
     for word in WORDS:
         assert not all(good(flag, word) for flag in flags().values())
