@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
 from megatron.config.parallel import ShardingStrategy
-from megatron.spec.schedule_spec import Costs
+from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES
 from tools.benchmarks.shapes import SHAPES, Shape
 

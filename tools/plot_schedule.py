@@ -22,7 +22,7 @@ from typing import NamedTuple, TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
 from megatron.pipeline_parallel.simulate import simulate
-from megatron.spec.schedule_spec import Costs
+from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tools.schedules.files import check_output, write_picture
 from tools.schedules.formulas import expected

@@ -9,7 +9,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.training import PrecisionConfig
 from megatron.model.gpt import GPTChunk, residual_dtype
-from megatron.model.init import initialize_all
+from megatron.model.init import initialize
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
@@ -86,5 +86,6 @@ def build_model(
     if materialized and context.device.type != "meta":
         for module in chunks.values():
             materialize(module, params, context.device)
-        initialize_all(params, context, seed)
+        for entry in params:
+            initialize(entry.param, entry.record, context, seed)
     return Model(config, dtype, vocab_size, table, chunks, params, sequence_parallel, seed)

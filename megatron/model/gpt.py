@@ -123,14 +123,11 @@ class GPTChunk(nn.Module):
         specs = layers(config)
         numbers = chunk.layers if only is None else only
         self.residual_dtype = residual_dtype(config, scope.dtype)
-        self.embedding = self.final_norm = self.output = None
-        if chunk.first:
-            self.embedding = Embedding(scope.child("embedding"), config)
+        self.embedding = Embedding(scope.child("embedding"), config) if chunk.first else None
         self.layers = nn.ModuleList(Block(scope.child(f"layers.{layer}"), config, specs[layer], layer) for layer in numbers)
         self.rotaries = [specs[layer].attention.rotary for layer in numbers]
-        if chunk.last:
-            self.final_norm = Norm(scope.child("final_norm"), norm_of(config))
-            self.output = OutputLayer(scope.child("output"), config)
+        self.final_norm = Norm(scope.child("final_norm"), norm_of(config)) if chunk.last else None
+        self.output = OutputLayer(scope.child("output"), config) if chunk.last else None
 
     def units(self) -> list[nn.Module]:
         """The modules that hold parameters, in the order of the forward. Sharded, each is gathered and freed as a whole."""

@@ -15,7 +15,7 @@ import torch
 
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamRecord, ParamTable
+from megatron.parallel.params import ParamRecord
 from megatron.parallel.random import stable_seed
 
 _TILE_ELEMENTS = 1 << 16
@@ -79,9 +79,3 @@ def _fill_box(flat: torch.Tensor, record: ParamRecord, box: Box, seed: int) -> N
 def initialize(param: torch.Tensor, record: ParamRecord, context: ParallelContext, seed: int) -> None:
     """Fill this rank's part of a parameter; padding becomes 0."""
     fill(param.detach().view(-1), record, record.boxes(FlatPiece(0, param.numel()), context), seed)
-
-
-def initialize_all(table: ParamTable, context: ParallelContext, seed: int) -> None:
-    """Fill every parameter that this rank holds."""
-    for entry in table:
-        initialize(entry.param, entry.record, context, seed)

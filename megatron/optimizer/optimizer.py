@@ -40,19 +40,17 @@ class ShardedOptimizer:
         self.num_updates = 0
         """Updates made so far, also before a resume. (The moments are loaded in place.)"""
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-        chosen = choose_offloaded([shard.grad.numel() for shard in self.shards], fraction)
+        chosen = {id(self.shards[index]) for index in choose_offloaded([shard.grad.numel() for shard in self.shards], fraction)}
         if staged is None:
             staged = context.device.type not in ("cpu", "meta")
         link = Link(context.device) if chosen and staged else None
         rule_of = rules_of(config)
         self._placements: list[list[StatePlacement]] = []
-        at = 0
         for group in self.groups:
             # Placements on the device come first: its kernels only have to be started, and run while the host updates the others.
             together: dict[tuple[bool, UpdateRule], list[Shard]] = {}
-            for index, shard in sorted(enumerate(group.shards, at), key=lambda each: each[0] in chosen):
-                together.setdefault((index in chosen, rule_of(shard.record)), []).append(shard)
-            at += len(group.shards)
+            for shard in sorted(group.shards, key=lambda shard: id(shard) in chosen):
+                together.setdefault((id(shard) in chosen, rule_of(shard.record)), []).append(shard)
             self._placements.append(
                 [
                     OnHost(group, shards, rule, context, link)

@@ -33,7 +33,7 @@ class Deferred:
     """Deferred work, in order, and the memory that waits with it."""
 
     def __init__(self) -> None:
-        self._work: deque[tuple[Work, int]] = deque()
+        self._work: deque[Work] = deque()
         self.num_bytes = 0
         """Bytes of the tensors that are kept for the work still to do."""
 
@@ -42,7 +42,7 @@ class Deferred:
 
     def add(self, work: Work, num_bytes: int) -> None:
         """Defer one piece."""
-        self._work.append((work, num_bytes))
+        self._work.append(work)
         self.num_bytes += num_bytes
 
     def run(self) -> None:
@@ -51,21 +51,16 @@ class Deferred:
         The tensors of a piece are freed as soon as it is done.
         """
         rest: Callable[[], None] | None = None
-        kept = 0
         with torch.no_grad():  # outside of autograd here, with inputs that may require a gradient
             while self._work:
-                work, num_bytes = self._work.popleft()
-                started = work()
+                started = self._work.popleft()()
                 if rest is not None:
                     rest()
-                    self.num_bytes -= kept
-                rest, kept = started, num_bytes
-                if rest is None:
-                    self.num_bytes -= num_bytes
-                del work, started
+                rest = started
+                del started
             if rest is not None:
                 rest()
-                self.num_bytes -= kept
+        self.num_bytes = 0
 
 
 # Set by the executor around one backward. A plain global: on CUDA, autograd runs backward on a thread of its own.

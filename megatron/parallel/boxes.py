@@ -107,7 +107,7 @@ def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]
     boxes = in_row(first, head, inner) if head else []
     first += head > 0
     if first < last:
-        boxes.append(Box((first, *(0 for _ in rest)), (last - first, *rest)))
+        boxes.append(Box((first, *Box.whole(rest).offsets), (last - first, *rest)))
     return boxes + in_row(last, 0, tail)
 
 
@@ -125,10 +125,9 @@ def place(local_shape: tuple[int, ...], held: Box, piece: Piece) -> list[PlacedB
     assert local_shape[1:] == held.sizes[1:], "only the first dimension may be padded"
     if isinstance(piece, DimPiece):
         low, high = (min(end, held.sizes[piece.dim]) for end in (piece.start, piece.stop))
-        inside = list(held.sizes)
-        inside[piece.dim] = high - low
-        offsets = [offset + low * (dim == piece.dim) for dim, offset in enumerate(held.offsets)]
-        box = Box(tuple(offsets), tuple(inside))
+        offsets, sizes = [0] * len(held.sizes), list(held.sizes)
+        offsets[piece.dim], sizes[piece.dim] = low, high - low
+        box = Box(tuple(offsets), tuple(sizes)).inside(held)
         return [PlacedBox(box, 0)] if box.numel else []
     placed: list[PlacedBox] = []
     at = 0

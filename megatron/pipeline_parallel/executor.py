@@ -77,8 +77,8 @@ class Executor:
         self._boundary, self._overlap, self._before_backward = boundary, overlap, before_backward
         self._messenger = Messenger(context, boundary)
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
-        self._prepared: dict[int, list[Step]] = {}
-        self._checked: list[Schedule] = []  # kept, so that no other schedule gets the id() of one of them
+        self._prepared: dict[int, tuple[list[Step], Schedule]] = {}
+        """By id(); the schedules are kept, so that no other one gets the id() of one of them."""
         self.recorder: Recorder | None = None
         """Called for every operation of a training step, if set."""
         self._deferred_bytes = 0
@@ -127,16 +127,15 @@ class Executor:
             ValueError: the schedule is incomplete or would deadlock.
         """
         if id(schedule) in self._prepared:
-            return self._prepared[id(schedule)]
+            return self._prepared[id(schedule)][0]
         receives, exchanges = validate(schedule)
-        self._checked.append(schedule)
         self._messenger.connect(channels(schedule))
         plan = (receives if self._overlap else exchanges)[self._stage]
         steps = []
         for (op, needs, gives), posts, arrived in zip(schedule.linked_ops[self._stage], plan.before, plan.arrived, strict=True):
             destination = self._stage if gives is None else schedule.stage_of_chunk[gives.chunk]
             steps.append(Step(op, tuple(posts), needs, gives, destination, tuple(arrived)))
-        self._prepared[id(schedule)] = steps
+        self._prepared[id(schedule)] = steps, schedule
         return steps
 
     def _forward(self, step: Step, received: Tensors, forward: ForwardFunction, training: bool) -> Tensors:

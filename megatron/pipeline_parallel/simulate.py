@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.spec.operations import LinkedOp, Message, Op, Schedule
-from megatron.spec.schedule_spec import Costs
+from megatron.spec.operations import Costs, LinkedOp, Message, Op, Schedule
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, LinkedOp]]:

@@ -13,8 +13,7 @@ from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.counts import attention_flops, flops_per_step, flops_per_token, layer_flops, output_flops
-from megatron.spec.operations import Schedule
-from megatron.spec.schedule_spec import Costs
+from megatron.spec.operations import Costs, Schedule
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,30 @@ class Schedule:
         return None
 
 
+@dataclass(frozen=True)
+class Costs:
+    """Durations of the operations on one chunk, all in one unit (pictures take milliseconds)."""
+
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    p2p: float = 0.0
+    """Time from the end of an operation until its result has arrived at another stage; 0 between chunks of one stage."""
+
+    def of(self, op: Op) -> float:
+        """Duration of an operation. A whole backward takes the time of an input gradient and a weight gradient."""
+        if op.kind is OpKind.FORWARD:
+            return self.forward
+        if op.kind is OpKind.INPUT_GRAD:
+            return self.input_grad
+        return self.weight_grad if op.kind is OpKind.WEIGHT_GRAD else self.input_grad + self.weight_grad
+
+    def divided(self, chunks_per_stage: int) -> Costs:
+        """The costs of a chunk, if these are the costs of a whole stage."""
+        n = chunks_per_stage
+        return Costs(self.forward / n, self.input_grad / n, self.weight_grad / n, self.p2p)
+
+
 def loop(num_stages: int, chunks_per_stage: int = 1) -> tuple[int, ...]:
     """The stage of each chunk, round and round: chunk c lies on stage c mod p (Narayanan et al. 2021, section 2.2.2)."""
     return tuple(range(num_stages)) * chunks_per_stage

@@ -28,8 +28,7 @@ from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
 from megatron.planner.advice import advice
 from megatron.planner.state_report import describe_state, state_report
 from megatron.spec.counts import count_parameters, kept_per_token
-from megatron.spec.operations import Schedule
-from megatron.spec.schedule_spec import Costs
+from megatron.spec.operations import Costs, Schedule
 from megatron.training.failure import together
 from megatron.training.progress import BatchSizePlan
 from megatron.training.reporter import Reporter

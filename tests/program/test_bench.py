@@ -13,7 +13,7 @@ import pytest
 
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.pipeline_parallel.simulate import simulate
-from megatron.spec.schedule_spec import Costs
+from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.cli import ROOT, spawn_cli
 from tools.benchmarks import bubble, overlap

@@ -20,7 +20,7 @@ from megatron.config.compat import FAMILIES, KNOWN, Refused
 from megatron.config.flags import flags
 from megatron.config.given import REQUESTS
 from megatron.parallel.topology import Topology
-from megatron.spec.whole_backward import one_f_one_b
+from megatron.spec.schedules import one_f_one_b
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.runs import arguments, run
 from tests.support.vocabularies import sentencepiece

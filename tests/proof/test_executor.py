@@ -21,8 +21,7 @@ from megatron.pipeline_parallel import p2p
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Boundary, Messenger, Tensors, TensorSpec
 from megatron.spec.operations import Message, Op, OpKind, Schedule, forward_only
-from megatron.spec.schedules import make_schedule
-from megatron.spec.whole_backward import gpipe, one_f_one_b
+from megatron.spec.schedules import gpipe, make_schedule, one_f_one_b
 from megatron.tensor_parallel.linear import parallel_linear
 from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU, lone_rank

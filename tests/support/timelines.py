@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
-from megatron.spec.schedule_spec import Costs
+from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tools.schedules.panel import Panel
 

@@ -23,8 +23,7 @@ from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors, TensorSpec
 from megatron.pipeline_parallel.simulate import simulate
-from megatron.spec.operations import Op, Schedule
-from megatron.spec.schedule_spec import Costs
+from megatron.spec.operations import Costs, Op, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.verification.local_ranks import run_ranks
 

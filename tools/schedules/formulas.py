@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from megatron.spec.schedule_spec import Costs
-from megatron.spec.whole_backward import rounds
+from megatron.spec.operations import Costs
+from megatron.spec.schedules import rounds
 
 Value = TypeVar("Value")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_live_activations
-from megatron.spec.schedule_spec import Costs
+from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES
 from tests.unit.pipeline_parallel.test_generators import CHUNKS, MICROBATCHES, STAGES, make
 from tools.schedules.formulas import expected

@@ -12,8 +12,7 @@ from megatron.pipeline_parallel import exchange
 from megatron.pipeline_parallel.exchange import channels, plan_exchanges, plan_receives, proved_plans
 from megatron.pipeline_parallel.simulate import simulate, walk
 from megatron.spec.operations import Message, Op, Schedule, forward_only
-from megatron.spec.schedules import SCHEDULES, make_schedule
-from megatron.spec.whole_backward import one_f_one_b
+from megatron.spec.schedules import SCHEDULES, make_schedule, one_f_one_b
 from tests.support.schedule_examples import B, generated_schedules, greedy, random_schedules
 
 # ---- the plan of receives

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.validate import peak_live_activations
-from megatron.spec.schedule_spec import Costs
+from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.timelines import chunks_of, timeline
 from tools.schedules.formulas import PUBLISHED, Expected, expected

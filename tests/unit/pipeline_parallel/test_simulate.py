@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.simulate import Costs, OpSpan, Timeline, simulate
 from megatron.spec.operations import Message, Op, Schedule
-from megatron.spec.whole_backward import gpipe, one_f_one_b
+from megatron.spec.schedules import gpipe, one_f_one_b
 from tests.support.schedule_examples import B, F, I, W, generated_schedules, random_schedules
 
 SCHEDULES = st.one_of(random_schedules(), generated_schedules(max_stages=4, max_microbatches=6))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.validate import peak_live_activations, validate
 from megatron.spec.operations import Message, Op, OpKind, Schedule
-from megatron.spec.whole_backward import gpipe, one_f_one_b
+from megatron.spec.schedules import gpipe, one_f_one_b
 from tests.support.schedule_examples import B, F, I, W, random_schedules, split_backwards
 
 # ---- the validator accepts

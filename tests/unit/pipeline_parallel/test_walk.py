@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.simulate import walk
 from megatron.spec.operations import Message, Op, Schedule
-from megatron.spec.whole_backward import gpipe
+from megatron.spec.schedules import gpipe
 from tests.support.schedule_examples import B, F, generated_schedules, random_schedules
 
 SCHEDULES = st.one_of(random_schedules(), generated_schedules())

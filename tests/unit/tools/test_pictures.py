@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
 from megatron.pipeline_parallel.validate import peak_live_activations
-from megatron.spec.operations import Op, OpKind, forward_only
-from megatron.spec.schedule_spec import Costs
+from megatron.spec.operations import Costs, Op, OpKind, forward_only
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.timelines import chunks_of, moved, panel, timeline
 from tools.plot_schedule import Terminal
