@@ -11,18 +11,17 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import nn
 
 from megatron.data_parallel.bucket_plan import BucketPlan, Placed
-from megatron.data_parallel.provider import Inspect, WriteCount, complain
+from megatron.data_parallel.provider import Inspect, WriteCount, check_writes
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.boxes import FlatPiece, PlacedBox
 from megatron.parallel.collectives import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamEntry, ParamRecord
+from megatron.parallel.params import ParamRecord
 from megatron.parallel.shards import Shard, ShardGroup
 
 # With one microbatch's reductions as long as its forward and backward, which is the most that can be hidden, fewer than four in
@@ -114,10 +113,7 @@ class Bucket(ABC):
         dtype = plan.params[0].entry.param.dtype
         self.dtype = main_grad_dtype(dtype)
         self.weights = torch.zeros(plan.size, dtype=dtype, device=context.device)
-        self._sinks = [
-            self._attach(number, placed, _move(placed, self._view(self.weights, placed), context, fill))
-            for number, placed in enumerate(plan.params)
-        ]
+        self._sinks = [self._attach(number, placed, fill) for number, placed in enumerate(plan.params)]
         self._count = WriteCount([placed.entry.uses_per_microbatch for placed in plan.params])
         self._microbatches = 0
         self._early = False
@@ -150,7 +146,7 @@ class Bucket(ABC):
             RuntimeError: a parameter got no gradient, or one too many.
         """
         if self._count.rounds != self._microbatches:
-            self._complain()
+            self._check_writes()
 
     @abstractmethod
     def finish(self) -> None:
@@ -166,7 +162,8 @@ class Bucket(ABC):
             start, stop = placed.start + piece.start, placed.start + piece.stop
             record, part = placed.entry.record, slice_of.get(placed.entry.record.name)
             here = range(0) if part is None else range(part.start - piece.start, part.stop - piece.start)
-            counted, copied = (here, range(0)) if self._counts(record) else (range(0), here)
+            counts = record.counts_at(self.context) and not (self.plan.tied and self.context.pipeline_ends.index > 0)
+            counted, copied = (here, range(0)) if counts else (range(0), here)
             grad = grads[start - own.start : stop - own.start]
             shards.append(Shard(record, piece, self.weights[start:stop], grad, counted, copied))
         self.shard_group = ShardGroup(shards, self._publish)
@@ -201,8 +198,15 @@ class Bucket(ABC):
             self.finish_publishing()
             self._gathering = start_all_gather(self.weights[self.own], self.group, out=self.weights)
 
-    def _attach(self, number: int, placed: Placed, param: nn.Parameter) -> GradSink:
-        placed.entry.replace(param)
+    def _attach(self, number: int, placed: Placed, fill: Fill) -> GradSink:
+        """Move a parameter to its place in the bucket, with its values or, where it had no memory, initial ones. Give it a sink."""
+        entry, view = placed.entry, self._view(self.weights, placed)
+        if not entry.param.is_meta:
+            view.copy_(entry.param.detach())
+        elif not view.is_meta:
+            fill(view.view(-1), entry.record, entry.record.boxes(FlatPiece(0, placed.numel), self.context))
+        param = nn.Parameter(view)
+        entry.replace(param)
         sink = GradSink(self.dtype, partial(self._wrote, number), provide=partial(self._provide_for, number))
         param.grad_sink = sink  # type: ignore[attr-defined]
         return sink
@@ -210,10 +214,13 @@ class Bucket(ABC):
     def _wrote(self, number: int) -> None:
         if self._count.writes[number] == self._count.uses[number] * self._microbatches:
             self._count.writes[number] += 1
-            self._complain()
+            self._check_writes()
         completes = self._count.add(number)
         if self._inspect is not None:
-            self._hand_over(number, self._inspect)
+            sink = self._sinks[number]
+            grad, sink.main_grad, sink.written = sink.main_grad, None, False
+            assert grad is not None
+            self._inspect(self.plan.params[number].entry, grad)
         elif completes:
             self._complete(self._count.rounds)
 
@@ -224,23 +231,11 @@ class Bucket(ABC):
             shape = self.plan.params[number].entry.param.shape
             self._sinks[number].main_grad = torch.empty(shape, dtype=self.dtype, device=self.context.device)
 
-    def _hand_over(self, number: int, inspect: Inspect) -> None:
-        sink = self._sinks[number]
-        grad, sink.main_grad, sink.written = sink.main_grad, None, False
-        assert grad is not None
-        inspect(self.plan.params[number].entry, grad)
-
-    def _complain(self) -> NoReturn:
+    def _check_writes(self) -> None:
         counts = zip(self.plan.params, self._count.writes, self._count.uses, strict=True)
-        complain(
+        check_writes(
             self.context.rank, [(placed.entry.record.name, found, uses * self._microbatches) for placed, found, uses in counts]
         )
-
-    def _counts(self, record: ParamRecord) -> bool:
-        """Whether this rank's slice counts in global norms: among ranks that hold the same slice, one does."""
-        at = self.context.coordinates
-        replicated = [axis for axis in record.replicated_axes if axis not in self.plan.axes]
-        return all(at[axis] == 0 for axis in replicated) and not (self.plan.tied and self.context.pipeline_ends.index > 0)
 
     @staticmethod
     def _view(buffer: torch.Tensor, placed: Placed) -> torch.Tensor:
@@ -311,14 +306,16 @@ class SlicedBucket(Bucket):
     def start_step(self, num_microbatches: int, *, early: bool, inspect: Inspect | None) -> None:
         """Begin a step: forget the last one's gradients, and what a failed step has left."""
         super().start_step(num_microbatches, early=early, inspect=inspect)
-        self._settle()
+        self.finish()
         self._reduced_once = False
         if self._borrowed is not None:
             self._return(Pending(self._borrowed))
 
     def finish(self) -> None:
-        """Wait for the last reduction."""
-        self._settle()
+        """Wait for the last reduction, if there is one."""
+        if self._reducing is not None:
+            self._reducing.wait()
+            self._reducing = None
 
     def _provide(self) -> None:
         self._borrowed = self._pool.take(self.plan.size)
@@ -331,7 +328,7 @@ class SlicedBucket(Bucket):
         for placed, sink in zip(self.plan.params, self._sinks, strict=True):
             if not sink.written:  # this parameter was a microbatch ahead
                 self._view(buffer, placed).zero_()
-        self._settle()
+        self.finish()
         if self._reduced_once:  # this rank's own summand carries the sum of the microbatches before
             buffer[self.own].add_(self._grads)
         self._reduced_once = True
@@ -348,19 +345,3 @@ class SlicedBucket(Bucket):
         self._borrowed = None
         for sink in self._sinks:
             sink.main_grad, sink.written = None, False
-
-    def _settle(self) -> None:
-        if self._reducing is not None:
-            self._reducing.wait()
-            self._reducing = None
-
-
-def _move(placed: Placed, view: torch.Tensor, context: ParallelContext, fill: Fill) -> nn.Parameter:
-    """Move a parameter to its place in the bucket, with its values or, where it had no memory, initial ones."""
-    entry: ParamEntry = placed.entry
-    old = entry.param
-    if not old.is_meta:
-        view.copy_(old.detach())
-    elif not view.is_meta:
-        fill(view.view(-1), entry.record, entry.record.boxes(FlatPiece(0, placed.numel), context))
-    return nn.Parameter(view)

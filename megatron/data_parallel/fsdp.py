@@ -30,11 +30,11 @@ from torch.distributed.tensor import Shard as ShardedDim
 from megatron.config.parallel import FsdpReshard
 from megatron.data_parallel.bucket import Fill, main_grad_dtype
 from megatron.data_parallel.fsdp_plan import UnitPlan, own_piece, plan_units
-from megatron.data_parallel.provider import Inspect, Provider, complain
+from megatron.data_parallel.provider import Inspect, Provider, check_writes
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamEntry, ParamRecord
+from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import Shard, ShardGroup
 
 
@@ -136,12 +136,9 @@ class FsdpUnit:
         )
         param.register_post_accumulate_grad_hook(self._added)
         here, piece = range(local.numel()), own_piece(entry, self._context.fsdp_shard)
-        counted, copied = (here, range(0)) if self._counts(entry.record) else (range(0), here)
+        counts = entry.record.counts_at(self._context) and self._context.fsdp_replica.index == 0
+        counted, copied = (here, range(0)) if counts else (range(0), here)
         return Shard(entry.record, piece, local.view(-1), grad, counted, copied)
-
-    def _counts(self, record: ParamRecord) -> bool:
-        at = self._context.coordinates
-        return self._context.fsdp_replica.index == 0 and all(at[axis] == 0 for axis in record.replicated_axes)
 
     def _fill(self, shard: Shard, fill: Fill) -> None:
         """Write initial values, rounded to the model's dtype first, so that they are the same as under every other strategy."""
@@ -157,7 +154,7 @@ class FsdpUnit:
         entry = self._entries[number]
         self._writes[number] += 1
         if self._writes[number] > self._rounds:
-            complain(self._context.rank, [(entry.record.name, self._writes[number], self._rounds)])
+            check_writes(self._context.rank, [(entry.record.name, self._writes[number], self._rounds)])
         sink = self._sinks[number]
         grad, sink.main_grad, sink.written = sink.main_grad, None, False
         assert grad is not None
@@ -267,9 +264,7 @@ class FullyShardedParams(Provider):
 
     def finish_gradients(self) -> None:
         """See `Provider`. FSDP has waited for its reductions at the end of each chunk's last backward."""
-        counts = [count for unit in self._units for count in unit.counts()]
-        if any(found != wanted for _, found, wanted in counts):
-            complain(self._rank, counts)
+        check_writes(self._rank, [count for unit in self._units for count in unit.counts()])
 
     def finish_evaluation(self) -> None:
         """See `Provider`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
 
 import torch
 
@@ -94,14 +93,14 @@ class WriteCount:
         return True
 
 
-def complain(rank: int, counts: Iterable[tuple[str, int, int]]) -> NoReturn:
-    """Say what is missing.
+def check_writes(rank: int, counts: Iterable[tuple[str, int, int]]) -> None:
+    """Check that nothing is missing.
 
     Args:
-        counts: name of a parameter, gradients that reached it in this step, gradients that should have. Those that agree are fine.
+        counts: name of a parameter, gradients that reached it in this step, gradients that should have.
 
     Raises:
-        RuntimeError: always.
+        RuntimeError: a parameter got too few or too many.
     """
     words = []
     for name, found, wanted in counts:
@@ -109,4 +108,5 @@ def complain(rank: int, counts: Iterable[tuple[str, int, int]]) -> NoReturn:
             words.append(f"{found - wanted} gradients too many reached {name}")
         elif found < wanted:
             words.append(f"{name} lacks {wanted - found} gradients" if found else f"no gradient reached {name}")
-    raise RuntimeError(f"rank {rank}: the backward passes of this step are incomplete: {'; '.join(words)}")
+    if words:
+        raise RuntimeError(f"rank {rank}: the backward passes of this step are incomplete: {'; '.join(words)}")

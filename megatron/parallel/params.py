@@ -64,6 +64,10 @@ class ParamRecord(ParamFacts):
         """Model-parallel axes along which every rank holds the same values."""
         return tuple(axis for axis in ("tp",) if all(split.axis != axis for split in self.splits))
 
+    def counts_at(self, context: ParallelContext) -> bool:
+        """Whether a rank counts its slice in global norms: of the ranks that hold the same slice, one does."""
+        return all(context.coordinates[axis] == 0 for axis in self.replicated_axes if axis not in self.partial_over)
+
     def local_shape(self, axis_sizes: dict[str, int]) -> tuple[int, ...]:
         """Shape on one rank, padding included. `axis_sizes` maps axis names to sizes (missing means 1)."""
         shape = list(self.shape)
