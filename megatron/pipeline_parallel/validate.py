@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from megatron.pipeline_parallel.exchange import ReceivePlan, proved_plans
 from megatron.pipeline_parallel.simulate import walk
 from megatron.spec.operations import Op, OpKind, Schedule
+
+Number = TypeVar("Number", int, float)
 
 
 def validate(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
@@ -27,15 +30,6 @@ def validate(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
         _check_order(op, done)
         done.add(op)
     return proved_plans(schedule)
-
-
-def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage, the most microbatch activations (of one chunk each) kept at once. Each is kept until its weight gradient."""
-    peaks = []
-    for ops in schedule.ops:
-        live = ((op.kind is OpKind.FORWARD) - (op.kind is OpKind.BACKWARD or op.kind is OpKind.WEIGHT_GRAD) for op in ops)
-        peaks.append(max(itertools.accumulate(live), default=0))
-    return tuple(peaks)
 
 
 def _check_order(op: Op, done: set[Op]) -> None:
@@ -63,16 +57,17 @@ def _check_complete(schedule: Schedule) -> None:
         raise ValueError(f"operations on microbatches that do not exist: {sorted(map(str, counts))[:4]}")
 
 
+def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:
+    """For each stage, the most microbatch activations (of one chunk each) kept at once. Each is kept until its weight gradient."""
+    return _peaks(schedule, lambda op: (op.kind is OpKind.FORWARD) - (op.kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD)))
+
+
 def peak_kept(schedule: Schedule, kept: Sequence[float]) -> tuple[float, ...]:
     """For each stage, the most that is kept at once between the two gradients, if a microbatch keeps `kept[chunk]`."""
-    peaks = []
-    for ops in schedule.ops:
-        held = peak = 0.0
-        for op in ops:
-            if op.kind is OpKind.INPUT_GRAD:
-                held += kept[op.chunk]
-                peak = max(peak, held)
-            elif op.kind is OpKind.WEIGHT_GRAD:
-                held -= kept[op.chunk]
-        peaks.append(peak)
-    return tuple(peaks)
+    signs = {OpKind.INPUT_GRAD: 1.0, OpKind.WEIGHT_GRAD: -1.0}
+    return _peaks(schedule, lambda op: signs.get(op.kind, 0.0) * kept[op.chunk])
+
+
+def _peaks(schedule: Schedule, change: Callable[[Op], Number]) -> tuple[Number, ...]:
+    """For each stage, the largest sum of the changes so far."""
+    return tuple(max(itertools.accumulate(map(change, ops)), default=0) for ops in schedule.ops)
