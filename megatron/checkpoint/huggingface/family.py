@@ -69,7 +69,7 @@ class Family(ABC):
     layer: str
     """Name of layer {} after the prefix."""
     names: Mapping[str, str]
-    """Their modules by ours: the name within the layer, or else after the prefix. Several are our parameter in a row."""
+    """Their modules by ours: the name within the layer, or else after the prefix. Of several, the rows laid end to end are ours."""
     transposed: bool = False
     """Whether matrices in layers are stored [inputs, outputs]."""
     buffers: str
@@ -153,7 +153,7 @@ class Family(ABC):
             counts = [rows // len(theirs)] * len(theirs)
             if module == "attention.qkv":
                 parts, order = projection_rows(model)
-                counts = parts if len(theirs) == len(parts) else counts
+                counts = parts if len(theirs) == len(parts) else counts  # or one tensor with all three
             transposed = self.transposed and is_matrix and layer is not None
             found[name] = WeightLayout(record.shape, is_matrix, dict(zip(theirs, counts, strict=True)), order, transposed)
         return found
