@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.config.setting import GIVEN, Beside, acts_with, idle_with, setting
+from megatron.config.setting import GIVEN, Beside, acts_with, idle_with, setting, typed
 
 TokenizerType = Literal[
     "GPT2BPETokenizer",
@@ -196,8 +196,7 @@ def split_words(data: DataConfig) -> tuple[bool, list[list[WeightedPrefix]]]:
         if data.per_split_data_args_path:
             given = _words_per_split(Path(data.per_split_data_args_path))
         return True, [
-            parse_data_words(words, f"--{field.replace('_', '-')}") if words else []
-            for words, field in zip(given, SPLIT_FIELDS, strict=True)
+            parse_data_words(words, typed(field)) if words else [] for words, field in zip(given, SPLIT_FIELDS, strict=True)
         ]
     flag, words = "--data-path", data.data_path
     if data.data_args_path:

@@ -18,6 +18,7 @@ from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import Flag, flag_of, flags, nearest_names, topics
 from megatron.config.given import COUNT, NO_VALUE, REQUESTS
 from megatron.config.rules import RULES
+from megatron.config.setting import typed
 
 _WIDTH = 110  # of a page of --explain
 _DESCRIPTION = (
@@ -68,30 +69,41 @@ def _page(flag: Flag) -> Iterator[str]:
     yield f"--{flag.name}" if flag.kind is not bool else f"--{flag.name}, --no-{flag.name}"
     yield from _wrapped(_text(flag), "  ")
     yield ""
-    yield from _wrapped(f"takes     {_takes(flag)}", "            ", "  ")
-    if flag.facts.unit is not None:
-        yield f"  unit      {flag.facts.unit}"
-    yield f"  default   {_default(flag)}"
-    yield f"  in files  under {flag.topic}: {flag.field}"
-    yield from _conditions(flag)
-    rules = rules_about(flag.field)
-    if rules:
+    for label, fact in _facts(flag):
+        yield from _wrapped(f"{label:9} {fact}", "            ", "  ")
+    if rules := rules_about(flag.field):
         yield "\n  Rules that it must keep:"
         for why, others in rules:
-            yield from _wrapped(f"{why} (with {', '.join(map(_flag_name, others))})", "    ", "  - ")
-    mentions = _mentions(flag)
-    if mentions:
+            yield from _wrapped(f"{why} (with {', '.join(map(typed, others))})", "    ", "  - ")
+    if mentions := _mentions(flag):
         yield "\n  See also:"
         for other in mentions:
             yield from _wrapped(f"--{other.name}: {_text(other)}", "    ", "  - ")
 
 
-def _takes(flag: Flag) -> str:
-    if flag.kind is bool:
-        return "no value: it is a switch"
-    interval = flag.facts.interval
-    bound = f", {'each ' if flag.is_tuple else ''}{interval}" if interval is not None else ""
-    return f"{flag.expects}{bound}{', or None' if flag.optional and not flag.facts.required else ''}"
+def _facts(flag: Flag) -> Iterator[tuple[str, str]]:
+    """What it takes, when it acts, and what acts only with it, each with a label."""
+    facts = flag.facts
+    bound = f", {'each ' if flag.is_tuple else ''}{facts.interval}" if facts.interval is not None else ""
+    optional = ", or None" if flag.optional and not facts.required else ""
+    yield "takes", "no value: it is a switch" if flag.kind is bool else f"{flag.expects}{bound}{optional}"
+    if facts.unit is not None:
+        yield "unit", facts.unit
+    yield "default", _default(flag)
+    yield "in files", f"under {flag.topic}: {flag.field}"
+    if facts.acts is not None:
+        yield "acts", f"only {facts.acts.words}"
+    for idle in facts.idle:
+        yield "idle", f"{'' if idle.effect == 'has no effect' else f'({idle.effect}) '}where {idle.words}"
+    needed: list[str] = []
+    stopped: list[str] = []
+    for other in flags().values():
+        if other.facts.acts is not None and flag.field in other.facts.acts.others:
+            (stopped if other.facts.acts.others[flag.field] in (None, False) else needed).append(f"--{other.name}")
+    if needed:
+        yield "needed by", ", ".join(needed)
+    if stopped:
+        yield "stops", ", ".join(stopped)
 
 
 def _default(flag: Flag) -> str:
@@ -102,26 +114,6 @@ def _default(flag: Flag) -> str:
     if isinstance(flag.default, tuple):
         return " ".join(map(str, flag.default)) or "no value"
     return "not set" if flag.default is None else str(flag.default)
-
-
-def _conditions(flag: Flag) -> Iterator[str]:
-    """Lines on when it acts, and on what acts only with it."""
-    if flag.facts.acts is not None:
-        yield from _wrapped(f"acts      only {flag.facts.acts.words}", "            ", "  ")
-    for idle in flag.facts.idle:
-        effect = "" if idle.effect == "has no effect" else f"({idle.effect}) "
-        yield from _wrapped(f"idle      {effect}where {idle.words}", "            ", "  ")
-    dependent = [other for other in flags().values() if other.facts.acts is not None and flag.field in other.facts.acts.others]
-    for word, wanted in (("needed by", True), ("stops", False)):
-        names = [f"--{other.name}" for other in dependent if _asks(other, flag) == wanted]
-        if names:
-            yield from _wrapped(f"{word:9} {', '.join(names)}", "            ", "  ")
-
-
-def _asks(dependent: Flag, flag: Flag) -> bool:
-    """Whether a setting acts only where another is given (else where it is not)."""
-    assert dependent.facts.acts is not None
-    return dependent.facts.acts.others[flag.field] not in (None, False)
 
 
 def rules_about(field: str) -> list[tuple[str, tuple[str, ...]]]:
@@ -144,10 +136,6 @@ def _mentions(flag: Flag) -> list[Flag]:
 def _names(text: str, flag: Flag) -> bool:
     words = (word.strip(".,;:()") for word in text.replace("/", " ").split())
     return f"--{flag.name}" in words
-
-
-def _flag_name(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
 
 
 def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:

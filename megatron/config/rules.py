@@ -9,6 +9,7 @@ from megatron.config.checks import data, each, model, parallel, pipeline, shardi
 from megatron.config.checks.finding import Change, Finding, data_size, rules_in
 from megatron.config.config import Config
 from megatron.config.errors import Violation
+from megatron.config.setting import typed
 
 RULES = rules_in(each, model, parallel, pipeline, sharding, training, data)
 """All rules. None depends on another: each is evaluated whatever the others say."""
@@ -40,7 +41,7 @@ def violations(config: Config, world_size: int, given: Collection[str] = ()) -> 
 
 
 def _worded(finding: Finding, nearest: Sequence[Change]) -> Violation:
-    flags = tuple(f"--{field.replace('_', '-')}" for field in finding.fields)
+    flags = tuple(map(typed, finding.fields))
     return Violation(flags, finding.message, finding.why, tuple(map(str, nearest)), finding.table)
 
 

@@ -15,25 +15,15 @@ from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import build, flags, topics
 
-_PACKAGES = (
-    "torch",
-    "numpy",
-    "safetensors",
-    "xxhash",
-    "sentencepiece",
-    "tiktoken",
-    "regex",
-    "tyro",
-    "PyYAML",
-    "tensorboard",
-    "wandb",
-)
+_PACKAGES = "torch numpy safetensors xxhash sentencepiece tiktoken regex tyro PyYAML tensorboard wandb".split()
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Settings as nested JSON types, one mapping a topic."""
-    nested = dataclasses.asdict(config)
-    return {topic: {name: _plain(value) for name, value in part.items()} for topic, part in nested.items()}
+    return {
+        topic: {name: list(value) if isinstance(value, tuple) else value for name, value in part.items()}
+        for topic, part in dataclasses.asdict(config).items()
+    }
 
 
 def from_dict(nested: dict[str, Any]) -> Config:
@@ -42,7 +32,6 @@ def from_dict(nested: dict[str, Any]) -> Config:
     Raises:
         ConfigError: a topic or field is unknown, or a value has a wrong type; all of them are named.
     """
-    known = {(flag.topic, flag.field): flag for flag in flags().values()}
     parts: dict[str, dict[str, Any]] = {topic: {} for topic in topics()}
     problems = []
     for topic, part in nested.items():
@@ -50,8 +39,8 @@ def from_dict(nested: dict[str, Any]) -> Config:
             problems.append(f"{topic} is not a topic of settings")
             continue
         for field, value in part.items():
-            flag = known.get((topic, field))
-            if flag is None:
+            flag = flags().get(field.replace("_", "-"))
+            if flag is None or (flag.topic, flag.field) != (topic, field):
                 problems.append(f"{topic}.{field} is not a setting")
                 continue
             try:
@@ -89,7 +78,3 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -115,7 +115,7 @@ def acts_with(words: str = "", *, every: bool = False, fix: Mapping[str, Any] | 
         fix: what to suggest, where the first of the others is not it.
     """
     if not words:
-        *some, last = [_typed(name, wanted) for name, wanted in others.items()]
+        *some, last = [_with_value(name, wanted) for name, wanted in others.items()]
         words = f"with {', '.join(some)} or {last}" if some else f"with {last}"
     if fix is None:
         name, wanted = next(iter(others.items()))
@@ -137,9 +137,14 @@ def _is(value: Any, wanted: Any) -> bool:
     return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)
 
 
-def _typed(name: str, wanted: Any) -> str:
+def typed(field: str) -> str:
+    """The flag of a field as a user types it."""
+    return f"--{field.replace('_', '-')}"
+
+
+def _with_value(name: str, wanted: Any) -> str:
     """A setting and its value as a user types them."""
-    flag = f"--{name.replace('_', '-')}"
+    flag = typed(name)
     if wanted is GIVEN or wanted is True:
         return flag
     if isinstance(wanted, OtherThan):

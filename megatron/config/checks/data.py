@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron.config.checks.finding import Finding, change, rule, without
 from megatron.config.config import Config
 from megatron.config.data import PATH_FIELDS, SPLIT_FIELDS, TOKENIZER_NEEDS, parse_data_words, parse_split, path_flags
+from megatron.config.setting import typed
 
 _ONE_SOURCE = "Each says where the tokens come from."
 
@@ -18,14 +19,14 @@ def one_source(config: Config, world_size: int) -> Iterator[Finding]:
     given = path_flags(data)
     ways = list(dict.fromkeys("train_data_path" if field in SPLIT_FIELDS else field for field in given))
     if data.mock_data and given:
-        message = f"--mock-data and {_flag(given[0])} exclude each other."
+        message = f"--mock-data and {typed(given[0])} exclude each other."
         yield Finding(message, [change(mock_data=False)], _ONE_SOURCE, (*given, "mock_data"))
     elif not data.mock_data and not given:
         why = "It takes the prefix of an indexed dataset (PREFIX.bin and PREFIX.idx); --mock-data trains on made-up tokens."
         yield Finding("--data-path is missing.", [change(mock_data=True)], why, ("data_path", "mock_data"))
     elif len(ways) > 1:
         stay = [without(config, *(field for field in given if field != kept)) for kept in ways if kept != "train_data_path"]
-        yield Finding(f"{' and '.join(map(_flag, ways))} exclude each other.", [stay], _ONE_SOURCE, tuple(given))
+        yield Finding(f"{' and '.join(map(typed, ways))} exclude each other.", [stay], _ONE_SOURCE, tuple(given))
 
 
 @rule(reads=("mock_data", *SPLIT_FIELDS, "eval_iters"))
@@ -36,7 +37,7 @@ def own_splits_are_whole(config: Config, world_size: int) -> Iterator[Finding]:
     if not given or data.mock_data:
         return
     if not data.train_data_path:
-        message = f"{_flag(given[0])} is given, but --train-data-path is not."
+        message = f"{typed(given[0])} is given, but --train-data-path is not."
         yield Finding(message, why="Training needs data.", fields=(*given, "train_data_path"))
     elif eval_iters > 0 and not data.valid_data_path:
         yield Finding(
@@ -54,7 +55,7 @@ def blends_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
         words = getattr(config.data, field)
         try:
             if words:
-                parse_data_words(words, _flag(field))
+                parse_data_words(words, typed(field))
         except ValueError as error:
             message, why = str(error).split("\n  ")
             yield Finding(message, why=why, fields=(field,))
@@ -90,10 +91,6 @@ def tokenizer_has_parts(config: Config, world_size: int) -> Iterator[Finding]:
     kind = config.data.tokenizer_type
     missing = [field for field in TOKENIZER_NEEDS.get(kind or "", ()) if getattr(config.data, field) is None]
     if missing:
-        needs = " and ".join(f"--{field.replace('_', '-')}" for field in missing)
+        needs = " and ".join(map(typed, missing))
         why = "It is the number of token ids." if missing == ["vocab_size"] else "The tokenizer is read from these files."
         yield Finding(f"--tokenizer-type {kind} needs {needs}.", why=why, fields=("tokenizer_type", *missing))
-
-
-def _flag(field: str) -> str:
-    return f"--{field.replace('_', '-')}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.checks.finding import RANKS, Change, Finding, change, divides, divisors, multiples_near, rule, try_values
 from megatron.config.config import Config
-from megatron.config.setting import acts_with
+from megatron.config.setting import acts_with, typed
 from megatron.spec.activations import FLAGS
 
 _TP = "tensor_model_parallel_size"
@@ -69,7 +69,7 @@ def only_built_axes(config: Config, world_size: int) -> Iterator[Finding]:
     ):
         if size > 1:
             why = f"{what} is not built yet; the size must be 1."
-            yield Finding(f"--{field.replace('_', '-')} {size} is refused.", [change(**{field: 1})], why, (field,))
+            yield Finding(f"{typed(field)} {size} is refused.", [change(**{field: 1})], why, (field,))
 
 
 @rule("device", "distributed_backend")

@@ -21,7 +21,7 @@ from megatron.config.checks.finding import (
     without,
 )
 from megatron.config.config import Config
-from megatron.config.setting import acts_with
+from megatron.config.setting import acts_with, typed
 
 
 @rule("train_iters", "train_samples")
@@ -176,7 +176,7 @@ def schedule_counts_as_run(config: Config, world_size: int) -> Iterator[Finding]
         if getattr(config.optimizer, f"{schedule}_{other}"):
             yield Finding(
                 f"{shown(config, f'{schedule}_{other}')} does not go with --train-{mine}.",
-                why=f"A run measured in {mine} has its schedule in {mine}: use --{schedule.replace('_', '-')}-{mine}.",
+                why=f"A run measured in {mine} has its schedule in {mine}: use {typed(schedule)}-{mine}.",
                 fields=(f"{schedule}_{other}", f"train_{mine}"),
             )
 
@@ -239,7 +239,7 @@ def weight_decay_has_ends(config: Config, world_size: int) -> Iterator[Finding]:
     style = optimizer.weight_decay_incr_style
     missing = [field for field in ("start_weight_decay", "end_weight_decay") if getattr(optimizer, field) is None]
     if style != "constant" and missing:
-        needs = " and ".join(f"--{field.replace('_', '-')}" for field in missing)
+        needs = " and ".join(map(typed, missing))
         yield Finding(
             f"--weight-decay-incr-style {style} needs {needs}.",
             [change(**dict.fromkeys(missing, optimizer.weight_decay)), change(weight_decay_incr_style="constant")],
