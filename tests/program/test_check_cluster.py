@@ -17,6 +17,7 @@ import pytest
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.runs import arguments
+from tests.support.warm_python import warm_python
 from tools import check_cluster
 from tools.cluster import facts as room
 from tools.cluster import ranks as started
@@ -52,7 +53,7 @@ def test_two_nodes_of_two_ranks_are_well(tmp_path: Path) -> None:
     flags = ["tools/check_cluster.py", *command(2, 2, free_port(), **settings)]
     with (tmp_path / "other").open("w") as file:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        other = subprocess.Popen([sys.executable, *flags], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        other = subprocess.Popen([warm_python(), *flags], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
         try:
             done = spawn_cli(flags, nproc=None)
             assert other.wait(60) == done.returncode == 0, done.stderr + (tmp_path / "other").read_text()
@@ -189,12 +190,12 @@ def test_a_stop_in_the_middle_of_a_start_leaves_nobody_behind(rank_kind: type[Ra
 def test_a_rank_that_never_comes(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The first is stuck before it begins: it is named, and the check ends within its limit, with the ranks."""
     program = tmp_path / "rank"
-    program.write_text(f'#!/bin/sh\n[ "$RANK" = 0 ] && exec sleep 600\nexec {sys.executable} -m tools.cluster.links "$@"\n')
+    program.write_text(f'#!/bin/sh\n[ "$RANK" = 0 ] && exec sleep 600\nexec {warm_python()} -m tools.cluster.links "$@"\n')
     program.chmod(0o755)
     began = time.monotonic()
-    assert check_cluster.main(changed(command(ranks=2), limit="8"), program=(str(program),)) == 1
+    assert check_cluster.main(changed(command(ranks=2), limit="4"), program=(str(program),)) == 1
     host = socket.gethostname()
-    assert f"rank 0 on {host} did not get past its start within 8 s; 1 more wait" in capfd.readouterr().err
+    assert f"rank 0 on {host} did not get past its start within 4 s; 1 more wait" in capfd.readouterr().err
     assert time.monotonic() - began < 25
 
 

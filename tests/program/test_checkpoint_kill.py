@@ -30,7 +30,7 @@ from tests.support.runs import (
     saved_tensors,
 )
 
-STEPS, INTERVAL, KEPT, RANKS = 18, 3, 2, 2
+STEPS, INTERVAL, KEPT, RANKS = 12, 2, 2, 2
 SETTINGS: dict[str, Any] = {
     "train_iters": STEPS,
     "save_interval": INTERVAL,
@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {
     "attention_dropout": 0.1,
     "lr_decay_style": "cosine",
 }
-KILLS = {"path": (5, 50), "url": (3, 20)}
+KILLS = {"path": (4, 50), "url": (2, 20)}
 """In the normal run, and in all."""
 MARK = "MEGATRON_TEST_RUN"
 """Variable of the environment by which the processes that a run starts are known."""

@@ -17,9 +17,9 @@ from tools import verify_layout
 PAGE = (ROOT / "docs/trust.md").read_text()
 
 
-def test_the_proof_of_the_page(tmp_path: Path) -> None:
+def test_the_proof_of_the_page(tmp_path: Path, full: bool) -> None:
     (command,) = [command for command in commands(PAGE) if "verify_layout" in command]
-    proof(command, tmp_path)
+    proof(command, tmp_path, full)
 
 
 def test_the_traces_of_the_page(tmp_path: Path) -> None:

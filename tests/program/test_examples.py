@@ -21,6 +21,7 @@ from megatron.planner.dry_run import make_plan
 from megatron.planner.plan import plan_to_json
 from tests.support.cli import ROOT
 from tests.support.launched import EXAMPLES, SCRIPTS, Started, environment, flag, header, slurm_options, start, words_of
+from tests.support.warm_python import warm_python
 
 SINGLE, MULTI = "train_8gpu_llama_7b.sh", "train_16nodes_llama_13b.sh"
 GPU, UNITS = 80e9, {"MB": 1e6, "GB": 1e9}
@@ -318,10 +319,10 @@ def ranks_of(script: int) -> list[int]:
     found = []
     for pid in below(script):
         try:
-            words = [*Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"), b"", b""]
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if words[1] == b"-u" and words[2].endswith(b"pretrain_gpt.py"):  # not launch_node.sh and torchrun, which are told the same
+        if re.search(rb"\0-u\0[^\0]*pretrain_gpt\.py\0", words) and b"torch.distributed.run" not in words:
             found.append(pid)
     return found
 
@@ -338,11 +339,13 @@ def wait_until(said: Path, pattern: str, process: subprocess.Popen[Any], timeout
 def test_the_laptop_trains_goes_on_after_a_kill_and_stops_when_asked(tmp_path: Path) -> None:
     """Dry run, health check, two processes; one is killed, and torchrun starts both from the last checkpoint; SIGTERM saves."""
     said, run = tmp_path / "said", tmp_path / "run"
+    # A warm one for all but torchrun, whose ranks must be its own children; no PYTHONPATH, or it would be warm too.
+    python = {"PYTHON": warm_python(), "PYTHON_EXEC": warm_python(), "PYTHONPATH": ""}
     small = "--num-layers 1 --hidden-size 32 --seq-length 32 --save-interval 5 --log-interval 1 --train-iters 100000".split()
     with said.open("w") as file:
         process = subprocess.Popen(
             ["bash", str(EXAMPLES / "train_cpu_laptop.sh"), *small],
-            env=environment(PYTHON=sys.executable, RUN=str(run), PORT=str(20000 + os.getpid() % 10000)),
+            env=environment(**python, RUN=str(run), PORT=str(20000 + os.getpid() % 10000)),
             cwd=tmp_path,
             stdin=subprocess.DEVNULL,
             stdout=file,

@@ -58,7 +58,10 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {**ZERO3, "tensor_model_parallel_size": 2, "fsdp_reshard_after_forward": "never"},
     ),
-    "optim_grads_params, stages": (4, {**ZERO3, **STAGES, "num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4}),
+    "optim_grads_params, stages": (
+        4,
+        {**ZERO3, **STAGES, "num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4, "global_batch_size": 4},
+    ),
 }
 
 
@@ -66,11 +69,11 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
 def test_checks_find_nothing_and_change_nothing(tmp_path: Path, name: str) -> None:
     """Weights, moments and every logged number are those of the run without checks, bit for bit. With dropout."""
     world_size, flags = CLEAN[name]
-    settings = {"train_iters": 4, "make_vocab_size_divisible_by": 4, "hidden_dropout": 0.1, "ddp_bucket_size": 5000, **flags}
+    settings = {"train_iters": 3, "make_vocab_size_divisible_by": 4, "hidden_dropout": 0.1, "ddp_bucket_size": 5000, **flags}
     said = []
     for folder, checks in ((tmp_path / "off", {}), (tmp_path / "on", {**CHECKS, "save_trace": tmp_path / "on" / "trace"})):
         said.append(run(arguments(**settings, **checks, save=folder, metrics_file=folder / "metrics"), world_size))
-    assert digest(tmp_path / "on", 4) == digest(tmp_path / "off", 4)
+    assert digest(tmp_path / "on", 3) == digest(tmp_path / "off", 3)
     assert timeless(tmp_path / "on" / "metrics") == timeless(tmp_path / "off" / "metrics")
     parameters = len(read_trace(tmp_path / "on" / "trace")[0].header.parameters)
     audited = (

@@ -20,7 +20,7 @@ from tests.support.model_styles import STYLES
 from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, mean_loss, train
 from tests.support.runs import TINY, arguments, read_metrics, run, saved_tensors
 
-STEPS, EVAL_ITERS = 4, 2
+STEPS, EVAL_ITERS = 3, 1
 SEED, EOD, VOCABULARY = 1234, 256, 257
 
 SHAPES: dict[str, ReferenceShape] = {

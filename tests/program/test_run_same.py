@@ -18,7 +18,7 @@ from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.runs import arguments, at_iteration, digest, launch, losses, report, run, saved_tensors, timeless
 
-STEPS = 4
+STEPS = 3
 
 BASE: dict[str, Any] = {
     **FLAGS,
@@ -28,7 +28,7 @@ BASE: dict[str, Any] = {
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
     "train_iters": STEPS,
-    "eval_iters": 2,
+    "eval_iters": 1,
 }
 
 CHANGES: dict[str, dict[str, Any]] = {

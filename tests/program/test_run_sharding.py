@@ -12,14 +12,14 @@ import megatron.data_parallel.fsdp  # noqa: F401  # imported here once, not in e
 from tests.support.equality import assert_equal_tensors
 from tests.support.runs import arguments, run, saved_tensors, timeless
 
-STEPS = 4
+STEPS = 2
 BASE: dict[str, Any] = {
     "fp64": True,
     "num_layers": 4,
     "train_iters": STEPS,
     "lr_decay_style": "cosine",
     "eval_iters": 1,
-    "eval_interval": 2,
+    "eval_interval": 1,
     "ddp_bucket_size": 5000,
     "make_vocab_size_divisible_by": 4,
     "log_params_norm": True,

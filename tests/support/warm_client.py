@@ -18,7 +18,8 @@ def wanted(words: list[str], root: str) -> bool:
     if words[:1] == ["-u"]:
         words = words[1:]
     if words[:1] == ["-m"]:
-        return len(words) > 1 and os.getcwd() == root
+        found = root in (os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        return len(words) > 1 and found
     return bool(words) and words[0].endswith(".py") and os.path.realpath(words[0]).startswith(root + "/")
 
 
