@@ -14,7 +14,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.history import Blending, BlendPart, Phase, read_before, readings
 from megatron.data.index_cache import cache_for
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint
-from megatron.data.megatron_blend import GreedyBlend, requested_samples
+from megatron.data.megatron_order import GreedyBlend, requested_samples
 from megatron.data.mock import MockDataset
 from megatron.data.samples import SampleSource
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer

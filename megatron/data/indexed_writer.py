@@ -30,29 +30,31 @@ def _header(dtype: np.dtype[Any], num_sequences: int, num_entries: int) -> bytes
 
 
 @contextlib.contextmanager
-def _two_files(prefix: str, folder: str | None = None, sync: bool = True) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The .bin and the .idx, to be written: under temporary names; after the block under their final ones, or gone if it failed.
+def appearing(*paths: str, folder: str | None = None, sync: bool = True) -> Iterator[list[BinaryIO]]:
+    """Files to be written: under temporary names; after the block under their own, or gone if it failed.
+
+    Whenever we are interrupted, only the first may be new: no index lies beside a .bin of another dataset.
 
     Args:
-        folder: where they lie until then, on the same disk; None: beside the final ones.
-        sync: write both to the disk before they get their final names, so that a loss of power leaves no empty files.
+        folder: where they lie until then, on the same disk; None: beside their places.
+        sync: write all to the disk before they get their names, so that a loss of power leaves no empty files.
     """
-    beside = prefix if folder is None else f"{folder}/{os.path.basename(prefix)}"
-    partial = [Path(f"{beside}{unfinished(suffix)}") for suffix in (".bin", ".idx")]
+    partial = [Path(unfinished(path if folder is None else f"{folder}/{os.path.basename(path)}")) for path in paths]
     try:
-        with partial[0].open("wb") as tokens, partial[1].open("w+b") as index:
-            yield tokens, index
-            for file in (tokens, index):
+        with contextlib.ExitStack() as stack:
+            files: list[BinaryIO] = [stack.enter_context(path.open("w+b")) for path in partial]
+            yield files
+            for file in files:
                 file.flush()
                 if sync:
                     os.fsync(file.fileno())
-        # Whenever we are interrupted, no index lies beside a .bin of another dataset.
-        Path(f"{prefix}.idx").unlink(missing_ok=True)
-        partial[0].replace(f"{prefix}.bin")
-        partial[1].replace(f"{prefix}.idx")
+        for path in paths[1:]:
+            Path(path).unlink(missing_ok=True)
+        for temporary, path in zip(partial, paths, strict=True):
+            temporary.replace(path)
     finally:
-        for path in partial:
-            path.unlink(missing_ok=True)
+        for temporary in partial:
+            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -62,9 +64,9 @@ def write_dataset(prefix: str, dtype: DTypeLike, sync: bool = True) -> Iterator[
     Args:
         prefix: Path without ``.bin`` and ``.idx``; its folder must exist.
         dtype: Type of the tokens, for example `token_dtype(vocab_size)`.
-        sync: See `_two_files`.
+        sync: See `appearing`.
     """
-    with _two_files(prefix, sync=sync) as (tokens, index):
+    with appearing(f"{prefix}.bin", f"{prefix}.idx", sync=sync) as (tokens, index):
         writer = IndexedDatasetWriter(prefix, np.dtype(dtype).newbyteorder("<"), tokens, index)
         yield writer
         writer.finish()
@@ -156,7 +158,7 @@ def join(prefixes: Sequence[str], output: str, folder: str | None = None, remedy
             f"{Path(output).absolute().parent}: the disk has {free / 1e6:,.1f} MB free, but {output} takes "
             f"{num_bytes / 1e6:,.1f} MB.\n  Make room there. {remedy}"
         )
-    with _two_files(output, folder) as (tokens, index):
+    with appearing(f"{output}.bin", f"{output}.idx", folder=folder) as (tokens, index):
         for prefix in prefixes:
             with open(f"{prefix}.bin", "rb") as source:
                 shutil.copyfileobj(source, tokens, _COPIED_AT_ONCE)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.data.indexed_writer import unfinished
+from megatron.data.indexed_writer import appearing
 from megatron.data.preprocess.input_shards import cut, find_sources
 from megatron.data.preprocess.text_records import PARSERS, InputPiece, records
 from megatron.data.tokenizers.vocabulary_files import END_OF_TEXT
@@ -132,15 +132,9 @@ def _json(content: Any) -> bytes:
 
 
 def _write(contents: Mapping[Path, bytes]) -> None:
-    partial = {path: Path(unfinished(str(path))) for path in contents}
-    try:
-        for path, content in contents.items():
-            partial[path].write_bytes(content)
-        for path in contents:
-            partial[path].replace(path)
-    finally:
-        for path in partial.values():
-            path.unlink(missing_ok=True)
+    with appearing(*map(str, contents), sync=False) as files:
+        for file, content in zip(files, contents.values(), strict=True):
+            file.write(content)
 
 
 _LONGEST = 1 << 20  # characters of a document that are taken

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from megatron.data.indexed_writer import unfinished
+from megatron.data.indexed_writer import appearing
 from megatron.data.preprocess import storage
 from megatron.data.preprocess.input_shards import InputShard
 from megatron.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
@@ -120,16 +119,14 @@ def write_bad_lines(
         storage.remove(path)
         return
     with parts.workspace() as workspace:
-        local = unfinished(f"{workspace}/bad_lines.txt")
-        with open(local, "w", encoding="utf-8", errors="backslashreplace") as file:
+        local = f"{workspace}/bad_lines.txt" if storage.is_url(path) else path
+        with appearing(local, folder=workspace, sync=False) as (file,):
             for line in bad_lines(parts, shards, reports):
-                file.write(line + "\n")
+                file.write(f"{line}\n".encode(errors="backslashreplace"))
                 if len(summary.bad_lines) < _KEPT_FOR_THE_SUMMARY:
                     summary.bad_lines.append(line)
-        if storage.is_url(path):
+        if local != path:
             storage.upload(local, path)
-        else:
-            os.replace(local, path)
     summary.bad_lines_file = path
 
 

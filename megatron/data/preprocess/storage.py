@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 
 import xxhash
 
-from megatron.data.indexed_writer import unfinished
+from megatron.data.indexed_writer import appearing
 
 BUFFER_BYTES = 1 << 20
 JOB_FILE = "job.json"
@@ -135,16 +135,8 @@ def write_text(path: str, text: str, sync: bool = True) -> None:
         files, name = filesystem(path)
         files.pipe_file(name, text.encode())
         return
-    partial = Path(unfinished(path))
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with appearing(path, sync=sync) as (file,):
+        file.write(text.encode())
 
 
 def upload(local: str, path: str) -> None:

@@ -16,7 +16,7 @@ from megatron.data.blend import Blend, BlendedDataset, _Node
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.megatron_blend import GreedyBlend
+from megatron.data.megatron_order import GreedyBlend
 from megatron.data.samples import SamplePiece
 
 weights = st.lists(

@@ -19,7 +19,7 @@ from megatron.data.epoch_order import Stretch
 from megatron.data.history import BlendPart, Phase, describe_phases, go_on, read_before, readings
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.megatron_blend import GreedyBlend
+from megatron.data.megatron_order import GreedyBlend
 from megatron.data.tokenizers.simple_tokenizers import NullTokenizer
 
 A, B, C = (BlendPart(name, f"digest of {name}", 0, 10, 0.0) for name in "ABC")

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.data import megatron_blend
+from megatron.data import megatron_order
 from megatron.data.epoch_order import Stretch
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.megatron_blend import GreedyBlend, requested_samples
-from megatron.data.megatron_order import MegatronPlan
+from megatron.data.megatron_order import GreedyBlend, MegatronPlan, requested_samples
 from tests.support import megatron_order as reference
 
 LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]
@@ -129,7 +128,7 @@ def test_each_dataset_is_asked_for_its_share_and_a_half_percent(weights: list[fl
 def test_the_blend_is_that_of_the_plain_rule(weights: list[float], num_samples: int, first: int) -> None:
     expected = reference.choices(weights, num_samples)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron_blend, "_BLOCK", 64)
+        patch.setattr(megatron_order, "_BLOCK", 64)
         check_blend(GreedyBlend(weights, num_samples), expected, min(first, num_samples))
 
 
@@ -155,7 +154,7 @@ def test_guesses_change_no_choice(weights: list[float], num_samples: int, steps:
     """Lanes that start from a guess, whether it was right or wrong."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"_LANES": 6, "_STEPS": steps, "_FEWEST_LANES": 2, "_WARM_UP": min(warm_up, steps)}.items():
-            patch.setattr(megatron_blend, name, value)
+            patch.setattr(megatron_order, name, value)
         blend = GreedyBlend(weights, num_samples)
     check_blend(blend, reference.choices(weights, num_samples), 0)
 
