@@ -12,17 +12,19 @@ import hashlib
 import io
 import mmap
 import os
-import socket
 import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
 from numpy.lib import format as npy
 from numpy.typing import NDArray
+
+from megatron.data.indexed_writer import appearing, unfinished
 
 VERSION = 1
 """Part of every key. Raise it when the content of the arrays changes its meaning."""
@@ -108,18 +110,15 @@ class IndexCache:
     def _save(self, files: Sequence[Path], digest: bytes, arrays: tuple[NDArray, ...]) -> tuple[NDArray, ...]:
         """Write the arrays and return them from the files, or from memory if that does not work."""
         assert self.folder is not None
-        mark = f".partial-{socket.gethostname()}-"
-        _sweep(self.folder, mark)
-        for file, array in zip(files, arrays, strict=True):
-            partial = file.with_name(f"{file.name}{mark}{os.getpid()}")
-            try:
-                write_array(partial, digest, array)
-                partial.replace(file)
+        _sweep(self.folder)
+        try:
+            for file, array in zip(files, arrays, strict=True):
+                with appearing(str(file), sync=False) as (opened,):
+                    write_array(opened, digest, array)
                 self.made.append(file)
-            except OSError as error:
-                partial.unlink(missing_ok=True)
-                self._tell_of(error)
-                return arrays
+        except OSError as error:
+            self._tell_of(error)
+            return arrays
         return self._load(files, digest) or arrays
 
     def _tell_of(self, error: OSError) -> None:
@@ -135,8 +134,9 @@ class IndexCache:
             self._note(text)
 
 
-def _sweep(folder: Path, mark: str) -> None:
+def _sweep(folder: Path) -> None:
     """Remove what killed processes left. Whoever holds the lock is the only writer on this machine."""
+    mark = unfinished("").removesuffix(str(os.getpid()))
     for partial in folder.glob("*.partial-*"):
         try:
             if mark in partial.name or time.time() - partial.stat().st_mtime > _OLD_S:
@@ -153,15 +153,14 @@ class DamagedIndexError(Exception):
     """A damaged file; the message names it and says what is wrong."""
 
 
-def write_array(path: Path, digest: bytes, array: NDArray) -> None:
-    """Write an array and a digest of 16 bytes to a file, in place: give a temporary name."""
-    with path.open("w+b") as file:
-        npy.write_array(file, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
-        file.write(_MAGIC + digest)
-        file.flush()
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as written:
-            checksum = xxhash.xxh3_128_digest(written)
-        file.write(checksum)
+def write_array(file: BinaryIO, digest: bytes, array: NDArray) -> None:
+    """Write an array and a digest of 16 bytes to a new file, which can be read too."""
+    npy.write_array(file, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
+    file.write(_MAGIC + digest)
+    file.flush()
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as written:
+        checksum = xxhash.xxh3_128_digest(written)
+    file.write(checksum)
 
 
 def read_array(path: Path, digest: bytes) -> NDArray:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -134,12 +134,13 @@ def test_a_process_killed_while_it_writes_leaves_nothing_that_is_taken_for_an_in
     def work(_: int) -> None:
         write, count = index_cache.write_array, 0
 
-        def write_and_die(path: Path, digest: bytes, array: NDArray) -> None:
+        def write_and_die(file: BinaryIO, digest: bytes, array: NDArray) -> None:
             nonlocal count
-            write(path, digest, array)
+            write(file, digest, array)
             count += 1
             if count > whole_files:
-                os.truncate(path, min(written, path.stat().st_size))
+                file.flush()
+                os.truncate(file.name, min(written, os.path.getsize(file.name)))
                 os.kill(os.getpid(), signal.SIGKILL)
 
         index_cache.write_array = write_and_die  # type: ignore[assignment]
