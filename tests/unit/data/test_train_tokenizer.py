@@ -6,7 +6,7 @@ import gzip
 import json
 import shlex
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -147,15 +147,14 @@ def test_files_are_replaced_only_when_asked(
 def test_nothing_is_left_where_writing_fails(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokenizers")
 
-    def full(path: Path, content: bytes) -> int:
-        raise OSError(28, "No space left on device", str(path))
-
     output = tmp_path / "out"
     output.mkdir()
-    write = Path.write_bytes
-    monkeypatch.setattr(
-        Path, "write_bytes", lambda path, content: (full if "tokenizer.json" in path.name else write)(path, content)
-    )
+    opened = Path.open
+
+    def full(path: Path, *mode: Any) -> Any:
+        return opened(Path("/dev/full") if "tokenizer.json" in path.name else path, *mode)
+
+    monkeypatch.setattr(Path, "open", full)
     assert run(corpus, output, "byte-bpe") == 1
     assert list(output.iterdir()) == []
 
