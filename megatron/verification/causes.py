@@ -7,7 +7,7 @@ is a sum of what each microbatch gives, an update one of the right update and th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.verification.joined import AXES, HeldPart, JoinedTensor, Measured, combination, constant_ratio, is_near, norm
 from megatron.verification.observation import PlainRun
-from megatron.verification.wording import TOLERANCE, Facts, listing, ratio_group, ratio_words
+from megatron.verification.wording import TOLERANCE, Factor, factor_words, listing
 
 _SUM_ROOM = 1e3 * TOLERANCE
 """Relative difference at which a sum counts as right: it has the rounding of a few more operations."""
@@ -68,7 +68,7 @@ Explanation = Callable[[WrongTensor], tuple[str, str]]
 """An explanation that only tensors of one kind can have, and the group that it is about; empty where it does not fit."""
 
 
-def cause_of(wrong: WrongTensor, facts: Facts, explain: Explanation) -> Cause:
+def cause_of(wrong: WrongTensor, factors: Sequence[Factor], explain: Explanation) -> Cause:
     """The cause of a difference."""
     bad = tuple(sorted({each.rank for each in wrong.parts if not each.part.values.isfinite().all()}))
     if bad:
@@ -76,10 +76,7 @@ def cause_of(wrong: WrongTensor, facts: Facts, explain: Explanation) -> Cause:
     if missing := _missing_sum(wrong):
         return missing
     ratio = constant_ratio(wrong.values, wrong.same_of(wrong.wanted))
-    if ratio is None:
-        text, group = explain(wrong)
-    else:
-        text, group = ratio_words(ratio, facts), ratio_group(ratio, facts)
+    text, group = explain(wrong) if ratio is None else factor_words(ratio, factors)
     notes, everywhere = [], wrong.joined.held
     for axis, name in AXES.items():
         ranks, all_ranks = ({each.coordinates[axis] for each in held} for held in (wrong.parts, everywhere))
@@ -194,9 +191,9 @@ def wrong_update(before: Mapping[str, Tensor]) -> Explanation:
             return "the weights are as before: no update reached them", ""
         found = combination(wrong.excess, {"update": wrong.same_of(wrong.wanted) - start, "weights": start})
         if found is None:
-            return "", ""
+            return "differs by no constant factor: clipping, moments or the update rule", ""
         if not is_near(found["update"], 0):
-            return f"the change is {ratio_words(1 + found['update'], Facts())}", ""  # sums over groups are right: the gradient is
+            return f"the change is {factor_words(1 + found['update'])[0]}", ""  # sums over groups are right: the gradient is
         return f"it is too far by {found['weights']:.6g} times the weights before: weight decay acts otherwise than it should", ""
 
     return explain

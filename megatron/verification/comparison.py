@@ -7,24 +7,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import torch
 from torch import Tensor
 
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.verification.joined import JoinedTensor, Measured, join, joint_norm, measure
+from megatron.verification.joined import AXES, JoinedTensor, Measured, join, joint_norm, measure
 from megatron.verification.observation import Observation, PlainStep, RankObservation, RankStep, TensorPart
-from megatron.verification.wording import NEGLIGIBLE, ROUNDING, Facts, place_words, relative, stages_of
+from megatron.verification.wording import NEGLIGIBLE, ROUNDING, Factor, layout_factors, place_words, stages_of
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One tensor of one step, measured against the reference."""
+    """One tensor or number of one step, measured against the reference."""
 
     step: int
     what: str
-    """What is compared: gradient or weight."""
+    """What is compared: gradient or weight; loss, gradient norm or evaluation."""
     name: str
+    """The parameter, if it is of one."""
     stages: tuple[int, ...]
     measured: Measured
+
+    @property
+    def title(self) -> str:
+        """`loss of step 2`, `gradient of layers.0.mlp.up.weight in step 1`."""
+        when = f"step {self.step}" if self.step else "before step 1"
+        return f"{self.what} of {self.name} in {when}" if self.name else f"{self.what}{' of' if self.step else ''} {when}"
 
 
 @dataclass(frozen=True)
@@ -61,17 +69,15 @@ class Comparison:
         """Number of samples in the layout's step of this index."""
         return self.ranks[0].steps[index].num_microbatches * self.sizes["dp"] * self.config.training.micro_batch_size
 
-    def facts(self, index: int) -> Facts:
+    def factors(self, index: int) -> list[Factor]:
         """The numbers of a step that a wrong factor may be made of."""
         precision = self.config.precision
-        return Facts(
-            tensor=self.sizes["tp"],
-            data=self.sizes["dp"],
-            stages=self.sizes["pp"],
-            microbatches=self.ranks[0].steps[index].num_microbatches,
-            kept=self.plain.steps[index].token_count,
-            tokens=self.num_samples(index) * self.config.model.seq_length,
-            loss_scale=precision.loss_scale or (precision.initial_loss_scale if precision.fp16 else 1.0),
+        return layout_factors(
+            {AXES[axis]: size for axis, size in self.sizes.items()},
+            self.ranks[0].steps[index].num_microbatches,
+            self.plain.steps[index].token_count,
+            self.num_samples(index) * self.config.model.seq_length,
+            precision.loss_scale or (precision.initial_loss_scale if precision.fp16 else 1.0),
         )
 
     def initial(self) -> ComparedTensors:
@@ -138,7 +144,7 @@ class Comparison:
             return tuple(sorted({each.coordinates["pp"] for each in held.held}))
         return tuple(stages_of(name, self.table))
 
-    def rows(self) -> list[ComparisonRow]:
+    def tensors(self) -> list[ComparisonRow]:
         """Every gradient and weight of every step, the worst first. Those of the first step in which any differs come before all
         others, which are their consequences."""
         found = [
@@ -150,17 +156,18 @@ class Comparison:
         first = min((row.step for row in found if row.measured.differs), default=None)
         return sorted(found, key=lambda row: (row.step == first, row.measured.excess), reverse=True)
 
-    def numbers(self) -> list[tuple[int, str, float]]:
-        """(step, name, relative difference) of every loss, gradient norm and evaluation."""
+    def numbers(self) -> list[ComparisonRow]:
+        """Every loss, gradient norm and evaluation."""
         found = []
         for index in range(self.num_steps):
             mine, plain = self.steps(index)
-            found.append((plain.iteration, "loss", relative(mine.loss - plain.loss, plain.loss)))
-            found.append((plain.iteration, "gradient norm", relative(mine.grad_norm - plain.grad_norm, plain.grad_norm)))
-        for number, (a, b) in enumerate(zip(self.ranks[0].evaluations, self.plain.evaluations, strict=False)):
-            iteration = self.plain.steps[number - 1].iteration if number else 0
-            found.append((iteration, "evaluation", relative(a - b, b)))
-        return found
+            found += [(plain.iteration, "loss", mine.loss, plain.loss)]
+            found += [(plain.iteration, "gradient norm", mine.grad_norm, plain.grad_norm)]
+        iterations = [0, *(step.iteration for step in self.plain.steps)]
+        both = zip(iterations, self.ranks[0].evaluations, self.plain.evaluations, strict=False)
+        found += [(iteration, "evaluation", mine, plain) for iteration, mine, plain in both]
+        pairs = [(step, what, torch.tensor([mine, plain], dtype=torch.float64)) for step, what, mine, plain in found]
+        return [ComparisonRow(step, what, "", (), measure(pair[0], pair[1])) for step, what, pair in pairs]
 
     def _slack(self, index: int) -> dict[str, float]:
         """How far weights may be apart because Adam divides rounding errors by little. The true gradient of some elements is zero

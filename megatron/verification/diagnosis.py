@@ -21,17 +21,7 @@ from megatron.verification.findings import (
     update_findings,
 )
 from megatron.verification.observation import Observation
-from megatron.verification.wording import TOLERANCE, listing
-
-
-@dataclass(frozen=True)
-class Worst:
-    """The largest relative difference, measured by what is allowed."""
-
-    relative: float
-    allowed: float
-    what: str
-    """The quantity that differs: `loss of step 2`, `gradient of layers.0.mlp.up.weight in step 1`."""
+from megatron.verification.wording import listing
 
 
 @dataclass(frozen=True)
@@ -40,7 +30,8 @@ class Diagnosis:
 
     findings: tuple[ProofFinding, ...]
     """Differences in the order of cause: the first is the one to look at."""
-    worst: Worst
+    worst: ComparisonRow
+    """The largest difference, measured by what is allowed."""
     rows: tuple[ComparisonRow, ...]
     """Every gradient and weight of every step, the worst first."""
     num_steps: int
@@ -64,11 +55,11 @@ def diagnose(observation: Observation) -> Diagnosis:
     findings = [*start_findings(runs)]
     if all(finding.kind is FindingKind.INITIAL for finding in findings):  # both runs are then given the same weights
         findings += _step_findings(runs)
-    rows = runs.rows()
-    found = Diagnosis(tuple(findings), _worst(runs, rows), tuple(rows), runs.num_steps, len(observation.start))
-    if found.equal and not found.worst.relative <= found.worst.allowed:
-        raise AssertionError(f"{found.worst.what} differs by {found.worst.relative:.2e}, and nothing is found")
-    return found
+    rows = runs.tensors()
+    worst = max([*runs.numbers(), *rows], key=lambda row: row.measured.excess)
+    if not findings and worst.measured.differs:
+        raise AssertionError(f"{worst.title} differs by {worst.measured.relative:.2e}, and nothing is found")
+    return Diagnosis(tuple(findings), worst, tuple(rows), runs.num_steps, len(observation.start))
 
 
 def _step_findings(runs: Comparison) -> list[ProofFinding]:
@@ -94,13 +85,3 @@ def _step_findings(runs: Comparison) -> list[ProofFinding]:
         found.append(ProofFinding(FindingKind.UPDATE, agreed, "the run", text, math.inf))
     forward_agrees = not any(finding.kind in (FindingKind.FORWARD, FindingKind.LOSS) and agreed == 0 for finding in found)
     return [*found, *(evaluation_findings(runs, agreed) if forward_agrees else ())]
-
-
-def _worst(runs: Comparison, rows: list[ComparisonRow]) -> Worst:
-    """The largest difference over numbers and tensors, measured by what is allowed."""
-    told = [
-        Worst(far, TOLERANCE, f"{what} {'of step ' + str(step) if step else 'before step 1'}") for step, what, far in runs.numbers()
-    ]
-    for row in rows:
-        told.append(Worst(row.measured.relative, row.measured.relative_allowed, f"{row.what} of {row.name} in step {row.step}"))
-    return max(told, key=lambda worst: worst.relative / worst.allowed if worst.allowed else worst.relative)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 from megatron.pipeline_parallel.partition import Chunk
@@ -20,16 +21,16 @@ from megatron.verification.causes import (
     wrong_update,
 )
 from megatron.verification.comparison import ComparedTensors, Comparison, FindingKind, ProofFinding
-from megatron.verification.joined import AXES, HeldPart, JoinedTensor, norm
+from megatron.verification.joined import AXES, JoinedTensor, norm
 from megatron.verification.wording import (
     NEGLIGIBLE,
     TOLERANCE,
-    Facts,
+    Factor,
+    factor_words,
     forward_order,
     layer_of,
     listing,
     place_words,
-    ratio_words,
     relative,
     stages_of,
 )
@@ -47,9 +48,9 @@ def start_findings(runs: Comparison) -> Iterator[ProofFinding]:
     yield from layer_findings(runs.table, runs.config.model.num_layers, runs.observation.start)
     yield from _parameter_findings(runs)
     lead = "is not what the run was given: values are loaded or published wrongly"
-    yield from _tensor_findings(runs, FindingKind.START, None, runs.start(), lead)
+    yield from _tensor_findings(runs, None, FindingKind.START, runs.start(), lead)
     lead = "is initialised to other values than in one process: initialisation depends on the layout"
-    yield from _tensor_findings(runs, FindingKind.INITIAL, None, runs.initial(), lead)
+    yield from _tensor_findings(runs, None, FindingKind.INITIAL, runs.initial(), lead)
 
 
 def layer_findings(table: Sequence[Chunk], num_layers: int, parameters: Iterable[str] = ()) -> Iterator[ProofFinding]:
@@ -104,46 +105,39 @@ def _parameter_findings(runs: Comparison) -> Iterator[ProofFinding]:
 
 def _tensor_findings(
     runs: Comparison,
-    kind: FindingKind,
     index: int | None,
+    kind: FindingKind,
     compared: ComparedTensors,
     lead: str = "",
     *,
     names: Sequence[str] | None = None,
-    facts: Facts = Facts(),  # noqa: B008, frozen
+    factors: Sequence[Factor] = (),
     explain: Explanation = not_explained,
-    unexplained: str = "",
 ) -> Iterator[ProofFinding]:
     """One finding for each cause of the tensors that differ.
 
     Args:
         lead: words before the cause.
         names: the tensors in the order of cause; by default all that differ, in that of the forward.
-        unexplained: words behind a difference that nothing explains.
     """
     together: dict[Cause, list[str]] = {}
     for name in compared.differing if names is None else names:
         wrong = WrongTensor(compared.joined[name], compared.reference[name], compared.measured[name])
-        together.setdefault(cause_of(wrong, facts, explain), []).append(name)
+        together.setdefault(cause_of(wrong, factors, explain), []).append(name)
     for cause, same in together.items():
-        text = cause.text or f"differs by no constant factor ({compared.measured[same[0]].words()}){unexplained}"
-        everything = len(same) == len(compared.measured) > 1
-        others = "so are the gradients of all parameters" if everything and kind == FindingKind.GRADIENT else likewise(same)
-        text = "; ".join(filter(None, [lead, text, *cause.notes, others]))
+        text = cause.text or f"differs by no constant factor ({compared.measured[same[0]].words()})"
+        others = _likewise(same)
+        if kind is FindingKind.GRADIENT and len(same) == len(compared.measured) > 1:
+            others = "so are the gradients of all parameters"
         worst = max(compared.measured[name].relative for name in same)
+        text = _sentence(lead, text, *cause.notes, others)
         yield runs.finding(kind, index, same, text, worst, group=cause.group, ranks=cause.ranks)
-
-
-def likewise(names: Sequence[str]) -> str:
-    """The names after the first in words."""
-    more = len(names) - 1 - LISTED
-    return f"likewise {', '.join(names[1 : 1 + LISTED])}{f' and {more} others' if more > 0 else ''}" if names[1:] else ""
 
 
 def _number_findings(
     runs: Comparison,
-    kind: FindingKind,
     index: int | None,
+    kind: FindingKind,
     where: str | Sequence[str],
     what: str,
     found: float,
@@ -160,12 +154,22 @@ def _number_findings(
     """
     if abs(found - wanted) <= TOLERANCE * abs(wanted):
         return
-    factor = "not finite"
+    text = f"{what} is {found:.12g}, the reference's {wanted:.12g}"
     if math.isfinite(found) and found and wanted:
-        factor = ratio_words(wanted / found if divides else found / wanted, runs.facts(index or 0))
-    follows = "the loss and every gradient are " if divides else ""
-    text = f"{what} is {found:.12g}, the reference's {wanted:.12g}: {follows}{factor}{why and '; '}{why}"
-    yield runs.finding(kind, index, where, text, relative(found - wanted, wanted))
+        factor, _ = factor_words(wanted / found if divides else found / wanted, runs.factors(index or 0))
+        text += f": {'the loss and every gradient are ' * divides}{factor}"
+    yield runs.finding(kind, index, where, _sentence(text, why), relative(found - wanted, wanted))
+
+
+def _likewise(names: Sequence[str]) -> str:
+    """The names after the first in words."""
+    more = len(names) - 1 - LISTED
+    return f"likewise {', '.join(names[1 : 1 + LISTED])}{f' and {more} others' if more > 0 else ''}" if names[1:] else ""
+
+
+def _sentence(*parts: str) -> str:
+    """The parts that say something."""
+    return "; ".join(filter(None, parts))
 
 
 # ---- forward and loss
@@ -179,7 +183,7 @@ def forward_findings(runs: Comparison) -> Iterator[ProofFinding]:
     seen = runs.activations()
     for name in forward_order(runs.config.model.num_layers):
         joined = seen.joined.get(name, JoinedTensor(name, ()))
-        times = Counter(_microbatch(runs, each) for each in joined.held if each.coordinates["tp"] == 0)
+        times = Counter(_microbatch(runs, each.part.offsets[0]) for each in joined.held if each.coordinates["tp"] == 0)
         if wrong := [place for place in runs.plain.microbatches if times[place] != 1]:
             text = "it is never computed: dropped from the forward"
             if times:
@@ -188,22 +192,32 @@ def forward_findings(runs: Comparison) -> Iterator[ProofFinding]:
                 text += f"(microbatch {number} of data rank {data_rank} is the first such)"
             yield runs.finding(FindingKind.FORWARD, 0, [name], text)
             return
-        if seen.measured[name].differs:
+        measured = seen.measured[name]
+        if measured.differs:
             part = _PARTS.get(name.rpartition(".")[2], "the residual stream behind the layer")
-            lead = f"{part} differs, though all before it agrees"
+            notes = [f"{part} differs, though all before it agrees"]
             for chunk in runs.table if name.endswith(".attention") else ():
                 if not chunk.first and len(chunk.layers) and chunk.layers.start == layer_of(name):
                     sender = runs.table[chunk.index - 1].stage
-                    lead += f"; it is the first layer of its chunk, so what arrived from stage {sender} may be wrong too"
+                    notes.append(f"it is the first layer of its chunk, so what arrived from stage {sender} may be wrong too")
+            if measured.rows:
+                notes.append(f"only in microbatch {listing(_microbatch(runs, sample)[1] for sample in measured.rows)}")
             yield from _tensor_findings(
-                runs, FindingKind.FORWARD, 0, seen, lead, names=[name], facts=runs.facts(0), explain=_wrong_positions
+                runs,
+                0,
+                FindingKind.FORWARD,
+                seen,
+                _sentence(*notes),
+                names=[name],
+                factors=runs.factors(0),
+                explain=_wrong_positions,
             )
             return
 
 
-def _microbatch(runs: Comparison, held: HeldPart) -> tuple[int, int]:
-    """Data rank and index of the microbatch of a part."""
-    return runs.plain.microbatches[held.part.offsets[0] // runs.config.training.micro_batch_size]
+def _microbatch(runs: Comparison, sample: int) -> tuple[int, int]:
+    """Data rank and index of the microbatch of a sample in the first step."""
+    return runs.plain.microbatches[sample // runs.config.training.micro_batch_size]
 
 
 def _wrong_positions(wrong: WrongTensor) -> tuple[str, str]:
@@ -224,26 +238,20 @@ def _wrong_positions(wrong: WrongTensor) -> tuple[str, str]:
 def loss_findings(runs: Comparison, index: int, *, forward_agrees: bool) -> Iterator[ProofFinding]:
     """Differences in the count of samples and tokens, the sum of the loss and their quotient, in the step of this index."""
     mine, plain = runs.steps(index)
-    batch, output = "the global batch", runs.place("output")
-    samples = runs.num_samples(index)
-    why = "the batch size, or its ramp-up"
-    wrong = [*_number_findings(runs, FindingKind.COUNT, index, batch, "the number of samples", samples, plain.num_samples, why)]
-    if wrong:
+    numbers = partial(_number_findings, runs, index)
+    batch, samples, why = "the global batch", runs.num_samples(index), "the batch size, or its ramp-up"
+    if wrong := [*numbers(FindingKind.COUNT, batch, "the number of samples", samples, plain.num_samples, why)]:
         yield from wrong
         return
     counted = sum(rank.steps[index].token_count for rank in runs.ranks)
     summed = sum(rank.steps[index].loss_sum for rank in runs.ranks)
-    yield from _number_findings(
-        runs, FindingKind.COUNT, index, batch, "the count of tokens", counted, plain.token_count, divides=True
-    )
-    why = "the weights are right, so it is the samples, or values of parameters that are used before they arrive"
-    if index == 0:
-        why = "all layers agree, so it is the final norm, the output layer, the cross entropy, labels or masks"
+    why = "all layers agree, so it is the final norm, the output layer, the cross entropy, labels or masks"
+    if index:
+        why = "the weights are right, so it is the samples, or values of parameters that are used before they arrive"
     why = why if forward_agrees else ""
-    yield from _number_findings(
-        runs, FindingKind.LOSS, index, output, "the sum of the loss over the tokens", summed, plain.loss_sum, why
-    )
-    yield from _number_findings(runs, FindingKind.LOSS, index, batch, "the mean loss", mine.loss, plain.loss)
+    yield from numbers(FindingKind.COUNT, batch, "the count of tokens", counted, plain.token_count, divides=True)
+    yield from numbers(FindingKind.LOSS, runs.place("output"), "the sum of the loss over the tokens", summed, plain.loss_sum, why)
+    yield from numbers(FindingKind.LOSS, batch, "the mean loss", mine.loss, plain.loss)
     told = sorted({rank.steps[index].loss for rank in runs.ranks})
     if len(told) > 1 and all(map(math.isfinite, told)):
         text = f"ranks report {len(told)} different losses: {', '.join(f'{loss:.12g}' for loss in told[:3])}"
@@ -258,8 +266,8 @@ def gradient_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
     compared = runs.gradients(index)
     explain = left_over(runs.gradients(index - 1).joined) if index else microbatches_in(runs.plain)
     names = compared.differing[::-1]
-    facts = runs.facts(index)
-    yield from _tensor_findings(runs, FindingKind.GRADIENT, index, compared, names=names, facts=facts, explain=explain)
+    factors = runs.factors(index)
+    yield from _tensor_findings(runs, index, FindingKind.GRADIENT, compared, names=names, factors=factors, explain=explain)
 
 
 def norm_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
@@ -277,7 +285,7 @@ def norm_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
     if wrong:
         why = f"{', '.join(list(wrong.values())[:LISTED])}; clipping takes its factor from this norm"
     where = list(wrong) or _EVERYTHING
-    yield from _number_findings(runs, FindingKind.NORM, index, where, "the norm", mine.grad_norm, plain.grad_norm, why)
+    yield from _number_findings(runs, index, FindingKind.NORM, where, "the norm", mine.grad_norm, plain.grad_norm, why)
 
 
 def update_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
@@ -287,26 +295,17 @@ def update_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
         text = "the step was skipped: the loss scaler took the gradient for an overflow"
         yield runs.finding(FindingKind.UPDATE, index, _EVERYTHING, text)
         return
-    for what, found, wanted in (
-        ("the learning rate", mine.learning_rate, plain.learning_rate),
-        ("the weight decay", mine.weight_decay, plain.weight_decay),
-    ):
-        yield from _number_findings(runs, FindingKind.UPDATE, index, _EVERYTHING, what, found, wanted, "the schedule")
+    numbers = partial(_number_findings, runs, index, FindingKind.UPDATE, _EVERYTHING)
+    yield from numbers("the learning rate", mine.learning_rate, plain.learning_rate, "the schedule")
+    yield from numbers("the weight decay", mine.weight_decay, plain.weight_decay, "the schedule")
     weights = runs.weights(index)
     if weights.differing:
-        before = runs.weights(index - 1).reference if index else runs.observation.start
-        yield from _tensor_findings(
-            runs,
-            FindingKind.UPDATE,
-            index,
-            weights,
-            "the gradient is right, the update is not",
-            explain=wrong_update(before),
-            unexplained=": clipping, moments or the update rule",
-        )
+        explain = wrong_update(runs.weights(index - 1).reference if index else runs.observation.start)
+        lead = "the gradient is right, the update is not"
+        yield from _tensor_findings(runs, index, FindingKind.UPDATE, weights, lead, explain=explain)
         return
     lead = "the optimizer holds the right values, but the next forward uses others: the update was not carried to the parameters"
-    yield from _tensor_findings(runs, FindingKind.REPLICAS, index, runs.parameters(index), lead)
+    yield from _tensor_findings(runs, index, FindingKind.REPLICAS, runs.parameters(index), lead)
     for what, compared in (("main parameters", weights), ("parameters", runs.parameters(index))):
         for name, joined in compared.joined.items():
             for replicas in joined.ranks_apart()[:1]:
@@ -324,9 +323,7 @@ def overwritten_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]
     found = {rank.rank: rank.steps[index].overwritten for rank in runs.ranks if rank.steps[index].overwritten}
     if found:
         places = next(iter(found.values()))
-        text = "; ".join(
-            filter(None, ["it was written to before it had left, so that chance decides what arrives", likewise(places)])
-        )
+        text = _sentence("it was written to before it had left, so that chance decides what arrives", _likewise(places))
         yield runs.finding(FindingKind.TRANSFER, index, places[0], text, ranks=list(found))
 
 
@@ -344,6 +341,6 @@ def evaluation_findings(runs: Comparison, up_to: int) -> Iterator[ProofFinding]:
     both = zip(runs.ranks[0].evaluations[: up_to + 1], runs.plain.evaluations, strict=False)
     for number, (found, wanted) in enumerate(both):
         after = number - 1 if number else None
-        if told := [*_number_findings(runs, FindingKind.EVALUATION, after, where, what, found, wanted, why)]:
+        if told := [*_number_findings(runs, after, FindingKind.EVALUATION, where, what, found, wanted, why)]:
             yield from told
             return

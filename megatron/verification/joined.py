@@ -154,7 +154,9 @@ class Measured:
     @property
     def excess(self) -> float:
         """The difference over what is allowed."""
-        return self.difference / self.allowed if self.allowed and not math.isnan(self.difference) else math.inf
+        if self.allowed and not math.isnan(self.difference):
+            return self.difference / self.allowed
+        return math.inf if self.difference else 0.0
 
     def words(self) -> str:
         """The difference in words."""

@@ -108,9 +108,10 @@ class _Feed:
             consumed_samples=consumed,
             total_samples=self.plan.total_samples,
             num_workers=self.num_workers,
+            dropout=False,
         )
         for batch in steps:
-            yield [dataclasses.replace(inputs, dropout_key=None) for inputs in self._masked(batch, self.task.samples, consumed)]
+            yield self._masked(batch, self.task.samples, consumed)
             consumed += self.plan.global_batch_size(consumed)
 
     def evaluate(self) -> float:

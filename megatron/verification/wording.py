@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline_parallel.partition import Chunk
@@ -47,62 +47,65 @@ _CLOSE = 1e-6
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The numbers of a run that a wrong factor may be made of."""
+class Factor:
+    """A number of the run by which a mistake can multiply or divide."""
 
-    tensor: int = 1
-    data: int = 1
-    stages: int = 1
-    microbatches: int = 1
-    """Microbatches of one data rank in the step in question."""
-    kept: float = 1.0
-    """Tokens of the global batch that the loss mask keeps."""
-    tokens: int = 1
-    """All tokens of the global batch."""
-    loss_scale: float = 1.0
+    value: float
+    name: str
+    multiplied: str
+    """What went wrong where something is that many times too large."""
+    divided: str
+    group: str = ""
+    """The group of ranks whose size it is."""
 
 
-def ratio_words(ratio: float, facts: Facts) -> str:
-    """`2.0x, the tensor size: a sum over the tensor group is counted twice`; only the factor if it is no number of the layout.
+def layout_factors(groups: Mapping[str, int], microbatches: int, kept: float, tokens: int, loss_scale: float) -> list[Factor]:
+    """The numbers of one step.
 
-    All numbers of the same size are named: a run with one of the axes alone tells them apart.
+    Args:
+        groups: size of each group, by the field's name for it.
+        microbatches: those of one data rank.
+        kept: tokens of the global batch that the loss mask keeps.
+        tokens: all tokens of the global batch.
     """
-    meant = [(name, words) for value, name, words in _factors(facts) if math.isclose(ratio, value, rel_tol=_CLOSE)]
-    if not meant:
-        return f"{short(ratio)}x what it should be" if ratio else "zero: nothing reaches it"
-    names, reasons = (list(dict.fromkeys(column)) for column in zip(*meant, strict=True))
-    return f"{short(ratio)}x, {' or '.join(names)}: {'; or '.join(reasons)}"
-
-
-def ratio_group(ratio: float, facts: Facts) -> str:
-    """The group (tensor, data, pipeline) whose size is the factor, or 1 / the factor; empty if none is, or several are."""
-    sizes = {"tensor": facts.tensor, "data": facts.data, "pipeline": facts.stages}
-    factor = ratio if ratio > 1 else 1 / ratio if ratio else 0.0
-    found = [group for group, size in sizes.items() if size > 1 and math.isclose(factor, size, rel_tol=_CLOSE)]
-    return found[0] if len(found) == 1 else ""
-
-
-def _factors(facts: Facts) -> Iterator[tuple[float, str, str]]:
-    """The factors that a mistake can multiply or divide by: (factor, its name, what went wrong)."""
     once_more = "divided by it once too often"
-    known: list[tuple[float, str, str, str]] = []
-    for size, group in ((facts.tensor, "tensor"), (facts.data, "data"), (facts.stages, "pipeline")):
-        twice = f"a sum over the {group} group is counted {'twice' if size == 2 else f'{size} times'}"
-        known.append(
-            (size, f"the {group} size", twice, f"{once_more}, or one rank's share of the {group} group instead of the sum")
+    found = [
+        Factor(
+            size,
+            f"the {group} size",
+            f"a sum over the {group} group is counted {'twice' if size == 2 else f'{size} times'}",
+            f"{once_more}, or one rank's share of the {group} group instead of the sum",
+            group,
         )
-    mean = "microbatches are summed where their mean is meant"
-    known.append((facts.microbatches, "the number of microbatches", mean, once_more))
-    if facts.kept:
-        ignored = "the count of tokens ignores the loss mask"
-        known.append((facts.tokens / facts.kept, "all tokens / kept tokens", "the loss mask is counted twice", ignored))
-        undivided = "the sum over tokens is not divided by their number"
-        known.append((facts.kept, "the tokens that count", undivided, "divided by their number twice"))
-    known.append((facts.loss_scale, "the loss scale", "the loss scale is not taken out", "the loss scale is taken out twice"))
-    for value, name, multiplied, divided in known:
-        if value != 1:
-            yield value, name, multiplied
-            yield 1 / value, " / ".join(reversed(name.split(" / "))) if " / " in name else f"1 / {name}", divided
+        for group, size in groups.items()
+    ]
+    ignored, twice = "the count of tokens ignores the loss mask", "the loss mask is counted twice"
+    return [
+        *found,
+        Factor(microbatches, "the number of microbatches", "microbatches are summed where their mean is meant", once_more),
+        Factor(kept / tokens, "the share of tokens that count", ignored, twice),
+        Factor(kept, "the tokens that count", "the sum over tokens is not divided by their number", once_more),
+        Factor(loss_scale, "the loss scale", "the loss scale is not taken out", "the loss scale is taken out twice"),
+    ]
+
+
+def factor_words(ratio: float, factors: Iterable[Factor] = ()) -> tuple[str, str]:
+    """What a wrong factor is, and the group whose size it is; only the factor if it is no number of the run.
+
+    So of 2: `2.0x, the tensor size: a sum over the tensor group is counted twice`, and `tensor`.
+
+    All numbers of the same size are named, and then no group: a run with one of the axes alone tells them apart.
+    """
+    meant = []
+    for factor in factors:
+        if factor.value not in (0, 1) and math.isclose(ratio, factor.value, rel_tol=_CLOSE):
+            meant.append((factor.name, factor.multiplied, factor.group))
+        elif factor.value not in (0, 1) and math.isclose(ratio * factor.value, 1, rel_tol=_CLOSE):
+            meant.append((f"1 / {factor.name}", factor.divided, factor.group))
+    if not meant:
+        return f"{short(ratio)}x what it should be" if ratio else "zero: nothing reaches it", ""
+    names, reasons, groups = (list(dict.fromkeys(filter(None, column))) for column in zip(*meant, strict=True))
+    return f"{short(ratio)}x, {' or '.join(names)}: {'; or '.join(reasons)}", groups[0] if len(groups) == 1 else ""
 
 
 def layer_of(name: str) -> int | None:

@@ -19,7 +19,7 @@ from megatron.config.flags import flags
 from megatron.verification.diagnosis import diagnose
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
-from megatron.verification.wording import Facts, ratio_group, ratio_words
+from megatron.verification.wording import factor_words, layout_factors
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.verify_observations import FLAGS, TENSOR, observed, scale_gradients
 from tools.proofs.isolation import axes_alone, isolate, one_process, without_each
@@ -296,12 +296,13 @@ def test_a_run_that_fails_is_told_with_its_error() -> None:
 
 
 def test_factors_that_are_facts_of_the_layout() -> None:
-    facts = Facts(tensor=2, data=3, stages=2, microbatches=5, kept=40, tokens=100)
-    assert ratio_words(3.0, facts) == "3.0x, the data size: a sum over the data group is counted 3 times"
-    assert "the tensor size or the pipeline size" in ratio_words(2.0, facts) and ratio_group(2.0, facts) == ""
-    assert ratio_group(1 / 3, facts) == "data" and ratio_group(7.0, facts) == ""
-    assert "the count of tokens ignores the loss mask" in ratio_words(0.4, facts)
-    assert ratio_words(7.3, facts) == "7.3x what it should be" and ratio_words(math.pi, facts) == "3.14159x what it should be"
+    factors = layout_factors({"tensor": 2, "data": 3, "pipeline": 2}, microbatches=5, kept=40, tokens=100, loss_scale=1.0)
+    assert factor_words(3.0, factors) == ("3.0x, the data size: a sum over the data group is counted 3 times", "data")
+    text, group = factor_words(2.0, factors)
+    assert "the tensor size or the pipeline size" in text and group == ""
+    assert factor_words(1 / 3, factors)[1] == "data" and factor_words(7.0, factors)[1] == ""
+    assert "the count of tokens ignores the loss mask" in factor_words(0.4, factors)[0]
+    assert [factor_words(ratio, factors)[0] for ratio in (7.3, math.pi)] == [f"{x}x what it should be" for x in ("7.3", "3.14159")]
 
 
 # ---- with what it comes and goes

@@ -39,7 +39,7 @@ def observed(flags: str = TENSOR) -> Observation:
 def first_finding(observation: Observation) -> ProofFinding:
     """The cause."""
     found: Diagnosis = diagnose(observation)
-    assert not found.equal and found.worst.what
+    assert not found.equal and found.worst.title
     return found.findings[0]
 
 

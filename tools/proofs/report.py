@@ -90,12 +90,12 @@ def _verdict(proofs: Sequence[Proof]) -> str:
         if proof.diagnosis is None:
             return f"FAILS: {proof.title} does not run to its end: {_error(proof.failure)}"
     found = [proof.diagnosis for proof in proofs if proof.diagnosis]
-    worst = max((each.worst for each in found), key=lambda worst: worst.relative / worst.allowed)
+    worst = max((each.worst.measured for each in found), key=lambda measured: measured.excess)
     what = f"{proofs[0].title}" if len(proofs) == 1 else f"{len(proofs)} layouts ({'; '.join(proof.title for proof in proofs)})"
     steps = f"{found[0].num_steps} step{'s' * (found[0].num_steps > 1)}"
     return (
         f"EQUAL to one process: {what}: loss, {found[0].num_parameters} gradients and weights of {steps}; "
-        f"largest relative difference {worst.relative:.1e}, allowed {worst.allowed:.0e}"
+        f"largest relative difference {worst.relative:.1e}, allowed {worst.relative_allowed:.0e}"
     )
 
 
@@ -115,7 +115,8 @@ def _body(proof: Proof) -> Iterator[str]:
             yield f"... and {len(lines) - TRACEBACK} more lines of the other ranks"
     else:
         worst = proof.diagnosis.worst
-        yield f"largest relative difference  {_relative(worst.relative)}  ({worst.what}; allowed {worst.allowed:.0e})"
+        allowed = f"{worst.measured.relative_allowed:.0e}"
+        yield f"largest relative difference  {_relative(worst.measured.relative)}  ({worst.title}; allowed {allowed})"
     if proof.alone:
         yield "comes and goes with"
         yield from (f"  {line}" for line in proof.alone)
@@ -178,7 +179,7 @@ def _proof_json(proof: Proof) -> dict[str, Any]:
         "failure": proof.failure or None,
         "steps": found.num_steps if found else None,
         "parameters": found.num_parameters if found else None,
-        "largest": {"relative": _number(found.worst.relative), "of": found.worst.what} if found else None,
+        "largest": {"relative": _number(found.worst.measured.relative), "of": found.worst.title} if found else None,
         "findings": [_finding_json(finding) for finding in proof.findings],
         "worst": [_row_json(row) for row in found.rows[:WORST]] if found else [],
         "alone": list(proof.alone),
