@@ -161,8 +161,8 @@ FAULTS = {
     "dropout on in evaluation": Fault(
         (
             (
-                "return self._steps(source, lambda _: global_batch_size, 0, total, num_workers, dropout=False)",
-                "return self._steps(source, lambda _: global_batch_size, 0, total, num_workers, dropout=True)",
+                "            num_workers=num_workers,\n            dropout=False,\n",
+                "            num_workers=num_workers,\n            dropout=True,\n",
             ),
         ),
         "--world-size 2",
@@ -175,9 +175,15 @@ FAULTS = {
     "an evaluation that reads its first batch again": Fault(
         (
             (
-                "return self._steps(source, lambda _: global_batch_size, 0, total, num_workers, dropout=False)",
-                "return (batch for _ in range(num_batches) for batch in "
-                "self._steps(source, lambda _: global_batch_size, 0, global_batch_size, num_workers, dropout=False))",
+                "return self.steps(\n            source,\n            global_batch_size_at=lambda _: global_batch_size,",
+                "return (batch for _ in range(num_batches) for batch in self.steps(\n            source,\n"
+                "            global_batch_size_at=lambda _: global_batch_size,",
+            ),
+            (
+                "            total_samples=global_batch_size * num_batches,\n            num_workers=num_workers,\n"
+                "            dropout=False,\n        )",
+                "            total_samples=global_batch_size,\n            num_workers=num_workers,\n"
+                "            dropout=False,\n        ))",
             ),
         ),
         "--world-size 2",
