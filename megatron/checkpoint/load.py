@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -89,12 +89,10 @@ def load_tensors(
     manifest, reads = found[0]
 
     def read() -> set[str]:
-        return _cut(tensors, read_boxes(storage, manifest, reads, threads))
+        straight = read_boxes(storage, manifest, reads, threads)
+        return {tensor.name for tensor in tensors if straight[tensor.name] != sum(placed.box.numel for placed in tensor.boxes)}
 
-    def everywhere(names: list[set[str]]) -> list[set[str]]:
-        return [{name for cut in names for name in cut}] * len(names)
-
-    cut = decide(group, doing, read, everywhere)
+    cut = decide(group, doing, read, lambda names: [set().union(*names)] * len(names))
     return compare_content(tensors, cut, manifest, threads, group, doing)
 
 
@@ -180,11 +178,6 @@ def read_boxes(storage: Storage, manifest: Manifest, reads: Reads, threads: int 
     return straight
 
 
-def _cut(tensors: Sequence[GlobalTensor], straight: Counter[str]) -> set[str]:
-    """Names of tensors of which this rank holds anything that was not read as whole boxes."""
-    return {tensor.name for tensor in tensors if straight[tensor.name] != sum(placed.box.numel for placed in tensor.boxes)}
-
-
 MISSING = "not in the checkpoint"
 SHAPE = "of another shape"
 DTYPE = "of a dtype that cannot be converted"
@@ -235,10 +228,9 @@ def check_requests(requests: Sequence[LoadRequest], manifest: Manifest, allow_un
     for name, stored in manifest.tensors.items():
         if allow_unused(name):
             continue
-        numel = Box.whole(stored.shape).numel
         if name not in boxes:
             problems[UNUSED].add(name)
-        elif (wanted := sum(box.numel for box in boxes[name])) < numel:
+        elif (wanted := sum(box.numel for box in boxes[name])) < (numel := Box.whole(stored.shape).numel):
             problems[PARTLY_USED].add(f"{name} ({wanted} of {numel} elements)")
     if problems:
         lines = [f"{kind} ({len(texts)}): {listed(sorted(texts))}" for kind, texts in sorted(problems.items())]
@@ -268,15 +260,7 @@ def compare_content(
     """Compare what all ranks hold in memory with what was saved. All ranks call it together.
 
     If a box was read whole into its place, its checksum was taken there, which is the proof. Tensors of which any rank holds
-    something else (part of a box, another dtype, a copy on a device) are summed up over all ranks.
-
-    Args:
-        tensors: what this rank has loaded.
-        cut: names of the tensors of which any rank holds something that was not read as whole boxes.
-        manifest: the checkpoint's manifest.
-        threads: how many to use.
-        group: the ranks that loaded.
-        doing: words for the error, e.g. "cannot load /runs/a/iter_0000100".
+    something else (part of a box, another dtype, a copy on a device) are summed up over all ranks: `cut` names them.
 
     Raises:
         DamagedCheckpointError: on every rank, if a tensor differs, or ranks that hold the same box differ.
@@ -289,16 +273,13 @@ def compare_content(
     )
 
 
-def exactly_comparable(stored: torch.dtype, here: torch.dtype) -> bool:
-    """Whether the dtype here holds every stored value exactly, so that narrowing back gives the stored bits."""
-    return torch.promote_types(stored, here) == here
-
-
 def _content_here(tensors: list[GlobalTensor], cut: set[str], manifest: Manifest, threads: int) -> ContentHere:
     """Sums of the boxes of this rank that the checksums do not prove, taken from memory, in the stored dtype."""
     summed = [(tensor, manifest.tensors[tensor.name]) for tensor in tensors if tensor.name in cut]
     summed = [(tensor, stored) for tensor, stored in summed if stored.content is not None]
-    narrowed = {tensor.name for tensor, stored in summed if not exactly_comparable(torch_dtype(stored.dtype), tensor.local.dtype)}
+    dtypes = {tensor.name: (tensor.local.dtype, torch_dtype(stored.dtype)) for tensor, stored in summed}
+    # A dtype that holds every stored value exactly gives the stored bits when it is narrowed back.
+    narrowed = {name for name, (here, there) in dtypes.items() if torch.promote_types(here, there) != here}
     tasks = {
         (tensor.name, placed.box): (placed.box, tensor.part(placed), stored)
         for tensor, stored in summed
@@ -311,23 +292,16 @@ def _content_here(tensors: list[GlobalTensor], cut: set[str], manifest: Manifest
 
 
 def _box_sums(box: Box, part: torch.Tensor, stored: StoredTensor) -> Sums:
-    kind = torch_dtype(stored.dtype)
-    if part.dtype == kind and part.device.type == "cpu":
-        return content_sums(bytes_of(part), stored.dtype, box, stored.shape)
-    total = NO_SUMS
-    for inner, some in _stretches(box, part):
-        total = total.plus(content_sums(bytes_of(some.to(kind)), stored.dtype, inner, stored.shape))
-    return total
-
-
-def _stretches(box: Box, part: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """A box in parts that are small enough for a copy: (each part's box in the whole tensor, its elements)."""
-    flat = part.reshape(-1)
-    for start in range(0, box.numel, _AT_ONCE):
+    """Sums of a box. What must be converted or copied to the host is taken in parts that are small enough for a copy."""
+    kind, flat, total = torch_dtype(stored.dtype), part.reshape(-1), NO_SUMS
+    at_once = box.numel if part.dtype == kind and part.device.type == "cpu" else _AT_ONCE
+    for start in range(0, box.numel, at_once):
         at = start
-        for inner in flat_range_boxes(box.sizes, start, min(start + _AT_ONCE, box.numel)):
-            yield inner.inside(box), flat[at : at + inner.numel]
+        for inner in flat_range_boxes(box.sizes, start, min(start + at_once, box.numel)):
+            data = bytes_of(flat[at : at + inner.numel].to(kind))
+            total = total.plus(content_sums(data, stored.dtype, inner.inside(box), stored.shape))
             at += inner.numel
+    return total
 
 
 def _judge(everybody: list[ContentHere], cut: set[str], manifest: Manifest) -> Loaded:

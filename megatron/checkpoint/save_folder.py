@@ -35,8 +35,7 @@ def checkpoint_name(iteration: int) -> str:
 
 def iterations_in(save: Storage) -> list[int]:
     """Iterations that have a folder in a save folder, ascending, complete or not."""
-    named = (re.fullmatch(r"iter_(\d{7,})", name) for name in save.names())
-    return sorted(int(match[1]) for match in named if match)
+    return sorted(iteration for name in save.names() if (iteration := iteration_of(name)) is not None)
 
 
 def latest_in(save: Storage) -> int | None:

@@ -46,11 +46,10 @@ class RunSaver:
     Args:
         storage: the save folder, on a file system that all ranks share; made if it does not exist.
         group: the ranks that save.
-        max_file_bytes: begin another data file where one would become larger (a box is never cut).
     """
 
-    def __init__(self, storage: Storage, group: Group, max_file_bytes: int | None = None) -> None:
-        self._storage, self._group, self._max_file_bytes = storage, group, max_file_bytes
+    def __init__(self, storage: Storage, group: Group) -> None:
+        self._storage, self._group = storage, group
         self._token = secrets.token_hex(4)  # the first rank's token is the run's
         self._held: list[HeldTensor] | None = None
         self._part = RankPart(group.index, ())
@@ -85,7 +84,7 @@ class RunSaver:
             return [Assignment(self._token, None)] * len(shares)
         before = self._world or [[]] * len(shares)
         self._world = [old if new is None else new for old, new in zip(before, shares, strict=True)]
-        return [Assignment(self._token, part) for part in share_out(self._world, self._max_file_bytes)]
+        return [Assignment(self._token, part) for part in share_out(self._world)]
 
     def _take(self, held: list[HeldTensor], assignment: Assignment) -> RankPart:
         """On every rank: take the assignment; returns what this rank writes."""

@@ -168,11 +168,10 @@ def save_checkpoint(
     state: dict[str, Any],
     *,
     process_group: dist.ProcessGroup | None = None,
-    max_file_bytes: int | None = None,
 ) -> Path:
     """Write one checkpoint, called on every rank of the group; returns its folder. See `TensorSaver.save`."""
     storage, group = open_storage(folder), group_of(process_group)
     if group.index == 0:
         storage.sweep("")
-    TensorSaver(storage, group, max_file_bytes).save(iteration, tensors, config, state)
+    TensorSaver(storage, group).save(iteration, tensors, config, state)
     return Path(storage.at(checkpoint_name(iteration)))
