@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from megatron.checkpoint.content_sums import Checksum, matches
@@ -20,7 +21,7 @@ from megatron.checkpoint.errors import DamagedCheckpointError, TruncatedError
 from megatron.checkpoint.global_tensor import torch_dtype
 from megatron.checkpoint.manifest import Manifest, StoredBox
 from megatron.checkpoint.safetensors_file import Entry, Header
-from megatron.checkpoint.storage import Reading, Storage
+from megatron.checkpoint.storage import Storage
 from megatron.parallel.boxes import Box, flat_range_boxes
 
 _PIECE_BYTES = {True: 1 << 20, False: 32 << 20}
@@ -42,12 +43,7 @@ class BoxRead(NamedTuple):
         return takes_bytes and self.inner == Box.whole(stored.box.sizes)
 
 
-class _OpenFile(NamedTuple):
-    reading: Reading
-    header: Header
-
-
-class DataFiles:
+class DataFiles(ExitStack):
     """The data files of one checkpoint. Several threads may read at once.
 
     Args:
@@ -56,11 +52,11 @@ class DataFiles:
     """
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        super().__init__()
         self._storage, self._manifest = storage, manifest
         self._piece_bytes = _PIECE_BYTES[storage.local is not None]
-        self._open: dict[str, _OpenFile] = {}
+        self._headers: dict[str, Header] = {}
         self._lock = threading.Lock()
-        self._stack = ExitStack()
         self._checked: set[StoredBox] = set()
 
     def start(self, stored: StoredBox, dtype: str) -> int:
@@ -69,7 +65,7 @@ class DataFiles:
         Raises:
             DamagedCheckpointError: the file is missing or has another size, or does not hold the box.
         """
-        return self._file(stored.file).header.place(Entry(stored.key, dtype, stored.box.sizes))
+        return self._header(stored.file).place(Entry(stored.key, dtype, stored.box.sizes))
 
     def read(self, stored: StoredBox, dtype: str, parts: Sequence[BoxRead]) -> None:
         """Fill targets from a stored box. The box is checked when it is read for the first time.
@@ -82,28 +78,21 @@ class DataFiles:
         Raises:
             DamagedCheckpointError: the file is missing, truncated or altered; targets may have been filled.
         """
-        start = self.start(stored, dtype)
-        reading = self._file(stored.file).reading
-        whole, kind = Box.whole(stored.box.sizes), torch_dtype(dtype)
-        checked = stored in self._checked
+        start, file = self.start(stored, dtype), self._header(stored.file).file
+        kind, checked, checksum = torch_dtype(dtype), stored in self._checked, Checksum()
         # What was checked before need not be read from end to end again.
-        low, high = _flat_range(whole, [part.inner for part in parts]) if checked else (0, whole.numel)
-        checksum = Checksum()
+        low, high = _flat_range(stored.box.sizes, [part.inner for part in parts]) if checked else (0, stored.box.numel)
+        step = max(1, self._piece_bytes // kind.itemsize)
+        straight = len(parts) == 1 and parts[0].goes_straight(stored, dtype)
+        room = parts[0].target.view(-1) if straight else torch.empty(min(step, high - low), dtype=kind)
         try:
-            if len(parts) == 1 and parts[0].goes_straight(stored, dtype):
-                into = parts[0].target.view(-1).view(torch.uint8).numpy().data
-                for at in range(0, len(into), self._piece_bytes):
-                    piece = into[at : at + self._piece_bytes]
-                    reading.read_into(start + at, piece)
-                    checksum.update(piece)
-            else:
-                step = max(1, self._piece_bytes // kind.itemsize)
-                scratch = torch.empty(min(step, high - low), dtype=kind)
-                for first in range(low, high, step):
-                    some = scratch[: min(step, high - first)]
-                    raw = some.view(torch.uint8).numpy().data
-                    reading.read_into(start + first * kind.itemsize, raw)
-                    checksum.update(raw)
+            for first in range(low, high, step):
+                begin, count = first if straight else 0, min(step, high - first)
+                some = room[begin : begin + count]
+                raw = some.view(torch.uint8).numpy().data
+                file.read_into(start + first * kind.itemsize, raw)
+                checksum.update(raw)
+                if not straight:
                     _spread(some, first, stored.box.sizes, parts)
         except OSError as error:
             raise self._told(stored.file, error) from error
@@ -113,27 +102,19 @@ class DataFiles:
             raise DamagedCheckpointError(f"{self._storage.at(stored.file)}: the data of {stored.key} was altered (checksum)")
         self._checked.add(stored)
 
-    def __enter__(self) -> DataFiles:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def _header(self, name: str) -> Header:
         with self._lock:
-            self._stack.close()
-            self._open.clear()
+            if name not in self._headers:
+                self._headers[name] = self._opened(name)
+            return self._headers[name]
 
-    def _file(self, name: str) -> _OpenFile:
-        with self._lock:
-            if name not in self._open:
-                self._open[name] = self._opened(name)
-            return self._open[name]
-
-    def _opened(self, name: str) -> _OpenFile:
+    def _opened(self, name: str) -> Header:
         num_bytes, where = self._manifest.files[name].num_bytes, self._storage.at(name)
         try:
-            reading = self._stack.enter_context(self._storage.open(name))
-            if reading.size != num_bytes:
-                raise DamagedCheckpointError(f"{where} has {reading.size} bytes, it was written with {num_bytes}")
-            return _OpenFile(reading, Header(reading, where))
+            file = self.enter_context(self._storage.open(name))
+            if file.size != num_bytes:
+                raise DamagedCheckpointError(f"{where} has {file.size} bytes, it was written with {num_bytes}")
+            return Header(file, where)
         except OSError as error:
             raise self._told(name, error) from error
 
@@ -160,14 +141,8 @@ def _spread(some: torch.Tensor, first: int, sizes: tuple[int, ...], parts: Seque
                 part.target[common.relative_to(part.inner).index].copy_(source)
 
 
-def _flat_range(whole: Box, inners: Sequence[Box]) -> tuple[int, int]:
-    """The range of a box's flattened elements that holds all `inners`."""
-
-    def flat(index: Sequence[int]) -> int:
-        number = 0
-        for at, size in zip(index, whole.sizes, strict=True):
-            number = number * size + at
-        return number
-
-    lasts = [tuple(o + n - 1 for o, n in zip(inner.offsets, inner.sizes, strict=True)) for inner in inners]
-    return min(flat(inner.offsets) for inner in inners), max(flat(last) for last in lasts) + 1
+def _flat_range(sizes: tuple[int, ...], inners: Sequence[Box]) -> tuple[int, int]:
+    """The range of the flattened elements of a box of these sizes that holds all `inners`."""
+    firsts = [np.ravel_multi_index(inner.offsets, sizes) for inner in inners]
+    lasts = [np.ravel_multi_index([end.stop - 1 for end in inner.index], sizes) for inner in inners]
+    return int(min(firsts)), int(max(lasts)) + 1

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from megatron.checkpoint.errors import TruncatedError
-from megatron.checkpoint.storage import Draft, Reading, Storage, Writing
+from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Reading, Storage, Writing
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -95,20 +95,16 @@ class LocalWriting(Writing):
     """A `Writing` to a local file, without a buffer of its own."""
 
     def __init__(self, path: Path, handle: int) -> None:
-        self._path, self._handle = path, handle
-        self._begun = self.num_bytes = 0
+        self._path, self._handle, self._begun = path, handle, 0
 
-    def write(self, data: bytes | memoryview) -> None:
-        rest = memoryview(data)
-        rest = rest.cast("B") if rest.nbytes else rest
-        while rest.nbytes:
-            with _named(self._path):
-                written = os.write(self._handle, rest[:FLUSH_BYTES])
-            self.num_bytes += written
-            rest = rest[written:]
-            if self.num_bytes - self._begun >= FLUSH_BYTES:
-                begin_to_sync(self._handle, self._begun, self.num_bytes - self._begun)
-                self._begun = self.num_bytes
+    def write_some(self, data: memoryview) -> int:
+        with _named(self._path):
+            written = os.write(self._handle, data[:FLUSH_BYTES])
+        length = self.num_bytes + written - self._begun
+        if length >= FLUSH_BYTES:
+            begin_to_sync(self._handle, self._begun, length)
+            self._begun += length
+        return written
 
     def sync(self) -> None:
         with _named(self._path):
@@ -134,7 +130,7 @@ def begin_to_sync(handle: int, start: int, length: int) -> None:
 
 
 _LEFT = re.compile(r"\.(?P<name>iter_\d+)\.(?:(?P<token>[0-9a-f]+)\.)?(?P<what>saving|removing|replaced)")
-_PART_OF_ONE = re.compile(r"rank_.*|(?:config|state)\.json")
+_PART_OF_ONE = re.compile(rf"rank_.*|{re.escape(CONFIG)}|{re.escape(STATE)}")
 
 
 class LocalStorage(Storage):
@@ -260,7 +256,7 @@ class LocalDraft(Draft):
             self._folder.rename(self._final)
             return None
         there = os.listdir(self._final)
-        if "manifest.json" not in there and not all(map(_PART_OF_ONE.fullmatch, there)):
+        if MANIFEST not in there and not all(map(_PART_OF_ONE.fullmatch, there)):
             raise FileExistsError(f"{self._final} is there already, and is no checkpoint of this program: move it away")
         if exchange(self._folder, self._final):
             return self._folder

@@ -19,11 +19,9 @@ from pathlib import Path
 from megatron.checkpoint.content_sums import NO_SUMS, Sums, content_digest
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.safetensors_file import DTYPES
+from megatron.checkpoint.storage import STATE
 from megatron.parallel.boxes import Box
 
-MANIFEST = "manifest.json"
-CONFIG = "config.json"
-STATE = "state.json"
 FORMAT = "megatron-boxes"
 VERSION = 1
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron.checkpoint.errors import TruncatedError
-from megatron.checkpoint.storage import Draft, Reading, Storage, Writing
+from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Reading, Storage, Writing
 
 BLOCK_BYTES = 64 << 20
 """Size of the parts of an upload; stores allow some ten thousand parts to a file."""
@@ -53,8 +53,7 @@ class ObjectFile(Reading):
         self._files, self._path, self._url, self.size = files, path, url, size
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        ends = [*range(RANGE_BYTES, len(buffer), RANGE_BYTES), len(buffer)] if len(buffer) else []
-        ranges = list(zip([0, *ends[:-1]], ends, strict=False))
+        ranges = [(at, min(at + RANGE_BYTES, len(buffer))) for at in range(0, len(buffer), RANGE_BYTES)]
         for first in range(0, len(ranges), RANGES_AT_ONCE):
             chosen = ranges[first : first + RANGES_AT_ONCE]
             with told(self._url):
@@ -77,27 +76,19 @@ class ObjectWriting(Writing):
 
     def __init__(self, file: Any, url: str) -> None:
         self._file, self._url = file, url
-        self.num_bytes = 0
 
-    def write(self, data: bytes | memoryview) -> None:
-        rest = memoryview(data)
-        rest = rest.cast("B") if rest.nbytes else rest
+    def write_some(self, data: memoryview) -> int:
         with told(self._url):
-            while rest.nbytes:
-                written = self._file.write(rest[:BLOCK_BYTES])
-                self.num_bytes += written
-                rest = rest[written:]
+            return self._file.write(data[:BLOCK_BYTES])
 
     def sync(self) -> None:
         pass
 
 
-COMPLETE = "manifest.json"
-"""A checkpoint that has this file is complete."""
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"}
 """Stores in which folders need not be made; asked to, some make a missing bucket, perhaps of a misspelt name."""
 _CHECKPOINT = re.compile(r"iter_\d{7,}")
-_LEFT_FILE = re.compile(r"rank_.*-[0-9a-f]+\..+|(?:config|state)\.json")
+_LEFT_FILE = re.compile(rf"rank_.*-[0-9a-f]+\..+|{re.escape(CONFIG)}|{re.escape(STATE)}")
 
 
 class ObjectStorage(Storage):
@@ -186,7 +177,7 @@ class ObjectStorage(Storage):
         """Remove the manifest of a checkpoint, then the rest."""
         if not self.names(name):
             raise FileNotFoundError(f"{self.at(name)} is not there")
-        self.child(name).remove(COMPLETE)
+        self.child(name).remove(MANIFEST)
         self.remove(name)
 
     def sweep(self, keep: str) -> None:
@@ -226,7 +217,7 @@ class ObjectDraft(Draft):
     def publish(self, files: Mapping[str, bytes]) -> None:
         """Write the last files, the manifest at the end."""
         # They replace those of an older checkpoint, which is incomplete from here on.
-        self.storage.remove(COMPLETE)
+        self.storage.remove(MANIFEST)
         for name, data in files.items():
             self.storage.write(name, data)
         with contextlib.suppress(OSError):

@@ -80,7 +80,7 @@ class Header:
     """
 
     def __init__(self, file: Reading, name: str) -> None:
-        self._data_start, self._name = LENGTH_BYTES, name
+        self.file, self._data_start, self._name = file, LENGTH_BYTES, name
         self._data_start += int.from_bytes(file.read(0, min(LENGTH_BYTES, file.size)), "little")
         try:
             if self._data_start > file.size:

@@ -20,9 +20,9 @@ from megatron.checkpoint.content_sums import content_sums
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
 from megatron.checkpoint.global_tensor import WEIGHT, bytes_of, torch_dtype
-from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, Manifest
+from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.save_folder import LATEST, checkpoint_name, find_checkpoint, iterations_in, manifest_in, read_json
-from megatron.checkpoint.storage import Place, Storage, open_storage
+from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Place, Storage, open_storage
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_SETTINGS, DataConfig
 from megatron.config.model import ModelConfig

@@ -37,15 +37,28 @@ class Reading(Protocol):
 class Writing(Protocol):
     """A file that is being written."""
 
-    num_bytes: int
+    num_bytes: int = 0
     """Bytes written so far."""
 
     def write(self, data: bytes | memoryview) -> None:
         """Write all of `data` at the end."""
+        rest = memoryview(data)
+        while rest:
+            written = self.write_some(rest)
+            self.num_bytes += written
+            rest = rest[written:]
+
+    def write_some(self, data: memoryview) -> int:
+        """Write the first bytes of `data`, as many as go at once. Returns how many these were."""
 
     def sync(self) -> None:
         """Bring what is written so far to the disk, where that can be done before the end."""
 
+
+MANIFEST = "manifest.json"
+"""The file that is written last: with it a checkpoint is complete."""
+CONFIG = "config.json"
+STATE = "state.json"
 
 Place = Path | str
 """A folder, or its URL."""

@@ -9,10 +9,9 @@ from typing import Any
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.global_tensor import WEIGHT
 from megatron.checkpoint.load import Loaded, load_tensors
-from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.save_folder import find_checkpoint, iteration_of, read_config, read_state
 from megatron.checkpoint.source import FOREIGN, kind_of
-from megatron.checkpoint.storage import Place, open_storage
+from megatron.checkpoint.storage import MANIFEST, Place, open_storage
 from megatron.config.config import Config
 from megatron.config.model import FREE_AT_BEGINNING, FREE_FIELDS, ModelConfig
 from megatron.config.save import from_dict

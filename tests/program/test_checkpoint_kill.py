@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.save_folder import checkpoint_name, find_checkpoint, iterations_in, latest_in
-from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.storage import MANIFEST, open_storage
 from megatron.verification.local_ranks import die_with
 from tests.support.runs import (
     Ended,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.storage import MANIFEST
 from megatron.verification.local_ranks import run_ranks
 from tests.support.runs import Ended, arguments, checkpoint, complete_checkpoints, digest, launch, report, run, saved_tensors
 
