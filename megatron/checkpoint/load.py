@@ -92,7 +92,7 @@ def load_tensors(
         straight = read_boxes(storage, manifest, reads, threads)
         return {tensor.name for tensor in tensors if straight[tensor.name] != sum(placed.box.numel for placed in tensor.boxes)}
 
-    cut = decide(group, doing, read, lambda names: [set().union(*names)] * len(names))
+    cut = decide(group, doing, read, lambda names: [set[str]().union(*names)] * len(names))
     return compare_content(tensors, cut, manifest, threads, group, doing)
 
 

@@ -233,7 +233,6 @@ class LocalDraft(Draft):
         return name
 
     def make(self) -> None:
-        """Make the folder anew."""
         if self._folder.exists():
             shutil.rmtree(self._folder)
         make_folder(self._folder.parent)
@@ -265,7 +264,6 @@ class LocalDraft(Draft):
         return old
 
     def abandon(self) -> None:
-        """Remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

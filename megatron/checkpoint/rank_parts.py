@@ -7,7 +7,6 @@ no torch, so that a separate process can do it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import itertools
 from collections import defaultdict
@@ -116,12 +115,11 @@ def share_out(world: Sequence[Sequence[HeldTensor]], max_file_bytes: int | None 
     for box in sorted(holders, key=lambda box: (len(holders[box]) > 1, -box.num_bytes)):
         writers[box] = min(holders[box], key=load.__getitem__)
         load[writers[box]] += box.num_bytes
-    parts = []
-    for rank, boxes in enumerate(held_boxes):
-        mine = [box for box in boxes if writers[box] == rank]
-        parts.append(RankPart(rank, _files(rank, mine, max_file_bytes)))
     empty = tuple(tensor._replace(boxes=()) for name, tensor in tensors.items() if not cuts[name])
-    return [dataclasses.replace(parts[0], empty=empty), *parts[1:]]
+    return [
+        RankPart(rank, _files(rank, [box for box in boxes if writers[box] == rank], max_file_bytes), () if rank else empty)
+        for rank, boxes in enumerate(held_boxes)
+    ]
 
 
 def _agreed(world: Sequence[Sequence[HeldTensor]]) -> dict[str, HeldTensor]:

@@ -201,13 +201,7 @@ def encoded(config: dict[str, Any], state: dict[str, Any]) -> dict[str, bytes]:
 
 
 def take_over(save: Storage, record: dict[str, Any], token: str) -> None:
-    """Write `run.json`: this run is the one that saves here from now on.
-
-    Args:
-        save: the save folder.
-        record: settings, versions and command line of the run.
-        token: that of this run.
-    """
+    """Write `run.json`, the record of a run with its token: it is the one that saves here from now on."""
     save.write(RUN, (json.dumps({**record, "token": token}, indent=2) + "\n").encode())
 
 
@@ -292,20 +286,16 @@ def kept(iterations: list[int], latest: int | None, retention: Retention) -> set
     return {*reached[-max(keep_last or 1, 1) :], *multiples, *beyond}
 
 
-def retain(save: Storage, retention: Retention) -> list[str]:
+def retain(save: Storage, retention: Retention) -> None:
     """Remove the checkpoints in a save folder that need not be kept. Call it in one process, when no save is going on.
 
     Only a folder with a manifest counts and is removed: a folder of another program's checkpoint may have the same name.
-
-    Returns:
-        the names of those that were removed.
     """
     found = [number for number in iterations_in(save) if save.size(f"{checkpoint_name(number)}/{MANIFEST}") is not None]
     stay = kept(found, latest_in(save), retention)
-    removed = [checkpoint_name(iteration) for iteration in found if iteration not in stay]
-    for name in removed:
-        save.retire(name)
-    return removed
+    for iteration in found:
+        if iteration not in stay:
+            save.retire(checkpoint_name(iteration))
 
 
 def check_writable(save: Storage) -> None:
@@ -331,14 +321,13 @@ def check_for_strangers(save: Storage) -> None:
     Raises:
         CheckpointError: there are such.
     """
-    names = [checkpoint_name(iteration) for iteration in iterations_in(save)]
-    if strangers := [name for name in names if _is_strange(save.names(name))]:
+    strangers = []
+    for name in map(checkpoint_name, iterations_in(save)):
+        files = save.names(name)  # a damaged or killed checkpoint of ours may lack any of its own
+        if files and not any(file in (CONFIG, MANIFEST, STATE) or file.startswith("rank_") for file in files):
+            strangers.append(name)
+    if strangers:
         raise CheckpointError(
             f"--save {save.location} holds what is no checkpoint of this program: {listed(strangers)}. "
             f"Give another folder (tools/checkpoint.py import makes a checkpoint of a legacy one)"
         )
-
-
-def _is_strange(files: list[str]) -> bool:
-    ours = any(name in (CONFIG, MANIFEST, STATE) or name.startswith("rank_") for name in files)
-    return bool(files) and not ours  # a damaged or killed one may lack any of them

@@ -253,13 +253,12 @@ class BackgroundSaver(RunSaver):
 
         try:
             decide(self._group, "the run ends without its last checkpoint", lambda: self._status(None), settle)
-        except CheckpointError:
+        except BaseException as error:
+            if not isinstance(error, CheckpointError):
+                self._writer.close()  # another rank is lost: its part may never come
+            raise
+        finally:
             self._writer.end()
-            raise
-        except BaseException:
-            self._writer.close()  # another rank is lost: its part may never come
-            raise
-        self._writer.end()
         if self._group.index == 0:
             self._tell(say)
 

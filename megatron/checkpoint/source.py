@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +19,6 @@ from megatron.checkpoint.content_sums import content_sums
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
 from megatron.checkpoint.global_tensor import WEIGHT, bytes_of, torch_dtype
-from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.save_folder import LATEST, checkpoint_name, find_checkpoint, iterations_in, manifest_in, read_json
 from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Place, Storage, open_storage
 from megatron.config.config import Config
@@ -111,21 +109,20 @@ class StoredCheckpoint:
 
     Args:
         path: its folder (`<save>/iter_0000100`), or its URL.
+        notes: what to tell the user about it.
 
     Raises:
         CheckpointError: written by a newer version.
         DamagedCheckpointError: the manifest is missing or altered.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self._storage = open_storage(path)
-        self.manifest: Manifest = manifest_in(self._storage)
-        self.notes: list[str] = []
+    def __init__(self, path: Place, notes: Sequence[str] = ()) -> None:
+        self._storage, self.notes = open_storage(path), [*notes]
+        self.manifest = manifest_in(self._storage)
         self._files = DataFiles(self._storage, self.manifest)
 
     @property
     def name(self) -> str:
-        """The folder."""
         return self._storage.location
 
     @functools.cached_property
@@ -151,17 +148,14 @@ class StoredCheckpoint:
 
     @property
     def model(self) -> ModelConfig:
-        """Shape and parts of the model."""
         return self.settings.model
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the word embedding, without padding."""
         return int(self.config["vocab_size"])
 
     @property
     def tokenizer(self) -> DataConfig:
-        """The settings that name the tokenizer and its files."""
         data = self.settings.data
         return DataConfig(**{field: getattr(data, field) for field in ("tokenizer_type", *TOKENIZER_SETTINGS)})
 
@@ -172,12 +166,10 @@ class StoredCheckpoint:
 
     @functools.cached_property
     def weights(self) -> Mapping[str, TensorInfo]:
-        """Every parameter of the model by its name."""
         start = f"{WEIGHT}."
         return {name.removeprefix(start): tensor for name, tensor in self.tensors.items() if name.startswith(start)}
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A parameter, or a box of it; see `WeightSource.read`."""
         return self.read_stored(f"{WEIGHT}.{name}", box)
 
     def read_stored(self, name: str, box: Box | None = None) -> torch.Tensor:
@@ -244,12 +236,6 @@ def _names_a_model(storage: Storage) -> bool:
     return isinstance(content, dict) and "model_type" in content
 
 
-_KNOWN = (
-    f"a --save folder (iter_* and {LATEST}), one checkpoint in it ({MANIFEST}), a Hugging Face folder ({CONFIG} with model_type), "
-    "or a checkpoint of Megatron-LM (mp_rank_*/model_optim_rng.pt)"
-)
-
-
 def open_source(path: Place, step: int | None = None, *, vocab_size: int | None = None) -> WeightSource:
     """Open the weights in a folder.
 
@@ -273,9 +259,7 @@ def open_source(path: Place, step: int | None = None, *, vocab_size: int | None 
         notes: list[str] = []
         found = find_checkpoint(path, step, tell=notes.append)
         assert found is not None, "there is an iteration"
-        stored = StoredCheckpoint(found)
-        stored.notes += notes
-        return stored
+        return StoredCheckpoint(found, notes)
     if kind is FolderKind.LEGACY:
         from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
 
@@ -288,4 +272,8 @@ def open_source(path: Place, step: int | None = None, *, vocab_size: int | None 
         return HuggingFaceFolder(path)
     if not (names := storage.names()):
         raise CheckpointError(f"{path}: there is no such folder, or it is empty")
-    raise CheckpointError(f"{path} holds no weights that are known here ({listed(names)}). It may be {_KNOWN}")
+    raise CheckpointError(
+        f"{path} holds no weights that are known here ({listed(names)}). It may be a --save folder (iter_* and {LATEST}), one "
+        f"checkpoint in it ({MANIFEST}), a Hugging Face folder ({CONFIG} with model_type), or a checkpoint of Megatron-LM "
+        "(mp_rank_*/model_optim_rng.pt)"
+    )

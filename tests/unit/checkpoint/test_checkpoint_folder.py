@@ -115,9 +115,8 @@ def test_what_stays(tmp_path: Path, keep_last: int | None, interval: int | None,
     for iteration in (2, 4, 6, 8, 10):
         (tmp_path / checkpoint_name(iteration)).mkdir()
         (tmp_path / checkpoint_name(iteration) / "manifest.json").write_text("x")
-    removed = retain(open_storage(tmp_path), Retention(keep_last, interval))
+    retain(open_storage(tmp_path), Retention(keep_last, interval))
     assert there(tmp_path) == stay
-    assert sorted(removed) == [checkpoint_name(i) for i in (2, 4, 6, 8, 10) if i not in stay]
     assert len(list(tmp_path.iterdir())) == len(stay)
 
 
@@ -168,11 +167,12 @@ def test_a_folder_of_another_program_is_refused(tmp_path: Path) -> None:
 def test_a_folder_of_another_program_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
     save(tmp_path, 2, 3, 4)
-    assert retain(open_storage(tmp_path), Retention(2)) == ["iter_0000002"]
+    retain(open_storage(tmp_path), Retention(2))
     assert there(tmp_path) == [1, 3, 4]
 
 
 def test_nothing_to_remove(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    assert retain(open_storage(tmp_path), Retention()) == [] == retain(open_storage(tmp_path / "none"), Retention(1))
+    retain(open_storage(tmp_path), Retention())
+    retain(open_storage(tmp_path / "none"), Retention(1))
     assert there(tmp_path) == [1]
