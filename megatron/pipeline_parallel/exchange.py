@@ -7,7 +7,7 @@ header, and none can be taken for another.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ def plan_receives(schedule: Schedule, *, ahead: int = 2) -> list[ReceivePlan]:
     more gained nothing. Within a channel the order is the sender's, so what is sent earlier but needed later is posted on the way.
     """
     settled = _arrivals(schedule)
-    return [ReceivePlan(_posts(schedule, stage, found, ahead), settled[stage]) for stage, found in enumerate(_deliveries(schedule))]
+    return [ReceivePlan(_posts(schedule, stage, found, ahead), settled[stage]) for stage, found in enumerate(deliveries(schedule))]
 
 
 def plan_exchanges(schedule: Schedule) -> list[ReceivePlan]:
@@ -51,7 +51,7 @@ def plan_exchanges(schedule: Schedule) -> list[ReceivePlan]:
     So what an exchange waits for depends only on operations with an earlier begin, and by induction every one of them is reached.
     """
     spans, plans = _spans(schedule), []
-    for stage, found in enumerate(_deliveries(schedule)):
+    for stage, found in enumerate(deliveries(schedule)):
         arriving = sorted((spans[source][place].end, source, message) for source, place, message in found)
         before, posted = [], 0
         for span in spans[stage]:
@@ -68,48 +68,8 @@ def channels(schedule: Schedule) -> list[tuple[int, int]]:
 
     Neighbours come first, and among them those of even stages before those of odd ones: so no stage waits for a long chain.
     """
-    found = {(source, stage) for stage, deliveries in enumerate(_deliveries(schedule)) for source, _, _ in deliveries}
+    found = {(source, stage) for stage, arriving in enumerate(deliveries(schedule)) for source, _, _ in arriving}
     return sorted(found, key=lambda ends: (abs(ends[0] - ends[1]) > 1, min(ends) % 2, ends))
-
-
-def proved_plans(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
-    """The plans of `plan_receives` and `plan_exchanges`, with a proof of both.
-
-    The proof: both ends of every channel follow one order, and the exchanges cannot deadlock. For the latter they are simulated
-    with messages whose neither end goes on before the other has come to it.
-
-    Raises:
-        ValueError: stages wait for each other, or the ends of a channel do not agree on the order.
-    """
-    receives, exchanges = plan_receives(schedule), plan_exchanges(schedule)
-    for plans in (receives, exchanges):
-        _check_order(schedule, plans)
-    _check_exchanges(schedule, exchanges)
-    return receives, exchanges
-
-
-def _check_exchanges(schedule: Schedule, plans: list[ReceivePlan]) -> None:
-    rounds = [list(_exchanges(schedule, stage, plan)) for stage, plan in enumerate(plans)]
-    position = [0] * schedule.num_stages
-    offered: dict[Message, int] = {}
-    open_ends = [0] * schedule.num_stages
-    ready = list(range(schedule.num_stages))
-    while ready:
-        stage = ready.pop()
-        while open_ends[stage] == 0 and position[stage] < len(rounds[stage]):
-            for message in rounds[stage][position[stage]]:
-                if message in offered:
-                    peer = offered.pop(message)
-                    open_ends[peer] -= 1
-                    if open_ends[peer] == 0:
-                        ready.append(peer)
-                else:
-                    offered[message] = stage
-                    open_ends[stage] += 1
-            position[stage] += 1
-    if offered:
-        stuck = ", ".join(f"{message} (offered by stage {stage})" for message, stage in list(offered.items())[:4])
-        raise ValueError(f"schedule {schedule.name} locks up when sends and receives wait for each other: {stuck}")
 
 
 @lru_cache(maxsize=1)
@@ -119,7 +79,7 @@ def _spans(schedule: Schedule) -> tuple[tuple[OpSpan, ...], ...]:
 
 
 @lru_cache(maxsize=1)
-def _deliveries(schedule: Schedule) -> list[list[_Delivery]]:
+def deliveries(schedule: Schedule) -> list[list[_Delivery]]:
     """All messages that each stage receives from others: by source, each source's in the order in which it sends them."""
     found: list[list[_Delivery]] = [[] for _ in schedule.ops]
     stage_of_chunk = schedule.stage_of_chunk
@@ -130,10 +90,10 @@ def _deliveries(schedule: Schedule) -> list[list[_Delivery]]:
     return found
 
 
-def _posts(schedule: Schedule, stage: int, deliveries: list[_Delivery], ahead: int) -> list[list[tuple[Message, int]]]:
+def _posts(schedule: Schedule, stage: int, arriving: list[_Delivery], ahead: int) -> list[list[tuple[Message, int]]]:
     order: dict[int, list[Message]] = {}
     place: dict[Message | None, tuple[int, int]] = {}
-    for source, _, message in deliveries:
+    for source, _, message in arriving:
         channel = order.setdefault(source, [])
         place[message] = (source, len(channel))
         channel.append(message)
@@ -159,17 +119,17 @@ def _arrivals(schedule: Schedule) -> list[list[list[Message]]]:
     use. Otherwise messages would pile up on a stage that is quicker than the next. This cannot deadlock: let every operation take
     the same time. Then the operation that used the message ended before the one began after which it is settled.
     """
-    spans, deliveries = _spans(schedule), _deliveries(schedule)
+    spans, found = _spans(schedule), deliveries(schedule)
     begins = [[span.start for span in row] for row in spans]
     patience = 2.0 * schedule.num_stages
     user = {linked.needs: (stage, place) for stage, ops in enumerate(schedule.linked_ops) for place, linked in enumerate(ops)}
     # For each (stage, peer), in the peer's order: (index of the peer's operation that gives a message, index of ours that needs it)
     answers: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for stage, arriving in enumerate(deliveries):
+    for stage, arriving in enumerate(found):
         for peer, place, message in arriving:
             answers.setdefault((stage, peer), []).append((place, user[message][1]))
     settled: list[list[list[Message]]] = [[[] for _ in ops] for ops in schedule.ops]
-    for peer, arriving in enumerate(deliveries):
+    for peer, arriving in enumerate(found):
         for stage, _, message in arriving:
             used = user[message][1]
             heard = answers.get((stage, peer), [])
@@ -179,27 +139,3 @@ def _arrivals(schedule: Schedule) -> list[list[list[Message]]]:
             if place < len(settled[stage]):  # else at the end of the step
                 settled[stage][place].append(message)
     return settled
-
-
-def _exchanges(schedule: Schedule, stage: int, plan: ReceivePlan) -> Iterator[list[Message]]:
-    """The messages that a stage exchanges before each operation, and after the last."""
-    given: list[Message] = []
-    for (_, _, gives), due in zip(schedule.linked_ops[stage], plan.before, strict=True):
-        yield [message for message, _ in due] + given
-        given = [] if gives is None or schedule.stage_of_chunk[gives.chunk] == stage else [gives]
-    yield given
-
-
-def _check_order(schedule: Schedule, plans: list[ReceivePlan]) -> None:
-    for stage, (plan, deliveries) in enumerate(zip(plans, _deliveries(schedule), strict=True)):
-        posted: dict[int, list[Message]] = {}
-        for due in plan.before:
-            for message, source in due:
-                posted.setdefault(source, []).append(message)
-        sent: dict[int, list[Message]] = {}
-        for source, _, message in deliveries:
-            sent.setdefault(source, []).append(message)
-        if posted != sent:
-            raise ValueError(
-                f"schedule {schedule.name}: stage {stage} does not receive what is sent to it, in the order it is sent"
-            )

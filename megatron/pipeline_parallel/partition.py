@@ -51,10 +51,9 @@ def table_of(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> l
     if parallel.pipeline_model_parallel_layout is not None:
         return layer_table(model.num_layers, places, layout=parse_layout(parallel.pipeline_model_parallel_layout))
     if parallel.pipeline_split == "balanced":
-        costs: Sequence[float] = layer_flops(model)
-        embedding, loss = 0, output_flops(model, vocab_size)
+        costs, embedding, loss = layer_flops(model), 0, output_flops(model, vocab_size)
     else:
-        costs = [1] * model.num_layers
+        costs = (1,) * model.num_layers
         embedding = int(parallel.account_for_embedding_in_pipeline_split)
         loss = int(parallel.account_for_loss_in_pipeline_split)
     return layer_table(

@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import TypeVar
 
-from megatron.pipeline_parallel.exchange import ReceivePlan, proved_plans
+from megatron.pipeline_parallel.exchange import ReceivePlan, deliveries, plan_exchanges, plan_receives
 from megatron.pipeline_parallel.simulate import walk
-from megatron.spec.operations import Op, OpKind, Schedule
+from megatron.spec.operations import Message, Op, OpKind, Schedule
 
 Number = TypeVar("Number", int, float)
 
 
 def validate(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
-    """Walk all stages at once, each as far as its messages allow; then again with sends and receives that wait for each other.
+    """Walk all stages at once, each as far as its messages allow. Then prove the plans of its messages: both ends of every channel
+    follow one order; and exchanges cannot deadlock: they are simulated with messages that let neither end go on before the other
+    has come.
 
     Returns:
-        each stage's plan with overlap, and without.
+        the plan of each stage with overlap (`plan_receives`), and without (`plan_exchanges`).
 
     Raises:
         ValueError: an operation is missing, doubled or on the wrong stage; a backward stands before its forward, a weight gradient
-            before its input gradient; or the stages wait for each other.
+            before its input gradient; the stages wait for each other, or the ends of a channel do not agree on the order.
     """
     _check_complete(schedule)
     done: set[Op] = set()
     for _, (op, _, _) in walk(schedule):
         _check_order(op, done)
         done.add(op)
-    return proved_plans(schedule)
+    receives, exchanges = plan_receives(schedule), plan_exchanges(schedule)
+    for plans in (receives, exchanges):
+        _check_channels(schedule, plans)
+    _check_exchanges(schedule, exchanges)
+    return receives, exchanges
 
 
 def _check_order(op: Op, done: set[Op]) -> None:
@@ -55,6 +62,48 @@ def _check_complete(schedule: Schedule) -> None:
                 raise ValueError(f"chunk {chunk}, microbatch {m}: each must be computed exactly once, found {found}")
     if counts:
         raise ValueError(f"operations on microbatches that do not exist: {sorted(map(str, counts))[:4]}")
+
+
+def _check_channels(schedule: Schedule, plans: list[ReceivePlan]) -> None:
+    for stage, (plan, arriving) in enumerate(zip(plans, deliveries(schedule), strict=True)):
+        posted = [(source, message) for due in plan.before for message, source in due]
+        if sorted(posted, key=itemgetter(0)) != [(source, message) for source, _, message in arriving]:  # these are by source
+            raise ValueError(
+                f"schedule {schedule.name}: stage {stage} does not receive what is sent to it, in the order it is sent"
+            )
+
+
+def _check_exchanges(schedule: Schedule, plans: list[ReceivePlan]) -> None:
+    rounds = [list(_exchanges(schedule, stage, plan)) for stage, plan in enumerate(plans)]
+    position = [0] * schedule.num_stages
+    offered: dict[Message, int] = {}
+    open_ends = [0] * schedule.num_stages
+    ready = list(range(schedule.num_stages))
+    while ready:
+        stage = ready.pop()
+        while open_ends[stage] == 0 and position[stage] < len(rounds[stage]):
+            for message in rounds[stage][position[stage]]:
+                if message in offered:
+                    peer = offered.pop(message)
+                    open_ends[peer] -= 1
+                    if open_ends[peer] == 0:
+                        ready.append(peer)
+                else:
+                    offered[message] = stage
+                    open_ends[stage] += 1
+            position[stage] += 1
+    if offered:
+        stuck = ", ".join(f"{message} (offered by stage {stage})" for message, stage in list(offered.items())[:4])
+        raise ValueError(f"schedule {schedule.name} locks up when sends and receives wait for each other: {stuck}")
+
+
+def _exchanges(schedule: Schedule, stage: int, plan: ReceivePlan) -> Iterator[list[Message]]:
+    """The messages that a stage exchanges before each operation, and after the last."""
+    given: list[Message] = []
+    for (_, _, gives), due in zip(schedule.linked_ops[stage], plan.before, strict=True):
+        yield [message for message, _ in due] + given
+        given = [] if gives is None or schedule.stage_of_chunk[gives.chunk] == stage else [gives]
+    yield given
 
 
 def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ computed a second time to save memory.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -24,12 +25,14 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 def layer_flops(model: ModelConfig) -> tuple[int, ...]:
     """Forward FLOPs of each layer for one token, averaged over a sequence that is one document."""
-    return _of_layers(model, lambda layer: _product_flops(model, layer) + _attention_flops(model, layer))
+    products = _of_layers(model, lambda layer: 2 * sum(weight.numel for weight in _matrices(model, layer)))
+    return tuple(map(operator.add, products, attention_flops(model)))
 
 
 def attention_flops(model: ModelConfig) -> tuple[int, ...]:
     """The part of `layer_flops` that the products q k^T and scores x v take."""
-    return _of_layers(model, lambda layer: _attention_flops(model, layer))
+    # Two products over the sequence, of two FLOPs each; causal: half of each.
+    return _of_layers(model, lambda layer: 2 * (2 * layer.attention.heads * layer.attention.head_size * model.seq_length) // 2)
 
 
 def output_flops(model: ModelConfig, vocab_size: int) -> int:
@@ -96,15 +99,6 @@ def kept_per_token(
 
 def _matrices(model: ModelConfig, layer: LayerSpec) -> list[Weight]:
     return [weight for weight in layer_weights(model, layer, 0) if weight.kind == "matrix"]
-
-
-def _product_flops(model: ModelConfig, layer: LayerSpec) -> int:
-    return 2 * sum(weight.numel for weight in _matrices(model, layer))
-
-
-def _attention_flops(model: ModelConfig, layer: LayerSpec) -> int:
-    # Two products over the sequence; causal: half of each.
-    return 2 * (2 * layer.attention.heads * layer.attention.head_size * model.seq_length) // 2
 
 
 def _of_layers(model: ModelConfig, count: Callable[[LayerSpec], Number]) -> tuple[Number, ...]:

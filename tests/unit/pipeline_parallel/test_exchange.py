@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel import exchange
-from megatron.pipeline_parallel.exchange import channels, plan_exchanges, plan_receives, proved_plans
+from megatron.pipeline_parallel import validate as validating
+from megatron.pipeline_parallel.exchange import channels, plan_exchanges, plan_receives
 from megatron.pipeline_parallel.simulate import simulate, walk
+from megatron.pipeline_parallel.validate import validate
 from megatron.spec.operations import Message, Op, Schedule, forward_only
 from megatron.spec.schedules import SCHEDULES, make_schedule, one_f_one_b
 from tests.support.schedule_examples import B, generated_schedules, greedy, random_schedules
@@ -180,7 +181,7 @@ def test_orders_exist_that_would_hang_if_they_were_shared() -> None:
 
 @given(schedules)
 def test_exchanges_that_wait_for_both_ends_do_not_lock_up(schedule: Schedule) -> None:
-    proved_plans(schedule)
+    validate(schedule)
     for (stage, ops), plan in zip(enumerate(schedule.ops), plan_exchanges(schedule), strict=True):
         posted: set[Message] = set()
         for op, due in zip(ops, plan.before, strict=True):
@@ -206,7 +207,7 @@ def test_exchanges_of_one_f_one_b() -> None:
 def test_receives_just_before_they_are_needed_would_lock_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why the exchanges are planned: where a stage posts what an operation needs right before it, and both ends of a message wait,
     1F1B locks up already. Each of two neighbours would send first."""
-    monkeypatch.setattr(exchange, "plan_exchanges", lambda schedule: plan_receives(schedule, ahead=0))
+    monkeypatch.setattr(validating, "plan_exchanges", lambda schedule: plan_receives(schedule, ahead=0))
     late = [
         schedule
         for schedule in (greedy((0, 1, 2, 0, 1, 2), 3, split=False, seed=seed) for seed in range(20))
@@ -217,7 +218,7 @@ def test_receives_just_before_they_are_needed_would_lock_up(monkeypatch: pytest.
 
 def _locks_up(schedule: Schedule) -> bool:
     try:
-        proved_plans(schedule)
+        validate(schedule)
     except ValueError as error:
         assert "locks up when sends and receives wait for each other" in str(error)
         return True
@@ -228,9 +229,9 @@ def test_ends_that_do_not_agree_on_the_order_are_found(monkeypatch: pytest.Monke
     schedule = one_f_one_b(2, 3)
     plans = list(plan_exchanges(schedule))
     plans[1] = plans[1]._replace(before=list(reversed(plans[1].before)))
-    monkeypatch.setattr(exchange, "plan_exchanges", lambda schedule: plans)
+    monkeypatch.setattr(validating, "plan_exchanges", lambda schedule: plans)
     with pytest.raises(ValueError, match="stage 1 does not receive what is sent to it, in the order"):
-        proved_plans(schedule)
+        validate(schedule)
 
 
 def test_channels_go_where_messages_go() -> None:
