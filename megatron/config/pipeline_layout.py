@@ -24,6 +24,11 @@ class LayoutChunk:
     num_layers: int
     loss: bool
 
+    def content(self, first_layer: int) -> str:
+        """What it holds, in words, with the numbers of its layers; empty if that is nothing."""
+        layers = f"{first_layer}-{first_layer + self.num_layers - 1} ({self.num_layers})" if self.num_layers else ""
+        return ", ".join(filter(None, ("embedding" * self.embedding, layers, "norm, output, loss" * self.loss)))
+
 
 @dataclass(frozen=True)
 class _Symbol:

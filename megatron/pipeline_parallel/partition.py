@@ -133,11 +133,7 @@ def format_layer_table(chunks: list[Chunk]) -> list[str]:
 
 
 def _format_chunk(chunk: Chunk) -> str:
-    parts = ["embedding"] if chunk.first else []
-    if len(chunk.layers):
-        parts.append(f"{chunk.layers.start}-{chunk.layers.stop - 1} ({len(chunk.layers)})")
-    parts += ["norm, output, loss"] if chunk.last else []
-    return ", ".join(parts) or "no layer"
+    return LayoutChunk(chunk.first, len(chunk.layers), chunk.last).content(chunk.layers.start) or "no layer"
 
 
 def _sizes_of_layout(layout: Sequence[LayoutChunk], num_layers: int, places: tuple[int, ...]) -> list[int]:

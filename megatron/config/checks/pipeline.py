@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.config.checks.finding import (
     Change,
@@ -43,13 +43,6 @@ def chunks_per_stage(config: Config) -> int | None:
         return None
 
 
-def may_be_empty(config: Config) -> tuple[bool, bool]:
-    """Whether the first and the last chunk may hold no layer: where the cost of embedding and loss counts."""
-    parallel = config.parallel
-    balanced = parallel.pipeline_split == "balanced"
-    return parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split or balanced
-
-
 def layout_of(config: Config) -> tuple[LayoutChunk, ...] | None:
     """The layout, or None where there is none that can be read."""
     return read_layout(config.parallel.pipeline_model_parallel_layout)
@@ -62,7 +55,8 @@ def chunks_of(sizes: Sequence[int]) -> tuple[LayoutChunk, ...]:
 
 def layout_text(chunks: Sequence[LayoutChunk]) -> str:
     """A layout as a user types it."""
-    return "|".join("E" * chunk.embedding + _repeated(chunk.num_layers) + "L" * chunk.loss for chunk in chunks)
+    layers = ("t" * chunk.num_layers if chunk.num_layers < 4 else f"t*{chunk.num_layers}" for chunk in chunks)
+    return "|".join("E" * chunk.embedding + held + "L" * chunk.loss for chunk, held in zip(chunks, layers, strict=True))
 
 
 def chunk_table(config: Config, chunks: Sequence[LayoutChunk]) -> tuple[str, ...]:
@@ -72,10 +66,7 @@ def chunk_table(config: Config, chunks: Sequence[LayoutChunk]) -> tuple[str, ...
 
     def line(index: int) -> str:
         chunk, stop = chunks[index], stops[index]
-        parts = ["embedding"] * chunk.embedding
-        parts += [f"{stop - chunk.num_layers}-{stop - 1} ({chunk.num_layers})"] * (chunk.num_layers > 0)
-        parts += ["norm, output, loss"] * chunk.loss
-        return f"{index:5d}  {stages[index]:5d}  {', '.join(parts) or 'nothing'}"
+        return f"{index:5d}  {stages[index]:5d}  {chunk.content(stop - chunk.num_layers) or 'nothing'}"
 
     count = len(chunks)
     if count <= _LINES:
@@ -98,10 +89,6 @@ def counted(config: Config) -> str:
     parts += ["embedding"] * parallel.account_for_embedding_in_pipeline_split
     parts += ["loss"] * parallel.account_for_loss_in_pipeline_split
     return parts[0] if len(parts) == 1 else f"{' + '.join(parts)} = {parallel.units_to_split(layers)}"
-
-
-def _repeated(layers: int) -> str:
-    return "t" * layers if layers < 4 else f"t*{layers}"
 
 
 _MOST_SHOWN = 64  # chunks in a table or in a suggested layout
@@ -150,7 +137,11 @@ def schedule_has_its_virtual_stages(config: Config, world_size: int) -> Iterator
         return
     stages, each = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     asked = [field for field in (LAYOUT, LAYERS_EACH, COUNT) if getattr(parallel, field) is not None]
-    source = f" ({_source(config, asked[0])})" if asked and asked[0] != COUNT else ""
+    source = ""
+    if LAYOUT in asked:
+        source = " (from the chunks of --pipeline-model-parallel-layout)"
+    elif each is not None:
+        source = f" ({counted(config)} over {stages} ranks, --num-layers-per-virtual-pipeline-stage {each})"
     name = "--pipeline-schedule" if parallel.pipeline_schedule else "The default schedule"
     numbers = [without(config, COUNT, LAYERS_EACH), *counts(config, (2, 3, 4))]
     sizes = divisors(parallel.units_to_split(layers) // stages) if each is not None else []
@@ -167,14 +158,6 @@ def schedule_has_its_virtual_stages(config: Config, world_size: int) -> Iterator
     )
 
 
-def _source(config: Config, field: str) -> str:
-    """The setting that the number of chunks comes from, in words."""
-    if field == LAYOUT:
-        return "from the chunks of --pipeline-model-parallel-layout"
-    each, stages = config.parallel.num_layers_per_virtual_pipeline_stage, config.parallel.pipeline_model_parallel_size
-    return f"{counted(config)} over {stages} ranks, --num-layers-per-virtual-pipeline-stage {each}"
-
-
 @rule(reads=(*COUNTS_CHUNKS, *SPLITS))
 def stages_have_layers(config: Config, world_size: int) -> Iterator[Finding]:
     """Each chunk holds a layer, or an end whose cost counts; any number of layers beyond that is fine."""
@@ -182,8 +165,11 @@ def stages_have_layers(config: Config, world_size: int) -> Iterator[Finding]:
     if parallel.pipeline_model_parallel_layout is not None:
         return
     each = chunks_per_stage(config) or 1
-    chunks, empty = stages * each, may_be_empty(config)
-    if layers + sum(empty) >= chunks:
+    chunks = stages * each
+    # The ends may hold no layer where the cost of embedding and loss counts.
+    loss_counts = parallel.account_for_loss_in_pipeline_split or parallel.pipeline_split == "balanced"
+    empty = parallel.account_for_embedding_in_pipeline_split + loss_counts
+    if layers + empty >= chunks:
         return
     several = each > 1
     yield Finding(
@@ -191,7 +177,7 @@ def stages_have_layers(config: Config, world_size: int) -> Iterator[Finding]:
         f"is more than {counted(config)}.",
         [
             try_values(PP, stages, range(max(1, layers // each - 64), layers // each + 1)),
-            change(num_layers=chunks - sum(empty)),
+            change(num_layers=chunks - empty),
             [*counts(config, range(min(each - 1, 32), 1, -1)), without(config, LAYERS_EACH, COUNT, "pipeline_schedule")],
             _ends_alone(config, chunks),
         ],
@@ -253,7 +239,7 @@ def ends_have_chunks(config: Config, world_size: int) -> Iterator[Finding]:
     ends, stages = _ends(config), config.parallel.pipeline_model_parallel_size
     if ends and stages == 1:
         yield Finding(
-            f"{_listed(config, ends, ' and ')} {_verb(ends, 'needs', 'need')} several pipeline ranks, but there is one.",
+            f"With {_listed(config, ends, ' and ')} there must be several pipeline ranks, but there is one.",
             [without(config, *ends), change(**{PP: 2})],
             "Other ranks hold the layers that the first and the last do not.",
             (*ends, PP),
@@ -282,16 +268,17 @@ def ends_leave_layers(config: Config, world_size: int) -> Iterator[Finding]:
     if layers - total >= others * each if others else layers == total:
         return
     ranks = f"{others} other pipeline rank{'s' * (others > 1)}{f' with {each} virtual stages each' * (each > 1)}"
-    if not others:
-        what, why = f"make {total} layers, not --num-layers {layers}", "There are no other pipeline ranks."
-    elif total > layers:
-        what, why = f"{_verb(ends, 'is', 'are')} more than --num-layers {layers}", f"There must be layers for the {ranks}."
-    else:
-        what = f"{_verb(ends, 'leaves', 'leave')} {layers - total} of --num-layers {layers} to the {ranks}"
+    if others:
+        message = (
+            f"With {_listed(config, ends, ' and ')}, {max(layers - total, 0)} of --num-layers {layers} are left to the {ranks}."
+        )
         why = f"Each {'virtual stage (chunk)' if each > 1 else 'pipeline stage'} holds at least one layer."
+    else:
+        message = f"{_listed(config, ends, ' and ')} make {total} layers, not --num-layers {layers}."
+        why = "There are no other pipeline ranks."
     most = layers - others * each  # that the ends can have together
     yield Finding(
-        f"{_listed(config, ends, ' and ')} {what}.",
+        message,
         [
             *(try_values(field, count, [(most - total + count) // each * each]) for field, count in ends.items()),
             change(num_layers=total + others * each),
@@ -302,10 +289,6 @@ def ends_leave_layers(config: Config, world_size: int) -> Iterator[Finding]:
         why,
         (*ends, "num_layers", PP, *([COUNT] if each > 1 else [])),
     )
-
-
-def _verb(ends: Collection[str], one: str, several: str) -> str:
-    return one if len(ends) == 1 else several
 
 
 _MOST_MOVED = 1000  # layers that a suggested layout has more or fewer

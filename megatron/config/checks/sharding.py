@@ -26,9 +26,8 @@ from megatron.spec.schedules import SCHEDULES, default_schedule
 from megatron.spec.weights import Weight, layer_weights, outside_layers
 
 _TP, VOCABULARY = "tensor_model_parallel_size", "make_vocab_size_divisible_by"
-_MODEL = ("hidden_size", "ffn_hidden_size", *FLAGS, "num_attention_heads", "group_query_attention", "num_query_groups")
 _SHAPE = (
-    *_MODEL,
+    *("hidden_size", "ffn_hidden_size", *FLAGS, "num_attention_heads", "group_query_attention", "num_query_groups"),
     *("num_layers", "kv_channels", "seq_length", "max_position_embeddings", "position_embedding_type"),
     *("untie_embeddings_and_output_weights", VOCABULARY),
 )
@@ -107,18 +106,13 @@ _SHARDING = (STRATEGY, "use_distributed_optimizer")
 _ALL = "--data-parallel-sharding-strategy optim_grads_params"
 
 
-def shards_parameters(config: Config) -> bool:
-    """Whether parameters are sharded too."""
-    return config.parallel.sharding == "optim_grads_params"
-
-
 @rule(SHARD_SIZE, "tensor_model_parallel_size", PP, reads=(*_SHARDING, *RANKS))
 def shard_size_divides_data(config: Config, world_size: int) -> Iterator[Finding]:
     """Each group of --fsdp-shard-size data ranks shares one copy of the parameters. Without it, all data ranks do."""
     size, ranks = config.parallel.fsdp_shard_size, data_size(config, world_size)
-    if shards_parameters(config) and size is not None and ranks is not None and ranks % size:
+    if config.parallel.sharding == "optim_grads_params" and size is not None and ranks is not None and ranks % size:
         yield Finding(
-            f"--fsdp-shard-size {size} does not divide the {_count(ranks)} (world size {world_size} / (TP x CP x PP)).",
+            f"--fsdp-shard-size {size} does not divide the {ranks} data ranks (world size {world_size} / (TP x CP x PP)).",
             [try_values(SHARD_SIZE, size, divisors(ranks))],
         )
 
@@ -127,7 +121,7 @@ def shard_size_divides_data(config: Config, world_size: int) -> Iterator[Finding
 def dimensions_divide_by_shards(config: Config, world_size: int) -> Iterator[Finding]:
     """Each rank of an FSDP group holds an equal part of every parameter."""
     given, ranks = config.parallel.fsdp_shard_size, data_size(config, world_size)
-    if not shards_parameters(config) or ranks is None or ranks % (given or 1):
+    if config.parallel.sharding != "optim_grads_params" or ranks is None or ranks % (given or 1):
         return
     size = given or ranks
     uneven = [part for part in split_dimensions(config) if part.size % size]
@@ -136,7 +130,7 @@ def dimensions_divide_by_shards(config: Config, world_size: int) -> Iterator[Fin
     fields = {field for part in uneven for field in part.fields}
     width, digits = max(len(part.what) for part in uneven), len(str(max(part.size for part in uneven)))
     yield Finding(
-        f"{_ALL} cannot divide every parameter evenly over {_count(size)}{' (--fsdp-shard-size)' if given else ''}.",
+        f"{_ALL} cannot divide every parameter evenly over {size} data ranks{' (--fsdp-shard-size)' if given else ''}.",
         [
             try_values(SHARD_SIZE, size, [part for part in divisors(ranks) if 1 < part < size]),
             _even_sizes(config, fields, size),
@@ -168,7 +162,7 @@ def _even_sizes(config: Config, fields: Collection[str], size: int) -> tuple[Cha
 def late_gradients_find_their_block(config: Config, world_size: int) -> Iterator[Finding]:
     """It puts weight gradients off, but those of a block are reduced, and its parameters freed, when backward leaves the block."""
     schedule = config.parallel.schedule
-    if shards_parameters(config) and SCHEDULES[schedule].splits_backward:
+    if config.parallel.sharding == "optim_grads_params" and SCHEDULES[schedule].splits_backward:
         interleaved = default_schedule(several_chunks=True)
         other_schedules = [
             change(pipeline_schedule=interleaved),
@@ -182,7 +176,3 @@ def late_gradients_find_their_block(config: Config, world_size: int) -> Iterator
 def _other_strategy(config: Config) -> Change:
     """The strongest strategy that leaves parameters whole."""
     return without(config, SHARD_SIZE, RESHARD, **{STRATEGY: "optim_grads"})
-
-
-def _count(ranks: int) -> str:
-    return f"{ranks} data rank{'s' * (ranks != 1)}"

@@ -99,8 +99,8 @@ CASES: list[Case] = [
     (f"--num-layers 100 {PP} 32 {COUNT} 4", 32, {COUNT}, ["128 chunks"], [f"{PP} 16", f"{COUNT} 3", "--num-layers 128"]),
     # layers at the ends
     (f"{FIRST} -3 {PP} 2", 2, {FIRST}, ["out of range", "at least 1"], [f"{FIRST} 1"]),
-    (f"{FIRST} 3", 1, {FIRST, PP}, [f"{FIRST} 3 needs several pipeline ranks"], [f"{FIRST} None"]),
-    (f"{FIRST} 3", 2, {FIRST, PP}, ["needs several pipeline ranks"], [f"{PP} 2"]),
+    (f"{FIRST} 3", 1, {FIRST, PP}, [f"With {FIRST} 3 there must be several pipeline ranks"], [f"{FIRST} None"]),
+    (f"{FIRST} 3", 2, {FIRST, PP}, ["there must be several pipeline ranks"], [f"{PP} 2"]),
     (
         f"--num-layers 24 {PP} 3 {COUNT} 4 {LAST} 6",
         3,
@@ -112,10 +112,16 @@ CASES: list[Case] = [
         f"--num-layers 8 {PP} 4 {FIRST} 4 {LAST} 3",
         4,
         {FIRST, LAST, "--num-layers"},
-        [f"{FIRST} 4 and {LAST} 3 leave 1 of --num-layers 8 to the 2 other pipeline ranks."],
+        [f"With {FIRST} 4 and {LAST} 3, 1 of --num-layers 8 are left to the 2 other pipeline ranks."],
         [f"{FIRST} 3", f"{LAST} 2", "--num-layers 9", f"{FIRST} None", f"{LAST} None"],
     ),
-    (f"--num-layers 8 {PP} 4 {FIRST} 9", 4, {FIRST}, [f"{FIRST} 9 is more than --num-layers 8"], [f"{FIRST} 5", "--num-layers 12"]),
+    (
+        f"--num-layers 8 {PP} 4 {FIRST} 9",
+        4,
+        {FIRST},
+        [f"With {FIRST} 9, 0 of --num-layers 8 are left"],
+        [f"{FIRST} 5", "--num-layers 12"],
+    ),
     (
         f"--num-layers 8 {PP} 2 {FIRST} 3 {LAST} 3",
         2,
@@ -127,7 +133,7 @@ CASES: list[Case] = [
         f"--num-layers 20 {PP} 3 {COUNT} 4 {FIRST} 16",
         3,
         {FIRST, COUNT},
-        ["leaves 4 of --num-layers 20 to the 2 other pipeline ranks with 4 virtual stages each"],
+        ["4 of --num-layers 20 are left to the 2 other pipeline ranks with 4 virtual stages each"],
         [f"{FIRST} 12", "--num-layers 24", f"{COUNT} 2"],
     ),
     # ways of splitting that exclude each other
