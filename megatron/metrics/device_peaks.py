@@ -8,12 +8,6 @@ float64 is the matrix rate where the device has one. What a source does not stat
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
-
-
-class _Device(NamedTuple):
-    name: str  # regular expression, matched against whole words of torch.cuda.get_device_name()
-    teraflops: dict[str, float]
 
 
 def _rates(
@@ -24,55 +18,56 @@ def _rates(
     return {dtype: rate for dtype, rate in rates.items() if rate is not None}
 
 
-# The first match counts, so the special form of a device stands above the general one.
-_DEVICES = (
+_DEVICES = {
     # NVIDIA Tesla V100 datasheet: 125 | 112 (PCIe) TFLOPS tensor; no bfloat16.
-    _Device(r"V100-PCIE", _rates(half=112, bfloat16=False, single=14, double=7)),
-    _Device(r"V100-SXM2", _rates(half=125, bfloat16=False, single=15.7, double=7.8)),
+    r"V100-PCIE": _rates(half=112, bfloat16=False, single=14, double=7),
+    r"V100-SXM2": _rates(half=125, bfloat16=False, single=15.7, double=7.8),
     # NVIDIA T4 datasheet: 65 TFLOPS mixed precision, 8.1 single.
-    _Device(r"T4", _rates(half=65, bfloat16=False, single=8.1)),
+    r"T4": _rates(half=65, bfloat16=False, single=8.1),
     # NVIDIA A100 datasheet, the same for PCIe and SXM: 312 dense (624 sparse).
-    _Device(r"A100", _rates(half=312, tf32=156, single=19.5, double=19.5)),
+    r"A100": _rates(half=312, tf32=156, single=19.5, double=19.5),
     # NVIDIA A30 datasheet: 165 dense (330 sparse).
-    _Device(r"A30", _rates(half=165, tf32=82, single=10.3, double=10.3)),
+    r"A30": _rates(half=165, tf32=82, single=10.3, double=10.3),
     # NVIDIA A40 datasheet: 149.7 dense (299.4 sparse).
-    _Device(r"A40", _rates(half=149.7, tf32=74.8, single=37.4)),
+    r"A40": _rates(half=149.7, tf32=74.8, single=37.4),
     # NVIDIA A10 datasheet: 125 dense (250 sparse).
-    _Device(r"A10", _rates(half=125, tf32=62.5, single=31.2)),
+    r"A10": _rates(half=125, tf32=62.5, single=31.2),
     # NVIDIA H100 datasheet, H100 NVL column: 1,671 sparse, halved.
-    _Device(r"H100 NVL", _rates(half=835.5, tf32=417.5, single=60, double=60)),
+    r"H100 NVL": _rates(half=835.5, tf32=417.5, single=60, double=60),
     # NVIDIA H100 datasheet, H100 PCIe column: 1,513 sparse, halved.
-    _Device(r"H100 PCIe", _rates(half=756.5, tf32=378, single=51, double=51)),
+    r"H100 PCIe": _rates(half=756.5, tf32=378, single=51, double=51),
     # NVIDIA H100 Tensor Core GPU Architecture whitepaper, SXM5: 989.4 dense (1,978.9 sparse).
-    _Device(r"H100 (SXM5|\d+GB HBM3)", _rates(half=989.4, tf32=494.7, single=66.9, double=66.9)),
+    r"H100 (SXM5|\d+GB HBM3)": _rates(half=989.4, tf32=494.7, single=66.9, double=66.9),
     # NVIDIA GH200 datasheet: the GPU is that of H100 SXM, 1,979 sparse.
-    _Device(r"GH200", _rates(half=989.4, tf32=494.7, single=66.9, double=66.9)),
+    r"GH200": _rates(half=989.4, tf32=494.7, single=66.9, double=66.9),
     # NVIDIA H200 datasheet, H200 NVL column: 1,671 sparse, halved.
-    _Device(r"H200 NVL", _rates(half=835.5, tf32=417.5, single=60, double=60)),
+    r"H200 NVL": _rates(half=835.5, tf32=417.5, single=60, double=60),
     # NVIDIA H200 datasheet, H200 SXM column: as H100 SXM, 1,979 sparse.
-    _Device(r"H200", _rates(half=989.4, tf32=494.7, single=66.9, double=66.9)),
+    r"H200": _rates(half=989.4, tf32=494.7, single=66.9, double=66.9),
     # NVIDIA Blackwell datasheet, HGX B200: 36 PFLOPS sparse for 8 devices.
-    _Device(r"B200", _rates(half=2250)),
+    r"B200": _rates(half=2250),
     # NVIDIA Blackwell datasheet, GB200 NVL72: 360 PFLOPS sparse for 72 devices.
-    _Device(r"GB200", _rates(half=2500)),
+    r"GB200": _rates(half=2500),
     # NVIDIA L40S datasheet: 362.05 dense (733 sparse).
-    _Device(r"L40S", _rates(half=362.05, tf32=183, single=91.6)),
+    r"L40S": _rates(half=362.05, tf32=183, single=91.6),
     # NVIDIA L40 datasheet: 181.05 dense (362.1 sparse).
-    _Device(r"L40", _rates(half=181.05, tf32=90.5, single=90.5)),
+    r"L40": _rates(half=181.05, tf32=90.5, single=90.5),
     # NVIDIA L4 datasheet: 242 sparse, halved; TF32 120 sparse, halved.
-    _Device(r"L4", _rates(half=121, tf32=60, single=30.3)),
+    r"L4": _rates(half=121, tf32=60, single=30.3),
     # NVIDIA Ada GPU Architecture whitepaper: 165.2 with float32 accumulation, dense.
-    _Device(r"RTX 4090", _rates(half=165.2, tf32=82.6, single=82.6)),
+    r"RTX 4090": _rates(half=165.2, tf32=82.6, single=82.6),
     # NVIDIA Ampere GA102 GPU Architecture whitepaper: 71 with float32 accumulation, dense.
-    _Device(r"RTX 3090", _rates(half=71, tf32=35.6, single=35.6)),
+    r"RTX 3090": _rates(half=71, tf32=35.6, single=35.6),
     # AMD Instinct MI250X product page: 383 and 95.7 for the card, of which PyTorch shows each half as a device.
     # A driver that says "MI250X / MI250" does not know which of the two it has.
-    _Device(r"MI250X(?! ?/)", _rates(half=191.5, single=47.85, double=47.85)),
+    r"MI250X(?! ?/)": _rates(half=191.5, single=47.85, double=47.85),
     # AMD Instinct MI300X data sheet: matrix rates, 1,307.4 dense (2,614.9 sparse).
-    _Device(r"MI300X", _rates(half=1307.4, tf32=653.7, single=163.4, double=163.4)),
+    r"MI300X": _rates(half=1307.4, tf32=653.7, single=163.4, double=163.4),
     # AMD Instinct MI325X data sheet: compute as MI300X.
-    _Device(r"MI325X", _rates(half=1307.4, tf32=653.7, single=163.4, double=163.4)),
-)
+    r"MI325X": _rates(half=1307.4, tf32=653.7, single=163.4, double=163.4),
+}
+"""Rates of devices, by a regular expression for whole words of torch.cuda.get_device_name(). The first match counts, so the special
+form of a device stands above the general one."""
 
 _OTHER_DEVICES = re.compile(r"\b(MIG|GRID|Laptop|Max-Q|Ti|Super|D)\b", re.IGNORECASE)
 """Words that make another, slower device of a known name: a slice of one, or a model of another class."""
@@ -87,8 +82,8 @@ def peak_flops(device_name: str, dtype_name: str) -> float | None:
     """
     if _OTHER_DEVICES.search(device_name):
         return None
-    for device in _DEVICES:
-        if re.search(rf"(?<!\w){device.name}(?!\w)", device_name, re.IGNORECASE):
-            teraflops = device.teraflops.get(dtype_name.removeprefix("torch."))
+    for pattern, rates in _DEVICES.items():
+        if re.search(rf"(?<!\w){pattern}(?!\w)", device_name, re.IGNORECASE):
+            teraflops = rates.get(dtype_name.removeprefix("torch."))
             return None if teraflops is None else teraflops * 1e12
     return None

@@ -106,23 +106,19 @@ class TensorBoard:
     def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
         """Add one point to each curve."""
         for name, value in values.items():
-            tag = _TAGS.get(name)
-            if tag is None:
+            if name not in _TAGS:
                 self._writer.add_scalar(name, value, iteration)
-            elif name == "elapsed_ms":
-                self._add(tag, value / 1000.0, iteration, samples)
-            else:
-                self._add(tag, value, iteration, samples)
-                if name in ("validation_loss", "test_loss"):
-                    self._add(f"{tag} ppl", perplexity(value), iteration, samples)
+                continue
+            curves = {_TAGS[name]: value / 1000.0 if name == "elapsed_ms" else value}
+            if name in ("validation_loss", "test_loss"):
+                curves[f"{_TAGS[name]} ppl"] = perplexity(value)
+            for tag, number in curves.items():
+                self._writer.add_scalar(tag, number, iteration)
+                self._writer.add_scalar(f"{tag} vs samples", number, samples)
 
     def close(self) -> None:
         """Write what is still in memory."""
         self._writer.close()
-
-    def _add(self, tag: str, value: float, iteration: int, samples: int) -> None:
-        self._writer.add_scalar(tag, value, iteration)
-        self._writer.add_scalar(f"{tag} vs samples", value, samples)
 
 
 class WandB:

@@ -10,75 +10,18 @@ report = format_times(times, "minmax")
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
 
 TimingOption = Literal["minmax", "max", "all"]
-
-
-class Timer:
-    """Adds up the time between `start` and `stop`. Also a context manager."""
-
-    def __init__(self, synchronize: Callable[[], None] | None, clock: Callable[[], float]) -> None:
-        self._synchronize = synchronize
-        self._clock = clock
-        self._elapsed = 0.0
-        self._started_at: float | None = None
-
-    def start(self) -> None:
-        """Begin an interval."""
-        assert self._started_at is None, "the timer is already running"
-        self._started_at = self._now()
-
-    def stop(self) -> None:
-        """End the interval."""
-        assert self._started_at is not None, "the timer is not running"
-        self._elapsed += self._now() - self._started_at
-        self._started_at = None
-
-    def take_ms(self) -> float:
-        """Milliseconds since the last call, the running interval included. Counting starts anew."""
-        if self._started_at is not None:
-            self.stop()
-            self.start()
-        elapsed, self._elapsed = self._elapsed, 0.0
-        return elapsed * 1000.0
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _now(self) -> float:
-        # Devices work ahead of the host: without waiting, a timer would measure how long it took to ask for the work.
-        if self._synchronize is not None:
-            self._synchronize()
-        return self._clock()
-
-
-class _NoTimer:
-    """Takes the place of a timer above the level: does nothing, and never makes the device wait."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-_NO_TIMER = _NoTimer()
 
 
 class Timers:
     """The timers of one rank.
 
     Args:
-        level: Timers of a higher level do nothing (--timing-log-level).
+        level: Timers of a higher level do nothing (--timing-log-level), and never make the device wait.
         synchronize: Waits for the device, at each start and stop; None where work is not asynchronous.
         clock: Seconds, from any origin.
     """
@@ -89,19 +32,32 @@ class Timers:
         self._level = level
         self._synchronize = synchronize
         self._clock = clock
-        self._timers: dict[str, Timer] = {}
+        self._elapsed: dict[str, float] = {}
 
-    def __call__(self, name: str, level: int = 0) -> Timer | _NoTimer:
-        """The timer of that name, made at its first use."""
-        if level > self._level:
-            return _NO_TIMER
-        if name not in self._timers:
-            self._timers[name] = Timer(self._synchronize, self._clock)
-        return self._timers[name]
+    def __call__(self, name: str, level: int = 0) -> AbstractContextManager[None]:
+        """While it is entered, the time counts for the timer of that name."""
+        return self._timed(name) if level <= self._level else nullcontext()
 
     def elapsed_ms(self) -> dict[str, float]:
         """Milliseconds of every timer since the last call. All start anew."""
-        return {name: timer.take_ms() for name, timer in self._timers.items()}
+        elapsed = {name: seconds * 1000.0 for name, seconds in self._elapsed.items()}
+        self._elapsed = dict.fromkeys(elapsed, 0.0)
+        return elapsed
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        self._elapsed.setdefault(name, 0.0)
+        started = self._now()
+        try:
+            yield
+        finally:
+            self._elapsed[name] += self._now() - started
+
+    def _now(self) -> float:
+        # Devices work ahead of the host: without waiting, a timer would measure how long it took to ask for the work.
+        if self._synchronize is not None:
+            self._synchronize()
+        return self._clock()
 
 
 def times_of_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
@@ -132,19 +88,13 @@ def format_times(times: Mapping[str, Sequence[float]], option: TimingOption) -> 
         measured = {rank: ms for rank, ms in enumerate(ranks) if ms > 0.0}
         if not measured:
             continue
+        least, greatest = min(measured.values()), max(measured.values())
         dotted = "    " + (name + " ").ljust(48, ".")
         if option == "minmax":
-            lines.append(f"{dotted}: ({min(measured.values()):.2f}, {max(measured.values()):.2f})")
+            lines.append(f"{dotted}: ({least:.2f}, {greatest:.2f})")
         elif option == "max":
-            lines.append(f"{dotted}: {max(measured.values()):.2f}")
+            lines.append(f"{dotted}: {greatest:.2f}")
         else:
-            lines.append(f"  {name}:")
-            lines.extend(f"     rank {rank:2d}: {ms:.2f}" for rank, ms in measured.items())
-    if not lines:
-        return ""
-    title = {
-        "minmax": "(min, max) time across ranks (ms):",
-        "max": "max time across ranks (ms):",
-        "all": "times across ranks (ms):",
-    }
-    return "\n".join([title[option], *lines])
+            lines += [f"  {name}:", *(f"     rank {rank:2d}: {ms:.2f}" for rank, ms in measured.items())]
+    title = {"minmax": "(min, max) time", "max": "max time", "all": "times"}[option]
+    return "\n".join([f"{title} across ranks (ms):", *lines]) if lines else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -157,38 +158,32 @@ def _traffic_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _layer_table(plan: Plan) -> list[str]:
-    """One line for each stage; neighbours with equally many layers share a line."""
+    """One line for each stage; neighbours with equally many layers in one chunk share a line."""
     by_stage = [[chunk for chunk in plan.layers if chunk.stage == stage] for stage in range(plan.job.pipeline)]
-    runs: list[list[int]] = []
-    for stage, chunks in enumerate(by_stage):
-        if runs and _parts(by_stage[runs[-1][-1]]) == _parts(chunks) and len(chunks) == 1:
-            runs[-1].append(stage)
-        else:
-            runs.append([stage])
+
+    def alike(chunks: Sequence[Chunk]) -> object:
+        return chunks[0].stage if len(chunks) > 1 else (len(chunks[0].layers), chunks[0].first, chunks[0].last)
+
     body = []
-    for run in runs:
-        first, last = by_stage[run[0]], by_stage[run[-1]]
-        each = " each" if len(run) > 1 else ""
-        texts = [_chunk(low, high, each) for low, high in zip(first, last, strict=True)]
-        body.append([f"stage {run[0]}" if len(run) == 1 else f"stages {run[0]}-{run[-1]}", *texts])
+    for run in (list(run) for _, run in itertools.groupby(by_stage, key=alike)):
+        texts = [_chunk(low, high) for low, high in zip(run[0], run[-1], strict=True)]
+        body.append([_stages(run[0][0].stage, run[-1][0].stage), *texts])
     return table(["layers", *(f"chunk {i}" if len(by_stage[0]) > 1 else "" for i in range(len(by_stage[0])))], body)
 
 
-def _parts(chunks: Sequence[Chunk]) -> list[tuple[int, bool, bool]]:
-    return [(len(chunk.layers), chunk.first, chunk.last) for chunk in chunks]
-
-
-def _chunk(chunk: Chunk, last: Chunk, each: str) -> str:
-    """What a chunk holds in words; `last` is the chunk of the last of several stages."""
+def _chunk(chunk: Chunk, last: Chunk) -> str:
+    """What a chunk holds in words; `last` is the chunk of the last of several stages, or the same."""
     parts = ["embedding"] if chunk.first else []
-    if len(chunk.layers):
-        parts.append(f"{_count(len(chunk.layers), 'layer')}{each}: {_run(chunk.layers.start, last.layers.stop - 1)}")
+    if count := len(chunk.layers):
+        first, end = chunk.layers.start, last.layers.stop - 1
+        each = " each" if chunk is not last else ""
+        parts.append(f"{_count(count, 'layer')}{each}: {first}" + (f"-{end}" if end > first else ""))
     parts += ["norm, output, loss"] if chunk.last else []
     return ", ".join(parts) or "no layer"
 
 
-def _run(first: int, last: int) -> str:
-    return f"{first}" if first == last else f"{first}-{last}"
+def _stages(first: int, last: int) -> str:
+    return f"stage {first}" if first == last else f"stages {first}-{last}"
 
 
 def _where(between: float) -> str:
@@ -225,7 +220,7 @@ class Row:
     @property
     def name(self) -> str:
         """The stages in words."""
-        return f"stage {self.first}" if self.first == self.last else f"stages {self.first}-{self.last}"
+        return _stages(self.first, self.last)
 
     def spread(self, number: Callable[[RankKind], float], text: Callable[[float], str]) -> str:
         """A number that each rank has; its range where ranks differ."""
@@ -235,18 +230,13 @@ class Row:
 
 def rows_of(plan: Plan) -> list[Row]:
     """All stages, as rows."""
+    by_stage = [tuple(kind for kind in plan.kinds if stage in kind.stages) for stage in range(plan.job.pipeline)]
     rows: list[Row] = []
-    looks: list[object] = []
-    for stage in range(plan.job.pipeline):
-        kinds = tuple(kind for kind in plan.kinds if stage in kind.stages)
-        look = frozenset(_look(kind) for kind in kinds)
+    for _, run in itertools.groupby(range(len(by_stage)), key=lambda stage: frozenset(map(_look, by_stage[stage]))):
+        stages = list(run)
+        kinds = [kind for stage in stages for kind in by_stage[stage]]
         ranks = sum(kind.ranks // len(kind.stages) for kind in kinds)
-        if rows and looks[-1] == look:
-            before = rows.pop()
-            rows.append(Row(before.first, stage, before.ranks + ranks, tuple(dict.fromkeys((*before.kinds, *kinds)))))
-        else:
-            rows.append(Row(stage, stage, ranks, kinds))
-            looks.append(look)
+        rows.append(Row(stages[0], stages[-1], ranks, tuple(dict.fromkeys(kinds))))
     return rows
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.global_tensor import WEIGHT
@@ -32,11 +32,10 @@ class Resumed:
     schedule: LearningSchedule
     path: Place | None
     """The checkpoint; None for a run that begins, also with the weights of another run."""
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chosen:
+class _Chosen(NamedTuple):
     """A checkpoint that fits the run."""
 
     path: Place
@@ -60,7 +59,7 @@ def resume(
         ValueError: there is none and there must be, it belongs to another model, all are damaged, or its schedules differ.
     """
     checkpoint = config.checkpoint
-    notes: tuple[str, ...] = ()
+    notes: list[str] = []
     if checkpoint.load is not None:
         wants_state = checkpoint.load_optim and not checkpoint.finetune
         folder, step = checkpoint.load, checkpoint.ckpt_step
@@ -68,18 +67,11 @@ def resume(
         def look(damaged: dict[int, str]) -> _Chosen | None:
             return _look(config, folder, step, vocab_size, damaged, goes_on=not checkpoint.finetune)
 
-        taken = _fill(look, context, optimizer, wants_state=wants_state, may_fall_back=step is None)
-        if taken is not None:
-            chosen, told = taken
+        chosen = _fill(look, context, optimizer, wants_state=wants_state, may_fall_back=step is None)
+        if chosen is not None:
             if checkpoint.finetune:
-                return _begun(chosen, told, schedule, "--finetune")
-            try:
-                return _continued(chosen, told, optimizer, scaler, schedule, wants_state=wants_state)
-            except (KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"the state.json of {chosen.path} is not that of a run of this program ({error!r}): add --finetune to take its "
-                    "weights alone"
-                ) from error
+                return _begun(chosen, schedule, "--finetune")
+            return _continued(chosen, optimizer, scaler, schedule, wants_state=wants_state)
         # A user who wants a part of a checkpoint needs one.
         needs = {
             "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
@@ -89,38 +81,40 @@ def resume(
         if named := [flag for flag, given in needs.items() if given]:
             raise CheckpointError(f"--load {folder} holds no checkpoint, and {named[0]} is given")
         usual = checkpoint.load == checkpoint.save  # the first start of a run that is restarted by the same command
-        notes = (f"{'' if usual else 'WARNING: '}--load {folder} holds no checkpoint: the run begins at iteration 0",)
+        notes = [f"{'' if usual else 'WARNING: '}--load {folder} holds no checkpoint: the run begins at iteration 0"]
     if checkpoint.pretrained_checkpoint is not None:
         base = checkpoint.pretrained_checkpoint
-        taken = _fill(
+        chosen = _fill(
             lambda damaged: _look_base(config, base, vocab_size, damaged), context, optimizer, wants_state=False, may_fall_back=True
         )
-        assert taken is not None, "a missing base is an error"
-        return _begun(taken[0], [*notes, *taken[1]], schedule, "--pretrained-checkpoint")
+        assert chosen is not None, "a missing base is an error"
+        return _begun(chosen, schedule, "--pretrained-checkpoint", notes)
     return Resumed(Progress(), schedule, None, notes)
 
 
 def _continued(
-    chosen: _Chosen,
-    notes: list[str],
-    optimizer: ShardedOptimizer,
-    scaler: GradScaler,
-    schedule: LearningSchedule,
-    *,
-    wants_state: bool,
+    chosen: _Chosen, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, *, wants_state: bool
 ) -> Resumed:
     """Take over the counts, and agree on the schedules."""
-    if wants_state:
-        optimizer.num_updates = int(chosen.state["optimizer_updates"])
-        scaler.load_state_dict(chosen.state["scaler"])
-    else:
-        notes = [*notes, "moments start from zero (--no-load-optim)"]
-    progress = Progress.from_json(chosen.state["progress"])
-    return Resumed(progress, agreed_schedule(schedule, chosen.state["schedule"], chosen.path), chosen.path, tuple(notes))
+    path, state, notes = chosen
+    try:
+        if wants_state:
+            optimizer.set_num_updates(int(state["optimizer_updates"]))
+            scaler.load_state_dict(state["scaler"])
+        else:
+            notes = [*notes, "moments start from zero (--no-load-optim)"]
+        progress = Progress.from_json(state["progress"])
+        return Resumed(progress, agreed_schedule(schedule, state["schedule"], path), path, notes)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"the state.json of {path} is not that of a run of this program ({error!r}): add --finetune to take its weights alone"
+        ) from error
 
 
-def _begun(chosen: _Chosen, notes: list[str], schedule: LearningSchedule, flag: str) -> Resumed:
-    return Resumed(Progress(), schedule, None, (*notes, f"weights of {chosen.path}; counting starts from iteration 0 ({flag})"))
+def _begun(chosen: _Chosen, schedule: LearningSchedule, flag: str, notes: Sequence[str] = ()) -> Resumed:
+    """A run that begins with the weights of another."""
+    told = f"weights of {chosen.path}; counting starts from iteration 0 ({flag})"
+    return Resumed(Progress(), schedule, None, [*notes, *chosen.notes, told])
 
 
 def _fill(
@@ -130,15 +124,12 @@ def _fill(
     *,
     wants_state: bool,
     may_fall_back: bool,
-) -> tuple[_Chosen, list[str]] | None:
-    """Load the first checkpoint that is sound to its last byte.
+) -> _Chosen | None:
+    """Load the first checkpoint that is sound to its last byte; the notes then say what was compared.
 
     Args:
         look: chooses a checkpoint. It is given the iterations that cannot be read, with the reasons, and passes these over. None
             means that there is no checkpoint at all.
-
-    Returns:
-        what was loaded, and notes.
 
     Raises:
         DamagedCheckpointError: none is sound, or there is no choice.
@@ -156,19 +147,21 @@ def _fill(
         tensors = global_tensors(optimizer, context, state=wants_state)
         try:
             loaded = load_tensors(
-                chosen.path,
-                tensors,
-                context.world,
-                allow_unused=lambda name: not wants_state and not name.startswith(f"{WEIGHT}."),
+                chosen.path, tensors, allow_unused=lambda name: not wants_state and not name.startswith(f"{WEIGHT}.")
             )
         except DamagedCheckpointError as error:  # on every rank the same
-            iteration = iteration_of(chosen.path)
-            if not may_fall_back or iteration is None:
-                raise
-            damaged[iteration] = str(error).replace("\n  ", " ")
+            _pass_over(chosen.path, error, damaged, may_fall_back)
             continue
         optimizer.publish()
-        return chosen, [*chosen.notes, _told(loaded)]
+        return chosen._replace(notes=[*chosen.notes, _told(loaded)])
+
+
+def _pass_over(path: Place, error: DamagedCheckpointError, damaged: dict[int, str], may_fall_back: bool) -> None:
+    """Note that a checkpoint is damaged, so that another is taken; raise the error if there is no other."""
+    iteration = iteration_of(path)
+    if not may_fall_back or iteration is None:
+        raise error
+    damaged[iteration] = str(error).replace("\n  ", " ")
 
 
 def _look(
@@ -188,10 +181,7 @@ def _look(
         try:
             return _fitting(config, path, vocab_size, [f"WARNING: {text}" for text in told], goes_on=goes_on)
         except DamagedCheckpointError as error:
-            iteration = iteration_of(path)
-            if step is not None or iteration is None:
-                raise
-            damaged[iteration] = str(error).replace("\n  ", " ")
+            _pass_over(path, error, damaged, may_fall_back=step is None)
 
 
 def _refuse_foreign(folder: str) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from typing import Any
 
 from megatron.checkpoint.global_tensor import WEIGHT, GlobalTensor
 from megatron.checkpoint.rank_writer import PATIENCE_S
 from megatron.checkpoint.save_folder import Retention, check_for_strangers, check_writable, checkpoint_name, retain
-from megatron.checkpoint.savers import BackgroundSaver, TensorSaver
+from megatron.checkpoint.savers import BackgroundSaver, Say, TensorSaver
 from megatron.checkpoint.storage import Storage, open_storage
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.training import OptimizerConfig
@@ -22,7 +21,6 @@ from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.lr_schedule import ScheduleLengths
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import Shard
 from megatron.training.failure import together
 from megatron.training.progress import Progress
 
@@ -39,21 +37,13 @@ _SCHEDULE_FIELDS = (
 )
 
 
-def global_tensors(
-    optimizer: ShardedOptimizer, context: ParallelContext, *, weights: bool = True, state: bool = True
-) -> list[GlobalTensor]:
-    """This rank's shards as parts of global tensors: `model.<name>`, and the moments such as `exp_avg.<name>`."""
-    found = []
-    for shard in optimizer.shards:
-        parts = {WEIGHT: shard.main} if weights else {}
-        if state:
-            parts |= shard.moments
-        found += [_global(kind, shard, tensor, context) for kind, tensor in parts.items()]
-    return found
-
-
-def _global(kind: str, shard: Shard, tensor: Any, context: ParallelContext) -> GlobalTensor:
-    return GlobalTensor(f"{kind}.{shard.record.name}", shard.record.shape, tensor, shard.boxes(context))
+def global_tensors(optimizer: ShardedOptimizer, context: ParallelContext, *, state: bool = True) -> list[GlobalTensor]:
+    """This rank's shards as parts of global tensors: `model.<name>`, and with the state moments such as `exp_avg.<name>`."""
+    return [
+        GlobalTensor(f"{kind}.{shard.record.name}", shard.record.shape, tensor, shard.boxes(context))
+        for shard in optimizer.shards
+        for kind, tensor in ({WEIGHT: shard.main} | (shard.moments if state else {})).items()
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +62,6 @@ class LearningSchedule:
         """The schedules with which a checkpoint was trained."""
         fields = {name: saved[name] for name in _SCHEDULE_FIELDS}
         return LearningSchedule(dataclasses.replace(self.optimizer, **fields), ScheduleLengths(**saved["lengths"]))
-
-
-Say = Callable[[str], None]
-"""Writes a line into the log (of the first rank)."""
-
-
-def _to_nobody(line: str) -> None: ...
 
 
 class Saver:
@@ -119,7 +102,7 @@ class Saver:
         (self._background or self._direct).begin(self._record)
 
     def save(
-        self, progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, say: Say = _to_nobody
+        self, progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, say: Say
     ) -> str | None:
         """Write a checkpoint of this iteration, unless there is no --save or it is written already. All ranks call it together.
 

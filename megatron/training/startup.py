@@ -80,7 +80,7 @@ def device_peak(context: ParallelContext, dtype: torch.dtype) -> float | None:
     """Peak FLOP/s of this rank's device in a dtype, if the table has it."""
     if context.device.type != "cuda":
         return None
-    return peak_flops(torch.cuda.get_device_name(context.device), str(dtype).removeprefix("torch."))
+    return peak_flops(torch.cuda.get_device_name(context.device), str(dtype))
 
 
 def describe(
