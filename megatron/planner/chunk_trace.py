@@ -172,11 +172,9 @@ class ChunkRun:
             entry.param.grad_sink = sink  # type: ignore[attr-defined]
         self._inputs = make_inputs(model, data, micro_batch_size, device)
         hidden = model.boundary(micro_batch_size, context.topology.tp)["hidden"]
-        self._received = self._gradient = None
-        if not chunk.first:
-            self._received = torch.empty(hidden.shape, dtype=hidden.dtype, device=device, requires_grad=True)
-        if not chunk.last:
-            self._gradient = torch.empty(hidden.shape, dtype=hidden.dtype, device=device)
+        boundary = partial(torch.empty, hidden.shape, dtype=hidden.dtype, device=device)
+        self._received = None if chunk.first else boundary(requires_grad=True)
+        self._gradient = None if chunk.last else boundary()
         self._scale = torch.ones((), dtype=torch.promote_types(model.dtype, torch.float32), device=device)
         self.spans: dict[OpKind, list[MemorySpan]] = {}
         """The spans of each operation that has run."""

@@ -50,24 +50,26 @@ def _partial_rows(grad: torch.Tensor, ids: torch.Tensor, num_rows: int, *_: Any)
 
 
 def _flash_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Flash attention's backward makes the gradient of q in float32, and of k and v for every query head that shares them."""
-    batch, heads, length, size = q.shape
-    return _wide_queries(batch * -(-length // _FLASH_BLOCK) * _FLASH_BLOCK, heads, size) + _expanded(q, heads, k.shape[1])
+    """For [batch, heads, tokens, channels]."""
+    batch, _heads, length, _size = q.shape
+    return _flash_gradients(q, k, batch * -(-length // _FLASH_BLOCK) * _FLASH_BLOCK)
 
 
 def _varied_flash_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *rest: Any, **__: Any) -> int:
-    """The same for documents laid end to end, [tokens, heads, channels]."""
-    tokens, heads, size = q.shape
+    """For documents laid end to end, [tokens, heads, channels]."""
     bounds = next(one for one in rest if isinstance(one, torch.Tensor) and one.dtype == torch.int32)
-    return _wide_queries(tokens + (len(bounds) - 1) * _FLASH_BLOCK, heads, size) + _expanded(q, heads, k.shape[1])
+    return _flash_gradients(q, k, q.shape[0] + (len(bounds) - 1) * _FLASH_BLOCK)
 
 
-def _wide_queries(rows: int, heads: int, size: int) -> int:
-    return rows * heads * -(-size // _FLASH_CHANNELS) * _FLASH_CHANNELS * torch.float32.itemsize
+def _flash_gradients(q: torch.Tensor, k: torch.Tensor, rows: int) -> int:
+    """Flash attention's backward makes the gradient of q in float32, and of k and v for every query head that shares them.
 
-
-def _expanded(q: torch.Tensor, heads: int, kv_heads: int) -> int:
-    return 0 if heads == kv_heads else 2 * q.nbytes
+    Args:
+        rows: tokens, with every sequence rounded up.
+    """
+    heads, size = q.shape[1], q.shape[-1]
+    wide = rows * heads * -(-size // _FLASH_CHANNELS) * _FLASH_CHANNELS * torch.float32.itemsize
+    return wide + (0 if heads == k.shape[1] else 2 * q.nbytes)
 
 
 _OWN_MEMORY: dict[str, Callable[..., int]] = {

@@ -74,7 +74,14 @@ def make_kinds(stages: Iterable[StagePlan], groups: NamedGroups, links: Links) -
         contents = tuple((held, tuple(places)) for held, places in stage.contents.items())
         alike.setdefault((contents, stage.activations, _amounts(stage.sent)), []).append(stage)
     return tuple(
-        _kind(same, parameters, memory, tuple(places), groups, links)
+        RankKind(
+            stages=tuple(stage.stage for stage in same),
+            places=tuple(places),
+            first_rank=links.first_rank(same[0].stage, places[0].data.start, places[0].tensor),
+            parameters=parameters,
+            memory=RankMemory(**memory.parts, activations=Bytes(same[0].activations)),
+            sent=tuple(_traffic(same, places, *amount, groups, links) for amount in _amounts(same[0].sent)),
+        )
         for same in alike.values()
         for (parameters, memory), places in same[0].contents.items()
     )
@@ -86,19 +93,6 @@ def _amounts(sent: Sequence[Sending]) -> tuple[tuple[str, str, int], ...]:
     for one in sent:
         totals[one.over, one.what] = totals.get((one.over, one.what), 0) + one.bytes
     return tuple((over, what, total) for (over, what), total in totals.items())
-
-
-def _kind(
-    stages: Sequence[StagePlan], parameters: int, memory: StateMemory, places: tuple[Places, ...], groups: NamedGroups, links: Links
-) -> RankKind:
-    return RankKind(
-        stages=tuple(stage.stage for stage in stages),
-        places=places,
-        first_rank=links.first_rank(stages[0].stage, places[0].data.start, places[0].tensor),
-        parameters=parameters,
-        memory=RankMemory(**memory.parts, activations=Bytes(stages[0].activations)),
-        sent=tuple(_traffic(stages, places, *amount, groups, links) for amount in _amounts(stages[0].sent)),
-    )
 
 
 def _traffic(

@@ -101,8 +101,8 @@ class Mail:
         self._schedule, self._stage, self._plan, self._size = schedule, stage, plan, size
         self._overlap, self._notices = overlap, notices
         self._ops = schedule.linked_ops[stage]
-        self._buffers = self._free = 0
-        """Buffers are reused and never freed."""
+        self._received = self._buffers = 0
+        """Messages that are received or posted, and the buffers for them, which are reused and never freed."""
         self._own: set[Message] = set()
         """Messages between two chunks of this stage."""
         self._leaving: set[Message] = set()
@@ -114,11 +114,8 @@ class Mail:
 
     def before(self, place: int) -> None:
         """Post receives before an operation."""
-        for _ in self._plan.before[place]:
-            if self._free:
-                self._free -= 1
-            else:
-                self._buffers += 1
+        self._received += len(self._plan.before[place])
+        self._buffers = max(self._buffers, self._received)
         if not self._overlap:
             self._leaving.clear()
 
@@ -141,4 +138,4 @@ class Mail:
         if message in self._own:
             self._own.remove(message)
         elif message.chunk > 0 if not message.is_gradient else message.chunk < self._schedule.num_chunks - 1:
-            self._free += 1
+            self._received -= 1

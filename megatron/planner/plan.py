@@ -103,10 +103,6 @@ class RankKind:
         """Bytes for one purpose over one group."""
         return sum(one.bytes for one in self.sent if (one.over, one.what) == (over, what))
 
-    def holds(self, stage: int, tensor: int, data: int) -> bool:
-        """Whether the rank at these coordinates is of this kind."""
-        return stage in self.stages and any(places.tensor == tensor and data in places.data for places in self.places)
-
 
 @dataclass(frozen=True)
 class Work:

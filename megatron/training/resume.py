@@ -99,7 +99,7 @@ def _continued(
     path, state, notes = chosen
     try:
         if wants_state:
-            optimizer.set_num_updates(int(state["optimizer_updates"]))
+            optimizer.num_updates = int(state["optimizer_updates"])
             scaler.load_state_dict(state["scaler"])
         else:
             notes = [*notes, "moments start from zero (--no-load-optim)"]
@@ -147,7 +147,10 @@ def _fill(
         tensors = global_tensors(optimizer, context, state=wants_state)
         try:
             loaded = load_tensors(
-                chosen.path, tensors, allow_unused=lambda name: not wants_state and not name.startswith(f"{WEIGHT}.")
+                chosen.path,
+                tensors,
+                context.world,
+                allow_unused=lambda name: not wants_state and not name.startswith(f"{WEIGHT}."),
             )
         except DamagedCheckpointError as error:  # on every rank the same
             _pass_over(chosen.path, error, damaged, may_fall_back)

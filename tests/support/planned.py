@@ -42,7 +42,12 @@ def plans_of(loaded: Sequence[LoadedConfig]) -> list[Plan]:
 def kind_of(plan: Plan, topology: Topology, rank: int) -> RankKind:
     """The only kind that the rank belongs to."""
     at = topology.coordinates(rank)
-    (kind,) = [kind for kind in plan.kinds if kind.holds(at["pp"], at["tp"], at["cp"] + topology.cp * at["dp"])]
+    data = at["cp"] + topology.cp * at["dp"]
+    (kind,) = [
+        kind
+        for kind in plan.kinds
+        if at["pp"] in kind.stages and any(places.tensor == at["tp"] and data in places.data for places in kind.places)
+    ]
     return kind
 
 
