@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.checks.finding import change
 from megatron.config.config import Config
 from megatron.config.rules import violations
 from megatron.verification.diagnosis import diagnose
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
-from tools.proofs.small_layout import without_split
+from tools.proofs.small_layout import NO_SPLIT
 
 Prove = Callable[..., Observation]
 """Observes a run of settings with a number of ranks; with `dropout=False` the model's probabilities of dropout are 0."""
 
 _ONE_TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+_ONE_STAGE: dict[str, Any] = {**NO_SPLIT, "pipeline_model_parallel_size": 1, "pipeline_schedule": None}
 _UNSHARDED: dict[str, Any] = {
     "data_parallel_sharding_strategy": "no_shard",
     "use_distributed_optimizer": False,
@@ -26,23 +27,24 @@ _UNSHARDED: dict[str, Any] = {
     "fsdp_reshard_after_forward": "always",
     "overlap_param_gather": False,
 }
-_LEFT_OUT: dict[str, tuple[str, dict[str, Any]]] = {
-    "--sequence-parallel": ("parallel", {"sequence_parallel": False}),
-    "--overlap-grad-reduce": ("parallel", {"overlap_grad_reduce": False}),
-    "--overlap-param-gather": ("parallel", {"overlap_param_gather": False}),
-    "--overlap-p2p-communication": ("parallel", {"overlap_p2p_communication": False}),
-    "--data-parallel-sharding-strategy {parallel.sharding}": ("parallel", _UNSHARDED),
-    "--use-tp-pp-dp-mapping": ("parallel", {"use_tp_pp_dp_mapping": False}),
-    "--rampup-batch-size": ("training", {"rampup_batch_size": None}),
-    "--reset-attention-mask, --reset-position-ids and --eod-mask-loss": (
-        "data",
-        {"reset_attention_mask": False, "reset_position_ids": False, "eod_mask_loss": False},
-    ),
-    "--clip-grad": ("optimizer", {"clip_grad": 0.0}),
-    "--optimizer-cpu-offload": ("optimizer", {"optimizer_cpu_offload": False}),
-    "the tied embedding (--untie-embeddings-and-output-weights)": ("model", {"untie_embeddings_and_output_weights": True}),
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "--sequence-parallel": {"sequence_parallel": False},
+    "--overlap-grad-reduce": {"overlap_grad_reduce": False},
+    "--overlap-param-gather": {"overlap_param_gather": False},
+    "--overlap-p2p-communication": {"overlap_p2p_communication": False},
+    "--data-parallel-sharding-strategy {parallel.sharding}": _UNSHARDED,
+    "--use-tp-pp-dp-mapping": {"use_tp_pp_dp_mapping": False},
+    "--rampup-batch-size": {"rampup_batch_size": None},
+    "--reset-attention-mask, --reset-position-ids and --eod-mask-loss": {
+        "reset_attention_mask": False,
+        "reset_position_ids": False,
+        "eod_mask_loss": False,
+    },
+    "--clip-grad": {"clip_grad": 0.0},
+    "--optimizer-cpu-offload": {"optimizer_cpu_offload": False},
+    "the tied embedding (--untie-embeddings-and-output-weights)": {"untie_embeddings_and_output_weights": True},
 }
-"""What can be left out by itself: (words, topic of the settings, their values without it)."""
+"""What can be left out by itself, in words, and the settings without it."""
 
 
 @dataclass(frozen=True)
@@ -88,46 +90,36 @@ def isolate(config: Config, world_size: int, prove: Prove, *, seconds: float) ->
 
 def one_process(config: Config, world_size: int) -> Variant | None:
     """The settings in one process. If these differ too, the layout is not the cause. None if they are so already, or cannot be."""
-    fixed = _with_batch(config, world_size)
-    return _variant("one rank", fixed, _one_stage(_with(fixed, "parallel", _ONE_TENSOR | _UNSHARDED)), 1)
+    return _variant("one rank", config, world_size, _ONE_TENSOR | _ONE_STAGE | _UNSHARDED, 1)
 
 
 def axes_alone(config: Config, world_size: int) -> Iterator[Variant]:
     """Each axis by itself, if there are several."""
-    parallel, fixed = config.parallel, _with_batch(config, world_size)
-    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    axes = {
-        f"--tensor-model-parallel-size {tensor} alone (pipeline and data size 1)": (
-            tensor,
-            _one_stage(_with(fixed, "parallel", _UNSHARDED)),
-        ),
-        f"--pipeline-model-parallel-size {stages} alone (tensor and data size 1)": (
-            stages,
-            _with(fixed, "parallel", _ONE_TENSOR | _UNSHARDED),
-        ),
-        f"data size {(data := world_size // (tensor * stages))} alone (tensor and pipeline size 1)": (
-            data,
-            _one_stage(_with(fixed, "parallel", _ONE_TENSOR)),
-        ),
-    }
-    several = {words: axis for words, axis in axes.items() if axis[0] > 1}
-    for words, (size, changed) in several.items() if len(several) > 1 else ():
-        if (variant := _variant(words, fixed, changed, size)) is not None:
+    tensor, stages = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    data = world_size // (tensor * stages)
+    axes = [
+        (tensor, f"--tensor-model-parallel-size {tensor} alone (pipeline and data size 1)", _ONE_STAGE | _UNSHARDED),
+        (stages, f"--pipeline-model-parallel-size {stages} alone (tensor and data size 1)", _ONE_TENSOR | _UNSHARDED),
+        (data, f"data size {data} alone (tensor and pipeline size 1)", _ONE_TENSOR | _ONE_STAGE),
+    ]
+    several = [axis for axis in axes if axis[0] > 1]
+    for size, words, fields in several if len(several) > 1 else ():
+        if (variant := _variant(words, config, world_size, fields, size)) is not None:
             yield variant
 
 
 def without_each(config: Config, world_size: int) -> Iterator[Variant]:
     """The whole layout with one thing left out at a time."""
-    parallel, fixed = config.parallel, _with_batch(config, world_size)
+    parallel = config.parallel
     yield Variant("dropout", config, world_size, dropout=False)
-    changed = {words.format(parallel=parallel): _with(fixed, topic, fields) for words, (topic, fields) in _LEFT_OUT.items()}
-    one_microbatch = {"global_batch_size": _one_microbatch(config, world_size)}
-    changed["accumulation (one microbatch a data rank)"] = _with(fixed, "training", one_microbatch)
     same_size = {"pipeline_model_parallel_size": parallel.pipeline_model_parallel_size}
-    words = f"--pipeline-schedule {parallel.schedule} and everything about the split"
-    changed[words] = _with(_one_stage(fixed), "parallel", same_size)
-    for words, less in changed.items():
-        if (variant := _variant(words, fixed, less, world_size)) is not None:
+    left_out = {
+        **_LEFT_OUT,
+        "accumulation (one microbatch a data rank)": {"global_batch_size": _one_microbatch(config, world_size)},
+        f"--pipeline-schedule {parallel.schedule} and everything about the split": _ONE_STAGE | same_size,
+    }
+    for words, fields in left_out.items():
+        if (variant := _variant(words.format(parallel=parallel), config, world_size, fields, world_size)) is not None:
             yield variant
 
 
@@ -146,21 +138,13 @@ def _one_microbatch(config: Config, world_size: int) -> int:
     return config.training.micro_batch_size * data
 
 
-def _with_batch(config: Config, world_size: int) -> Config:
-    """The settings with the global batch given as a number, so that it stays when the data size changes."""
-    full = config.training.global_batch_size or _one_microbatch(config, world_size)
-    return _with(config, "training", {"global_batch_size": full})
+def _variant(words: str, config: Config, world_size: int, fields: dict[str, Any], ranks: int) -> Variant | None:
+    """The settings with other values. None if they have these already, or are not valid then.
 
-
-def _one_stage(config: Config) -> Config:
-    split = dataclasses.replace(config, parallel=without_split(config.parallel))
-    return _with(split, "parallel", {"pipeline_model_parallel_size": 1, "pipeline_schedule": None})
-
-
-def _with(config: Config, topic: str, fields: dict[str, Any]) -> Config:
-    return dataclasses.replace(config, **{topic: dataclasses.replace(getattr(config, topic), **fields)})
-
-
-def _variant(words: str, base: Config, config: Config, world_size: int) -> Variant | None:
-    """None if this changes nothing of the settings that differ (`base`), or is not valid."""
-    return None if config == base or violations(config, world_size) else Variant(words, config, world_size)
+    The global batch is given as a number, so that it stays when the data size changes.
+    """
+    batch = config.training.global_batch_size or _one_microbatch(config, world_size)
+    fixed, less = (
+        change(**{"global_batch_size": batch, **more}).apply(config, world_size)[0] for more in (dict[str, Any](), fields)
+    )
+    return None if less == fixed or violations(less, ranks) else Variant(words, less, ranks)

@@ -9,17 +9,17 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from megatron.config.checks.finding import is_changed, shown
+from megatron.config.checks.finding import is_changed, shown, value_of
 from megatron.config.config import Config
 from megatron.config.data import DataConfig
 from megatron.config.flags import flags
-from megatron.config.model import ModelConfig
 from megatron.config.outputs import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import violations
 from megatron.data_parallel.bucket_plan import default_bucket_size
 from megatron.spec.counts import count_parameters
 from tools.proofs.small_layout import (
+    NO_SPLIT,
     Pattern,
     RankSizes,
     layers_of_all_kinds,
@@ -27,7 +27,6 @@ from tools.proofs.small_layout import (
     reduced_pattern,
     reduced_sizes,
     with_pattern,
-    without_split,
 )
 from tools.proofs.small_model import Cuts, padding_of, reduced_model, reduced_rates, reduced_training, reduced_vocabulary
 
@@ -80,7 +79,7 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
     else:
         num_layers = max(min(2, config.model.num_layers), layers_of_all_kinds(config.model))
         model = reduced_model(config.model, num_layers, multiple, whole.tp, cuts)
-        parallel, same_split = dataclasses.replace(without_split(parallel), pipeline_schedule=None), True
+        parallel, same_split = dataclasses.replace(parallel, **{**NO_SPLIT, "pipeline_schedule": None}), True
     training = reduced_training(config.training, whole.pp, whole.dp, sizes.pp, sizes.dp, steps)
     parallel = dataclasses.replace(
         parallel, ddp_bucket_size=_bucket(config, vocab_size, whole, count_parameters(model, rows), sizes)
@@ -98,12 +97,8 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
     if found := violations(small, sizes.world_size):
         raise ValueError("these settings could not be made small:\n" + "\n".join(str(violation) for violation in found))
     after = pattern_of(model, parallel, rows)
-    return Reduced(
-        small,
-        sizes.world_size,
-        kept_words(config, small, whole, sizes, same_split=same_split),
-        changed_words(config, small, whole, sizes, (before, after), (vocab_size, rows)),
-    )
+    kept, changed = _notes(config, small, whole, sizes, (before, after), (vocab_size, rows), same_split=same_split)
+    return Reduced(small, sizes.world_size, kept, changed)
 
 
 def _ranks(parallel: ParallelConfig, whole: RankSizes, sizes: RankSizes) -> ParallelConfig:
@@ -139,7 +134,7 @@ def _data(data: DataConfig, rows: int) -> DataConfig:
 
 _TOPICS = ("model", "training", "optimizer", "parallel", "precision")
 _PACKING = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-_TOLD = (
+_TOLD_ELSEWHERE = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "make_vocab_size_divisible_by"),
     *("num_attention_heads", "num_query_groups"),
     # Everything runs in float64 and in one memory.
@@ -148,68 +143,57 @@ _TOLD = (
 """Settings that other lines mention."""
 
 
-def kept_words(config: Config, small: Config, whole: RankSizes, sizes: RankSizes, *, same_split: bool) -> list[str]:
-    """Words for what stayed as it was."""
-    kept = [f"{what} {size}" for what, size, now in _axes(whole, sizes) if size == now and size > 1]
-    if sizes.pp > 1 and same_split:
-        kept.append("the way in which layers are spread over stages")
-    if sizes.pp > 1:
-        kept.append(f"schedule {config.parallel.schedule}")
-    kept.append("embedding and output layer tied" if config.model.tied else "embedding and output layer apart")
-    told = [field for field in _fields() if field not in _TOLD]
-    same = [field for field in told if is_changed(config, field) and _value(config, field) == _value(small, field)]
-    return [*kept, *(shown(config, field) for field in same)]
-
-
-def changed_words(
+def _notes(
     config: Config,
     small: Config,
     whole: RankSizes,
     sizes: RankSizes,
     patterns: tuple[Pattern, Pattern],
     rows: tuple[int, int],
-) -> list[str]:
-    """Words for what changed.
+    *,
+    same_split: bool,
+) -> tuple[list[str], list[str]]:
+    """Lines on what stayed as it was, and on what changed.
 
     Args:
         patterns: layers of stages before and after.
         rows: rows of the word embedding before and after.
     """
-    told = [(what, str(size), str(now)) for what, size, now in _axes(whole, sizes)]
-    told.append(("layers by stage", str(patterns[0]), str(patterns[1])))
-    told.append(("heads of a tensor rank", _heads(config.model, whole.tp), _heads(small.model, sizes.tp)))
-    told.append(("vocabulary", _rows(rows[0], config.model, whole.tp), _rows(rows[1], small.model, sizes.tp)))
-    for field in _fields():
-        if field not in _TOLD:
-            told.append((f"--{field.replace('_', '-')}", _shown(_value(config, field)), _shown(_value(small, field))))
-    return [f"{what} {before} -> {after}" for what, before, after in told if before != after]
+    kept, changed = [], []
+    for what, old, new in (("tensor", whole.tp, sizes.tp), ("pipeline", whole.pp, sizes.pp), ("data", whole.dp, sizes.dp)):
+        if old != new:
+            changed.append(f"{what} size {old} -> {new}")
+        elif old > 1:
+            kept.append(f"{what} size {old}")
+    if sizes.pp > 1 and same_split:
+        kept.append("the way in which layers are spread over stages")
+    if sizes.pp > 1:
+        kept.append(f"schedule {config.parallel.schedule}")
+    kept.append("embedding and output layer tied" if config.model.tied else "embedding and output layer apart")
+    both = ((config.model, whole.tp), (small.model, sizes.tp))
+    for what, (before, after) in {
+        "layers by stage": map(str, patterns),
+        "heads of a tensor rank": (
+            f"{model.num_attention_heads // tp} over {model.num_key_value_heads // tp} key-value" for model, tp in both
+        ),
+        "vocabulary": (
+            f"{number:,} + {padding_of(number, model.make_vocab_size_divisible_by, tp):,} of padding"
+            for number, (model, tp) in zip(rows, both, strict=True)
+        ),
+    }.items():
+        if before != after:
+            changed.append(f"{what} {before} -> {after}")
+    for flag in flags().values():
+        if (flag.topic in _TOPICS or flag.field in _PACKING) and flag.field not in _TOLD_ELSEWHERE:
+            given, now = value_of(config, flag.field), value_of(small, flag.field)
+            if given != now:
+                changed.append(f"--{flag.name} {_words(given)} -> {_words(now)}")
+            elif is_changed(config, flag.field):
+                kept.append(shown(config, flag.field))
+    return kept, changed
 
 
-def _axes(whole: RankSizes, sizes: RankSizes) -> list[tuple[str, int, int]]:
-    return [
-        ("tensor size", whole.tp, sizes.tp),
-        ("pipeline size", whole.pp, sizes.pp),
-        ("data size", whole.dp, sizes.dp),
-    ]
-
-
-def _heads(model: ModelConfig, tp: int) -> str:
-    return f"{model.num_attention_heads // tp} over {model.num_key_value_heads // tp} key-value"
-
-
-def _rows(rows: int, model: ModelConfig, tp: int) -> str:
-    return f"{rows:,} + {padding_of(rows, model.make_vocab_size_divisible_by, tp):,} of padding"
-
-
-def _fields() -> list[str]:
-    return [flag.field for flag in flags().values() if flag.topic in _TOPICS or flag.field in _PACKING]
-
-
-def _value(config: Config, field: str) -> object:
-    return getattr(getattr(config, flags()[field.replace("_", "-")].topic), field)
-
-
-def _shown(value: object) -> str:
+def _words(value: object) -> str:
     if value is None:
         return "by default"
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

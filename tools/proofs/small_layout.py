@@ -9,13 +9,15 @@ from itertools import product
 from typing import Any
 
 from megatron.config.checks.pipeline import COUNT, FIRST, LAST, LAYERS_EACH, LAYOUT, SPLITS, chunks_of, layout_text
-from megatron.config.flags import flags
+from megatron.config.flags import flag_for
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.pipeline_parallel.partition import table_of
 from megatron.spec.layers import alike, layers
 from megatron.spec.schedules import placement
 
+NO_SPLIT: dict[str, Any] = {field: flag_for(field).default for field in (*SPLITS, LAYOUT)}
+"""The settings that spread layers, as they are by default."""
 _MIDDLE = 3
 """The fewest pipeline stages of which one is neither first nor last."""
 _MOST_STAGES = 4
@@ -166,16 +168,10 @@ def with_pattern(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, 
     same = dataclasses.replace(parallel, **given)
     if _makes(model, same, vocab_size, pattern):
         return same, True
-    by_hand = without_split(parallel)
     own: dict[str, Any] = {LAYOUT: layout_text(chunks_of(pattern.sizes)), "pipeline_schedule": parallel.schedule}
-    by_hand = dataclasses.replace(by_hand, **own)
+    by_hand = dataclasses.replace(parallel, **{**NO_SPLIT, **own})
     assert _makes(model, by_hand, vocab_size, pattern), f"no settings make {pattern}"
     return by_hand, False
-
-
-def without_split(parallel: ParallelConfig) -> ParallelConfig:
-    """The settings without those that spread layers."""
-    return dataclasses.replace(parallel, **{field: flags()[field.replace("_", "-")].default for field in (*SPLITS, LAYOUT)})
 
 
 def _makes(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, pattern: Pattern) -> bool:
