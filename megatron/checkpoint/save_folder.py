@@ -92,12 +92,8 @@ def find_checkpoint(
     latest = latest_in(storage)
     if latest is None and not found:
         return None
-    order = sorted(found, reverse=True)
-    faults = []
-    if latest is not None:
-        order = [latest, *(iteration for iteration in order if iteration != latest)]
-    else:
-        faults.append(f"{storage.at(LATEST)} is missing or unreadable")
+    faults = [f"{storage.at(LATEST)} is missing or unreadable"] if latest is None else []
+    order = ([] if latest is None else [latest]) + [iteration for iteration in reversed(found) if iteration != latest]
     for iteration in order:
         inside = storage.child(checkpoint_name(iteration))
         if fault := (damaged or {}).get(iteration) or fault_of(inside):

@@ -25,9 +25,7 @@ from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_SETTINGS, DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.save import from_dict
-from megatron.model.build import Model
 from megatron.parallel.boxes import Box
-from megatron.parallel.context import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -82,26 +80,6 @@ def misfits(found: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, .
         elif found[name].shape != shape:
             wrong.append(f"{name} is {list(found[name].shape)}, not {list(shape)}")
     return wrong
-
-
-@torch.no_grad()
-def fill_model(model: Model, context: ParallelContext, source: WeightSource) -> None:
-    """Give every parameter of a materialized model the values of the source, rounded to the model's dtype; padding becomes 0.
-
-    Raises:
-        CheckpointError: the source lacks parameters of the model, or holds them in other shapes.
-    """
-    wrong = misfits(source.weights, {entry.record.name: entry.record.shape for entry in model.params})
-    if wrong:
-        raise CheckpointError(f"{source.name} does not hold this model: {listed(wrong)}")
-    sizes, coordinates = context.axis_sizes, context.coordinates
-    for entry in model.params:
-        box = entry.record.held_box(sizes, coordinates)
-        flat = entry.param.detach().view(-1)
-        if box.numel < flat.numel():
-            flat.zero_()  # only the first dimension is padded, so what is held lies in front
-        if box.numel:
-            flat[: box.numel].copy_(source.read(entry.record.name, box).view(-1))
 
 
 class StoredCheckpoint:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron.checkpoint.source import WeightSource, fill_model
+from megatron.checkpoint.errors import CheckpointError, listed
+from megatron.checkpoint.source import WeightSource, misfits
 from megatron.config.checks.parallel import heads_divide_by_tensor, mlp_divides_by_tensor, query_groups_divide_by_tensor
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig
@@ -37,3 +38,23 @@ def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtyp
         materialize(chunk, model.params, context.device)
     fill_model(model, context, source)
     return model
+
+
+@torch.no_grad()
+def fill_model(model: Model, context: ParallelContext, source: WeightSource) -> None:
+    """Give every parameter of a materialized model the values of the source, rounded to the model's dtype; padding becomes 0.
+
+    Raises:
+        CheckpointError: the source lacks parameters of the model, or holds them in other shapes.
+    """
+    wrong = misfits(source.weights, {entry.record.name: entry.record.shape for entry in model.params})
+    if wrong:
+        raise CheckpointError(f"{source.name} does not hold this model: {listed(wrong)}")
+    sizes, coordinates = context.axis_sizes, context.coordinates
+    for entry in model.params:
+        box = entry.record.held_box(sizes, coordinates)
+        flat = entry.param.detach().view(-1)
+        if box.numel < flat.numel():
+            flat.zero_()  # only the first dimension is padded, so what is held lies in front
+        if box.numel:
+            flat[: box.numel].copy_(source.read(entry.record.name, box).view(-1))

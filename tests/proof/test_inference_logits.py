@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.source import fill_model
 from megatron.inference.forward import sequence_logits
-from megatron.inference.model_from_source import model_from
+from megatron.inference.model_from_source import fill_model, model_from
 from megatron.model.build import build_model
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
