@@ -54,7 +54,8 @@ class BufferPool:
             self._settle()
         if not fitting:
             if self._free:
-                self._drop(max(self._free, key=torch.Tensor.numel))
+                largest = max(self._free, key=torch.Tensor.numel)
+                self._free, self.buffers = _without(self._free, largest), _without(self.buffers, largest)
             made = torch.empty(size, dtype=self._dtype, device=self._device)
             self.buffers.append(made)
             return made
@@ -79,9 +80,6 @@ class BufferPool:
         buffer, wait = self._in_flight.popleft()
         wait()
         self._free.append(buffer)
-
-    def _drop(self, buffer: torch.Tensor) -> None:
-        self._free, self.buffers = _without(self._free, buffer), _without(self.buffers, buffer)
 
 
 def _without(buffers: list[torch.Tensor], one: torch.Tensor) -> list[torch.Tensor]:
@@ -207,7 +205,7 @@ class Bucket(ABC):
             fill(view.view(-1), entry.record, entry.record.boxes(FlatPiece(0, placed.numel), self.context))
         param = nn.Parameter(view)
         entry.replace(param)
-        sink = GradSink(self.dtype, partial(self._wrote, number), provide=partial(self._provide_for, number))
+        sink = GradSink(self.dtype, partial(self._wrote, number), partial(self._provide_for, number))
         param.grad_sink = sink  # type: ignore[attr-defined]
         return sink
 
@@ -224,12 +222,13 @@ class Bucket(ABC):
         elif completes:
             self._complete(self._count.rounds)
 
-    def _provide_for(self, number: int) -> None:
-        if self._inspect is None:
-            self._provide()
-        else:
-            shape = self.plan.params[number].entry.param.shape
-            self._sinks[number].main_grad = torch.empty(shape, dtype=self.dtype, device=self.context.device)
+    def _provide_for(self, number: int) -> torch.Tensor:
+        if self._inspect is not None:
+            return torch.empty(self.plan.params[number].entry.param.shape, dtype=self.dtype, device=self.context.device)
+        self._provide()
+        found = self._sinks[number].main_grad
+        assert found is not None
+        return found
 
     def _check_writes(self) -> None:
         counts = zip(self.plan.params, self._count.writes, self._count.uses, strict=True)

@@ -81,10 +81,14 @@ class FsdpUnit:
         sizes = [_local(entry).numel() for entry in plan.entries]
         self.grads = torch.zeros(sum(sizes), dtype=self._main_dtype, device=context.device)
         parts = torch.split(self.grads, sizes)
-        self.group = ShardGroup([self._make_shard(e, part) for e, part in zip(plan.entries, parts, strict=True)], self.reshard)
-        for shard in self.group.shards:
-            if shard.record.name in empty:
-                self._fill(shard, fill)
+        shards = [self._make_shard(entry, part) for entry, part in zip(plan.entries, parts, strict=True)]
+        # To publish an update nothing is sent: the next forward gathers.
+        self.group = ShardGroup(shards, self.module.reshard)
+        for shard in shards:
+            if shard.record.name in empty:  # rounded to the model's dtype first, so as to be the same as under every other strategy
+                values = torch.empty_like(shard.weights, dtype=dtype)
+                fill(values, shard.record, shard.boxes(context))
+                shard.weights.copy_(values)
 
     def start_step(self, num_microbatches: int, *, inspect: Inspect | None) -> None:
         """Begin a step: forget the last one's gradients, and what a failed step has left."""
@@ -122,7 +126,8 @@ class FsdpUnit:
         return module
 
     def _attach(self, number: int, param: nn.Parameter) -> GradSink:
-        sink = GradSink(self._main_dtype, partial(self._wrote, number), provide=partial(self._provide, number))
+        memory = partial(torch.empty, param.shape, dtype=self._main_dtype, device=self._context.device)
+        sink = GradSink(self._main_dtype, partial(self._wrote, number), memory)
         param.grad_sink = sink  # type: ignore[attr-defined]
         param.grad_dtype = self._main_dtype  # the dtype of `.grad`, which is wider than a 16-bit parameter
         return sink
@@ -139,16 +144,6 @@ class FsdpUnit:
         counts = entry.record.counts_at(self._context) and self._context.fsdp_replica.index == 0
         counted, copied = (here, range(0)) if counts else (range(0), here)
         return Shard(entry.record, piece, local.view(-1), grad, counted, copied)
-
-    def _fill(self, shard: Shard, fill: Fill) -> None:
-        """Write initial values, rounded to the model's dtype first, so that they are the same as under every other strategy."""
-        values = torch.empty_like(shard.weights, dtype=self._dtype)
-        fill(values, shard.record, shard.boxes(self._context))
-        shard.weights.copy_(values)
-
-    def _provide(self, number: int) -> None:
-        shape = self._gathered[number].shape
-        self._sinks[number].main_grad = torch.empty(shape, dtype=self._main_dtype, device=self._context.device)
 
     def _wrote(self, number: int) -> None:
         entry = self._entries[number]
@@ -171,10 +166,6 @@ class FsdpUnit:
         if self._num_added == len(self._entries) and self.group.on_reduced:
             stream = torch.get_device_module(self._context.device).current_stream()
             self.group.announce(Pending(self.grads, cast(Any, stream.record_event())))
-
-    def reshard(self) -> None:
-        """Free the gathered parameters. After an update too: nothing is sent then, the next forward gathers."""
-        self.module.reshard()
 
 
 def _local(entry: ParamEntry) -> torch.Tensor:
@@ -269,7 +260,7 @@ class FullyShardedParams(Provider):
     def finish_evaluation(self) -> None:
         """See `Provider`."""
         for unit in self._units:
-            unit.reshard()
+            unit.module.reshard()
 
 
 def _mesh(context: ParallelContext) -> DeviceMesh:

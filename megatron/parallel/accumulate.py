@@ -71,22 +71,15 @@ class GradSink:
     """The place of one parameter's gradient.
 
     `main_grad` has the parameter's shape and the sink's dtype. The first write overwrites it, so it is never zeroed; where there is
-    no memory for it yet, `provide` is called before that write and sets `main_grad`. `on_write` is called after each write, and the
-    receiver counts the writes to know when the gradient is complete.
+    no memory for it yet, `provide` is called before that write and gives it. `on_write` is called after each write, and the receiver
+    counts the writes to know when the gradient is complete.
     """
 
     __slots__ = ("dtype", "main_grad", "on_write", "provide", "written")
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        on_write: Callable[[], None],
-        *,
-        main_grad: torch.Tensor | None = None,
-        provide: Callable[[], None] | None = None,
-    ) -> None:
-        assert main_grad is not None or provide is not None
-        self.dtype, self.main_grad, self.on_write, self.provide, self.written = dtype, main_grad, on_write, provide, False
+    def __init__(self, dtype: torch.dtype, on_write: Callable[[], None], provide: Callable[[], torch.Tensor]) -> None:
+        self.dtype, self.on_write, self.provide, self.written = dtype, on_write, provide, False
+        self.main_grad: torch.Tensor | None = None
 
     def add(self, grad: torch.Tensor) -> None:
         """Add a gradient, which has the parameter's shape."""
@@ -104,9 +97,7 @@ class GradSink:
 
     def _open(self) -> torch.Tensor:
         if self.main_grad is None:
-            assert self.provide is not None
-            self.provide()
-            assert self.main_grad is not None, "no memory was provided for a gradient"
+            self.main_grad = self.provide()
         return self.main_grad
 
     def _wrote(self) -> None:

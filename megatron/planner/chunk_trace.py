@@ -167,8 +167,9 @@ class ChunkRun:
             materialize(self._module, table, device)
         for entry in table:
             dtype = main_grad_dtype(entry.param.dtype)
-            gradient = torch.empty(entry.param.shape, dtype=dtype, device=device)
-            sink = GradSink(dtype, partial(self._wrote, entry.record.name), main_grad=gradient)
+            provide = partial(torch.empty, entry.param.shape, dtype=dtype, device=device)
+            sink = GradSink(dtype, partial(self._wrote, entry.record.name), provide)
+            sink.main_grad = provide()
             entry.param.grad_sink = sink  # type: ignore[attr-defined]
         self._inputs = make_inputs(model, data, micro_batch_size, device)
         hidden = model.boundary(micro_batch_size, context.topology.tp)["hidden"]

@@ -11,7 +11,9 @@ from megatron.parallel.accumulate import GradSink
 
 def sink_over(main_grad: torch.Tensor, on_write: Callable[[], None] = lambda: None) -> GradSink:
     """A sink that has its memory from the start."""
-    return GradSink(main_grad.dtype, on_write, main_grad=main_grad)
+    sink = GradSink(main_grad.dtype, on_write, lambda: main_grad)
+    sink.main_grad = main_grad
+    return sink
 
 
 def summed(sink: GradSink) -> torch.Tensor:
