@@ -71,8 +71,8 @@ class GradSink:
     """The place of one parameter's gradient.
 
     `main_grad` has the parameter's shape and the sink's dtype. The first write overwrites it, so it is never zeroed; where there is
-    no memory for it yet, `provide` is called before that write and gives it. `on_write` is called after each write, and the receiver
-    counts the writes to know when the gradient is complete.
+    no memory for it yet, `provide` gives it before that write. `on_write` is called after each write, and the receiver counts the
+    writes to know when the gradient is complete.
     """
 
     __slots__ = ("dtype", "main_grad", "on_write", "provide", "written")
