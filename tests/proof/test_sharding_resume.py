@@ -17,7 +17,7 @@ from tests.support.layout import Layout, Recipe, build_step, context_of, microba
 from tests.support.reference_runs import gpt2_like, random_batches, train
 from tests.support.runs import arguments, digest, run, saved_tensors, timeless
 from tests.support.step_checkpoints import load, save
-from tests.support.warm import run_forked_ranks
+from tests.support.warm import run_warm_ranks
 
 STEPS, STOP = 4, 2
 BASE: dict[str, Any] = {
@@ -103,7 +103,7 @@ def test_any_strategy_goes_on_from_any_other(tmp_path: Path) -> None:
     for number, strategy in enumerate(WALK):
         settings: dict[str, Any] = {"sharding": STRATEGIES[strategy], **PLACES[number % len(PLACES)]}
         layout = Layout(micro_batch_size=1, bucket_size=1500, **settings)
-        ranks = run_forked_ranks(layout.world_size, move, layout, number, tmp_path)
+        ranks = run_warm_ranks(layout.world_size, move, layout, number, tmp_path)
         assert len(set(ranks)) == 1
         losses.append(ranks[0])
         for kind in KINDS if number else ():
