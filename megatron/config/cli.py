@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron.config.checkpoint_args import take_from_checkpoint
 from megatron.config.checks.each import notes as effect_notes
 from megatron.config.compat import KNOWN
 from megatron.config.config import Config
@@ -103,6 +102,8 @@ def _read(argv: Sequence[str]) -> tuple[Config, dict[str, list[str]], Sorted]:
     config = found.config()
     contradictions: list[Violation] = []
     if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
+        from megatron.checkpoint.checkpoint_args import take_from_checkpoint  # this imports numpy
+
         config, contradictions = take_from_checkpoint(config, found.explicit)
         found.doubtful.update(flag for item in contradictions for flag in item.flags)  # the model's shape is not known
     found.problems[:0] = [*problems, *unread, *contradictions]
