@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
+from megatron.config.extras import optional
 from tools.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:
@@ -192,12 +193,7 @@ def draw_histogram(bins: list[LengthBin], title: str, path: Path) -> None:
     Raises:
         ValueError: matplotlib is missing, or does not know the kind of file.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError('--histogram needs matplotlib: pip install "megatron-3d[matplotlib]"') from error
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = optional("matplotlib.figure", "--histogram needs matplotlib").Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     places = range(len(bins))
     for shift, label, values, colour in (

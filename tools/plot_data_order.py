@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
 from megatron.config.data import DataOrder
+from megatron.config.extras import optional
 
 if TYPE_CHECKING:
     from megatron.data.gpt_dataset import GPTDataset
@@ -90,10 +91,7 @@ def draw(dataset: IndexedDataset, given: argparse.Namespace) -> Any:
     Raises:
         ValueError: matplotlib is missing, or there are too many samples to see anything.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError('the picture needs matplotlib: pip install "megatron-3d[matplotlib]"') from error
+    figures = optional("matplotlib.figure", "the picture needs matplotlib")
     from megatron.data.gpt_dataset import GPTDataset
 
     samples = GPTDataset(
@@ -108,7 +106,7 @@ def draw(dataset: IndexedDataset, given: argparse.Namespace) -> Any:
     )
     if samples.samples_per_epoch > _MOST_SAMPLES:
         raise ValueError(f"an epoch has {samples.samples_per_epoch:,} samples: draw one of at most {_MOST_SAMPLES} (--seq-length)")
-    figure = Figure(figsize=(10, 1.5 + 1.1 * (1 + given.epochs)), layout="constrained")
+    figure = figures.Figure(figsize=(10, 1.5 + 1.1 * (1 + given.epochs)), layout="constrained")
     axes = figure.subplots(1 + given.epochs, 1, sharex=True)
     _draw_file(axes[0], dataset)
     for epoch in range(given.epochs):

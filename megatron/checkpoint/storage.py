@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from megatron.config.extras import filesystem
+
 
 class Reading(Protocol):
     """A file that is open for reading."""
@@ -176,14 +178,5 @@ def open_storage(location: str | os.PathLike[str]) -> Storage:
     text = os.fspath(location)
     if not is_url(text):
         return LocalStorage(Path(text.removeprefix("file://")))
-    try:
-        import fsspec
-    except ImportError as error:
-        raise ValueError(
-            f"{text}: URLs are opened through fsspec, which is not installed: pip install 'megatron-3d[fsspec]'"
-        ) from error
-    try:
-        files, root = fsspec.core.url_to_fs(text)
-    except (ImportError, ValueError) as error:  # names the package that is missing, or the protocols that are known
-        raise ValueError(f"{text}: {error}") from error
+    files, root = filesystem(text)
     return ObjectStorage(text.rstrip("/"), files, root)

@@ -13,6 +13,7 @@ import torch
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.source import TensorInfo, WeightSource
 from megatron.config.data import DataConfig
+from megatron.config.extras import optional
 from megatron.config.model import ModelConfig
 from megatron.data.tokenizers.tokenizer import build_tokenizer
 from megatron.inference.forward import sequence_logits
@@ -105,10 +106,7 @@ def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, se
 
 def _library() -> Any:
     """transformers, told to be quiet."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError('--verify needs transformers.\n  Install it: pip install "megatron-3d[transformers]"') from error
+    transformers = optional("transformers", "--verify needs transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron.config.extras import optional
 from megatron.data.indexed_writer import appearing
 from megatron.data.preprocess.input_shards import cut, find_sources
 from megatron.data.preprocess.text_records import PARSERS, InputPiece, records
@@ -90,12 +91,9 @@ def _lines(texts: Sequence[str]) -> Iterator[str]:
 
 def _train_bytes(texts: Sequence[str], vocab_size: int, special_tokens: Sequence[str]) -> dict[str, bytes]:
     """The files of a vocabulary like GPT-2's: bytes, merges in their order, then the special tokens."""
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise ValueError(
-            '--kind byte-bpe needs the tokenizers library, which is not installed: pip install "megatron-3d[tokenizers]"'
-        ) from error
+    optional("tokenizers", "--kind byte-bpe needs the tokenizers library")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     special = [END_OF_TEXT, *special_tokens]
     wanted = vocab_size - len(special)
     if wanted < 256:

@@ -18,6 +18,7 @@ from multiprocessing.context import ForkProcess
 from typing import Any, Literal
 
 from megatron.config.data import TOKENIZER_FILES
+from megatron.config.extras import optional
 from megatron.data.preprocess.input_shards import InputShard
 from megatron.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
 from megatron.data.preprocess.shard_work import PreprocessJob, run_shard, tokenizer_of
@@ -163,10 +164,7 @@ def run_on_ray(
     Raises:
         ValueError: a shard cannot be made, or Ray is not installed, or does not answer.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise ValueError("--engine ray needs Ray, which is not installed: pip install 'megatron-3d[ray]'") from error
+    ray = optional("ray", "--engine ray needs Ray")
     connected = ray.is_initialized()
     if not connected:
         _connect(ray, num_workers, address)

@@ -12,10 +12,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import xxhash
 
+from megatron.config.extras import filesystem
 from megatron.data.indexed_writer import appearing
 
 BUFFER_BYTES = 1 << 20
@@ -34,24 +35,6 @@ def normal(path: str) -> str:
     """The same path as seen from any folder: absolute. A URL stays as it is, but a local one becomes a path."""
     path = path.removeprefix("file://") if path.startswith("file:///") else path
     return path if is_url(path) else os.path.abspath(path)
-
-
-def filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path in it.
-
-    Raises:
-        ValueError: fsspec, or what it needs for this kind of URL, is not installed.
-    """
-    try:
-        import fsspec
-    except ImportError as error:
-        raise ValueError(
-            f"{url}: URLs are read through fsspec, which is not installed: pip install 'megatron-3d[fsspec]'"
-        ) from error
-    try:
-        return cast("tuple[Any, str]", fsspec.core.url_to_fs(url))
-    except (ImportError, ValueError) as error:  # names the package that is missing, or the protocols that are known
-        raise ValueError(f"{url}: {error}") from error
 
 
 def stat(path: str) -> tuple[int, str] | None:

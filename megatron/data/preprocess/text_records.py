@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, cast
 
+from megatron.config.extras import optional
 from megatron.data.preprocess import storage
 
 Kind = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "text"]
@@ -179,15 +180,11 @@ def _text(value: bytes | None) -> str | bytes | None:
 
 def _open_parquet(path: str, file: BinaryIO) -> Any:
     """An opened file whose footer has been read."""
+    parquet = optional("pyarrow.parquet", f"{path}: parquet is read by pyarrow")
+    import pyarrow
+
     try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise ValueError(
-            f"{path}: parquet is read by pyarrow, which is not installed: pip install 'megatron-3d[pyarrow]'"
-        ) from error
-    try:
-        return ParquetFile(file, pre_buffer=False, buffer_size=storage.BUFFER_BYTES, page_checksum_verification=True)
+        return parquet.ParquetFile(file, pre_buffer=False, buffer_size=storage.BUFFER_BYTES, page_checksum_verification=True)
     except pyarrow.lib.ArrowException as error:
         raise ValueError(f"{path} is no parquet file, or a damaged one ({error}).\n  Make or copy it again.") from error
 
@@ -199,10 +196,6 @@ _COMPRESSED_AT_ONCE = 1 << 14  # text that is packed a hundredfold then takes 1.
 class ZstdReader(io.RawIOBase):
     """The unpacked bytes. (The stream reader of the library takes a truncated file for a complete one.)
 
-    Args:
-        path: The name for messages.
-        file: The packed bytes.
-
     Raises:
         ValueError: the library is not installed.
         DamagedFileError: while reading.
@@ -210,14 +203,8 @@ class ZstdReader(io.RawIOBase):
 
     def __init__(self, path: str, file: BinaryIO) -> None:
         super().__init__()
-        try:
-            import zstandard
-        except ImportError as error:
-            raise ValueError(
-                f"{path}: zstd files are read by zstandard, which is not installed: pip install 'megatron-3d[zstandard]'"
-            ) from error
+        self._library = optional("zstandard", f"{path}: zstd files are read by zstandard")
         self._file = file
-        self._library = zstandard
         self._frame: Any = None
         self._packed = b""
         self._unpacked = memoryview(b"")

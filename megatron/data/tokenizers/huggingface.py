@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.extras import optional
 from megatron.data.tokenizers.bpe_rules import NotExactError
 from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer, TiktokenEncoder
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
@@ -93,20 +94,14 @@ class LibraryTokenizer(Tokenizer):
     """
 
     def __init__(self, file: TokenizerJson, special: SpecialIds, reason: str) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise ValueError(
-                f"--tokenizer-model {file.path} needs the tokenizers library ({reason}), which is not installed.\n"
-                '  Install it: pip install "megatron-3d[tokenizers]"'
-            ) from error
         self._source = f"--tokenizer-model {file.path}"
+        library = optional("tokenizers", f"{self._source} needs the tokenizers library ({reason})")
         self.vocab_size = max(file.ids.values()) + 1
         self.eod, self.bos, self.pad = special.eod, special.bos, special.pad
         self._special_ids = {special.eod, special.bos, special.pad} | {token["id"] for token in file.added if token.get("special")}
         document = _without_end(file, special.eod, self._source)
         try:
-            self._tokenizer = Tokenizer.from_str(json.dumps(document))
+            self._tokenizer = library.Tokenizer.from_str(json.dumps(document))
         except Exception as error:  # the library raises this very class
             raise ValueError(f"{self._source} is not a tokenizer.json that the tokenizers library can read: {error}") from error
         self._tokenizer.encode_special_tokens = True
