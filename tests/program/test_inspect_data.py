@@ -14,7 +14,7 @@ import torch
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
 from megatron.model.gpt import ModelInputs
-from megatron.training.inputs import BatchMaker
+from megatron.training.inputs import Batches, RunBatches
 from tests.support.runs import arguments, run
 from tools import inspect_data
 
@@ -163,15 +163,15 @@ def test_a_step_is_traced_to_its_documents_across_changes_of_the_run(
     def before(rank: int) -> None:
         if rank:
             return
-        plain = BatchMaker.training
+        plain = RunBatches.training
 
-        def training(self: BatchMaker, source, **settings):  # type: ignore[no-untyped-def]
-            for step in plain(self, source, **settings):
+        def training(self: RunBatches, consumed_samples: int) -> Batches:
+            for step in plain(self, consumed_samples):
                 with seen.open("a") as file:
                     file.write(json.dumps([window for inputs in step for window in windows(inputs)]) + "\n")
                 yield step
 
-        BatchMaker.training = training  # type: ignore[method-assign]
+        RunBatches.training = training  # type: ignore[method-assign]
 
     common = {"mock_data": None, "vocab_size": 4000, "save": save, "num_workers": 0, "lr_decay_style": "constant"}
     starts = [
