@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -63,7 +64,6 @@ class Comparison:
         self.num_steps = min(len(self.plain.steps), *(len(rank.steps) for rank in self.ranks))
         self.sizes = {axis: 1 + max(rank.coordinates[axis] for rank in self.ranks) for axis in ("tp", "dp", "pp")}
         """Number of ranks along each axis."""
-        self._compared: dict[tuple[str, int], ComparedTensors] = {}
 
     def num_samples(self, index: int) -> int:
         """Number of samples in the layout's step of this index."""
@@ -80,31 +80,42 @@ class Comparison:
             precision.loss_scale or (precision.initial_loss_scale if precision.fp16 else 1.0),
         )
 
+    @cached_property
     def initial(self) -> ComparedTensors:
         """The initial values of the layout, and those of one process."""
-        return self._compare("initial", 0, lambda rank: rank.initial, self.observation.initial)
+        return self._compare([rank.initial for rank in self.ranks], self.observation.initial)
 
+    @cached_property
     def start(self) -> ComparedTensors:
         """The values before the first step, and the start weights that were given."""
-        return self._compare("start", 0, lambda rank: rank.start, self.observation.start)
+        return self._compare([rank.start for rank in self.ranks], self.observation.start)
 
+    @cached_property
     def activations(self) -> ComparedTensors:
         """The outputs of modules in the first step."""
-        return self._compare("activation", 0, lambda rank: rank.activations, self.plain.activations)
+        return self._compare([rank.activations for rank in self.ranks], self.plain.activations)
 
-    def gradients(self, index: int) -> ComparedTensors:
-        """The gradients that the optimizer gets in the step of this index."""
-        return self._compare("gradient", index, lambda rank: rank.steps[index].gradients, self.plain.steps[index].gradients)
+    @cached_property
+    def gradients(self) -> list[ComparedTensors]:
+        """The gradients that the optimizer gets in each step."""
+        return [self._compare([each.gradients for each in mine], plain.gradients) for mine, plain in self._steps]
 
-    def weights(self, index: int) -> ComparedTensors:
-        """The weights that the optimizer holds after the step."""
-        wanted, slack = self.plain.steps[index].weights, self._slack(index)
-        return self._compare("weight", index, lambda rank: rank.steps[index].main_params, wanted, slack)
+    @cached_property
+    def weights(self) -> list[ComparedTensors]:
+        """The weights that the optimizer holds after each step."""
+        steps = zip(self._steps, self._slack, strict=True)
+        return [self._compare([each.main_params for each in mine], plain.weights, slack) for (mine, plain), slack in steps]
 
-    def parameters(self, index: int) -> ComparedTensors:
-        """The parameters that the next forward will use, on ranks that hold parameters whole."""
-        wanted, slack = self.plain.steps[index].weights, self._slack(index)
-        return self._compare("parameter", index, lambda rank: rank.steps[index].parameters, wanted, slack)
+    @cached_property
+    def parameters(self) -> list[ComparedTensors]:
+        """The parameters that the forward after each step will use, on ranks that hold parameters whole."""
+        steps = zip(self._steps, self._slack, strict=True)
+        return [self._compare([each.parameters for each in mine], plain.weights, slack) for (mine, plain), slack in steps]
+
+    @property
+    def _steps(self) -> list[tuple[tuple[RankStep, ...], PlainStep]]:
+        """Each step as all ranks saw it, and the reference's."""
+        return list(zip(zip(*(rank.steps for rank in self.ranks), strict=False), self.plain.steps, strict=False))
 
     def steps(self, index: int) -> tuple[RankStep, PlainStep]:
         """The step of this index, as rank 0 and the reference report it."""
@@ -139,7 +150,7 @@ class Comparison:
 
     def stages(self, name: str) -> tuple[int, ...]:
         """The pipeline stages whose ranks hold a parameter; for a module, those of the layer table."""
-        held = self.start().joined.get(name)
+        held = self.start.joined.get(name)
         if held is not None:
             return tuple(sorted({each.coordinates["pp"] for each in held.held}))
         return tuple(stages_of(name, self.table))
@@ -149,8 +160,8 @@ class Comparison:
         others, which are their consequences."""
         found = [
             ComparisonRow(self.plain.steps[index].iteration, what, name, self.stages(name), measured)
-            for index in range(self.num_steps)
-            for what, compared in (("gradient", self.gradients(index)), ("weight", self.weights(index)))
+            for what, steps in (("gradient", self.gradients), ("weight", self.weights))
+            for index, compared in enumerate(steps)
             for name, measured in compared.measured.items()
         ]
         first = min((row.step for row in found if row.measured.differs), default=None)
@@ -169,37 +180,33 @@ class Comparison:
         pairs = [(step, what, torch.tensor([mine, plain], dtype=torch.float64)) for step, what, mine, plain in found]
         return [ComparisonRow(step, what, "", (), measure(pair[0], pair[1])) for step, what, pair in pairs]
 
-    def _slack(self, index: int) -> dict[str, float]:
-        """How far weights may be apart because Adam divides rounding errors by little. The true gradient of some elements is zero
-        (of a key bias without rotary positions). The computed one is not, and the update is its quotient by at least epsilon."""
-        optimizer = self.config.optimizer
-        slack = dict.fromkeys(self.plain.steps[index].gradients, 0.0)
-        if optimizer.optimizer == "adam":
-            for step in self.plain.steps[: index + 1]:
+    @cached_property
+    def _slack(self) -> list[dict[str, float]]:
+        """How far weights may be apart after each step because Adam divides rounding errors by little. The true gradient of some
+        elements is zero (of a key bias without rotary positions). The computed one is not, and the update is its quotient by at
+        least epsilon."""
+        optimizer, found = self.config.optimizer, []
+        slack = dict.fromkeys(self.observation.start, 0.0)
+        for step in self.plain.steps[: self.num_steps]:
+            if optimizer.optimizer == "adam":
                 update = step.learning_rate * ROUNDING * step.grad_norm / optimizer.adam_eps
                 for name, gradient in step.gradients.items():
                     noise = (gradient != 0) & (gradient.abs() <= NEGLIGIBLE * step.grad_norm)
                     slack[name] += update * math.sqrt(int(noise.sum()))
-        return slack
+            found.append(dict(slack))
+        return found
 
     def _compare(
-        self,
-        what: str,
-        index: int,
-        parts_of: Callable[[RankObservation], Sequence[TensorPart]],
-        reference: Mapping[str, Tensor],
-        slack: Mapping[str, float] | None = None,
+        self, parts: Sequence[Sequence[TensorPart]], reference: Mapping[str, Tensor], slack: Mapping[str, float] | None = None
     ) -> ComparedTensors:
-        if (what, index) not in self._compared:
-            joined = join(self.ranks, parts_of)
-            total = joint_norm(reference.values())
-            measured = {
-                name: _worst_of(joined[name], wanted, total, (slack or {}).get(name, 0.0))
-                for name, wanted in reference.items()
-                if name in joined
-            }
-            self._compared[what, index] = ComparedTensors(joined, reference, measured)
-        return self._compared[what, index]
+        """Join the parts of each rank, and measure what both runs have."""
+        joined, total = join(self.ranks, parts), joint_norm(reference.values())
+        measured = {
+            name: _worst_of(joined[name], wanted, total, slack[name] if slack else 0.0)
+            for name, wanted in reference.items()
+            if name in joined
+        }
+        return ComparedTensors(joined, reference, measured)
 
 
 def _worst_of(joined: JoinedTensor, wanted: Tensor, global_norm: float, slack: float) -> Measured:

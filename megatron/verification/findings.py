@@ -48,9 +48,9 @@ def start_findings(runs: Comparison) -> Iterator[ProofFinding]:
     yield from layer_findings(runs.table, runs.config.model.num_layers, runs.observation.start)
     yield from _parameter_findings(runs)
     lead = "is not what the run was given: values are loaded or published wrongly"
-    yield from _tensor_findings(runs, None, FindingKind.START, runs.start(), lead)
+    yield from _tensor_findings(runs, None, FindingKind.START, runs.start, lead)
     lead = "is initialised to other values than in one process: initialisation depends on the layout"
-    yield from _tensor_findings(runs, None, FindingKind.INITIAL, runs.initial(), lead)
+    yield from _tensor_findings(runs, None, FindingKind.INITIAL, runs.initial, lead)
 
 
 def layer_findings(table: Sequence[Chunk], num_layers: int, parameters: Iterable[str] = ()) -> Iterator[ProofFinding]:
@@ -82,7 +82,7 @@ def layer_findings(table: Sequence[Chunk], num_layers: int, parameters: Iterable
 
 def _parameter_findings(runs: Comparison) -> Iterator[ProofFinding]:
     """Check that each parameter is held whole, and no other is."""
-    held, wanted = runs.start().joined, runs.observation.start
+    held, wanted = runs.start.joined, runs.observation.start
     for name in dict.fromkeys([*wanted, *held]):
         if layer_of(name) is not None and not stages_of(name, runs.table):
             continue  # a finding about the whole layer says it already
@@ -180,7 +180,7 @@ _PARTS = {"embedding": "what the embedding gives", "attention": "what the attent
 
 def forward_findings(runs: Comparison) -> Iterator[ProofFinding]:
     """The first module, in the order of the forward, that is not computed once or has another output."""
-    seen = runs.activations()
+    seen = runs.activations
     for name in forward_order(runs.config.model.num_layers):
         joined = seen.joined.get(name, JoinedTensor(name, ()))
         times = Counter(_microbatch(runs, each.part.offsets[0]) for each in joined.held if each.coordinates["tp"] == 0)
@@ -263,8 +263,8 @@ def loss_findings(runs: Comparison, index: int, *, forward_agrees: bool) -> Iter
 
 def gradient_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
     """Differences in the gradients of the step of this index, in the order of backward."""
-    compared = runs.gradients(index)
-    explain = left_over(runs.gradients(index - 1).joined) if index else microbatches_in(runs.plain)
+    compared = runs.gradients[index]
+    explain = left_over(runs.gradients[index - 1].joined) if index else microbatches_in(runs.plain)
     names = compared.differing[::-1]
     factors = runs.factors(index)
     yield from _tensor_findings(runs, index, FindingKind.GRADIENT, compared, names=names, factors=factors, explain=explain)
@@ -298,15 +298,15 @@ def update_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
     numbers = partial(_number_findings, runs, index, FindingKind.UPDATE, _EVERYTHING)
     yield from numbers("the learning rate", mine.learning_rate, plain.learning_rate, "the schedule")
     yield from numbers("the weight decay", mine.weight_decay, plain.weight_decay, "the schedule")
-    weights = runs.weights(index)
+    weights = runs.weights[index]
     if weights.differing:
-        explain = wrong_update(runs.weights(index - 1).reference if index else runs.observation.start)
+        explain = wrong_update(runs.plain.steps[index - 1].weights if index else runs.observation.start)
         lead = "the gradient is right, the update is not"
         yield from _tensor_findings(runs, index, FindingKind.UPDATE, weights, lead, explain=explain)
         return
     lead = "the optimizer holds the right values, but the next forward uses others: the update was not carried to the parameters"
-    yield from _tensor_findings(runs, index, FindingKind.REPLICAS, runs.parameters(index), lead)
-    for what, compared in (("main parameters", weights), ("parameters", runs.parameters(index))):
+    yield from _tensor_findings(runs, index, FindingKind.REPLICAS, runs.parameters[index], lead)
+    for what, compared in (("main parameters", weights), ("parameters", runs.parameters[index])):
         for name, joined in compared.joined.items():
             for replicas in joined.ranks_apart()[:1]:
                 group, ranks = AXES[replicas.axis], replicas.ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -108,11 +108,11 @@ class JoinedTensor:
         return tensor, int(missing.sum())
 
 
-def join(ranks: Sequence[RankObservation], parts_of: Callable[[RankObservation], Sequence[TensorPart]]) -> dict[str, JoinedTensor]:
-    """Every tensor of which some rank holds a part, by name."""
+def join(ranks: Sequence[RankObservation], parts: Sequence[Sequence[TensorPart]]) -> dict[str, JoinedTensor]:
+    """Every tensor of which some rank holds a part, by name, from the parts of each rank."""
     found: dict[str, list[HeldPart]] = {}
-    for rank in ranks:
-        for part in parts_of(rank):
+    for rank, held in zip(ranks, parts, strict=True):
+        for part in held:
             found.setdefault(part.name, []).append(HeldPart(rank.rank, rank.coordinates, part))
     return {name: JoinedTensor(name, tuple(held)) for name, held in found.items()}
 

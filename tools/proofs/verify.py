@@ -121,7 +121,7 @@ def trace_of(observation: Observation) -> TraceRun:
         vocab_size=observation.vocab_size,
         parameters={name: list(tensor.shape) for name, tensor in observation.start.items()},
     )
-    trace = TraceRun(header, 0, _signatures(runs.start().joined))
+    trace = TraceRun(header, 0, _signatures(runs.start.joined))
     consumed = 0
     for index in range(runs.num_steps):
         step = runs.ranks[0].steps[index]
@@ -139,8 +139,8 @@ def trace_of(observation: Observation) -> TraceRun:
                 weight_decay=step.weight_decay,
                 loss_scale=1.0,
                 skipped=step.skipped,
-                gradients=_signatures(runs.gradients(index).joined),
-                weights=_signatures(runs.weights(index).joined),
+                gradients=_signatures(runs.gradients[index].joined),
+                weights=_signatures(runs.weights[index].joined),
             )
         )
     return trace
