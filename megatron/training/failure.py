@@ -18,7 +18,7 @@ from typing import NoReturn, Self, TypeVar
 import torch.distributed as dist
 
 from megatron.audit.replicas import AuditError
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
@@ -47,15 +47,12 @@ def together(context: ParallelContext, action: Callable[[], T]) -> T:
             failures.setdefault(message, []).append(rank)
     if failures:
         everywhere = len(failures) == 1 and len(next(iter(failures.values()))) == context.world.size
-        raise SetupError(
-            "\n".join(message if everywhere else f"rank {_ranks(ranks)}: {message}" for message, ranks in failures.items())
-        )
+        raise SetupError("\n".join(message if everywhere else f"{_ranks(ranks)}: {message}" for message, ranks in failures.items()))
     return result  # type: ignore[return-value]
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+    return f"rank {listed([str(rank) for rank in ranks])}"
 
 
 class NonFiniteError(RuntimeError):
@@ -78,16 +75,14 @@ def raise_nonfinite(
     lines = [f"iteration {iteration}: the loss or the gradient is not finite, so training stops before the update."]
     lossy = [rank for rank, (finite, _, _) in enumerate(seen) if not finite]
     if lossy:
-        lines.append(f"  loss not finite on rank {', '.join(map(str, lossy))}")
+        lines.append(f"  loss not finite on {_ranks(lossy)}")
     repeats = any(names for _, _, names in seen)
     named: dict[str, list[int]] = {}
     for rank, (_, summed, own) in enumerate(seen):
         for name in own if repeats else summed:
             named.setdefault(name, []).append(rank)
-    for name, ranks in list(named.items())[:8]:
-        lines.append(f"  gradient of {name} not finite on rank {', '.join(map(str, ranks))}")
-    if len(named) > 8:
-        lines.append(f"  and {len(named) - 8} parameters more")
+    if named:
+        lines.append("  " + listed([f"gradient of {name} not finite on {_ranks(ranks)}" for name, ranks in named.items()], "\n  "))
     if named and not repeats:
         lines.append("  (after the sums over ranks; the step run again is finite: a passing fault, as of hardware)")
     if not named and not lossy:
@@ -122,15 +117,11 @@ class ExitSignal:
 
     def __init__(self, number: signal.Signals = signal.SIGTERM) -> None:
         self._number = number
-        self._requested = False
-
-    @property
-    def requested(self) -> bool:
+        self.requested = False
         """Whether the signal came since the block was entered."""
-        return self._requested
 
     def __enter__(self) -> Self:
-        self._requested = False
+        self.requested = False
         # None stands for a handler that was not installed from Python; it cannot be put back.
         self._previous = signal.signal(self._number, self._note) or signal.SIG_DFL
         return self
@@ -139,7 +130,7 @@ class ExitSignal:
         signal.signal(self._number, self._previous)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._requested = True  # nothing more: a handler that prints or saves can interrupt another print or save
+        self.requested = True  # nothing more: a handler that prints or saves can interrupt another print or save
 
 
 # Raised on every rank with the same words, so one rank prints them.

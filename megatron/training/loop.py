@@ -127,12 +127,12 @@ class Loop:
         return found
 
     def _between_steps(self, progress: Progress, watching: list[Watcher]) -> None:
-        training, checkpoint = self.config.training, self.config.checkpoint
-        if training.eval_interval and progress.iteration % training.eval_interval == 0 and self.valid_batches is not None:
+        training = self.config.training
+        if self.valid_batches is not None and progress.is_multiple_of(training.eval_interval):
             self._evaluate(progress, "validation")
-        if checkpoint.save_interval and progress.iteration % checkpoint.save_interval == 0:
+        if progress.is_multiple_of(self.config.checkpoint.save_interval):
             self._save(progress, watching)
-        if training.manual_gc and training.manual_gc_interval and progress.iteration % training.manual_gc_interval == 0:
+        if training.manual_gc and progress.is_multiple_of(training.manual_gc_interval):
             gc.collect()
 
     def _exit_reason(self, progress: Progress, result: StepResult | None) -> str | None:
@@ -142,22 +142,18 @@ class Loop:
         if result is not None and result.exit_votes[1]:
             return f"after {training.exit_duration_in_mins} minutes (--exit-duration-in-mins)"
         done = progress.iteration == self.plan.total_iterations
-        if training.exit_interval and progress.iteration % training.exit_interval == 0 and not done:
+        if progress.is_multiple_of(training.exit_interval) and not done:
             return f"at iteration {progress.iteration} (--exit-interval {training.exit_interval})"
         return None
 
     def _finish(self, progress: Progress, stopped: str | None) -> None:
         # After the save: evaluations may take longer than a scheduler that ends the job allows.
         if stopped is None:
-            if self.valid_batches is not None and not self._just_evaluated(progress):
+            if self.valid_batches is not None and not progress.is_multiple_of(self.config.training.eval_interval):
                 self._evaluate(progress, "validation")
             if self.test_batches is not None:
                 self._evaluate(progress, "test")
         self.reporter.say(f"done after {progress.iteration} iterations" if stopped is None else f"exiting {stopped}")
-
-    def _just_evaluated(self, progress: Progress) -> bool:
-        interval = self.config.training.eval_interval
-        return bool(interval) and progress.iteration % interval == 0  # type: ignore[operator]
 
     def _evaluate(self, progress: Progress, split: Literal["validation", "test"]) -> None:
         make = self.valid_batches if split == "validation" else self.test_batches

@@ -49,32 +49,25 @@ class StepProfiler:
         device: Where this rank computes.
 
     Raises:
-        ValueError: The window is empty or the folder cannot be made.
+        ValueError: The folder cannot be made.
     """
 
     def __init__(self, config: LoggingConfig, rank: int, device: torch.device) -> None:
         self._active = config.profile and rank in config.profile_ranks
-        self._start, self._end = config.profile_step_start, config.profile_step_end
-        self._folder = Path(config.profile_dir)
-        self._rank = rank
-        self._device = device
+        self._window = range(config.profile_step_start, config.profile_step_end)
+        self._folder, self._rank, self._device = Path(config.profile_dir), rank, device
         self._profile: torch.profiler.profile | None = None
         self._first = self._last = 0
-        if not self._active:
-            return
-        if self._end <= self._start:
-            raise ValueError(f"--profile-step-end {self._end} must be larger than --profile-step-start {self._start}.")
-        _make(self._folder)
+        if self._active:
+            _make(self._folder)
 
     def step(self, iteration: int) -> None:
         """Called before step `iteration` begins (the first is 1)."""
-        if not self._active:
-            return
-        if self._profile is None and self._start <= iteration < self._end:
+        if self._profile is not None and iteration >= self._window.stop:
+            self._finish()
+        elif self._active and self._profile is None and iteration in self._window:
             self._first = iteration
             self._begin()
-        elif self._profile is not None and iteration >= self._end:
-            self._finish()
         self._last = iteration
 
     def __enter__(self) -> Self:
@@ -100,14 +93,13 @@ class StepProfiler:
             torch.cuda.synchronize(self._device)
         profile.stop()
         window = f"rank{self._rank}_step{self._first}-{self._last + 1}"
-        trace = self._folder / f"trace_{window}.json"
+        trace, memory = self._folder / f"trace_{window}.json", self._folder / f"memory_{window}.txt"
         profile.export_chrome_trace(str(trace))
         if self._device.type == "cuda":
-            memory = self._folder / f"memory_{window}.pickle"
+            memory = memory.with_suffix(".pickle")
             torch.cuda.memory._dump_snapshot(str(memory))
             torch.cuda.memory._record_memory_history(enabled=None)
         else:
-            memory = self._folder / f"memory_{window}.txt"
             memory.write_text(profile.key_averages().table(sort_by="self_cpu_memory_usage", row_limit=50), encoding="utf-8")
         logger.info("profile of steps %d to %d: %s and %s", self._first, self._last, trace, memory)
 

@@ -32,6 +32,10 @@ class Progress:
     phases: list[Phase] = field(default_factory=list)
     """Data settings since the start of the run; filled on ranks that read samples."""
 
+    def is_multiple_of(self, interval: int | None) -> bool:
+        """Whether what is done every `interval` steps is due; never for None or 0."""
+        return bool(interval) and self.iteration % interval == 0  # type: ignore[operator]
+
     def to_json(self) -> dict[str, Any]:
         """The counts as a checkpoint holds them."""
         return {name: getattr(self, name) for name in _COUNTS} | {"phases": [phase.to_json() for phase in self.phases]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -99,44 +99,33 @@ def describe(
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *format_layer_table(model.layer_table),
     ]
-    lines += describe_sharding(config, context, step, plan)
+    schedule = step.schedule(plan.num_microbatches(plan.total_samples))  # after any ramp-up of the batch
+    report = state_report(model, context, config.parallel, config.optimizer, schedule)
+    reports = gather_objects(report, context.group("pp"))
+    lines += describe_state(reports, config.parallel, context.gradient_group.size, schedule.num_microbatches)
     if context.device.type == "cuda" and peak is None:
         lines.append(f"no peak FLOP/s is known for {torch.cuda.get_device_name(context.device)}: MFU is not reported")
     if topology.pp > 1:
         # Now, and after any ramp-up of the batch.
         for count in dict.fromkeys(plan.num_microbatches(samples) for samples in (consumed_samples, plan.total_samples)):
-            schedule = step.schedule(count)
-            lines += describe_pipeline(schedule) + describe_deferred(schedule, model, config.training.micro_batch_size, topology.tp)
+            lines += _describe_pipeline(step.schedule(count), model, config.training.micro_batch_size, topology.tp)
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
     return lines + [f"advice: {line}" for line in advice(config, topology.world_size, ranks_per_node, model.vocab_size)]
 
 
-def describe_sharding(config: Config, context: ParallelContext, step: TrainStep, plan: BatchSizePlan) -> list[str]:
-    """Lines on what the model's state takes and a step sends for it, after any ramp-up of the batch. All ranks of a pipeline call
-    it together."""
-    schedule = step.schedule(plan.num_microbatches(plan.total_samples))
-    report = state_report(step.model, context, config.parallel, config.optimizer, schedule)
-    reports = gather_objects(report, context.group("pp"))
-    return describe_state(reports, config.parallel, context.gradient_group.size, schedule.num_microbatches)
-
-
-def describe_pipeline(schedule: Schedule) -> list[str]:
-    """Lines on what the schedule costs in time and memory."""
+def _describe_pipeline(schedule: Schedule, model: Model, micro_batch_size: int, tensor_size: int) -> Iterator[str]:
+    """Lines on what the schedule costs in time and memory, that of deferred weight gradients too, if there are any."""
     stages, batch = schedule.num_stages, schedule.num_microbatches
     chunks = schedule.num_chunks // stages
     bubble = simulate(schedule, Costs().divided(chunks)).bubble_share
     live = max(peak_live_activations(schedule)) / chunks
-    return [
+    yield (
         f"pipeline schedule {schedule.name}: {batch} microbatches through {stages} stages"
         + (f" of {chunks} chunks" if chunks > 1 else "")
         + f", {bubble:.1%} of the time idle if all operations cost the same, "
         f"at most {live:.3g} microbatches' activations of a stage alive"
-    ]
-
-
-def describe_deferred(schedule: Schedule, model: Model, micro_batch_size: int, tensor_size: int) -> list[str]:
-    """Lines on the memory that deferred weight gradients keep, if there are any."""
+    )
     token_bytes = micro_batch_size * model.config.seq_length * model.dtype.itemsize
     kept = [
         kept_per_token(
@@ -149,10 +138,8 @@ def describe_deferred(schedule: Schedule, model: Model, micro_batch_size: int, t
         for chunk in model.layer_table
     ]
     peaks = peak_kept(schedule, [token_bytes * numbers for numbers in kept])
-    most = max(peaks)
-    if not most:
-        return []
-    return [f"the weight gradients that it puts off keep at most {most / 2**20:,.1f} MiB on a rank (stage {peaks.index(most)})"]
+    if most := max(peaks):
+        yield f"the weight gradients that it puts off keep at most {most / 2**20:,.1f} MiB on a rank (stage {peaks.index(most)})"
 
 
 def _name(dtype: torch.dtype) -> str:
