@@ -129,7 +129,7 @@ class Loop:
     def _between_steps(self, progress: Progress, watching: list[Watcher]) -> None:
         training = self.config.training
         if self.valid_batches is not None and progress.is_multiple_of(training.eval_interval):
-            self._evaluate(progress, "validation")
+            self._evaluate(progress, self.valid_batches, "validation")
         if progress.is_multiple_of(self.config.checkpoint.save_interval):
             self._save(progress, watching)
         if training.manual_gc and progress.is_multiple_of(training.manual_gc_interval):
@@ -150,14 +150,12 @@ class Loop:
         # After the save: evaluations may take longer than a scheduler that ends the job allows.
         if stopped is None:
             if self.valid_batches is not None and not progress.is_multiple_of(self.config.training.eval_interval):
-                self._evaluate(progress, "validation")
+                self._evaluate(progress, self.valid_batches, "validation")
             if self.test_batches is not None:
-                self._evaluate(progress, "test")
+                self._evaluate(progress, self.test_batches, "test")
         self.reporter.say(f"done after {progress.iteration} iterations" if stopped is None else f"exiting {stopped}")
 
-    def _evaluate(self, progress: Progress, split: Literal["validation", "test"]) -> None:
-        make = self.valid_batches if split == "validation" else self.test_batches
-        assert make is not None
+    def _evaluate(self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"]) -> None:
         with self.reporter.paused():
             with self.timers("evaluation", level=0):
                 loss = evaluate(self.step, make())

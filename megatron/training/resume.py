@@ -272,7 +272,7 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
         CheckpointError: settings that make another model differ, or the optimizer is another one and its state is wanted.
     """
     saved = from_dict(record["config"])
-    model = _differences(saved.model, config.model)
+    model = _differences(_effective(saved.model), _effective(config.model))
     may_differ = FREE_FIELDS if goes_on else FREE_FIELDS | FREE_AT_BEGINNING
     wrong = [text for name, text in model.items() if name not in may_differ]
     if record["vocab_size"] != vocab_size:
@@ -328,26 +328,20 @@ def agreed_schedule(here: LearningSchedule, saved: dict[str, Any], path: Place) 
 
 def _differences(saved: Any, here: Any) -> dict[str, str]:
     """Fields whose values differ, with the difference as text."""
-    values = {field.name: (_effective(saved, field.name), _effective(here, field.name)) for field in dataclasses.fields(saved)}
+    values = {name: (there, vars(here)[name]) for name, there in vars(saved).items()}
     return {
         name: f"--{name.replace('_', '-')} {there} there, {this} here" for name, (there, this) in values.items() if there != this
     }
 
 
-_EFFECTIVE = {
-    "ffn_hidden_size": "ffn_size",
-    "kv_channels": "head_size",
-    "num_query_groups": "num_key_value_heads",
-    "max_position_embeddings": "num_positions",
-}
-
-
-def _effective(part: Any, name: str) -> Any:
-    """A setting with its default filled in, so that a missing one equals the default. None if it has no effect."""
-    if not isinstance(part, ModelConfig):
-        return getattr(part, name)
-    if name == "max_position_embeddings" and part.position_embedding_type != "learned_absolute":
-        return None
-    if name == "group_query_attention":
-        return None  # only the number of key-value heads counts
-    return getattr(part, _EFFECTIVE.get(name, name))
+def _effective(model: ModelConfig) -> ModelConfig:
+    """The settings with defaults filled in, so that a missing one equals the default. What has no effect is the same in all."""
+    learned = model.position_embedding_type == "learned_absolute"
+    return dataclasses.replace(
+        model,
+        ffn_hidden_size=model.ffn_size,
+        kv_channels=model.head_size,
+        num_query_groups=model.num_key_value_heads,
+        group_query_attention=False,  # only the number of key-value heads counts
+        max_position_embeddings=model.num_positions if learned else None,
+    )
