@@ -88,13 +88,6 @@ class Timeline:
         whole = self.step_time * len(self.spans)
         return 1.0 - sum(self.busy) / whole if whole else 0.0
 
-    @property
-    def idle_inside(self) -> tuple[float, ...]:
-        """For each stage, the time it waits between its first and its last operation."""
-        return tuple(
-            spans[-1].end - spans[0].start - busy if spans else 0.0 for spans, busy in zip(self.spans, self.busy, strict=True)
-        )
-
 
 def simulate(schedule: Schedule, costs: Costs | Callable[[Op], float] = EQUAL, *, p2p: float | None = None) -> Timeline:
     """Simulate a schedule: an operation begins when its stage is free and its input has arrived.

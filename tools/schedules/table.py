@@ -50,6 +50,12 @@ def peak_live(timeline: Timeline) -> tuple[int, ...] | None:
     return peak_live_activations(Schedule(timeline.name, 0, (), ops))  # only the order of operations matters here
 
 
+def idle_inside(timeline: Timeline) -> tuple[float, ...]:
+    """For each stage, the time it waits between its first and its last operation."""
+    whole = (spans[-1].end - spans[0].start if spans else 0.0 for spans in timeline.spans)
+    return tuple(time - busy for time, busy in zip(whole, timeline.busy, strict=True))
+
+
 def _cells(row: TimelineRow) -> tuple[str, ...]:
     timeline, live = row.panel.timeline, peak_live(row.panel.timeline)
     step = bubble = expected_live = "-"
@@ -66,7 +72,7 @@ def _cells(row: TimelineRow) -> tuple[str, ...]:
         step,
         f"{timeline.bubble_share:.1%}",
         bubble,
-        _each([round(idle, 6) for idle in timeline.idle_inside]),
+        _each([round(idle, 6) for idle in idle_inside(timeline)]),
         "-" if live is None else _each(live),
         expected_live,
         "-" if live is None else _each([peak / v for peak, v in zip(live, chunks, strict=True)]),

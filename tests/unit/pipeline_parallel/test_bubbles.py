@@ -18,6 +18,7 @@ from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES
 from tests.unit.pipeline_parallel.test_generators import CHUNKS, MICROBATCHES, STAGES, make
 from tools.schedules.formulas import expected
+from tools.schedules.table import idle_inside
 
 WHOLE = 12
 """Divides by every number of chunks a stage."""
@@ -79,7 +80,7 @@ def test_zb_v_does_not_wait(p: int, more: int) -> None:
     m = 2 * p - 2 + more
     schedule, _ = make("zb-v", p, m, 2)
     timeline = simulate(schedule)
-    assert timeline.idle_inside == (0.0,) * p
+    assert idle_inside(timeline) == (0.0,) * p
     assert timeline.busy == (6.0 * m,) * p
     # In units of a whole stage's F = I = W = 1: m microbatches, and the way down.
     assert timeline.step_time / 2 == 3 * m + (p - 1) / 2

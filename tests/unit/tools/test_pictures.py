@@ -21,7 +21,7 @@ from tools.plot_schedule import Terminal
 from tools.schedules.files import WRITERS, check_output, chrome_trace, write_picture
 from tools.schedules.formulas import expected
 from tools.schedules.panel import Panel, number, tick_step
-from tools.schedules.table import TimelineRow, draw_table, peak_live
+from tools.schedules.table import TimelineRow, draw_table, idle_inside, peak_live
 from tools.schedules.text import draw_text
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
@@ -75,7 +75,7 @@ def test_every_operation_stands_where_it_runs(name: str, stages: int, microbatch
         # Equal costs are whole columns, so waiting has its exact share of the row (but for the end of the last part).
         busy = len(row.rstrip("·")) - row.rstrip("·").count("·")
         waits_inside = row.strip("·").count("·")
-        assert waits_inside / busy == pytest.approx(drawn.idle_inside[stage] / drawn.busy[stage])
+        assert waits_inside / busy == pytest.approx(idle_inside(drawn)[stage] / drawn.busy[stage])
 
 
 @pytest.mark.parametrize("costs", [Costs(10, 10, 10, 5 / 3), Costs(0.1, 0.1, 0.1), Costs(0.7, 0.7, 0.7, 0.1)])
