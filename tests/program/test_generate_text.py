@@ -26,6 +26,7 @@ from tests.support.model_styles import STYLES
 from tests.support.reference_runs import llama_like
 from tests.support.runs import arguments, run, saved_tensors
 from tests.support.vocabularies import sentencepiece
+from tests.support.warm_python import warm_python
 from tools import checkpoint, generate_text
 
 SHAPE = llama_like(vocab=257, ffn=64)
@@ -221,7 +222,7 @@ def test_tokenizer_files_that_lie_elsewhere_now(tmp_path: Path, say: Say, capsys
 
 
 def test_a_reader_that_leaves_early(trained: Path) -> None:
-    words = [sys.executable, "tools/generate_text.py", "--load", str(trained), "--prompt", "a", "b", "c", "--max-new-tokens", "400"]
+    words = [warm_python(), "tools/generate_text.py", "--load", str(trained), "--prompt", "a", "b", "c", "--max-new-tokens", "400"]
     process = subprocess.Popen(
         words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

@@ -34,6 +34,6 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_random_lines_found(name: str) -> None:
+def test_what_random_lines_found(name: str, full: bool) -> None:
     world_size, extra = FOUND[name]
-    assert judge(CommandLine(tuple(shlex.split(_SMALL + _DATA + extra)), world_size), started=True) is Outcome.EQUAL
+    assert judge(CommandLine(tuple(shlex.split(_SMALL + _DATA + extra)), world_size), started=full) is Outcome.EQUAL

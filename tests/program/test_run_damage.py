@@ -16,10 +16,11 @@ from megatron.checkpoint.storage import MANIFEST
 from megatron.verification.local_ranks import run_ranks
 from tests.support.runs import Ended, arguments, checkpoint, complete_checkpoints, digest, launch, report, run, saved_tensors
 
-STEPS, INTERVAL, STOP = 9, 3, 6
+STEPS, INTERVAL, STOP = 6, 2, 4
 SETTINGS: dict[str, Any] = {
     "train_iters": STEPS,
     "save_interval": INTERVAL,
+    "global_batch_size": 4,
     "use_distributed_optimizer": True,
     "lr_decay_style": "cosine",
 }
@@ -36,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of one that was stopped with checkpoints of iterations 3 and 6."""
+    """The folder of one that was stopped with checkpoints of iterations 2 and 4."""
     folder = tmp_path_factory.mktemp("stopped")
     run(arguments(**SETTINGS, save=folder, exit_interval=STOP), 2)
     return folder
@@ -193,5 +194,5 @@ def test_a_full_disk(tmp_path: Path, stopped: Path, whole: str, in_background: b
     ended, there, last = outcome
     assert all(end.code == 1 for end in ended), report(ended)
     assert "No space left on device" in ended[0].stderr
-    assert there == ["iter_0000003", "iter_0000006", "latest_checkpointed_iteration.txt", "run.json"]
+    assert there == ["iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt", "run.json"]
     assert last == whole

@@ -230,7 +230,7 @@ def verify(tmp_path: Path, replaced: Sequence[Replaced], flags: str, *own: str) 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
-    status, text, found = verify(tmp_path, fault.replaced, fault.flags, "--quick", "--steps", "2")
+    status, text, found = verify(tmp_path, fault.replaced, fault.flags, "--quick", "--steps", str(max(1, fault.step)))
     assert status == 1, text
     assert not found["equal"], text
     verdict, first = text.splitlines()[0], next(run["findings"][0] for run in found["runs"] if run["findings"])
@@ -242,6 +242,6 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
 
 def test_without_a_fault_all_is_equal(tmp_path: Path) -> None:
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --position-embedding-type rope"
-    status, text, found = verify(tmp_path, (), flags)
+    status, text, found = verify(tmp_path, (), flags, "--steps", "2")
     assert status == 0 and text.startswith("EQUAL"), text
     assert found["equal"] and found["runs"][0]["largest"]["relative"] <= 1e-10

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,7 +23,8 @@ from megatron.verification.diagnosis import diagnose
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
 from megatron.verification.wording import factor_words, layout_factors
-from tests.support.cli import ROOT, spawn_cli
+from tests.support.cli import ROOT
+from tests.support.runs import launch
 from tests.support.verify_observations import FLAGS, TENSOR, observed, scale_gradients
 from tools.proofs.isolation import axes_alone, isolate, one_process, without_each
 from tools.proofs.report import Proof, format_report, report_json
@@ -239,14 +243,18 @@ os.register_at_fork(after_in_parent=once)
 
 @pytest.mark.parametrize("when", INTERRUPTS)
 def test_an_interrupt_ends_it_in_one_line_with_all_its_ranks(when: str) -> None:
-    """`spawn_cli` complains of processes that are left behind."""
-    start = (
-        "import os, signal, sys; sys.path.insert(0, '.'); from tools.verify_layout import main\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # it is ignored in what a shell starts in the background
-    )
-    code = f"{start}{INTERRUPTS[when]}sys.exit(main(sys.argv[1:]))"
-    done = spawn_cli(["-c", code, *FLAGS.split(), *TENSOR.split()], None)
-    assert done == (130, "", "verify_layout.py: interrupted before it was done\n")
+
+    def before(_: int) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell starts in the background
+        exec(INTERRUPTS[when], {"os": os, "signal": signal})
+        sys.exit(main([*FLAGS.split(), *TENSOR.split()]))
+
+    held, holds = os.pipe()
+    (ended,) = launch([], before=before)
+    assert (ended.code, ended.stdout, ended.stderr) == (130, "", "verify_layout.py: interrupted before it was done\n")
+    os.close(holds)
+    assert select.select([held], [], [], 10.0)[0] and not os.read(held, 1), "a process that it has forked is left behind"
+    os.close(held)
 
 
 # ---- what is told
