@@ -186,7 +186,8 @@ class GroupCall(NamedTuple):
 @contextlib.contextmanager
 def recorded_calls() -> Iterator[list[GroupCall]]:
     """What this rank sends, whoever calls the group."""
-    SharedMemoryGroup.calls = found = []
+    found: list[GroupCall] = []
+    SharedMemoryGroup.calls = found
     try:
         yield found
     finally:
@@ -200,7 +201,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     """Where calls are noted, if anywhere."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stubs do not know it
         self._rank, self._size, self._timeout = rank, size, timeout.total_seconds()
         to_all, to_one = _Box.size(size), _Box.size(1)
         memory = _shared(store, rank, size, size * (to_all + size * to_one))
@@ -247,7 +248,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # As torch before 2.13 calls them.
     _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Every rank's tensor becomes the root's."""
