@@ -1,4 +1,4 @@
-"""What a wrong tensor looks like: where it differs, and the mistake that makes such a difference.
+"""What a wrong tensor or number looks like: where it differs, and the mistake that makes such a difference.
 
 A mistake shows in coefficients. A tensor that is its reference times a number was summed too often or divided wrongly; a gradient
 is a sum of what each microbatch gives, an update one of the right update and the weights before. The first such explanation counts.
@@ -7,17 +7,20 @@ is a sum of what each microbatch gives, an update one of the right update and th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from megatron.verification.comparison import ComparedTensors, Comparison, FindingKind, ProofFinding
 from megatron.verification.joined import AXES, HeldPart, JoinedTensor, Measured, combination, constant_ratio, is_near, norm
 from megatron.verification.observation import PlainRun
-from megatron.verification.wording import TOLERANCE, Factor, factor_words, listing
+from megatron.verification.wording import TOLERANCE, Factor, factor_words, listing, relative
 
+LISTED = 5
+"""The most further names in a finding."""
 _SUM_ROOM = 1e3 * TOLERANCE
 """Relative difference at which a sum counts as right: it has the rounding of a few more operations."""
 
@@ -197,3 +200,75 @@ def wrong_update(before: Mapping[str, Tensor]) -> Explanation:
         return f"it is too far by {found['weights']:.6g} times the weights before: weight decay acts otherwise than it should", ""
 
     return explain
+
+
+# ---- findings
+
+
+def tensor_findings(
+    runs: Comparison,
+    index: int | None,
+    kind: FindingKind,
+    compared: ComparedTensors,
+    lead: str = "",
+    *,
+    names: Sequence[str] | None = None,
+    factors: Sequence[Factor] = (),
+    explain: Explanation = not_explained,
+) -> Iterator[ProofFinding]:
+    """One finding for each cause of the tensors that differ.
+
+    Args:
+        lead: words before the cause.
+        names: the tensors in the order of cause; by default all that differ, in that of the forward.
+    """
+    together: dict[Cause, list[str]] = {}
+    for name in compared.differing if names is None else names:
+        wrong = WrongTensor(compared.joined[name], compared.reference[name], compared.measured[name])
+        together.setdefault(cause_of(wrong, factors, explain), []).append(name)
+    for cause, same in together.items():
+        text = cause.text or f"differs by no constant factor ({compared.measured[same[0]].words()})"
+        others = likewise(same)
+        if kind is FindingKind.GRADIENT and len(same) == len(compared.measured) > 1:
+            others = "so are the gradients of all parameters"
+        worst = max(compared.measured[name].relative for name in same)
+        text = sentence(lead, text, *cause.notes, others)
+        yield runs.finding(index, kind, same, text, worst, group=cause.group, ranks=cause.ranks)
+
+
+def number_findings(
+    runs: Comparison,
+    index: int | None,
+    kind: FindingKind,
+    where: str | Sequence[str],
+    what: str,
+    found: float,
+    wanted: float,
+    why: str = "",
+    *,
+    divides: bool = False,
+) -> Iterator[ProofFinding]:
+    """A finding if two numbers differ by more than rounding.
+
+    Args:
+        why: words on what it can be.
+        divides: the loss and every gradient are divided by it.
+    """
+    if abs(found - wanted) <= TOLERANCE * abs(wanted):
+        return
+    text = f"{what} is {found:.12g}, the reference's {wanted:.12g}"
+    if math.isfinite(found) and found and wanted:
+        factor, _ = factor_words(wanted / found if divides else found / wanted, runs.factors(index or 0))
+        text += f": {'the loss and every gradient are ' * divides}{factor}"
+    yield runs.finding(index, kind, where, sentence(text, why), relative(found - wanted, wanted))
+
+
+def likewise(names: Sequence[str]) -> str:
+    """The names after the first in words."""
+    more = len(names) - 1 - LISTED
+    return f"likewise {', '.join(names[1 : 1 + LISTED])}{f' and {more} others' if more > 0 else ''}" if names[1:] else ""
+
+
+def sentence(*parts: str) -> str:
+    """The parts that say something."""
+    return "; ".join(filter(None, parts))

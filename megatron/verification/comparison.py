@@ -62,7 +62,7 @@ class Comparison:
         self.plain = observation.plain
         self.table: Sequence[Chunk] = observation.layer_table
         self.num_steps = min(len(self.plain.steps), *(len(rank.steps) for rank in self.ranks))
-        self.sizes = {axis: 1 + max(rank.coordinates[axis] for rank in self.ranks) for axis in ("tp", "dp", "pp")}
+        self.sizes = {axis: 1 + max(rank.coordinates[axis] for rank in self.ranks) for axis in AXES}
         """Number of ranks along each axis."""
 
     def num_samples(self, index: int) -> int:
@@ -123,8 +123,8 @@ class Comparison:
 
     def finding(
         self,
-        kind: FindingKind,
         index: int | None,
+        kind: FindingKind,
         where: str | Sequence[str],
         text: str,
         far: float = math.inf,

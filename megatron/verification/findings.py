@@ -11,22 +11,21 @@ from itertools import pairwise
 
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.verification.causes import (
-    Cause,
-    Explanation,
+    LISTED,
     WrongTensor,
-    cause_of,
     left_over,
+    likewise,
     microbatches_in,
-    not_explained,
+    number_findings,
+    sentence,
+    tensor_findings,
     wrong_update,
 )
-from megatron.verification.comparison import ComparedTensors, Comparison, FindingKind, ProofFinding
+from megatron.verification.comparison import Comparison, FindingKind, ProofFinding
 from megatron.verification.joined import AXES, JoinedTensor, norm
 from megatron.verification.wording import (
     NEGLIGIBLE,
     TOLERANCE,
-    Factor,
-    factor_words,
     forward_order,
     layer_of,
     listing,
@@ -35,8 +34,6 @@ from megatron.verification.wording import (
     stages_of,
 )
 
-LISTED = 5
-"""The most further names in a finding."""
 _EVERYTHING = "all parameters"
 
 
@@ -48,9 +45,9 @@ def start_findings(runs: Comparison) -> Iterator[ProofFinding]:
     yield from layer_findings(runs.table, runs.config.model.num_layers, runs.observation.start)
     yield from _parameter_findings(runs)
     lead = "is not what the run was given: values are loaded or published wrongly"
-    yield from _tensor_findings(runs, None, FindingKind.START, runs.start, lead)
+    yield from tensor_findings(runs, None, FindingKind.START, runs.start, lead)
     lead = "is initialised to other values than in one process: initialisation depends on the layout"
-    yield from _tensor_findings(runs, None, FindingKind.INITIAL, runs.initial, lead)
+    yield from tensor_findings(runs, None, FindingKind.INITIAL, runs.initial, lead)
 
 
 def layer_findings(table: Sequence[Chunk], num_layers: int, parameters: Iterable[str] = ()) -> Iterator[ProofFinding]:
@@ -97,79 +94,7 @@ def _parameter_findings(runs: Comparison) -> Iterator[ProofFinding]:
         elif held[name].holes:
             text = f"no rank holds {held[name].holes:,} of its {wanted[name].numel():,} elements"
         if text:
-            yield runs.finding(FindingKind.PARAMETERS, None, [name], text)
-
-
-# ---- tensors and numbers
-
-
-def _tensor_findings(
-    runs: Comparison,
-    index: int | None,
-    kind: FindingKind,
-    compared: ComparedTensors,
-    lead: str = "",
-    *,
-    names: Sequence[str] | None = None,
-    factors: Sequence[Factor] = (),
-    explain: Explanation = not_explained,
-) -> Iterator[ProofFinding]:
-    """One finding for each cause of the tensors that differ.
-
-    Args:
-        lead: words before the cause.
-        names: the tensors in the order of cause; by default all that differ, in that of the forward.
-    """
-    together: dict[Cause, list[str]] = {}
-    for name in compared.differing if names is None else names:
-        wrong = WrongTensor(compared.joined[name], compared.reference[name], compared.measured[name])
-        together.setdefault(cause_of(wrong, factors, explain), []).append(name)
-    for cause, same in together.items():
-        text = cause.text or f"differs by no constant factor ({compared.measured[same[0]].words()})"
-        others = _likewise(same)
-        if kind is FindingKind.GRADIENT and len(same) == len(compared.measured) > 1:
-            others = "so are the gradients of all parameters"
-        worst = max(compared.measured[name].relative for name in same)
-        text = _sentence(lead, text, *cause.notes, others)
-        yield runs.finding(kind, index, same, text, worst, group=cause.group, ranks=cause.ranks)
-
-
-def _number_findings(
-    runs: Comparison,
-    index: int | None,
-    kind: FindingKind,
-    where: str | Sequence[str],
-    what: str,
-    found: float,
-    wanted: float,
-    why: str = "",
-    *,
-    divides: bool = False,
-) -> Iterator[ProofFinding]:
-    """A finding if two numbers differ by more than rounding.
-
-    Args:
-        why: words on what it can be.
-        divides: the loss and every gradient are divided by it.
-    """
-    if abs(found - wanted) <= TOLERANCE * abs(wanted):
-        return
-    text = f"{what} is {found:.12g}, the reference's {wanted:.12g}"
-    if math.isfinite(found) and found and wanted:
-        factor, _ = factor_words(wanted / found if divides else found / wanted, runs.factors(index or 0))
-        text += f": {'the loss and every gradient are ' * divides}{factor}"
-    yield runs.finding(kind, index, where, _sentence(text, why), relative(found - wanted, wanted))
-
-
-def _likewise(names: Sequence[str]) -> str:
-    """The names after the first in words."""
-    more = len(names) - 1 - LISTED
-    return f"likewise {', '.join(names[1 : 1 + LISTED])}{f' and {more} others' if more > 0 else ''}" if names[1:] else ""
-
-
-def _sentence(*parts: str) -> str:
-    """The parts that say something."""
-    return "; ".join(filter(None, parts))
+            yield runs.finding(None, FindingKind.PARAMETERS, [name], text)
 
 
 # ---- forward and loss
@@ -190,7 +115,7 @@ def forward_findings(runs: Comparison) -> Iterator[ProofFinding]:
                 data_rank, number = min(wrong)
                 text = f"computed {listing(times[place] for place in wrong)} times instead of once "
                 text += f"(microbatch {number} of data rank {data_rank} is the first such)"
-            yield runs.finding(FindingKind.FORWARD, 0, [name], text)
+            yield runs.finding(0, FindingKind.FORWARD, [name], text)
             return
         measured = seen.measured[name]
         if measured.differs:
@@ -202,12 +127,12 @@ def forward_findings(runs: Comparison) -> Iterator[ProofFinding]:
                     notes.append(f"it is the first layer of its chunk, so what arrived from stage {sender} may be wrong too")
             if measured.rows:
                 notes.append(f"only in microbatch {listing(_microbatch(runs, sample)[1] for sample in measured.rows)}")
-            yield from _tensor_findings(
+            yield from tensor_findings(
                 runs,
                 0,
                 FindingKind.FORWARD,
                 seen,
-                _sentence(*notes),
+                sentence(*notes),
                 names=[name],
                 factors=runs.factors(0),
                 explain=_wrong_positions,
@@ -238,7 +163,7 @@ def _wrong_positions(wrong: WrongTensor) -> tuple[str, str]:
 def loss_findings(runs: Comparison, index: int, *, forward_agrees: bool) -> Iterator[ProofFinding]:
     """Differences in the count of samples and tokens, the sum of the loss and their quotient, in the step of this index."""
     mine, plain = runs.steps(index)
-    numbers = partial(_number_findings, runs, index)
+    numbers = partial(number_findings, runs, index)
     batch, samples, why = "the global batch", runs.num_samples(index), "the batch size, or its ramp-up"
     if wrong := [*numbers(FindingKind.COUNT, batch, "the number of samples", samples, plain.num_samples, why)]:
         yield from wrong
@@ -255,7 +180,7 @@ def loss_findings(runs: Comparison, index: int, *, forward_agrees: bool) -> Iter
     told = sorted({rank.steps[index].loss for rank in runs.ranks})
     if len(told) > 1 and all(map(math.isfinite, told)):
         text = f"ranks report {len(told)} different losses: {', '.join(f'{loss:.12g}' for loss in told[:3])}"
-        yield runs.finding(FindingKind.LOSS, index, "the ranks' reports", text, relative(told[-1] - told[0], plain.loss))
+        yield runs.finding(index, FindingKind.LOSS, "the ranks' reports", text, relative(told[-1] - told[0], plain.loss))
 
 
 # ---- gradients and update
@@ -267,7 +192,7 @@ def gradient_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
     explain = left_over(runs.gradients[index - 1].joined) if index else microbatches_in(runs.plain)
     names = compared.differing[::-1]
     factors = runs.factors(index)
-    yield from _tensor_findings(runs, index, FindingKind.GRADIENT, compared, names=names, factors=factors, explain=explain)
+    yield from tensor_findings(runs, index, FindingKind.GRADIENT, compared, names=names, factors=factors, explain=explain)
 
 
 def norm_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
@@ -285,7 +210,7 @@ def norm_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
     if wrong:
         why = f"{', '.join(list(wrong.values())[:LISTED])}; clipping takes its factor from this norm"
     where = list(wrong) or _EVERYTHING
-    yield from _number_findings(runs, index, FindingKind.NORM, where, "the norm", mine.grad_norm, plain.grad_norm, why)
+    yield from number_findings(runs, index, FindingKind.NORM, where, "the norm", mine.grad_norm, plain.grad_norm, why)
 
 
 def update_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
@@ -293,19 +218,19 @@ def update_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
     mine, plain = runs.steps(index)
     if mine.skipped:
         text = "the step was skipped: the loss scaler took the gradient for an overflow"
-        yield runs.finding(FindingKind.UPDATE, index, _EVERYTHING, text)
+        yield runs.finding(index, FindingKind.UPDATE, _EVERYTHING, text)
         return
-    numbers = partial(_number_findings, runs, index, FindingKind.UPDATE, _EVERYTHING)
+    numbers = partial(number_findings, runs, index, FindingKind.UPDATE, _EVERYTHING)
     yield from numbers("the learning rate", mine.learning_rate, plain.learning_rate, "the schedule")
     yield from numbers("the weight decay", mine.weight_decay, plain.weight_decay, "the schedule")
     weights = runs.weights[index]
     if weights.differing:
         explain = wrong_update(runs.plain.steps[index - 1].weights if index else runs.observation.start)
         lead = "the gradient is right, the update is not"
-        yield from _tensor_findings(runs, index, FindingKind.UPDATE, weights, lead, explain=explain)
+        yield from tensor_findings(runs, index, FindingKind.UPDATE, weights, lead, explain=explain)
         return
     lead = "the optimizer holds the right values, but the next forward uses others: the update was not carried to the parameters"
-    yield from _tensor_findings(runs, index, FindingKind.REPLICAS, runs.parameters[index], lead)
+    yield from tensor_findings(runs, index, FindingKind.REPLICAS, runs.parameters[index], lead)
     for what, compared in (("main parameters", weights), ("parameters", runs.parameters[index])):
         for name, joined in compared.joined.items():
             for replicas in joined.ranks_apart()[:1]:
@@ -314,7 +239,7 @@ def update_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
                     f"{what} that several ranks hold are not the same bits on ranks {listing(ranks)} of a {group} group: they will "
                     "drift apart"
                 )
-                yield runs.finding(FindingKind.REPLICAS, index, [name], text, replicas.apart(), group=group, ranks=ranks)
+                yield runs.finding(index, FindingKind.REPLICAS, [name], text, replicas.apart(), group=group, ranks=ranks)
                 return
 
 
@@ -323,8 +248,8 @@ def overwritten_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]
     found = {rank.rank: rank.steps[index].overwritten for rank in runs.ranks if rank.steps[index].overwritten}
     if found:
         places = next(iter(found.values()))
-        text = _sentence("it was written to before it had left, so that chance decides what arrives", _likewise(places))
-        yield runs.finding(FindingKind.TRANSFER, index, places[0], text, ranks=list(found))
+        text = sentence("it was written to before it had left, so that chance decides what arrives", likewise(places))
+        yield runs.finding(index, FindingKind.TRANSFER, places[0], text, ranks=list(found))
 
 
 def evaluation_findings(runs: Comparison, up_to: int) -> Iterator[ProofFinding]:
@@ -341,6 +266,6 @@ def evaluation_findings(runs: Comparison, up_to: int) -> Iterator[ProofFinding]:
     both = zip(runs.ranks[0].evaluations[: up_to + 1], runs.plain.evaluations, strict=False)
     for number, (found, wanted) in enumerate(both):
         after = number - 1 if number else None
-        if told := [*_number_findings(runs, after, FindingKind.EVALUATION, where, what, found, wanted, why)]:
+        if told := [*number_findings(runs, after, FindingKind.EVALUATION, where, what, found, wanted, why)]:
             yield from told
             return
