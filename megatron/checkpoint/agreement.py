@@ -82,9 +82,10 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, _Failure | None]:
     except Exception as error:  # noqa: BLE001 - told to all ranks
         trace = "".join([*traceback.format_tb(error.__traceback__), *traceback.format_exception_only(error)])
         try:
-            return None, _Failure(pickle.loads(pickle.dumps(error)), trace)
+            pickle.loads(pickle.dumps(error))
         except Exception:  # noqa: BLE001 - whatever its class does
             return None, _Failure(RuntimeError(repr(error)), trace)
+        return None, _Failure(error, trace)
 
 
 def _gathered(value: Any, group: Group) -> list[Any] | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -172,8 +173,7 @@ def box_key(name: str, shape: tuple[int, ...], box: Box) -> str:
     """
     if box.sizes == shape:
         return name
-    ranges = (f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
-    return f"{name}[{','.join(ranges)}]"
+    return f"{name}[{','.join(f'{part.start}:{part.stop}' for part in box.index)}]"
 
 
 def _tensor_from_json(content: dict) -> StoredTensor:
@@ -193,16 +193,7 @@ def tiles(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
     where comparing pairs would need a square of it.
     """
     corners: Counter[tuple[int, ...]] = Counter()
-    _add_corners(corners, Box.whole(shape), -1)
-    for box in boxes:
-        _add_corners(corners, box, 1)
+    for box, weight in [(Box.whole(shape), -1), *((box, 1) for box in boxes)]:
+        for corner in itertools.product(*(((part.start, 1), (part.stop, -1)) for part in box.index)):
+            corners[tuple(at for at, _ in corner)] += weight * math.prod(sign for _, sign in corner)
     return not any(corners.values())
-
-
-def _add_corners(corners: Counter[tuple[int, ...]], box: Box, weight: int) -> None:
-    ends = [((offset, 1), (offset + size, -1)) for offset, size in zip(box.offsets, box.sizes, strict=True)]
-    for corner in itertools.product(*ends):
-        sign = weight
-        for _, end_sign in corner:
-            sign *= end_sign
-        corners[tuple(at for at, _ in corner)] += sign
