@@ -23,27 +23,23 @@ class Violation:
 
 
 class ConfigError(ValueError):
-    """Settings that cannot be run. Its text lists all violations."""
+    """Settings that cannot be run."""
 
     def __init__(self, violations: Sequence[Violation]) -> None:
         super().__init__(tuple(violations))
         self.violations = tuple(violations)
 
     def __str__(self) -> str:
-        return format_violations(self.violations)
-
-
-def format_violations(violations: Sequence[Violation]) -> str:
-    """A text with every violation: a line on what is wrong, then, indented, its table, the reason, and what would be valid."""
-    lines = [f"{len(violations)} problems in the settings:"] if len(violations) > 1 else []
-    for violation in violations:
-        lines.append(violation.message)
-        lines.extend(f"    {line}" for line in violation.table)
-        advice = f"Nearest valid: {_join(violation.nearest)}." if violation.nearest else ""
-        explanation = " ".join(part for part in (violation.rule, advice) if part)
-        if explanation:
-            lines.append(f"  {explanation}")
-    return "\n".join(lines)
+        """For each violation a line on what is wrong, then, indented, its table, the reason, and what would be valid."""
+        lines = [f"{len(self.violations)} problems in the settings:"] if len(self.violations) > 1 else []
+        for violation in self.violations:
+            lines.append(violation.message)
+            lines.extend(f"    {line}" for line in violation.table)
+            advice = f"Nearest valid: {_join(violation.nearest)}." if violation.nearest else ""
+            explanation = " ".join(part for part in (violation.rule, advice) if part)
+            if explanation:
+                lines.append(f"  {explanation}")
+        return "\n".join(lines)
 
 
 def _join(settings: Sequence[str]) -> str:

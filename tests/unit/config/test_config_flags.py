@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.config.cli import load, load_or_exit, parse
 from megatron.config.config import Config
-from megatron.config.errors import ConfigError, Violation, format_violations
+from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import Flag, flags, topics
 from megatron.config.given import DryRun, Given, split
 
@@ -240,13 +240,13 @@ def test_message_of_violations() -> None:
         "Each tensor rank holds whole heads.",
         ("--tensor-model-parallel-size 4", "--tensor-model-parallel-size 6", "--num-attention-heads 16", "--bf16", "world size 4"),
     )
-    assert format_violations([heads]) == (
+    assert str(ConfigError([heads])) == (
         "--num-attention-heads 12 does not divide by --tensor-model-parallel-size 8.\n"
         "  Each tensor rank holds whole heads. Nearest valid: --tensor-model-parallel-size 4 or 6, --num-attention-heads 16, "
         "--bf16, world size 4."
     )
     plain = Violation((), "One.")
-    assert format_violations([plain, plain]) == "2 problems in the settings:\nOne.\nOne."
+    assert str(ConfigError([plain, plain])) == "2 problems in the settings:\nOne.\nOne."
     assert isinstance(ConfigError([plain]), ValueError)
     assert str(ConfigError([plain])) == "One."
 
