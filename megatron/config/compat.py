@@ -173,25 +173,16 @@ exit-signal: SIGTERM always saves a checkpoint and exits; other signals are not 
 """
 """Names of other versions; then flags, and patterns of flags, that ask for what does not exist here. Each with what to use."""
 
-_CYCLIC = "is refused: the order of data is already shuffled; use single"
-_TOKENIZER = "is not built yet; byte-level BPE, tiktoken and sentencepiece files, bytes and NullTokenizer are"
-_OPTIMIZER = "is not built yet; adam (AdamW) and sgd are"
-_POSITIONS = "is not built yet; rope, learned_absolute and none are"
-_BACKEND = "is not supported; nccl and gloo are"
-
-CHOICES: dict[str, dict[str, str]] = {
-    "tokenizer-type": dict.fromkeys(
-        ("MultimodalTokenizer", "SFTTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"), _TOKENIZER
-    ),
-    "optimizer": dict.fromkeys(("lion", "muon", "dist_muon"), _OPTIMIZER),
-    "position-embedding-type": {
-        **dict.fromkeys(("mrope", "relative"), _POSITIONS),
-        "yarn": "is not built yet; rope with --use-rope-scaling is",
-    },
-    "dataloader-type": dict.fromkeys(("cyclic", "external"), _CYCLIC),
-    "distributed-backend": dict.fromkeys(("mpi", "ucc"), _BACKEND),
-}
-"""Choices of Megatron-LM that do not exist here, by flag, with those that do."""
+_CHOICES = """
+tokenizer-type=MultimodalTokenizer,SFTTokenizer,BertWordPieceLowerCase,BertWordPieceCase: is not built yet; byte-level BPE, tiktoken
+    and sentencepiece files, bytes and NullTokenizer are
+optimizer=lion,muon,dist_muon: is not built yet; adam (AdamW) and sgd are
+position-embedding-type=mrope,relative: is not built yet; rope, learned_absolute and none are
+position-embedding-type=yarn: is not built yet; rope with --use-rope-scaling is
+dataloader-type=cyclic,external: is refused: the order of data is already shuffled; use single
+distributed-backend=mpi,ucc: is not supported; nccl and gloo are
+"""
+"""Choices of Megatron-LM that do not exist here, with those that do."""
 
 
 @dataclass(frozen=True)
@@ -220,25 +211,24 @@ class NoEffect:
         return None
 
 
-def _entries(table: str) -> Iterator[tuple[str, str]]:
-    """Each name of a table, with its reason."""
+def _entries(table: str) -> Iterator[tuple[str, tuple[str, ...] | None, str]]:
+    """Each name of a table, with the values behind its =, if it has one, and its reason."""
     for line in table.strip().replace("\n    ", " ").splitlines():
         names, _, reason = line.partition(": ")
-        yield from ((name, reason) for name in names.split())
-
-
-def _without_effect(entry: str, reason: str) -> tuple[str, NoEffect]:
-    name, takes_value, values = entry.partition("=")
-    return name, NoEffect(reason, tuple(filter(None, values.split(","))) if takes_value else None)
+        for entry in names.split():
+            name, takes_value, values = entry.partition("=")
+            yield name, tuple(filter(None, values.split(","))) if takes_value else None, reason
 
 
 KNOWN: dict[str, Refused | NoEffect] = {
-    **dict(_without_effect(entry, reason) for entry, reason in _entries(_NO_EFFECT)),
-    **{name: Refused(reason) for name, reason in _entries(_REFUSED) if "*" not in name},
+    **{name: NoEffect(reason, values) for name, values, reason in _entries(_NO_EFFECT)},
+    **{name: Refused(reason) for name, _, reason in _entries(_REFUSED) if "*" not in name},
 }
 """Flags of Megatron-LM that are no settings here, by name without the two leading dashes."""
-FAMILIES = {name: Refused(reason) for name, reason in _entries(_REFUSED) if "*" in name}
+FAMILIES = {name: Refused(reason) for name, _, reason in _entries(_REFUSED) if "*" in name}
 """Patterns of names that are refused together. A name that is known itself comes first."""
+CHOICES = {(name, value): reason for name, values, reason in _entries(_CHOICES) for value in values or ()}
+"""Why a value of a flag, known to Megatron-LM, is no choice here."""
 
 
 def find_family(name: str) -> Refused | None:
