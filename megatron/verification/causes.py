@@ -73,6 +73,8 @@ Explanation = Callable[[WrongTensor], tuple[str, str]]
 
 def cause_of(wrong: WrongTensor, factors: Sequence[Factor], explain: Explanation) -> Cause:
     """The cause of a difference."""
+    if wrong.joined.shapes != {tuple(wrong.wanted.shape)}:
+        return Cause(wrong.measured.words())
     bad = tuple(sorted({each.rank for each in wrong.parts if not each.part.values.isfinite().all()}))
     if bad:
         return Cause(f"not finite, on rank {listing(bad)}", ranks=bad)

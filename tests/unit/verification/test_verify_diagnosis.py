@@ -234,6 +234,15 @@ def test_elements_that_nobody_holds() -> None:
     assert "no rank holds 96 of its 192 elements" in first_finding(observation).text
 
 
+def test_a_parameter_of_another_shape() -> None:
+    observation = observed()
+    for rank in observation.ranks:
+        shapes = {part.name: (48, 8) if part.name == QKV else part.shape for part in rank.start}
+        rank.start[:] = [dataclasses.replace(part, shape=shapes[part.name]) for part in rank.start]
+    found = first_finding(observation)
+    assert found.kind is FindingKind.PARAMETERS and found.text == "ranks take its whole shape for [48, 8]; it is [24, 8]"
+
+
 def test_initial_values_that_depend_on_the_layout() -> None:
     observation = observed()
     for _, part in parts(observation, lambda rank: rank.initial, QKV):
