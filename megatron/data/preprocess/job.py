@@ -12,17 +12,13 @@ from megatron.data.preprocess import storage
 from megatron.data.preprocess.engines import Engine
 from megatron.data.preprocess.input_shards import InputShard, cut, default_shard_size, find_sources
 from megatron.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
-from megatron.data.preprocess.reports import DiskRoom, Meter, Summary, bad_lines, records_before, write_bad_lines
+from megatron.data.preprocess.reports import DiskRoom, JobReports, Meter, Summary
 from megatron.data.preprocess.shard_work import BadShardError, PreprocessJob, file_digests, settings
 from megatron.data.preprocess.storage import told_where_no_room
 from megatron.data.preprocess.text_records import InputPiece, Kind
 
 _RESUME = "Go on with --resume: finished shards are kept."
 _ON_DISK = f"Make room there. {_RESUME}"
-
-
-class NoDocumentError(ValueError):
-    """The whole input gives a dataset without a document, so the job cannot continue."""
 
 
 def preprocess(
@@ -79,23 +75,14 @@ def preprocess(
         parts.remove_unfinished()
         try:
             reports = _make(parts, job, shards, engine or Engine(), note, progress)
-            made = sum((report.counts for report in reports.values()), ShardCounts())
-            summary = Summary(
-                tuple(f"{output_prefix}_{key}_document" for key in job.keys),
-                num_bytes=made.num_bytes,
-                num_documents=made.num_documents,
-                num_tokens=made.num_tokens,
-                num_empty=sum(report.num_empty for report in reports.values()),
-                num_bad_lines=sum(report.num_bad for report in reports.values()),
-                num_kept=sum(not report.new for report in reports.values()),
-            )
+            summary = reports.summary(tuple(f"{output_prefix}_{key}_document" for key in job.keys))
             if summary.num_kept:
                 note(f"shards finished by an earlier run: {summary.num_kept:,} of {len(shards):,}")
-            _join(parts, shards, reports, job, summary, note)
-            write_bad_lines(parts, shards, reports, bad_lines_file, summary)
-        except BaseException as error:
+            _join(reports, job, summary, note)
+            reports.write_bad_lines(bad_lines_file, summary)
+        except BaseException:
             parts.remove_unfinished()
-            if isinstance(error, NoDocumentError) or parts.is_bare():
+            if parts.is_bare():
                 parts.remove()  # nothing that would be worth --resume
             raise
         parts.remove()
@@ -157,9 +144,9 @@ def _make(
     engine: Engine,
     note: Callable[[str], None],
     progress: Callable[[str], None],
-) -> dict[int, ShardReport]:
-    """Have all shards made. Returns the reports without their bad records, which may be many."""
-    reports: dict[int, ShardReport] = {}
+) -> JobReports:
+    """Have all shards made."""
+    reports = JobReports(parts, shards)
     meter = Meter(shards, progress)
     room = DiskRoom(parts.folder, sum(shard.num_bytes for shard in shards), note)
 
@@ -168,13 +155,13 @@ def _make(
         if isinstance(found, ShardReport):
             room.listen(found)
             found.bad = []
-            reports[number] = found
+            reports.of_shard[number] = found
 
     try:
         engine.run(job, shards, parts.folder, listen)
     except BadShardError as error:
         number = [shard.name for shard in shards].index(error.shard)
-        record = records_before(shards, reports, number, error.piece) + error.record
+        record = reports.records_before(number, error.piece) + error.record
         raise ValueError(
             f"{shards[number].pieces[error.piece].place(record)}: {error.reason}\n"
             "  Mend it, or leave such records out with --on-error skip. No dataset is written; finished shards are kept for "
@@ -183,25 +170,20 @@ def _make(
     return reports
 
 
-def _join(
-    parts: PartFolder,
-    shards: Sequence[InputShard],
-    reports: dict[int, ShardReport],
-    job: PreprocessJob,
-    summary: Summary,
-    note: Callable[[str], None],
-) -> None:
+def _join(reports: JobReports, job: PreprocessJob, summary: Summary, note: Callable[[str], None]) -> None:
     """Join the parts. A dataset whose prefix is a URL is joined here first and then uploaded, the index last."""
+    parts = reports.parts
     for key, prefix in enumerate(summary.prefixes):
-        if not any(report.num_documents[key] for report in reports.values()):
+        if not any(report.num_documents[key] for report in reports.of_shard.values()):
             told = f"no document with a token for {prefix} (key {job.keys[key]!r}). No dataset is written."
             if summary.num_bad_lines:
-                first = next(bad_lines(parts, shards, reports))
-                told += f"\n  {summary.num_bad_lines:,} bad records were left out, the first: {first}"
-            raise NoDocumentError(told)
+                told += f"\n  {summary.num_bad_lines:,} bad records were left out, the first: {next(reports.bad_lines())}"
+            parts.remove()  # to continue would not help
+            raise ValueError(told)
     note(f"joining the parts into {' and '.join(summary.prefixes)}")
     for key, prefix in enumerate(summary.prefixes):
-        names = [parts.prefix(shard.name, key) for number, shard in enumerate(shards) if reports[number].num_documents[key]]
+        made = (shard for number, shard in enumerate(reports.shards) if reports.of_shard[number].num_documents[key])
+        names = [parts.prefix(shard.name, key) for shard in made]
         if not storage.is_url(prefix):
             join(names, prefix, parts.folder, _RESUME)  # what a killed run leaves in that folder is removed
             continue

@@ -111,50 +111,68 @@ class DiskRoom:
 _KEPT_FOR_THE_SUMMARY = 1000
 
 
-def write_bad_lines(
-    parts: PartFolder, shards: Sequence[InputShard], reports: dict[int, ShardReport], path: str, summary: Summary
-) -> None:
-    """Write the bad records to a file beside the datasets, and the first into the summary. An earlier file is removed."""
-    if not summary.num_bad_lines:
-        storage.remove(path)
-        return
-    with parts.workspace() as workspace:
-        local = f"{workspace}/bad_lines.txt" if storage.is_url(path) else path
-        with appearing(local, folder=workspace, sync=False) as (file,):
-            for line in bad_lines(parts, shards, reports):
-                file.write(f"{line}\n".encode(errors="backslashreplace"))
-                if len(summary.bad_lines) < _KEPT_FOR_THE_SUMMARY:
-                    summary.bad_lines.append(line)
-        if local != path:
-            storage.upload(local, path)
-    summary.bad_lines_file = path
+@dataclass(frozen=True)
+class JobReports:
+    """The reports of the shards that are made, by the number of the shard; without their bad records, which may be many."""
 
+    parts: PartFolder
+    shards: Sequence[InputShard]
+    of_shard: dict[int, ShardReport] = field(default_factory=dict)
 
-def bad_lines(parts: PartFolder, shards: Sequence[InputShard], reports: dict[int, ShardReport]) -> Iterator[str]:
-    """Lines "FILE:LINE: what is wrong", in the order of the input, once all shards are made."""
-    for number, shard in enumerate(shards):
-        report = parts.report(shard.name) if reports[number].num_bad else None
-        if report is None:
-            continue
-        before = {index: records_before(shards, reports, number, index) for index in {index for index, _, _ in report.bad}}
-        for index, record, reason in report.bad:
-            yield f"{shard.pieces[index].place(before[index] + record)}: {reason}"
-        if report.num_bad > len(report.bad):
-            yield f"{shard.pieces[-1].path}: {report.num_bad - len(report.bad):,} more up to here"
+    def summary(self, prefixes: tuple[str, ...]) -> Summary:
+        """What was done, once all shards are made."""
+        reports = self.of_shard.values()
+        made = sum((report.counts for report in reports), ShardCounts())
+        return Summary(
+            prefixes,
+            num_bytes=made.num_bytes,
+            num_documents=made.num_documents,
+            num_tokens=made.num_tokens,
+            num_empty=sum(report.num_empty for report in reports),
+            num_bad_lines=sum(report.num_bad for report in reports),
+            num_kept=sum(not report.new for report in reports),
+        )
 
+    def write_bad_lines(self, path: str, summary: Summary) -> None:
+        """Write the bad records to a file beside the datasets, and the first into the summary. An earlier file is removed."""
+        if not summary.num_bad_lines:
+            storage.remove(path)
+            return
+        with self.parts.workspace() as workspace:
+            local = f"{workspace}/bad_lines.txt" if storage.is_url(path) else path
+            with appearing(local, folder=workspace, sync=False) as (file,):
+                for line in self.bad_lines():
+                    file.write(f"{line}\n".encode(errors="backslashreplace"))
+                    if len(summary.bad_lines) < _KEPT_FOR_THE_SUMMARY:
+                        summary.bad_lines.append(line)
+            if local != path:
+                storage.upload(local, path)
+        summary.bad_lines_file = path
 
-def records_before(shards: Sequence[InputShard], reports: dict[int, ShardReport], shard: int, piece: int) -> int:
-    """Number of records of a file before one of its pieces: as finished shards counted them, or counted now."""
-    wanted = shards[shard].pieces[piece]
-    if wanted.records_before is not None:
-        return wanted.records_before
-    total = 0
-    for number in range(shard - 1, -1, -1):
-        (earlier,) = shards[number].pieces  # a file that is cut shares no shard
-        total += reports[number].num_records[0] if number in reports else count_lines(earlier)
-        if earlier.records_before == 0:
-            break
-    return total
+    def bad_lines(self) -> Iterator[str]:
+        """Lines "FILE:LINE: what is wrong", in the order of the input, once all shards are made."""
+        for number, shard in enumerate(self.shards):
+            report = self.parts.report(shard.name) if self.of_shard[number].num_bad else None
+            if report is None:
+                continue
+            before = {index: self.records_before(number, index) for index in {index for index, _, _ in report.bad}}
+            for index, record, reason in report.bad:
+                yield f"{shard.pieces[index].place(before[index] + record)}: {reason}"
+            if report.num_bad > len(report.bad):
+                yield f"{shard.pieces[-1].path}: {report.num_bad - len(report.bad):,} more up to here"
+
+    def records_before(self, number: int, piece: int) -> int:
+        """Number of records of a file before a piece of a shard: as finished shards counted them, or counted now."""
+        wanted = self.shards[number].pieces[piece]
+        if wanted.records_before is not None:
+            return wanted.records_before
+        total = 0
+        for before in range(number - 1, -1, -1):
+            (earlier,) = self.shards[before].pieces  # a file that is cut shares no shard
+            total += self.of_shard[before].num_records[0] if before in self.of_shard else count_lines(earlier)
+            if earlier.records_before == 0:
+                break
+        return total
 
 
 def count_lines(piece: InputPiece) -> int:
