@@ -50,8 +50,10 @@ def stat(path: str) -> tuple[int, str] | None:
         info = files.info(name)
     except FileNotFoundError:
         return None
-    version = next((info[field] for field in _VERSION_FIELDS if info.get(field) is not None), "")
-    return (int(info["size"]), f"{info['size']} {version}") if info["type"] == "file" else None
+    if info["type"] != "file":
+        return None
+    size, version = int(info["size"]), next((info[field] for field in _VERSION_FIELDS if info.get(field) is not None), "")
+    return size, f"{size} {version}"
 
 
 def is_folder(path: str) -> bool:
