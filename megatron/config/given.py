@@ -240,8 +240,11 @@ def take(given: Sequence[Given]) -> tuple[list[Given], dict[str, list[str]], lis
             rest.append(item)
             continue
         takes, _ = REQUESTS[item.name]
-        one = len(item.values) == 1 and item.values[0] != "" and (takes != COUNT or is_count(item.values[0], LARGEST_WORLD))
-        if not item.values if takes == NO_VALUE else one:
+        if takes == NO_VALUE:
+            fits = not item.values
+        else:
+            fits = len(item.values) == 1 and (is_count(item.values[0], LARGEST_WORLD) if takes == COUNT else item.values[0] != "")
+        if fits:
             asked.setdefault(item.name, []).extend(item.values)
         else:
             problems.append(Violation((f"--{item.name}",), f"{item}: --{item.name} takes {takes}."))

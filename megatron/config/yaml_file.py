@@ -67,47 +67,39 @@ def _read(path: str) -> str:
     """The text of a file or a pipe. No more is read than settings can be long."""
     try:
         mode = os.stat(path).st_mode
-        if any(kind(mode) for kind in (stat.S_ISREG, stat.S_ISFIFO, stat.S_ISDIR)):  # the system says it well that one is a folder
-            with open(path, "rb") as file:
-                data = file.read(_MOST_BYTES + 1)
-        else:
-            data = None
+        if not any(kind(mode) for kind in (stat.S_ISREG, stat.S_ISFIFO, stat.S_ISDIR)):  # of a folder the system says it well
+            raise _cannot(f"--config {path} is neither a file nor a pipe.", _EXAMPLE)
+        with open(path, "rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise _cannot(f"--config {path} is larger than {_MOST_BYTES:,} bytes.", f"Settings are never as long. {_EXAMPLE}")
+        return data.decode("utf-8")
+    except ConfigError:
+        raise
+    except UnicodeDecodeError as error:
+        raise _cannot(f"--config {path} cannot be read: it is not text in UTF-8.") from error
     except (OSError, ValueError) as error:  # the latter for a name that no file can have
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise _cannot(f"--config {path} cannot be read: {reason}.") from error
-    if data is None:
-        raise _cannot(f"--config {path} is neither a file nor a pipe.", _EXAMPLE)
-    if len(data) > _MOST_BYTES:
-        raise _cannot(f"--config {path} is larger than {_MOST_BYTES:,} bytes.", f"Settings are never as long. {_EXAMPLE}")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _cannot(f"--config {path} cannot be read: it is not text in UTF-8.") from error
 
 
 def _compose(path: str, text: str) -> yaml.Node | None:
+    """The root of a text, which is not parsed if it is too large: that takes long for many nodes, and fills the stack at many
+    levels."""
+    depth = nodes = 0
     try:
-        fault = _too_much(text)
-        root: yaml.Node | None = None if fault else yaml.compose(text, Loader=_LOADER)
+        for event in yaml.parse(text, Loader=_LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            nodes += isinstance(event, yaml.NodeEvent)
+            if depth > _MOST_DEPTH:
+                line = event.start_mark.line + 1 if event.start_mark is not None else "?"
+                raise _cannot(f"--config {path} line {line} has more than {_MOST_DEPTH} levels.", _EXAMPLE)
+            if nodes > _MOST_NODES:
+                raise _cannot(f"--config {path} holds more than {_MOST_NODES:,} keys and values.", _EXAMPLE)
+        root: yaml.Node | None = yaml.compose(text, Loader=_LOADER)
     except yaml.YAMLError as error:
         raise _cannot(f"--config {path} is not valid YAML.", f"{' '.join(str(error).split())}.") from error
-    if fault:
-        raise _cannot(f"--config {path} {fault}.", _EXAMPLE)
     return root
-
-
-def _too_much(text: str) -> str | None:
-    """Why the text is too large to be parsed, or None. Parsing takes long for many nodes, and fills the stack at many levels."""
-    depth = nodes = 0
-    for event in yaml.parse(text, Loader=_LOADER):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        nodes += isinstance(event, yaml.NodeEvent)
-        if depth > _MOST_DEPTH:
-            line = event.start_mark.line + 1 if event.start_mark is not None else "?"
-            return f"line {line} has more than {_MOST_DEPTH} levels"
-        if nodes > _MOST_NODES:
-            return f"holds more than {_MOST_NODES:,} keys and values"
-    return None
 
 
 def _cannot(message: str, rule: str = "", flag: str = "config") -> ConfigError:
