@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +25,6 @@ from megatron.verification.reference.shape import random_weights
 _START_SEED, _SAMPLES_SEED, _HELD_OUT_SEED = 1, 2, 3
 DROPOUT = 0.1
 """Probability of dropout where the settings have none."""
-_LOCAL: dict[str, Any] = {"device": "cpu", "distributed_backend": "gloo"}
-"""What the ranks run on, whatever devices this machine has."""
 LEAST_EPS = 1e-6
 """The least epsilon of Adam. The true gradient of some parameters is zero (a key bias without rotary positions), and Adam divides
 the rounding error in its place by no less than this."""
@@ -101,7 +98,7 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
             attention_dropout=(model.attention_dropout or DROPOUT) * dropout,
         ),
         training=dataclasses.replace(training, exit_interval=steps, exit_duration_in_mins=None),
-        parallel=dataclasses.replace(config.parallel, **_LOCAL),
+        parallel=dataclasses.replace(config.parallel, device="cpu", distributed_backend="gloo"),
         optimizer=dataclasses.replace(optimizer, use_apex=False, adam_eps=max(optimizer.adam_eps, LEAST_EPS)),
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),

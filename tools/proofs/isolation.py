@@ -13,7 +13,7 @@ from megatron.config.rules import violations
 from megatron.verification.diagnosis import diagnose
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
-from tools.proofs.small_layout import NO_SPLIT
+from tools.proofs.small_layout import NO_SPLIT, sizes_of
 
 Prove = Callable[..., Observation]
 """Observes a run of settings with a number of ranks; with `dropout=False` the model's probabilities of dropout are 0."""
@@ -95,12 +95,11 @@ def one_process(config: Config, world_size: int) -> Variant | None:
 
 def axes_alone(config: Config, world_size: int) -> Iterator[Variant]:
     """Each axis by itself, if there are several."""
-    tensor, stages = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    data = world_size // (tensor * stages)
+    sizes = sizes_of(config, world_size)
     axes = [
-        (tensor, f"--tensor-model-parallel-size {tensor} alone (pipeline and data size 1)", _ONE_STAGE | _UNSHARDED),
-        (stages, f"--pipeline-model-parallel-size {stages} alone (tensor and data size 1)", _ONE_TENSOR | _UNSHARDED),
-        (data, f"data size {data} alone (tensor and pipeline size 1)", _ONE_TENSOR | _ONE_STAGE),
+        (sizes.tp, f"--tensor-model-parallel-size {sizes.tp} alone (pipeline and data size 1)", _ONE_STAGE | _UNSHARDED),
+        (sizes.pp, f"--pipeline-model-parallel-size {sizes.pp} alone (tensor and data size 1)", _ONE_TENSOR | _UNSHARDED),
+        (sizes.dp, f"data size {sizes.dp} alone (tensor and pipeline size 1)", _ONE_TENSOR | _ONE_STAGE),
     ]
     several = [axis for axis in axes if axis[0] > 1]
     for size, words, fields in several if len(several) > 1 else ():
@@ -133,9 +132,7 @@ def _outcome(variant: Variant, prove: Prove) -> str:
 
 
 def _one_microbatch(config: Config, world_size: int) -> int:
-    parallel = config.parallel
-    data = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
-    return config.training.micro_batch_size * data
+    return config.training.micro_batch_size * sizes_of(config, world_size).dp
 
 
 def _variant(words: str, config: Config, world_size: int, fields: dict[str, Any], ranks: int) -> Variant | None:

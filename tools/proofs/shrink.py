@@ -26,6 +26,7 @@ from tools.proofs.small_layout import (
     pattern_of,
     reduced_pattern,
     reduced_sizes,
+    sizes_of,
     with_pattern,
 )
 from tools.proofs.small_model import Cuts, padding_of, reduced_model, reduced_rates, reduced_training, reduced_vocabulary
@@ -58,12 +59,6 @@ def shrink(config: Config, world_size: int, vocab_size: int, *, max_ranks: int =
     whole = sizes_of(config, world_size)
     hybrid = (config.parallel.fsdp_shard_size or whole.dp) < whole.dp
     return [_reduced(config, whole, vocab_size, sizes, steps) for sizes in reduced_sizes(whole, max_ranks, hybrid=hybrid)]
-
-
-def sizes_of(config: Config, world_size: int) -> RankSizes:
-    """The number of ranks on each axis for these settings."""
-    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    return RankSizes(tp, pp, world_size // (tp * pp))
 
 
 def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes, steps: int) -> Reduced:

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from megatron.config.checks.pipeline import COUNT, FIRST, LAST, LAYERS_EACH, LAYOUT, SPLITS, chunks_of, layout_text
+from megatron.config.config import Config
 from megatron.config.flags import flag_for
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
@@ -36,6 +37,12 @@ class RankSizes:
     def world_size(self) -> int:
         """Number of ranks on all axes together."""
         return self.tp * self.pp * self.dp
+
+
+def sizes_of(config: Config, world_size: int) -> RankSizes:
+    """The number of ranks on each axis for these settings."""
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    return RankSizes(tp, pp, world_size // (tp * pp))
 
 
 def reduced_sizes(whole: RankSizes, max_ranks: int, *, hybrid: bool) -> list[RankSizes]:

@@ -27,6 +27,7 @@ from megatron.verification.prove import prove
 from tools.proofs.isolation import isolate
 from tools.proofs.report import Proof
 from tools.proofs.shrink import Reduced, shrink
+from tools.proofs.small_layout import sizes_of
 from tools.proofs.traces import compare, format_traces, read_whole
 
 
@@ -104,8 +105,8 @@ def vocabulary_of(data: DataConfig) -> int:
 
 def title_of(config: Config, world_size: int) -> str:
     """The layout in words: `tensor 2 x pipeline 2 x data 1`."""
-    tensor, stages = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    return f"tensor {tensor} x pipeline {stages} x data {world_size // (tensor * stages)}"
+    sizes = sizes_of(config, world_size)
+    return f"tensor {sizes.tp} x pipeline {sizes.pp} x data {sizes.dp}"
 
 
 def trace_of(observation: Observation) -> TraceRun:

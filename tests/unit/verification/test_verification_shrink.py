@@ -15,8 +15,8 @@ from megatron.config.rules import violations
 from megatron.spec.layers import LayerSpec, NormSpec, layers
 from megatron.verification.diagnosis import diagnose
 from megatron.verification.prove import prove
-from tools.proofs.shrink import Reduced, shrink, sizes_of
-from tools.proofs.small_layout import Pattern, RankSizes, pattern_of, reduced_pattern, reduced_sizes
+from tools.proofs.shrink import Reduced, shrink
+from tools.proofs.small_layout import Pattern, RankSizes, pattern_of, reduced_pattern, reduced_sizes, sizes_of
 from tools.proofs.small_model import Cuts, padded, padding_of, reduced_vocabulary
 
 COMMON = (
