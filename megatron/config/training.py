@@ -43,6 +43,10 @@ class TrainingConfig:
     manual_gc_interval: int = setting(0, at_least=0, unit="steps", acts=acts_with(manual_gc=True))
     """Steps between collections with --manual-gc; 0 collects only at evaluations and saves."""
 
+    def final_batch_size(self, data_size: int) -> int:
+        """Sequences in a step on so many data ranks, after any ramp-up: by default one microbatch on each."""
+        return self.global_batch_size or self.micro_batch_size * data_size
+
 
 LARGEST_LOSS_SCALE = 2.0**127  # the scale is a float32
 _DYNAMIC = acts_with(

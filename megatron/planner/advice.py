@@ -63,9 +63,9 @@ def _forwards(config: Config, world_size: int) -> int:
 
 def num_microbatches(config: Config, world_size: int) -> int:
     """Microbatches of each data rank in a step, after any ramp-up."""
-    ranks, micro = data_size(config, world_size), config.training.micro_batch_size
+    ranks = data_size(config, world_size)
     assert ranks is not None
-    return (config.training.global_batch_size or micro * ranks) // (micro * ranks)
+    return config.training.final_batch_size(ranks) // (config.training.micro_batch_size * ranks)
 
 
 def _idle_stages(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
@@ -91,7 +91,7 @@ def _idle_stages(config: Config, world_size: int, vocab_size: int) -> Iterator[s
 def _less_idle(config: Config, world_size: int, vocab_size: int) -> list[Change]:
     """More microbatches, more chunks or another order of them; each also with a split by work, where that gains something."""
     training, micro = config.training, config.training.micro_batch_size
-    whole = training.global_batch_size or micro * (data_size(config, world_size) or 1)
+    whole = training.final_batch_size(data_size(config, world_size) or 1)
     tried = [
         *(change(global_batch_size=whole * factor) for factor in (2, 4, 8, 16)),
         *(change(micro_batch_size=micro // part) for part in (2, 4, 8) if micro % part == 0),

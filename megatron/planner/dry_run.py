@@ -27,7 +27,7 @@ from megatron.planner.kinds import (
 from megatron.planner.peak import peak_activations, receive_plans, step_transfers
 from megatron.planner.plan import Job, Places, Plan, step_work
 from megatron.planner.state_report import layout_of
-from megatron.spec.counts import count_parameters
+from megatron.spec.counts import check_count
 from megatron.spec.layers import alike, layers
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import SCHEDULES, make_schedule
@@ -100,12 +100,8 @@ class _Planner:
                 found |= self._lay_out(same, model, context)
             finally:
                 disconnect()
-        parameters = count_parameters(config.model, self._vocab_size)
-        if sum(counted.values()) != parameters:
-            raise RuntimeError(
-                f"the stages together hold {sum(counted.values()):,} parameters, but the settings describe {parameters:,}: "
-                "a layer is lost or doubled"
-            )
+        parameters = sum(counted.values())
+        check_count(config.model, self._vocab_size, parameters, "the stages")
         attention = sorted({trace.attention for trace in self._traces.values() if trace.attention})
         return Plan(
             job=self._job(),

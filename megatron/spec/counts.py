@@ -23,6 +23,19 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
     return sum(weight.numel for weight in model_weights(model, vocab_size))
 
 
+def check_count(model: ModelConfig, vocab_size: int, held: int, holders: str) -> None:
+    """Check that so many parameters are all of the model.
+
+    Raises:
+        RuntimeError: they are not. The message names the holders.
+    """
+    expected = count_parameters(model, vocab_size)
+    if held != expected:
+        raise RuntimeError(
+            f"{holders} together hold {held:,} parameters, but the settings describe {expected:,}: a layer is lost or doubled"
+        )
+
+
 def layer_flops(model: ModelConfig) -> tuple[int, ...]:
     """Forward FLOPs of each layer for one token, averaged over a sequence that is one document."""
     products = _of_layers(model, lambda layer: 2 * sum(weight.numel for weight in _matrices(model, layer)))

@@ -74,7 +74,7 @@ class BatchSizePlan:
     def __init__(self, training: TrainingConfig, data_size: int, *, iteration: int = 0, consumed_samples: int = 0) -> None:
         self._training, self._data_size = training, data_size
         self._samples_per_microstep = training.micro_batch_size * data_size
-        self.final_global_batch_size = training.global_batch_size or self._samples_per_microstep
+        self.final_global_batch_size = training.final_batch_size(data_size)
         """Sequences in a step after any ramp-up."""
         self._stages = self._list_stages(_Stage(iteration, consumed_samples, self.global_batch_size(consumed_samples)))
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatron.checkpoint.global_tensor import dtype_name
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import LoggingConfig
@@ -27,7 +28,7 @@ from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
 from megatron.planner.advice import advice
 from megatron.planner.state_report import describe_state, state_report
-from megatron.spec.counts import count_parameters, kept_per_token
+from megatron.spec.counts import check_count, kept_per_token
 from megatron.spec.operations import Costs, Schedule
 from megatron.training.failure import together
 from megatron.training.progress import BatchSizePlan
@@ -68,11 +69,7 @@ def check_parameter_count(config: ModelConfig, vocab_size: int, shards: Sequence
     """
     mine = sum(placed.box.numel for shard in shards for placed in shard.counted_boxes(context))
     built = int(all_reduce(torch.tensor(mine, dtype=torch.int64, device=context.device), context.world))
-    expected = count_parameters(config, vocab_size)
-    if built != expected:
-        raise RuntimeError(
-            f"the ranks together hold {built:,} parameters, but the settings describe {expected:,}: a layer is lost or doubled"
-        )
+    check_count(config, vocab_size, built, "the ranks")
     return built
 
 
@@ -95,7 +92,7 @@ def describe(
         f"{topology.world_size} ranks on {context.device.type} ({context.backend or 'one process'}): "
         f"tensor {topology.tp} x pipeline {topology.pp} x data {topology.dp}"
         + (", sequence parallel" if model.sequence_parallel else ""),
-        f"model of {num_parameters:,} parameters in {_name(model.dtype)}, residual stream {_name(kept)}, "
+        f"model of {num_parameters:,} parameters in {dtype_name(model.dtype)}, residual stream {dtype_name(kept)}, "
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *format_layer_table(model.layer_table),
     ]
@@ -140,10 +137,6 @@ def _describe_pipeline(schedule: Schedule, model: Model, micro_batch_size: int, 
     peaks = peak_kept(schedule, [token_bytes * numbers for numbers in kept])
     if most := max(peaks):
         yield f"the weight gradients that it puts off keep at most {most / 2**20:,.1f} MiB on a rank (stage {peaks.index(most)})"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def make_timers(config: LoggingConfig, context: ParallelContext) -> Timers:

@@ -10,6 +10,7 @@ from megatron.audit.reductions import OwnGradients, audit
 from megatron.audit.replicas import Replicas, copies_held, raise_audit
 from megatron.audit.signature import TraceRecorder
 from megatron.audit.trace_file import TraceHeader, TraceStep, TraceWriter
+from megatron.checkpoint.global_tensor import dtype_name
 from megatron.config.config import Config
 from megatron.config.save import to_dict
 from megatron.model.gpt import ModelInputs
@@ -139,7 +140,7 @@ class Tracing(Watcher):
                     settings=to_dict(config),
                     layout={axis: context.topology.size(axis) for axis in ("tp", "cp", "dp", "pp")},
                     layers=[(chunk.stage, list(chunk.layers)) for chunk in model.layer_table],
-                    dtype=str(model.dtype).removeprefix("torch."),
+                    dtype=dtype_name(model.dtype),
                     torch=torch.__version__,
                     vocab_size=model.vocab_size,
                     parameters={name: list(record.shape) for name, record in records.items()},

@@ -53,7 +53,7 @@ def prove(
     vocab_size = embedding_rows(tokenizer, data)
     data_size = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     micro, ramp = config.training.micro_batch_size, config.training.rampup_batch_size
-    several = (ramp[0] if ramp else config.training.global_batch_size or micro * data_size) > micro
+    several = (ramp[0] if ramp else config.training.final_batch_size(data_size)) > micro
     samples = RandomSamples(_SAMPLES_SEED, config.model.seq_length, vocab_size, tokenizer.eod, micro, empty_masks=several)
     held_out = dataclasses.replace(samples, seed=_HELD_OUT_SEED)
     start = random_weights(reference_shape(config.model, vocab_size), _START_SEED)

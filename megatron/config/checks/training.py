@@ -104,7 +104,7 @@ def samples_fill_a_step(config: Config, world_size: int) -> Iterator[Finding]:
     if training.train_samples is None or ranks is None:
         return
     ramp = training.rampup_batch_size
-    batch = ramp[0] if ramp else training.global_batch_size or training.micro_batch_size * ranks
+    batch = ramp[0] if ramp else training.final_batch_size(ranks)
     if training.train_samples < batch:
         message = f"--train-samples {training.train_samples} is less than one step of {batch} sequences."
         yield Finding(message, [change(train_samples=batch)])
