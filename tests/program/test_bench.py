@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +15,7 @@ from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.cli import ROOT, spawn_cli
+from tests.support.warm_python import warm_python
 from tools.benchmarks import bubble, overlap
 from tools.benchmarks.bubble import Result, misses
 from tools.benchmarks.shapes import Shape
@@ -142,7 +142,7 @@ def test_checkpoint_compares_saves_and_loads_with_plain_ones(tmp_path: Path) -> 
 
 def test_executor_gives_a_cost_for_each_operation_from_any_folder(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, str(ROOT / "tools/bench.py"), "executor", "--pairs", "1", "--start-sizes", "2x3"]
+    command = [warm_python(), str(ROOT / "tools/bench.py"), "executor", "--pairs", "1", "--start-sizes", "2x3"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert not done.stderr
     operations = dict(re.findall(r"^(\S+) +\d+ +(\d+) +\d+\.\d us +\d+\.\d us +-?\d+\.\d us", done.stdout, re.MULTILINE))

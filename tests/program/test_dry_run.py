@@ -65,7 +65,7 @@ def test_a_job_of_3072_ranks_on_a_laptop(tmp_path: Path, full: bool) -> None:
     tests/program/test_examples.py plans all 512 microbatches of such a job in any case.
     """
     file = tmp_path / "plan.json"
-    settings = TRILLION if full else {**TRILLION, "global_batch_size": 6 * 128}
+    settings = TRILLION if full else {**TRILLION, "global_batch_size": 6 * 64}
     argv = arguments(**settings, train_iters=1, dry_run=True, world_size=3072, dry_run_json=file)
     (done,) = launch(argv, before=lambda _: resource.setrlimit(resource.RLIMIT_DATA, (2 * 10**9,) * 2), timeout=240)
     assert done.code == 0, done.stderr

@@ -34,7 +34,7 @@ def test_a_line_is_refused_or_trains_as_one_process_does(number: int) -> None:
 def test_most_lines_can_be_run_and_everything_is_drawn() -> None:
     """Or the proof above would be of little."""
     drawn: list[Config] = []
-    lines = [line_of(number) for number in range(150)]
+    lines = [line_of(number) for number in range(120)]
     for line in lines:
         with contextlib.suppress(ConfigError):
             drawn.append(load(line.argv, line.world_size).config)

@@ -68,12 +68,12 @@ def write_program(path: Path, text: str) -> None:
 
 SMALLER = """#!/usr/bin/env bash
 case "$*" in
-    *pretrain_gpt.py*) set -- "$@" --num-layers 2 --hidden-size 32 --seq-length 32 --global-batch-size 4 --eval-iters 1 ;;
+    *pretrain_gpt.py*) set -- "${{@/#8/4}}" --num-layers 2 --hidden-size 32 --seq-length 32 --global-batch-size 4 --eval-iters 1 ;;
     *train_tokenizer.py*) set -- "$@" --max-bytes 300000 ;;
 esac
 exec {python} "$@"
 """
-"""A python that makes the quick start's model and vocabulary small. .ci/run runs all of it in a fresh clone."""
+"""A python that makes the quick start's model and vocabulary small, and its processes four. .ci/run runs all in a fresh clone."""
 
 
 def quick_start(command: str, folder: Path, full: bool) -> None:

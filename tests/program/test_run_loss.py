@@ -20,7 +20,7 @@ from tests.support.model_styles import STYLES
 from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, mean_loss, train
 from tests.support.runs import TINY, arguments, read_metrics, run, saved_tensors
 
-STEPS, EVAL_ITERS = 3, 1
+STEPS, EVAL_ITERS = 2, 1
 SEED, EOD, VOCABULARY = 1234, 256, 257
 
 SHAPES: dict[str, ReferenceShape] = {
@@ -89,7 +89,7 @@ def reference(
 def test_the_masks_are_unequal(prefix: str) -> None:
     """Else a mean of means would pass for the mean."""
     counts = {int(mask[i : i + 2].sum()) for _, _, mask in _batches(prefix, 0, STEPS) for i in range(0, len(mask), 2)}
-    assert len(counts) > 3 and min(counts) < 0.9 * max(counts)
+    assert len(counts) > 3 and min(counts) <= 0.9 * max(counts)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -22,7 +22,7 @@ from tests.support.runs import (
     timeless,
 )
 
-STEPS, STOP = 9, 6
+STEPS, STOP = 6, 4
 
 EVERYTHING = {
     "train_iters": STEPS,
@@ -46,17 +46,17 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"bf16": True},
     # The first steps overflow. At the stop one more step without overflow lets the scale grow.
-    "float16, growing": {"fp16": True, "loss_scale_window": 3, "hysteresis": 3},
+    "float16, growing": {"fp16": True, "loss_scale_window": 3, "hysteresis": 2},
     # Two overflows are made, one on either side of the stop. The scale shrinks at the second only if the first is remembered.
     "float16, shrinking": {"fp16": True, "initial_loss_scale": 2**14, "hysteresis": 2},
 }
 SCALER_AT_STOP = {
     "float16, growing": {"clean_steps": 2, "hysteresis_left": 0},
-    "float16, shrinking": {"clean_steps": 3, "hysteresis_left": 1},
+    "float16, shrinking": {"clean_steps": 2, "hysteresis_left": 1},
 }
 # Partial sums of two tensor ranks overflow earlier than the whole.
-GROWING_SCALE = {1: 2**22, 4: 2**20}
-OVERFLOWS = (3, STOP + 1)
+GROWING_SCALE = {1: 2**21, 4: 2**19}
+OVERFLOWS = (2, STOP + 1)
 
 LAYOUTS = {
     1: {},

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 import megatron.data_parallel.fsdp  # noqa: F401  # imported here once, not in every forked rank
+from megatron.audit.trace_file import read_trace
+from tests.program.test_audit_trace import assert_same
 from tests.support.equality import assert_equal_tensors
 from tests.support.runs import arguments, run, saved_tensors, timeless
 
 STEPS = 2
 BASE: dict[str, Any] = {
     "fp64": True,
-    "num_layers": 4,
     "train_iters": STEPS,
     "lr_decay_style": "cosine",
     "eval_iters": 1,
@@ -27,7 +28,7 @@ BASE: dict[str, Any] = {
 }
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-STAGED = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
+STAGED = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1, "num_layers": 4}
 ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -39,7 +40,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"data_parallel_sharding_strategy": "optim_grads", **STAGED, "pipeline_schedule": "zb-h1", "use_tp_pp_dp_mapping": True},
     ),
-    "optim_grads_params": (4, ZERO3),
+    "optim_grads_params": (2, ZERO3),
     "optim_grads_params, tensor": (4, {**ZERO3, **SPLIT}),
     "optim_grads_params, pipeline": (4, {**ZERO3, **STAGED, "num_virtual_stages_per_pipeline_rank": 2}),
     "optim_grads_params, never": (2, {**ZERO3, "fsdp_reshard_after_forward": "never"}),
@@ -47,15 +48,24 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "host memory": (2, {"data_parallel_sharding_strategy": "optim_grads", "optimizer_cpu_offload": True, **OVERLAP}),
     "half in host memory": (2, {**ZERO3, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}),
 }
+TRACED = (
+    "distributed optimizer, tensor",
+    "optim_grads, ranks of a pipeline side by side",
+    "optim_grads_params, replicas",
+    "half in host memory",
+)
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run of one process."""
-    folder = tmp_path_factory.mktemp("one")
-    said = run(arguments(**BASE, save=folder, metrics_file=folder / "metrics"))
-    (folder / "said").write_text(said)
-    return folder
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Folders of runs of one process, by the number of layers."""
+    folders = {}
+    for layers in (2, 4):
+        folders[layers] = folder = tmp_path_factory.mktemp("one")
+        files = {"save": folder, "metrics_file": folder / "metrics", "save_trace": folder / "trace"}
+        said = run(arguments(**BASE, num_layers=layers, **files))
+        (folder / "said").write_text(said)
+    return folders
 
 
 def told(said: str) -> list[str]:
@@ -64,19 +74,25 @@ def told(said: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_losses_are_those_of_one_process(one_process: Path, tmp_path: Path, name: str) -> None:
-    """As printed, and in full digits; so are norms, and the weights."""
+def test_losses_are_those_of_one_process(one_process: dict[int, Path], tmp_path: Path, name: str) -> None:
+    """As printed, and in full digits; so are norms, the weights, and of some the traces."""
     world_size, flags = RUNS[name]
-    said = run(arguments(**{**BASE, **flags}, save=tmp_path, metrics_file=tmp_path / "metrics"), world_size)
-    expected = told((one_process / "said").read_text())
+    alone = one_process[flags.get("num_layers", 2)]
+    files = {"save": tmp_path, "metrics_file": tmp_path / "metrics", "save_trace": tmp_path / "trace" if name in TRACED else None}
+    said = run(arguments(**{**BASE, **flags}, **files), world_size)
+    expected = told((alone / "said").read_text())
     assert len(expected) >= STEPS + 2 and told(said) == expected
-    lines, wanted = timeless(tmp_path / "metrics"), timeless(one_process / "metrics")
+    lines, wanted = timeless(tmp_path / "metrics"), timeless(alone / "metrics")
     assert len(lines) == len(wanted)
     for line, other in zip(lines, wanted, strict=True):
         assert line.keys() == other.keys()
         for what, number in other.items():
             assert line[what] == pytest.approx(number, rel=1e-10), what
-    assert_equal_tensors(saved_tensors(tmp_path, STEPS), saved_tensors(one_process, STEPS), what="weights")
+    assert_equal_tensors(saved_tensors(tmp_path, STEPS), saved_tensors(alone, STEPS), what="weights")
+    if name in TRACED:
+        (found,), (expected_trace,) = read_trace(tmp_path / "trace"), read_trace(alone / "trace")
+        assert_same(found, expected_trace)
+        assert found.header.parameters == expected_trace.header.parameters
 
 
 def test_zeros_of_the_gradient_are_counted_once(tmp_path: Path) -> None:
@@ -84,7 +100,13 @@ def test_zeros_of_the_gradient_are_counted_once(tmp_path: Path) -> None:
     flags = {"untie_embeddings_and_output_weights": True, "vocab_size": 500, "log_num_zeros_in_grad": True, "fp64": True}
     found = []
     for number, strategy in enumerate(("no_shard", "no_shard", "optim", "optim_grads", "optim_grads_params")):
-        settings = {**flags, "train_iters": 1, "ddp_bucket_size": 5000, "data_parallel_sharding_strategy": strategy}
+        settings = {
+            **flags,
+            "train_iters": 1,
+            "global_batch_size": 4,
+            "ddp_bucket_size": 5000,
+            "data_parallel_sharding_strategy": strategy,
+        }
         split = SPLIT if number else {}
         run(arguments(**settings, **split, metrics_file=tmp_path / str(number)), 4 if number else 1)
         found.append(timeless(tmp_path / str(number))[0]["num_zeros"])
