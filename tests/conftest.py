@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 # Before torch is imported: thread pools that exist would be broken in the forked ranks, and a process
 # that has touched CUDA cannot be forked at all. Set CUDA_VISIBLE_DEVICES to let tests see a GPU.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+# Whatever the environment says: else each worker would rewrite and compile all test files anew in each run, which is half of their
+# collection, and programs that tests start the framework's files.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Until all tests are collected: imports make objects that stay, and looking through them again and again finds nothing to free.
 gc.disable()
@@ -46,7 +52,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """From here on memory is looked through again, but for what is there now: neither tests nor forked ranks visit it."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -146,6 +146,7 @@ def flags() -> dict[str, Flag]:
     return {flag.name: flag for flag in found}
 
 
+@functools.cache
 def flag_for(field: str) -> Flag:
     """The flag that sets a field."""
     return flags()[field.replace("_", "-")]

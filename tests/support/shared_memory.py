@@ -279,8 +279,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Give a tensor to one rank."""
         (tensor,) = tensors
         self._note("send", tensor, 1)
-        copy = self._to_one[self._rank][target].give(tag, tensor, self._timeout)
-        return _Call([(tensor, copy)] if tensor.numel() else [], lambda: True, lambda: None)
+        copy = _bytes(tensor).clone()  # what the box holds is written over as soon as the other has read it
+        self._to_one[self._rank][target].give(tag, tensor, self._timeout)
+        return _Call([(tensor, copy)], lambda: True, lambda: None)
 
     def recv(self, tensors: Any, source: int, tag: int) -> dist.Work:  # type: ignore[override]
         """Take the next tensor of one rank."""

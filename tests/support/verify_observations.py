@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from megatron.config.cli import load
+from megatron.config.config import Config
 from megatron.verification.comparison import ProofFinding
 from megatron.verification.diagnosis import Diagnosis, diagnose
 from megatron.verification.observation import Observation, RankObservation, TensorPart
 from megatron.verification.prove import prove
+from tests.support.warm import run_warm_ranks
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --ffn-hidden-size 12 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1e-2 "
@@ -25,10 +29,20 @@ STAGES = "--pipeline-model-parallel-size 2"
 DATA = ""
 
 
+def prove_warm(config: Config, world_size: int, *, steps: int | None = None, dropout: bool = True) -> Observation:
+    """`prove`, on ranks that stay (so nothing may be patched for them) and with the reference in this process."""
+
+    def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: float, init: bool = True) -> list[Any]:
+        return run_warm_ranks(world_size, function, *args, timeout=timeout) if init else [function(0, *args)]
+
+    with patch("megatron.verification.prove.run_ranks", run):
+        return prove(config, world_size, steps=steps, dropout=dropout)
+
+
 @functools.cache
 def _observed(flags: str, world_size: int) -> Observation:
     config = load([*FLAGS.split(), *flags.split()], world_size).config
-    return prove(config, world_size, steps=2)
+    return prove_warm(config, world_size, steps=2)
 
 
 def observed(flags: str = TENSOR) -> Observation:

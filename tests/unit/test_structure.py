@@ -9,7 +9,7 @@ import inspect
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -68,18 +68,29 @@ WITHOUT_TORCH = [
 
 
 @functools.cache
-def tree(file: Path) -> ast.Module:
-    return ast.parse((ROOT / file).read_text())
+def nodes(file: Path) -> Sequence[ast.AST]:
+    """Its whole tree, the module first."""
+    return [*ast.walk(ast.parse((ROOT / file).read_text()))]
 
 
-def imports(node: ast.AST) -> Iterator[str]:
+@pytest.fixture(scope="module", autouse=True)
+def _trees_are_dropped() -> Iterator[None]:
+    """At the end: they are millions of objects, which every search for cycles in later tests would visit."""
+    yield
+    nodes.cache_clear()
+
+
+@functools.cache
+def imports(file: Path) -> Sequence[str]:
     """Modules that a file imports, anywhere in it."""
-    for child in ast.walk(node):
+    found: list[str] = []
+    for child in nodes(file):
         if isinstance(child, ast.Import):
-            yield from (alias.name for alias in child.names)
+            found += (alias.name for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, "imports are absolute"
-            yield child.module or ""
+            found.append(child.module or "")
+    return found
 
 
 def test_there_is_something_to_read() -> None:
@@ -90,7 +101,7 @@ def test_there_is_something_to_read() -> None:
 def test_megatron_is_a_namespace_package_of_rooms() -> None:
     assert not (MEGATRON / "__init__.py").exists()
     for room in ABOVE:
-        body = tree(Path("megatron", room, "__init__.py")).body
+        body = [*ast.iter_child_nodes(nodes(Path("megatron", room, "__init__.py"))[0])]
         assert len(body) == 1 and isinstance(body[0], ast.Expr), f"{room}/__init__.py is one docstring"
 
 
@@ -98,7 +109,7 @@ def test_imports_go_one_way() -> None:
     wrong = []
     for file in FILES:
         room = file.parts[1]
-        for module in imports(tree(file)):
+        for module in imports(file):
             top, _, rest = module.partition(".")
             other = rest.partition(".")[0]
             if (str(file), module) == READS_CHECKPOINTS:
@@ -115,7 +126,7 @@ def path_of(module: str) -> Path:
 
 def within(file: Path, files: set[Path]) -> bool:
     """Whether a file imports nothing of ours but these."""
-    return all(path_of(module) in files for module in imports(tree(file)) if module.startswith("megatron"))
+    return all(path_of(module) in files for module in imports(file) if module.startswith("megatron"))
 
 
 def test_spec_lies_between_the_settings_and_their_rules() -> None:
@@ -126,7 +137,7 @@ def test_spec_lies_between_the_settings_and_their_rules() -> None:
         below -= above
     for file in FILES:
         module = ".".join(file.with_suffix("").parts)
-        for imported in imports(tree(file)):
+        for imported in imports(file):
             if file.parts[1] == "spec" and imported.startswith("megatron.config") and imported not in SETTINGS:
                 wrong.append(f"{file} imports {imported}")
             if module in SETTINGS and imported.startswith("megatron.spec") and path_of(imported) not in below:
@@ -158,28 +169,28 @@ def test_class_names_are_unique() -> None:
     """One word, one thing."""
     files: dict[str, list[str]] = {}
     for file in FILES:
-        for node in ast.walk(tree(file)):
+        for node in nodes(file):
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name, []).append(str(file))
     assert not {name: found for name, found in files.items() if len(found) > 1}
 
 
-def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
+def docstrings(file: Path) -> Iterator[tuple[int, str]]:
     """Line and text of each, those below attributes too."""
-    for child in ast.walk(node):
+    for child in nodes(file):
         if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant) and isinstance(child.value.value, str):
             yield child.lineno, child.value.value.strip()
 
 
 def test_docstrings_say_what_a_thing_is() -> None:
     """Not only what it belongs to: a reader who begins there would have to guess the noun."""
-    found = [f"{file}:{line}" for file in FILES for line, text in docstrings(tree(file)) if text.startswith(("Of ", "Likewise"))]
+    found = [f"{file}:{line}" for file in FILES for line, text in docstrings(file) if text.startswith(("Of ", "Likewise"))]
     assert not found, f"begin with a noun at {found}"
 
 
-def calls(node: ast.AST) -> Iterator[ast.Call]:
+def calls(file: Path) -> Iterator[ast.Call]:
     """Every call."""
-    return (child for child in ast.walk(node) if isinstance(child, ast.Call))
+    return (child for child in nodes(file) if isinstance(child, ast.Call))
 
 
 def names_a_device(argument: ast.expr) -> bool:
@@ -195,7 +206,7 @@ def test_no_device_is_hard_wired() -> None:
     for file in FILES:
         if file.parts[1] == "config" or str(file) == "megatron/parallel/context.py":
             continue
-        for call in calls(tree(file)):
+        for call in calls(file):
             method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
             if method == "replace":  # the name of a setting
                 continue
@@ -212,7 +223,7 @@ def test_parallel_state_is_passed_on() -> None:
     """Ranks and world sizes are asked of the context; process groups are no globals of a module."""
     found = set()
     for file in FILES:
-        for node in ast.walk(tree(file)):
+        for node in nodes(file):
             if isinstance(node, ast.Attribute) and node.attr in ("get_rank", "get_world_size"):
                 found.add(f"{file} {node.attr}")
             if isinstance(node, ast.Global) and file.parts[1] != "data":
@@ -229,7 +240,7 @@ def test_the_groups_of_data_and_of_gradients_are_named() -> None:
     for path in [*MEGATRON.rglob("*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("*.py")]:
         if path == MEGATRON / "parallel" / "topology.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path.relative_to(ROOT)):
             written = node.elts if isinstance(node, ast.Tuple | ast.List) else node.args if isinstance(node, ast.Call) else []
             axes = [argument.value for argument in written if isinstance(argument, ast.Constant)]
             if axes in (["cp", "dp"], ["dp", "cp"], ["tp", "cp", "dp"]):
@@ -257,7 +268,7 @@ def last_name(node: ast.expr) -> str:
 def read_of_settings(file: Path) -> set[str]:
     """Names read as `config.name`, `training.name`, `self._optimizer.name`: of something called as a topic is."""
     topics = {"config", *(topic.name for topic in dataclasses.fields(Config))}
-    attributes = (node for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute))
+    attributes = (node for node in nodes(file) if isinstance(node, ast.Attribute))
     return {node.attr for node in attributes if isinstance(node.ctx, ast.Load) and last_name(node.value) in topics}
 
 

@@ -187,8 +187,11 @@ def shown(config: Config, field: str) -> str:
 
 def in_range(config: Config, field: str) -> bool:
     """Whether a setting is no number, not given, or in its range. (0 stands for what is required and was not given.)"""
-    value, interval = value_of(config, field), flag_for(field).facts.interval
-    return interval is None or value is None or all(map(interval.holds, value if isinstance(value, tuple) else (value,)))
+    interval = flag_for(field).facts.interval
+    if interval is None:
+        return True
+    value = value_of(config, field)
+    return value is None or all(map(interval.holds, value if isinstance(value, tuple) else (value,)))
 
 
 @functools.lru_cache(maxsize=1024)

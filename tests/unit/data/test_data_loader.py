@@ -251,7 +251,7 @@ loader = StepLoader(Source(), DocumentRules(1), lambda batch: batch.tokens.shape
 print(next(loader))
 reached.wait()
 """
-    done = spawn_cli(["-c", script.replace("HANG", hang)], None, timeout=60)
+    done = spawn_cli(["-c", script.replace("HANG", hang)], None, timeout=60, fresh=True)
     assert (done.returncode, done.stdout) == (0, f"[(4, 3), (4, 3)]\n{left}\n"), done.stderr
 
 

@@ -80,7 +80,8 @@ def test_any_text_comes_back(exact: dict[str, Tokenizer], kind: str, text: str) 
 @pytest.mark.parametrize("kind", ["bytes", "GPT-2", "bpe", "unigram"])
 def test_long_blanks_come_back(exact: dict[str, Tokenizer], kind: str) -> None:
     """tiktoken alone gives up at a million blanks in a row."""
-    text = "a" + " " * 600_000 + "\n" * 600_000 + "b'll  c"
+    count = 600_000 if kind == "GPT-2" else 60_000
+    text = "a" + " " * count + "\n" * count + "b'll  c"
     assert exact[kind].decode(exact[kind].encode(text)) == text
 
 

@@ -23,7 +23,7 @@ TOPOLOGIES = [
     Topology(tp=4),
     Topology(pp=4),
     Topology(dp=3),
-    Topology(dp=100),
+    Topology(dp=20),
     Topology(tp=2, pp=2, dp=2),
     Topology(tp=2, pp=2, dp=2, pp_before_dp=True),
 ]
@@ -165,7 +165,7 @@ def test_each_element_counts_once_in_the_world(topology: Topology, config: Model
         context = lone_rank(topology, rank)
         model = build(context, config, sequence_parallel=True, materialized=False)
         for sharding in ("no_shard", "optim", "optim_grads"):
-            for group in buckets_of(model, context, 3000, sharding=sharding).groups:
+            for group in buckets_of(model, context, 1000, sharding=sharding).groups:  # of 17 slices at most
                 totals[sharding] += sum(placed.box.numel for shard in group.shards for placed in shard.counted_boxes(context))
     assert len(totals) == 3 and {*totals.values()} == {count_parameters(config, VOCAB)}
 

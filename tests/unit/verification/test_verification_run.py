@@ -18,6 +18,7 @@ from megatron.verification.diagnosis import diagnose
 from megatron.verification.observation import Observation
 from megatron.verification.prove import prove
 from megatron.verification.random_samples import RandomSamples
+from tests.support.verify_observations import prove_warm
 
 BASIS = {
     "num-layers": "2",
@@ -74,7 +75,7 @@ CASES: dict[str, tuple[int, str, dict[str, str | None]]] = {
 @functools.cache
 def observed(case: str) -> Observation:
     world_size, flags, changes = CASES[case]
-    return prove(config_of(world_size, flags, **changes), world_size)
+    return prove_warm(config_of(world_size, flags, **changes), world_size)
 
 
 @pytest.fixture(params=list(CASES))
@@ -142,7 +143,7 @@ def test_what_is_replaced_is_said() -> None:
 
 
 def test_steps_end_a_longer_run() -> None:
-    observation = prove(config_of(1, train_iters="1000"), 1, steps=2, dropout=False)
+    observation = prove_warm(config_of(1, train_iters="1000"), 1, steps=2, dropout=False)
     assert [step.iteration for step in observation.ranks[0].steps] == [1, 2] and diagnose(observation).equal
     assert observation.config.model.hidden_dropout == 0.0
 

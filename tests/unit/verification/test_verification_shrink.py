@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 from itertools import product
 
@@ -14,7 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.rules import violations
 from megatron.spec.layers import LayerSpec, NormSpec, layers
 from megatron.verification.diagnosis import diagnose
-from megatron.verification.prove import prove
+from tests.support.verify_observations import prove_warm
 from tools.proofs.shrink import Reduced, shrink
 from tools.proofs.small_layout import Pattern, RankSizes, pattern_of, reduced_pattern, reduced_sizes, sizes_of
 from tools.proofs.small_model import Cuts, padded, padding_of, reduced_vocabulary
@@ -26,6 +27,7 @@ COMMON = (
 """Of a model of 175 billion parameters."""
 
 
+@functools.cache
 def config_of(world_size: int, flags: str, common: str = COMMON) -> Config:
     """Common settings, with those of `flags` in the place of the same ones."""
     own = shlex.split(flags)
@@ -38,6 +40,7 @@ def config_of(world_size: int, flags: str, common: str = COMMON) -> Config:
     return load([*rest, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50256", *own], world_size).config
 
 
+@functools.cache
 def shrunk(world_size: int, flags: str, vocab_size: int = 50257, **limits: int) -> list[Reduced]:
     """Of `COMMON` with some flags."""
     found = shrink(config_of(world_size, flags), world_size, vocab_size, **limits)
@@ -194,7 +197,7 @@ def test_layers_of_every_kind_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("tools.proofs.small_layout.layers", every_sixth)
     for case in ("3D", "interleaved", "balanced", "by hand", "sharded in copies"):
-        for each in shrunk(*CASES[case]):
+        for each in shrunk.__wrapped__(*CASES[case]):
             assert len(set(every_sixth(each.config.model))) == 2, (case, each.changed)
             assert each.config.model.num_layers <= 12, (case, each.changed)
 
@@ -309,7 +312,7 @@ def test_several_buckets_stay_several() -> None:
 def test_small_settings_run(case: str) -> None:
     world_size, flags = CASES[case]
     for each in shrunk(world_size, flags, max_ranks=4, steps=2)[:1]:
-        found = diagnose(prove(each.config, each.world_size))
+        found = diagnose(prove_warm(each.config, each.world_size))
         assert found.equal, found.findings
 
 
