@@ -1,15 +1,17 @@
 """Faults planted in the source of modules, in a forked child that imports them anew.
 
-The child has torch already, and what has no fault comes from compiled files: a fault costs what the program itself costs.
+The child has torch already, and of ours all modules that have nothing to do with a fault; their users come from compiled files.
 Nothing is copied, and this process keeps the modules that it has.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -42,6 +44,7 @@ def run_with_faults(module: str, argv: Sequence[str], replaced: Sequence[Replace
         TimeoutError: the child was not done in time; it is killed.
     """
     sources = faulty_sources(replaced)
+    users = _users_of({_name_of(path) for path in sources})
     with tempfile.TemporaryFile() as output:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -50,7 +53,7 @@ def run_with_faults(module: str, argv: Sequence[str], replaced: Sequence[Replace
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork beside a thread
             child = os.fork()
         if child == 0:
-            _live(parent, output.fileno(), module, argv, sources)
+            _live(parent, output.fileno(), module, argv, sources, users)
         status = _wait(child, timeout)
         output.seek(0)
         return status, output.read().decode()
@@ -65,6 +68,29 @@ def faulty_sources(replaced: Sequence[Replaced]) -> dict[Path, str]:
         assert len(holders) == 1, f"the text that a fault replaces stands {len(holders)} times in megatron/: {old}"
         found[holders[0]] = found.get(holders[0], texts[holders[0]]).replace(old, new)
     return found
+
+
+@functools.cache
+def _imported() -> dict[str, set[str]]:
+    """The modules of ours that the source of each of them imports, anywhere in it."""
+    statement = re.compile(r"^\s*(?:from ([\w.]+) import (\([^)]*\)|.*)|import ([\w.]+))", re.MULTILINE)
+    found: dict[str, set[str]] = {}
+    for path in (path for package in _PACKAGES for path in (ROOT / package).rglob("*.py")):
+        names = found[_name_of(path)] = set()
+        for package, members, module in statement.findall(path.read_text()):
+            names |= {package or module, *(f"{package}.{member}" for member in re.findall(r"\w+", members))}
+    return found
+
+
+def _name_of(path: Path) -> str:
+    """Of the module that a file is."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _users_of(faulty: set[str]) -> set[str]:
+    """These modules, and all that import one of them or of their users."""
+    users = {name for name, imported in _imported().items() if not imported.isdisjoint(faulty)}
+    return faulty if users <= faulty else _users_of(faulty | users)
 
 
 class _FaultFinder(importlib.abc.MetaPathFinder):
@@ -95,8 +121,13 @@ class _FaultLoader(importlib.machinery.SourceFileLoader):
         return compile(self._source, self.path, "exec", dont_inherit=True)
 
 
-def _live(parent: int, output: int, module: str, argv: Sequence[str], sources: dict[Path, str]) -> NoReturn:
-    """Life of the child."""
+def _live(parent: int, output: int, module: str, argv: Sequence[str], sources: dict[Path, str], users: set[str]) -> NoReturn:
+    """Life of the child.
+
+    Args:
+        sources: that have a fault.
+        users: modules that are imported anew.
+    """
     status = 70
     try:
         os.setpgid(0, 0)
@@ -105,7 +136,9 @@ def _live(parent: int, output: int, module: str, argv: Sequence[str], sources: d
         os.dup2(output, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)  # pytest has its own
         torch.set_num_threads(1)
-        for name in [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]:
+        for name in sorted(users & {*sys.modules}, reverse=True):
+            package, _, last = name.rpartition(".")
+            vars(sys.modules[package]).pop(last, None)  # or `from package import last` would find it there
             del sys.modules[name]
         sys.meta_path.insert(0, _FaultFinder(sources))
         status = importlib.import_module(module).main(argv)
