@@ -83,7 +83,7 @@ def _imported() -> dict[str, set[str]]:
 
 
 def _name_of(path: Path) -> str:
-    """Of the module that a file is."""
+    """The dotted name of the module in a file."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
