@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,16 +21,12 @@ from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values,
 from tests.unit.checkpoint.test_checkpoint_tiling import cut_tensors
 
 
-def weight(index: int, seed: int) -> int:
+def weight(index: Any, seed: int) -> Any:
+    """The weight of a number; also of each in an array of 64-bit ones."""
     h = (index ^ seed * 0x9E3779B9) & 0xFFFFFFFF
     h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
     return (h ^ h >> 16) | 1
-
-
-@functools.cache
-def weights(count: int, seed: int) -> list[int]:
-    return [weight(index, seed) for index in range(count)]
 
 
 def by_definition(tensor: torch.Tensor) -> Sums:
@@ -79,11 +76,11 @@ def test_blocks_of_the_usual_size(dtype: str) -> None:
         whole = Box.whole(shape)
         unit = np.frombuffer(bytes_of(tensor), "<u2" if DTYPES[dtype].itemsize == 2 else "<u4").astype(np.uint64)
         matrix = (unit ^ unit >> np.uint64(16)).reshape(int(np.prod(shape[:-1])), -1)
-        rows = sum(weight * total for weight, total in zip(weights(len(matrix), 0), matrix.sum(axis=1).tolist(), strict=True))
-        columns = sum(
-            weight * total for weight, total in zip(weights(matrix.shape[1], 1), matrix.sum(axis=0).tolist(), strict=True)
+        rows, columns = (
+            int((weight(np.arange(matrix.shape[axis], dtype=np.uint64), axis) * matrix.sum(axis=1 - axis)).sum()) % 2**32
+            for axis in (0, 1)
         )
-        assert content_sums(bytes_of(tensor), dtype, whole, shape) == Sums(rows % 2**32, columns % 2**32)
+        assert content_sums(bytes_of(tensor), dtype, whole, shape) == Sums(rows, columns)
 
 
 @given(st.data(), st.sampled_from(sorted(DTYPES)))

@@ -20,7 +20,7 @@ from tests.support.rule_cases import PIPELINE_RULES, check_suggestions, config_o
 
 VOCABULARY = 100
 
-many = hypothesis.settings(max_examples=max(200, hypothesis.settings().max_examples))
+many = hypothesis.settings(max_examples=max(100, hypothesis.settings().max_examples))
 """Each example is quick, and the settings have many combinations."""
 
 

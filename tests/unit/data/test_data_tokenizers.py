@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
@@ -65,7 +65,6 @@ def exact(trained: ByteBPETokenizer, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize("kind", ["bytes", "GPT-2", "bpe", "unigram"])
-@settings(max_examples=80, deadline=None)
 @given(text=any_text)
 def test_any_text_comes_back(exact: dict[str, Tokenizer], kind: str, text: str) -> None:
     tokenizer = exact[kind]

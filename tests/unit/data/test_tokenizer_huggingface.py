@@ -27,7 +27,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HuggingFaceTo
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=60, deadline=None)
 @given(text=any_text)
 def test_any_text_comes_back(trained: dict[str, HuggingFaceTokenizer], style: Style, text: str) -> None:
     tokenizer = trained[style]
@@ -38,7 +37,6 @@ def test_any_text_comes_back(trained: dict[str, HuggingFaceTokenizer], style: St
     assert tokenizer.decode([*ids, tokenizer.eod]) == (unicodedata.normalize("NFC", text) if style == "qwen2" else text)
 
 
-@settings(max_examples=60, deadline=None)
 @given(text=any_text)
 def test_gpt2_style_follows_the_merges(trained: dict[str, HuggingFaceTokenizer], text: str) -> None:
     expected: list[int] = []
@@ -134,7 +132,7 @@ def is_old(character: str) -> bool:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=max(60, settings().max_examples))
 @given(text=any_text)
 def test_any_text_has_the_librarys_ids(library: dict[str, tuple[Any, HuggingFaceTokenizer]], style: Style, text: str) -> None:
     theirs, ours = library[style]

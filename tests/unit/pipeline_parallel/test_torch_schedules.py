@@ -68,25 +68,27 @@ def run(name: str, stages: int, microbatches: int) -> Order:
     return done
 
 
-@pytest.mark.parametrize("stages, microbatches", SIZES)
 @pytest.mark.parametrize("name", RUN)
-def test_whole_backwards(name: str, stages: int, microbatches: int) -> None:
-    if name == "1f1b" and microbatches < stages:
-        with pytest.raises(ValueError, match="must be greater than or equal to the number of stages"):
-            run(name, stages, microbatches)
-    else:
-        assert run(name, stages, microbatches) == order(make_schedule(name, stages, microbatches))
+def test_whole_backwards(name: str) -> None:
+    for stages, microbatches in SIZES:
+        if name == "1f1b" and microbatches < stages:
+            with pytest.raises(ValueError, match="must be greater than or equal to the number of stages"):
+                run(name, stages, microbatches)
+        else:
+            ours = order(make_schedule(name, stages, microbatches))
+            assert run(name, stages, microbatches) == ours, (stages, microbatches)
 
 
-@pytest.mark.parametrize("stages, microbatches", SIZES)
 @pytest.mark.parametrize("name, chunks", [("interleaved", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)])
-def test_interleaved_and_zero_bubble(name: str, chunks: int, stages: int, microbatches: int) -> None:
-    if name != "zb-v" and microbatches % max(1, microbatches // stages) != 0:
-        with pytest.raises(ValueError, match="multiple of the number of rounds"):
-            listed(name, stages, microbatches, chunks)
-    else:
-        schedule = make_schedule(name, stages, microbatches, chunks)
-        assert listed(name, stages, microbatches, chunks) == (order(schedule), schedule.stage_of_chunk)
+def test_interleaved_and_zero_bubble(name: str, chunks: int) -> None:
+    for stages, microbatches in SIZES:
+        if name != "zb-v" and microbatches % max(1, microbatches // stages) != 0:
+            with pytest.raises(ValueError, match="multiple of the number of rounds"):
+                listed(name, stages, microbatches, chunks)
+        else:
+            schedule = make_schedule(name, stages, microbatches, chunks)
+            ours = order(schedule), schedule.stage_of_chunk
+            assert listed(name, stages, microbatches, chunks) == ours, (stages, microbatches)
 
 
 def test_every_schedule_is_compared() -> None:

@@ -311,7 +311,7 @@ def test_several_buckets_stay_several() -> None:
 @pytest.mark.parametrize("case", ["balanced", "sharded in copies"])
 def test_small_settings_run(case: str) -> None:
     world_size, flags = CASES[case]
-    for each in shrunk(world_size, flags, max_ranks=4, steps=2)[:1]:
+    for each in shrunk(world_size, flags, max_ranks=4, steps=1)[:1]:
         found = diagnose(prove_warm(each.config, each.world_size))
         assert found.equal, found.findings
 
