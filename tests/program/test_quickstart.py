@@ -1,4 +1,4 @@
-"""The parts of the quick start and of its set-up. The whole of it is run as the README's first command (test_readme.py)."""
+"""The parts of the quick start and of its set-up. test_readme.py runs it with a small model, --full and .ci/run as it is."""
 
 from __future__ import annotations
 
