@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,19 +20,19 @@ from tests.support.bpe_trainer import encode_plainly, train_bpe, write_bpe
 from tests.support.cli import spawn_cli
 from tests.support.corpora import JOB, SKIP, TEXTS, documents, expected_of, files_of, write_lines, written
 
-ray = pytest.importorskip("ray")
 RAY = Engine("ray")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """A cluster of two workers, which the jobs of this file share."""
-    engines._connect(ray, 2, None)
-    yield
-    ray.shutdown()
+def ray() -> Iterator[Any]:
+    """The library, imported only where it is used, with a cluster of two workers, which the jobs of this file share."""
+    library = pytest.importorskip("ray")
+    engines._connect(library, 2, None)
+    yield library
+    library.shutdown()
 
 
-def test_the_tool_finds_a_cluster_by_its_address(tmp_path: Path) -> None:
+def test_the_tool_finds_a_cluster_by_its_address(tmp_path: Path, ray: Any) -> None:
     argv = ["tools/preprocess_data.py", "--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out")]
     argv += ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--shard-size", "1K", "--engine", "ray"]
     done = spawn_cli([*argv, "--ray-address", ray.get_runtime_context().gcs_address], None)

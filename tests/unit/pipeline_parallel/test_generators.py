@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 
@@ -19,6 +20,7 @@ STAGES, MICROBATCHES = st.integers(1, 6) | st.integers(1, 16), st.integers(1, 12
 CHUNKS = st.integers(1, 4)
 
 
+@functools.lru_cache(maxsize=4)
 def make(name: str, stages: int, microbatches: int, chunks: int) -> tuple[Schedule, int]:
     """The schedule with this many chunks a stage, or its own number; and that number."""
     chunks = SCHEDULES[name].chunks_per_stage or chunks
