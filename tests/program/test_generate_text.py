@@ -222,7 +222,7 @@ def test_tokenizer_files_that_lie_elsewhere_now(tmp_path: Path, say: Say, capsys
 
 
 def test_a_reader_that_leaves_early(trained: Path) -> None:
-    words = [warm_python(), "tools/generate_text.py", "--load", str(trained), "--prompt", "a", "b", "c", "--max-new-tokens", "400"]
+    words = [warm_python(), "tools/generate_text.py", "--load", str(trained), "--prompt", "a", "b", "c", "--max-new-tokens", "50"]
     process = subprocess.Popen(
         words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
