@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 from megatron.config.checks.each import LARGEST_WORLD
 from megatron.config.cli import LoadedConfig, load, parse
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.given import is_count, split
+from megatron.config.given import check_output, is_count, split
 
 PROGRAM = "verify_layout.py"
 HELP = """\
@@ -188,6 +188,8 @@ def verify(loaded: LoadedConfig, world_size: int, own: Own) -> int:
     Raises:
         ValueError: it cannot be run, or not be compared with the trace.
     """
+    if (saved := loaded.config.debug.save_trace) is not None:
+        check_output("--save-trace", saved)
     from tools.proofs.report import format_report, report_json
     from tools.proofs.verify import Effort, verify_layout, vocabulary_of
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.config import Config
-from megatron.config.outputs import CheckpointConfig, LoggingConfig
+from megatron.config.outputs import CheckpointConfig, DebugConfig, LoggingConfig
 from megatron.data.samples import DocumentRules
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron.model.build import build_model
@@ -102,7 +102,7 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         optimizer=dataclasses.replace(optimizer, use_apex=False, adam_eps=max(optimizer.adam_eps, LEAST_EPS)),
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),
-        debug=dataclasses.replace(config.debug, check_replicas_every=None),
+        debug=DebugConfig(),
     )
     return changed, replaced
 

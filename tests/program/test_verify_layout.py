@@ -158,6 +158,9 @@ def test_a_folder_is_no_file_and_refused_before_the_run(
     status, out, err = run_main([*FLAGS.split(), "--json", str(tmp_path)], capsys)
     assert status == 2 and not out and not asked
     assert err.startswith(f"verify_layout.py: --json {tmp_path} cannot be written (Is a directory). Give a path of a file")
+    status, out, err = run_main([*FLAGS.split(), "--save-trace", str(tmp_path)], capsys)
+    assert status == 2 and not out and not asked
+    assert err == f"verify_layout.py: --save-trace {tmp_path} is a folder. It takes the name of a file.\n"
 
 
 def test_the_json_comes_after_the_report(

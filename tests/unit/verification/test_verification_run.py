@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -148,11 +149,13 @@ def test_steps_end_a_longer_run() -> None:
     assert observation.config.model.hidden_dropout == 0.0
 
 
-def test_a_wrong_learning_rate_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_learning_rate_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = megatron.training.loop.learning_rate
     monkeypatch.setattr(megatron.training.loop, "learning_rate", lambda *args: 1.01 * right(*args))
-    found = diagnose(prove(config_of(1), 1))
+    trace = tmp_path / "trace"
+    found = diagnose(prove(config_of(1, f"--save-trace {trace}"), 1))
     assert not found.equal and found.findings[0].step == 1
+    assert not trace.exists(), "the tool writes the trace of its first proof; runs of parts of a layout must leave it as it is"
 
 
 def test_initial_weights_that_depend_on_the_layout_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
