@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.proof.test_distributed_harness import gone, wait_until_gone
-from tests.support.cli import ROOT
+from tests.support.cli import ROOT, spawn_cli
 from tests.support.warm_python import warm_python
 
 PROGRAM = "tests/support/warm_program.py"
@@ -57,3 +58,11 @@ def test_signals_reach_the_program(number: signal.Signals) -> None:
         client.send_signal(number)
         assert client.wait(30) == (9 if number == signal.SIGUSR1 else -number)
         assert wait_until_gone(pid)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_what_a_program_leaves_behind_is_seen_and_ended(fresh: bool) -> None:
+    with pytest.raises(AssertionError, match=r"left processes behind: \[\d+\]") as error:
+        spawn_cli([PROGRAM, "leave"], None, fresh=fresh)
+    (pid,) = re.findall(r"behind: \[(\d+)\]", str(error.value))
+    assert wait_until_gone(int(pid))

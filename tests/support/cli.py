@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.verification.local_ranks import die_with, kill_group
-from tests.support.warm_python import warm_python
+from tests.support.warm_python import MARK, MARK_LENGTH, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository."""
-
-_MARK = "TEST_SPAWN_CLI_ID"
 
 
 class Finished(NamedTuple):
@@ -49,7 +47,7 @@ def spawn_cli(
     launcher = [] if nproc is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     mark, parent = uuid.uuid4().hex, os.getpid()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {}), _MARK: mark}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {}), MARK: mark}
     # Files, not pipes: a process left behind would hold a pipe open for ever.
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
 
@@ -94,11 +92,12 @@ def _left_after_grace(mark: str) -> list[int]:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """Processes that carry the mark in their environment (Linux; elsewhere none is found)."""
-    wanted = f"{_MARK}={mark}".encode()
+    """Processes that carry the mark in their environment or, forks of a warm interpreter, as their name (Linux; elsewhere none)."""
+    wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+            named = (folder / "comm").read_text().strip() == mark[:MARK_LENGTH]
+            if named or wanted in (folder / "environ").read_bytes().split(b"\0"):
                 yield int(folder.name)
 
 

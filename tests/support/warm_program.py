@@ -12,6 +12,11 @@ if __name__ == "__main__":
         signal.signal(signal.SIGUSR1, lambda *_: sys.exit(9))
         print(os.getpid(), flush=True)
         time.sleep(100)
+    if sys.argv[1] == "leave":  # a process behind
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(100)
+        sys.exit(0)
     if sys.argv[1] == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if sys.argv[1] == "raise":

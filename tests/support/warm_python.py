@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -32,6 +33,11 @@ from typing import Any, NoReturn
 from megatron.verification.local_ranks import die_with, kill_group
 
 ROOT = Path(__file__).resolve().parents[2]
+MARK = "TEST_SPAWN_CLI_ID"
+"""Variable of the environment that marks the processes of a command."""
+MARK_LENGTH = 15
+"""Characters of the name of a process. To the system a fork has the environment of its server, so it bears the mark as its name."""
+_PR_SET_NAME = 15
 _IMPORTED = (
     "tests.support.runs",
     "torch.distributed.run",
@@ -156,6 +162,8 @@ def _run(job: dict[str, Any], streams: list[int], server: int) -> NoReturn:
         os.closerange(3, 256)
         os.environ.clear()
         os.environ.update(job["env"])
+        if (mark := os.environ.get(MARK)) and sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, mark[:MARK_LENGTH].encode())
         os.chdir(job["cwd"])
         words = job["words"]
         unbuffered = words[0] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))
