@@ -102,8 +102,8 @@ def _open(place: str) -> Storage:
     try:
         return open_storage(place)
     except ValueError as error:
-        rule = "URLs are opened by fsspec and its drivers: pip install fsspec, and for s3:// s3fs, for gs:// gcsfs."
-        raise ConfigError([Violation((), f"{place} cannot be opened: {error}.", rule)]) from error
+        rule = "Each kind of URL needs its driver too: s3:// needs s3fs, gs:// needs gcsfs."
+        raise ConfigError([Violation((), f"{error}.", rule)]) from error
 
 
 def _newest_first(save: Storage) -> list[Storage]:

@@ -209,7 +209,9 @@ class LocalStorage(Storage):
 
     def retire(self, name: str) -> None:
         with _missing_is_missing():
-            shutil.rmtree(set_aside(self.local / name, "removing"))
+            aside = set_aside(self.local / name, "removing")
+        with contextlib.suppress(FileNotFoundError):  # a run that takes over the folder sweeps it away too
+            shutil.rmtree(aside)
 
     def sweep(self, keep: str) -> None:
         for left in filter(None, map(_LEFT.fullmatch, self.names())):

@@ -416,6 +416,20 @@ def test_a_removal_that_fails_leaves_no_half(tmp_path: Path, monkeypatch: pytest
     assert storage.names() == []
 
 
+def test_a_removal_that_another_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that takes over the folder sweeps away what this one is removing."""
+    storage, rmtree = open_storage(tmp_path), shutil.rmtree
+    storage.child("iter_0000001").make()
+
+    def twice(path: Path) -> None:
+        rmtree(path)
+        rmtree(path)
+
+    monkeypatch.setattr("shutil.rmtree", twice)
+    storage.retire("iter_0000001")
+    assert storage.names() == []
+
+
 def test_large_data_in_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system may take less than it is given; the disk is asked for each stretch once."""
     begun: list[tuple[int, int]] = []
