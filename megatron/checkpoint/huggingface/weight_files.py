@@ -128,6 +128,6 @@ def _open_pickle(path: Path) -> dict[str, FileTensor]:
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is not a whole file of weights ({error})") from error
     tensors: dict[str, Any] = content if isinstance(content, dict) else {}
-    if not tensors or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+    if not tensors or not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in tensors.items()):
         raise CheckpointError(f"{path} does not hold weights by their names")
     return {name: FileTensor(tuple(value.shape), value.dtype, value.detach) for name, value in tensors.items()}

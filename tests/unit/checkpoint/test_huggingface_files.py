@@ -196,9 +196,10 @@ def test_a_cut_or_strange_pickle_is_named(llama: Path) -> None:
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DamagedCheckpointError, match="not a whole file of weights"):
         HuggingFaceFolder(llama)
-    torch.save([1, 2], file)
-    with pytest.raises(CheckpointError, match="does not hold weights by their names"):
-        HuggingFaceFolder(llama)
+    for content in ([1, 2], {"a": 1}, {1: torch.ones(2)}):
+        torch.save(content, file)
+        with pytest.raises(CheckpointError, match="does not hold weights by their names"):
+            HuggingFaceFolder(llama)
 
 
 def test_tables_of_old_files_are_passed_over_and_told(llama: Path) -> None:
