@@ -16,7 +16,7 @@ from megatron.config.compat import KNOWN, NoEffect, find_family
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import Flag, flag_of, flags, nearest_names, topics
-from megatron.config.given import COUNT, NO_VALUE, REQUESTS
+from megatron.config.given import COUNT, GPUS_PER_NODE, NO_VALUE, REQUESTS
 from megatron.config.rules import RULES
 from megatron.config.setting import typed
 
@@ -33,6 +33,8 @@ def help_text(program: str) -> str:
 
     def request(name: str) -> tuple[str, Any, Any]:
         takes, text = REQUESTS[name]
+        if name == "gpus-per-node":
+            return "gpus_per_node", Annotated[int, tyro.conf.arg(help=text)], GPUS_PER_NODE
         kind: Any = {NO_VALUE: Annotated[bool, tyro.conf.FlagCreatePairsOff], COUNT: int | None}.get(takes, str | None)
         return name.replace("-", "_"), Annotated[kind, tyro.conf.arg(help=text)], False if takes == NO_VALUE else None
 

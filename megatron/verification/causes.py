@@ -156,9 +156,11 @@ def mixture_words(counts: Mapping[tuple[int, int], float], tokens: Mapping[tuple
     missing = [place for place, value in wrong.items() if is_near(value, 0)]
     last = dict(sorted(counts))
     early = [place for place in counts if place[1] != last[place[0]]]
-    weights = [tokens[place] * value for place, value in counts.items()]
-    if max(weights) - min(weights) < 1e-6 * max(weights):
-        return "each microbatch weighs the same, however many tokens count in it: a mean of means"
+    of_rank = {rank: math.fsum(tokens[place] for place in counts if place[0] == rank) for rank in last}
+    for each, many in (("microbatch", tokens), ("data rank", {place: of_rank[place[0]] for place in counts})):
+        weights = [many[place] * value for place, value in counts.items()]
+        if max(weights) - min(weights) < 1e-6 * max(weights):
+            return f"each {each} weighs the same, however many tokens count in it: a mean of means"
     if missing and set(missing) == set(wrong) == set(early):
         return "only the last microbatch is in it: each overwrites those before it"
     if len(missing) < len(wrong):

@@ -212,6 +212,7 @@ def test_help_lists_every_flag_by_topic(capsys: pytest.CaptureFixture[str]) -> N
         assert f"{topic} options" in text
     for name in (*flags(), "config", "print-config"):
         assert f"--{name}" in text
+    assert "--gpus-per-node INT" in text and "by default 8. (default: 8)" in text
 
 
 def test_help_survives_a_reader_that_leaves() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -177,17 +178,21 @@ def test_a_microbatch_counted_twice() -> None:
     assert f"microbatch {microbatch} of data rank {data_rank} counts 2 times" in first_finding(observation).text
 
 
-def test_a_mean_of_means() -> None:
+@pytest.mark.parametrize("each", ["microbatch", "data rank"])
+def test_a_mean_of_means(each: str) -> None:
     observation = observed(DATA)
     plain = observation.plain
-    kept = [number for number, tokens in enumerate(plain.microbatch_tokens) if tokens]
-    total = sum(plain.microbatch_tokens)
-    assert len({plain.microbatch_tokens[number] for number in kept}) > 1
-    weights = [total / tokens / len(kept) if tokens else 0.0 for tokens in plain.microbatch_tokens]
+    weighed = Counter[object]()  # tokens of those that weigh the same
+    ones = plain.microbatches if each == "microbatch" else [rank for rank, _ in plain.microbatches]
+    for one, tokens in zip(ones, plain.microbatch_tokens, strict=True):
+        weighed[one] += tokens
+    total, kept = sum(plain.microbatch_tokens), [one for one in weighed if weighed[one]]
+    assert len({weighed[one] for one in kept}) > 1
+    weights = [total / weighed[one] / len(kept) if weighed[one] else 0.0 for one in ones]
     mean = torch.einsum("m,m...->...", torch.tensor(weights, dtype=torch.float64), plain.contributions[NORM])
     for _, part in parts(observation, gradients(), NORM):
         part.values.copy_(part.cut(mean))
-    assert "each microbatch weighs the same, however many tokens count in it" in first_finding(observation).text
+    assert f"each {each} weighs the same, however many tokens count in it" in first_finding(observation).text
 
 
 def test_the_sum_over_the_data_group_is_missing() -> None:
