@@ -112,7 +112,8 @@ def shard_size_divides_data(config: Config, world_size: int) -> Iterator[Finding
     size, ranks = config.parallel.fsdp_shard_size, data_size(config, world_size)
     if config.parallel.sharding == "optim_grads_params" and size is not None and ranks is not None and ranks % size:
         yield Finding(
-            f"--fsdp-shard-size {size} does not divide the {ranks} data ranks (world size {world_size} / (TP x CP x PP)).",
+            f"--fsdp-shard-size {size} does not divide the {ranks} data rank{'s' * (ranks > 1)} "
+            f"(world size {world_size} / (TP x CP x PP)).",
             [try_values(SHARD_SIZE, size, divisors(ranks))],
         )
 
