@@ -185,7 +185,7 @@ def test_a_mean_of_means(each: str) -> None:
     weighed = Counter[object]()  # tokens of those that weigh the same
     ones = plain.microbatches if each == "microbatch" else [rank for rank, _ in plain.microbatches]
     for one, tokens in zip(ones, plain.microbatch_tokens, strict=True):
-        weighed[one] += tokens
+        weighed[one] += int(tokens)
     total, kept = sum(plain.microbatch_tokens), [one for one in weighed if weighed[one]]
     assert len({weighed[one] for one in kept}) > 1
     weights = [total / weighed[one] / len(kept) if weighed[one] else 0.0 for one in ones]
