@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 
 # Before torch is imported: thread pools that exist would be broken in the forked ranks, and a process
@@ -15,6 +16,10 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # collection, and programs that tests start the framework's files.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# What a shell starts in the background ignores Ctrl-C, and hands that on; tests send it to programs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Until all tests are collected: imports make objects that stay, and looking through them again and again finds nothing to free.
 gc.disable()

@@ -102,7 +102,7 @@ def _open(place: str) -> Storage:
     try:
         return open_storage(place)
     except ValueError as error:
-        rule = "Each kind of URL needs its driver too: s3:// needs s3fs, gs:// needs gcsfs."
+        rule = "Each kind of URL needs its driver too: pip install s3fs for s3://, gcsfs for gs://."
         raise ConfigError([Violation((), f"{error}.", rule)]) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.process
 import os
 import signal
 import subprocess
@@ -80,6 +81,11 @@ def spawn_cli(
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         return Finished(process.returncode, *output())
+
+
+def forget_children() -> None:
+    """In a fork of the test's process that runs a program: the ranks of the test are not its own to end when it is interrupted."""
+    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
 
 
 def _left_after_grace(mark: str) -> list[int]:

@@ -26,7 +26,7 @@ from typing import NoReturn
 import torch
 
 from megatron.verification.local_ranks import die_with, kill_group
-from tests.support.cli import ROOT
+from tests.support.cli import ROOT, forget_children
 
 Replaced = tuple[str, str]
 """A text that stands once in `megatron/`, and what takes its place."""
@@ -132,6 +132,7 @@ def _live(parent: int, output: int, module: str, argv: Sequence[str], sources: d
     try:
         os.setpgid(0, 0)
         die_with(parent, signal.SIGKILL)
+        forget_children()
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)  # pytest has its own

@@ -39,7 +39,7 @@ from megatron.parallel.boxes import Box, PlacedBox
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import die_with, kill_group
 from tests.support.checkpoint_worlds import load_tensors, read_manifest
-from tests.support.cli import ROOT
+from tests.support.cli import ROOT, forget_children
 
 # What a run imports late and works out once: here, not in every forked rank.
 for _folder in ("audit", "checkpoint", "data_parallel", "training"):
@@ -171,6 +171,7 @@ def _rank(
     try:
         os.setpgid(0, 0)
         die_with(parent, signal.SIGKILL)
+        forget_children()
         gc.freeze()  # what the test's process made stays: to look through it would only copy its memory
         for number, suffix in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / f"{rank}.{suffix}", os.O_WRONLY | os.O_CREAT), number)
