@@ -159,3 +159,5 @@ class Saver:
         """
         if self._background is not None:
             self._background.finish(say)
+        if self._config.save is not None and self._context.rank == 0:
+            retain(self._storage, self._retention)  # an earlier start may have been killed between its last save and this
