@@ -101,7 +101,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
         vocab_size=data.vocab_size,
         sequence_parallel=config.parallel.sequence_parallel,
         seed=config.training.seed,
-        table=table_of(config.model, config.parallel, data.vocab_size),
+        table=table_of(config.model, config.parallel, data.vocab_size, config.memory),
         materialized=False,
     )
     step = TrainStep(

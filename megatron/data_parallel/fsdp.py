@@ -253,6 +253,12 @@ class FullyShardedParams(Provider):
             root.module.set_requires_all_reduce(at_end)
             root.module.set_reshard_after_backward(at_end or self._reshards)
 
+    def before_remake(self, modules: Sequence[nn.Module]) -> None:
+        """See `Provider`. What is gathered here stays until its backward has left it: so nothing is gathered once more."""
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                module.unshard()
+
     def finish_gradients(self) -> None:
         """See `Provider`. FSDP has waited for its reductions at the end of each chunk's last backward."""
         check_writes(self._rank, [count for unit in self._units for count in unit.counts()])

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import nn
 
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import ShardGroup
@@ -38,6 +39,9 @@ class Provider(ABC):
 
     def before_backward(self, chunk: int) -> None:  # noqa: B027
         """Called before a backward of this chunk. Does nothing where the gradients that arrive are enough to follow the step."""
+
+    def before_remake(self, modules: Sequence[nn.Module]) -> None:  # noqa: B027
+        """Called before these modules run again in backward. Does nothing where their parameters always have memory."""
 
     @abstractmethod
     def finish_gradients(self) -> None:

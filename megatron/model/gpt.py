@@ -6,13 +6,16 @@ under sequence parallelism [s/n, b, h].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
+from megatron.memory.recompute import recomputed
+from megatron.model.attention import RotaryTable
 from megatron.model.block import Block, dropout
 from megatron.model.document_attention import Documents
 from megatron.model.key_value_cache import KeyValueCache
@@ -22,7 +25,8 @@ from megatron.parallel.collectives import all_gather, own_part
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.spec.layers import layers, norm_of
+from megatron.spec.layers import RotarySpec, layers, norm_of
+from megatron.spec.segments import Segment
 from megatron.spec.weights import WORD_EMBEDDING
 from megatron.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
@@ -109,23 +113,55 @@ class OutputLayer(nn.Module):
         return parallel_linear(x, self.weight, None, self.group, input_mode="gather" if self.gather else "copy")
 
 
+@dataclass(frozen=True)
+class _Run:
+    """The layers of one segment."""
+
+    blocks: list[nn.Module]
+    rotaries: list[RotarySpec | None]
+    recomputed: bool
+    ahead: bool
+    """Whether the schedule runs them again before backward."""
+
+    def __call__(
+        self, tables: Mapping[RotarySpec | None, RotaryTable | None], inputs: ModelInputs, x: torch.Tensor, *, again: bool = False
+    ) -> torch.Tensor:
+        """Run the layers; `again` past their hooks, which acted in the first forward."""
+        for block, rotary in zip(self.blocks, self.rotaries, strict=True):
+            run = block.forward if again else block
+            x = run(x, tables[rotary], inputs.dropout_key, inputs.documents, inputs.cache)
+        return x
+
+
 class GPTChunk(nn.Module):
     """The layers of one pipeline chunk; the first has the embedding before them, the last norm, output layer and loss after
     them."""
 
-    def __init__(self, scope: Scope, config: ModelConfig, chunk: Chunk, only: Sequence[int] | None = None) -> None:
+    def __init__(self, scope: Scope, config: ModelConfig, chunk: Chunk, only: Sequence[Segment] | None = None) -> None:
         """Build the chunk on the meta device.
 
         Args:
-            only: the chunk's layers that are built; by default all. (A plan builds one for several equal ones.)
+            only: the chunk's segments that are built; by default all. (A plan builds one for several equal ones.)
         """
         super().__init__()
         specs = layers(config)
-        numbers = chunk.layers if only is None else only
+        segments = chunk.segments if only is None else only
+        numbers = [layer for segment in segments for layer in segment.layers]
         self.residual_dtype = residual_dtype(config, scope.dtype)
         self.embedding = Embedding(scope.child("embedding"), config) if chunk.first else None
         self.layers = nn.ModuleList(Block(scope.child(f"layers.{layer}"), config, specs[layer], layer) for layer in numbers)
-        self.rotaries = [specs[layer].attention.rotary for layer in numbers]
+        last = max((place for place, segment in enumerate(segments) if segment.recomputed), default=None)
+        blocks = dict(zip(numbers, self.layers, strict=True))
+        self._runs = [
+            _Run(
+                [blocks[layer] for layer in segment.layers],
+                [specs[layer].attention.rotary for layer in segment.layers],
+                segment.recomputed,
+                ahead=place == last,
+            )
+            for place, segment in enumerate(segments)
+        ]
+        self._rotaries = dict.fromkeys(rotary for run in self._runs for rotary in run.rotaries)
         self.final_norm = Norm(scope.child("final_norm"), norm_of(config)) if chunk.last else None
         self.output = OutputLayer(scope.child("output"), config) if chunk.last else None
 
@@ -153,10 +189,11 @@ class GPTChunk(nn.Module):
         """Hidden states after the chunk's last layer: what `forward` returns where the chunk is not the last."""
         x = hidden if self.embedding is None else self.embedding(inputs).to(self.residual_dtype)
         assert x is not None, "a chunk that is not the first needs hidden states"
-        dtype, needed = self.residual_dtype, dict.fromkeys(self.rotaries)
-        tables = {rotary: None if rotary is None else rotary_table(inputs.positions, rotary, dtype) for rotary in needed}
-        for layer, rotary in zip(self.layers, self.rotaries, strict=True):
-            x = layer(x, tables[rotary], inputs.dropout_key, inputs.documents, inputs.cache)
+        dtype = self.residual_dtype
+        tables = {rotary: None if rotary is None else rotary_table(inputs.positions, rotary, dtype) for rotary in self._rotaries}
+        for run in self._runs:
+            forward = partial(run, tables, inputs)
+            x = recomputed(forward, x, modules=run.blocks, ahead=run.ahead) if run.recomputed else forward(x)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron.memory.recompute import BeforeRemake, Kept, keeping
 from megatron.parallel.accumulate import Deferred, deferring
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.exchange import channels
@@ -51,6 +52,7 @@ class _InFlight:
 
     inputs: Tensors
     edges: dict[str, GradientEdge]
+    kept: Kept
     gradients: Tensors = field(default_factory=dict)
     """Gradients received for the outputs; a deferred weight gradient may read them."""
     deferred: Deferred = field(default_factory=Deferred)
@@ -63,6 +65,7 @@ class Executor:
         boundary: the tensors that travel between chunks.
         overlap: let messages travel while operations compute; without, wait for each exchange (the same results, bit for bit).
         before_backward: called with the chunk before each of its backwards.
+        before_remake: called with the modules of layers before they are run again.
     """
 
     def __init__(
@@ -72,8 +75,9 @@ class Executor:
         *,
         overlap: bool = True,
         before_backward: Callable[[int], None] | None = None,
+        before_remake: BeforeRemake | None = None,
     ) -> None:
-        self._stage = context.group("pp").index
+        self._stage, self._before_remake = context.group("pp").index, before_remake
         self._boundary, self._overlap, self._before_backward = boundary, overlap, before_backward
         self._messenger = Messenger(context, boundary)
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
@@ -103,6 +107,8 @@ class Executor:
                     given = self._forward(step, received, forward, training)
             elif step.op.kind is OpKind.WEIGHT_GRAD:
                 given = self._weight_grad(step.op)
+            elif step.op.kind is OpKind.RECOMPUTE:
+                given = self._recompute(step.op)
             else:
                 given = self._backward(step.op, received)
             if recorder is not None:
@@ -141,11 +147,13 @@ class Executor:
     def _forward(self, step: Step, received: Tensors, forward: ForwardFunction, training: bool) -> Tensors:
         op = step.op
         inputs = {name: _leaf(t, training and self._boundary[name].requires_grad) for name, t in received.items()}
-        outputs = forward(op.chunk, op.microbatch, inputs)
-        if training:
-            roots = {name: t for name, t in outputs.items() if step.gives is None or self._boundary[name].requires_grad}
-            edges = {name: get_gradient_edge(t) for name, t in roots.items() if t.requires_grad}
-            self._in_flight[op.chunk, op.microbatch] = _InFlight(inputs, edges)
+        if not training:
+            return {name: t.detach() for name, t in forward(op.chunk, op.microbatch, inputs).items()}
+        with keeping(self._before_remake) as kept:
+            outputs = forward(op.chunk, op.microbatch, inputs)
+        roots = {name: t for name, t in outputs.items() if step.gives is None or self._boundary[name].requires_grad}
+        edges = {name: get_gradient_edge(t) for name, t in roots.items() if t.requires_grad}
+        self._in_flight[op.chunk, op.microbatch] = _InFlight(inputs, edges, kept)
         return {name: t.detach() for name, t in outputs.items()}
 
     def _backward(self, op: Op, received: Tensors) -> Tensors:
@@ -169,6 +177,10 @@ class Executor:
                 given[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             tensor.grad = None
         return given
+
+    def _recompute(self, op: Op) -> Tensors:
+        self._in_flight[op.chunk, op.microbatch].kept.remake_last()
+        return {}
 
     def _weight_grad(self, op: Op) -> Tensors:
         deferred = self._in_flight[op.chunk, op.microbatch].deferred

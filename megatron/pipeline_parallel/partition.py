@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 
+from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import LayoutChunk, parse_layout
 from megatron.pipeline_parallel.balance import balance
 from megatron.spec.counts import layer_flops, output_flops
 from megatron.spec.schedules import placement
+from megatron.spec.segments import Segment, kept_whole, segments
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,16 @@ class Chunk:
     stage: int
     """The pipeline rank that holds it."""
     layers: range
+    segments: tuple[Segment, ...] = ()
+    """All its layers, in the order of the forward, with what happens to their activations; by default each by itself, and kept."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segments", self.segments or kept_whole(self.layers))
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any of its layers is run again in backward."""
+        return any(segment.recomputed for segment in self.segments)
 
     @property
     def first(self) -> bool:
@@ -35,17 +47,23 @@ class Chunk:
         return self.index == self.num_chunks - 1
 
 
-def table_of(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> list[Chunk]:
+def table_of(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, memory: MemoryConfig | None = None) -> list[Chunk]:
     """The chunks that the settings ask for, in the order of the depth.
 
     Args:
         model: Shape of the model.
         parallel: Stages, schedule and everything about the split.
         vocab_size: Rows of the output layer, without padding. They are its cost under `--pipeline-split balanced`.
+        memory: What happens to activations; by default they are kept.
 
     Raises:
         ValueError: no table is possible.
     """
+    table = _split(model, parallel, vocab_size)
+    return table if memory is None else [replace(chunk, segments=segments(chunk.layers, memory)) for chunk in table]
+
+
+def _split(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> list[Chunk]:
     stages, chunks_per_stage = parallel.pipeline_model_parallel_size, parallel.chunks_per_stage(model.num_layers)
     places = placement(parallel.schedule, stages, chunks_per_stage)
     if parallel.pipeline_model_parallel_layout is not None:

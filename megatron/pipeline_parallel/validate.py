@@ -24,13 +24,14 @@ def validate(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
         the plan of each stage with overlap (`plan_receives`), and without (`plan_exchanges`).
 
     Raises:
-        ValueError: an operation is missing, doubled or on the wrong stage; a backward stands before its forward, a weight gradient
-            before its input gradient; the stages wait for each other, or the ends of a channel do not agree on the order.
+        ValueError: an operation is missing, doubled or on the wrong stage; a backward or recompute stands before its forward, a
+            backward before its recompute, a weight gradient before its input gradient; the stages wait for each other, or the ends of a channel do not agree on the order.
     """
     _check_complete(schedule)
     done: set[Op] = set()
+    recomputed = {(op.chunk, op.microbatch) for ops in schedule.ops for op in ops if op.kind is OpKind.RECOMPUTE}
     for _, (op, _, _) in walk(schedule):
-        _check_order(op, done)
+        _check_order(op, done, recomputed)
         done.add(op)
     receives, exchanges = plan_receives(schedule), plan_exchanges(schedule)
     for plans in (receives, exchanges):
@@ -39,8 +40,10 @@ def validate(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
     return receives, exchanges
 
 
-def _check_order(op: Op, done: set[Op]) -> None:
+def _check_order(op: Op, done: set[Op], recomputed: set[tuple[int, int]]) -> None:
     first = OpKind.INPUT_GRAD if op.kind is OpKind.WEIGHT_GRAD else OpKind.FORWARD
+    if op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD) and (op.chunk, op.microbatch) in recomputed:
+        first = OpKind.RECOMPUTE
     if op.kind is not OpKind.FORWARD and Op(first, op.chunk, op.microbatch) not in done:
         raise ValueError(f"{op} stands before its {first.name.lower()}")
 
@@ -58,7 +61,7 @@ def _check_complete(schedule: Schedule) -> None:
             found = {kind: counts.pop(Op(kind, chunk, m), 0) for kind in OpKind}
             backward = (found[OpKind.BACKWARD], found[OpKind.INPUT_GRAD], found[OpKind.WEIGHT_GRAD])
             allowed = ((1, 0, 0), (0, 1, 1)) if has_backward else ((0, 0, 0),)
-            if found[OpKind.FORWARD] != 1 or backward not in allowed:
+            if found[OpKind.FORWARD] != 1 or backward not in allowed or found[OpKind.RECOMPUTE] > has_backward:
                 raise ValueError(f"chunk {chunk}, microbatch {m}: each must be computed exactly once, found {found}")
     if counts:
         raise ValueError(f"operations on microbatches that do not exist: {sorted(map(str, counts))[:4]}")

@@ -49,7 +49,7 @@ def advice(config: Config, world_size: int, gpus_per_node: int, vocab_size: int)
 
 def bubble_share(config: Config, world_size: int, vocab_size: int) -> float:
     """The share of their time in which pipeline stages wait, after any ramp-up. A dry run prints it at its head."""
-    table = table_of(config.model, config.parallel, vocab_size)
+    table = table_of(config.model, config.parallel, vocab_size, config.memory)
     stages, batch = config.parallel.pipeline_model_parallel_size, num_microbatches(config, world_size)
     schedule = make_schedule(config.parallel.schedule, stages, batch, len(table) // stages)
     return idle_share(config.model, vocab_size, table, schedule)

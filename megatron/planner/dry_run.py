@@ -70,7 +70,7 @@ class _Planner:
             pp_before_dp=parallel.use_tp_pp_dp_mapping,
         )
         self._links = Links(self._topology, dry_run.gpus_per_node)
-        self._table = table_of(config.model, parallel, vocab_size)
+        self._table = table_of(config.model, parallel, vocab_size, config.memory)
         self._chunks = [[chunk for chunk in self._table if chunk.stage == stage] for stage in range(self._topology.pp)]
         num_microbatches = advice.num_microbatches(config, dry_run.world_size)
         if num_microbatches * len(self._table) > MOST_OPERATIONS:

@@ -8,15 +8,21 @@ and to chunk c - 1 in backward, wherever these lie.
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 
 class OpKind(enum.StrEnum):
-    """What an operation computes. BACKWARD computes input and weight gradients at once; a schedule may split it."""
+    """What an operation computes. BACKWARD computes input and weight gradients at once; a schedule may split it.
+
+    RECOMPUTE runs the layers again that the gradient reaches first, of those that kept only their input. It needs no message, so it
+    fills the time in which the stage would wait for the gradient.
+    """
 
     FORWARD = "F"
+    RECOMPUTE = "R"
     BACKWARD = "B"
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
@@ -97,11 +103,15 @@ class Costs:
     weight_grad: float = 1.0
     p2p: float = 0.0
     """Time from the end of an operation until its result has arrived at another stage; 0 between chunks of one stage."""
+    recompute: float = 0.0
+    """Time to run layers again ahead of backward. What is run again within backward is part of the input gradient."""
 
     def of(self, op: Op) -> float:
         """Duration of an operation. A whole backward takes the time of an input gradient and a weight gradient."""
         if op.kind is OpKind.FORWARD:
             return self.forward
+        if op.kind is OpKind.RECOMPUTE:
+            return self.recompute
         if op.kind is OpKind.INPUT_GRAD:
             return self.input_grad
         return self.weight_grad if op.kind is OpKind.WEIGHT_GRAD else self.input_grad + self.weight_grad
@@ -109,7 +119,7 @@ class Costs:
     def divided(self, chunks_per_stage: int) -> Costs:
         """The costs of a chunk, if these are the costs of a whole stage."""
         n = chunks_per_stage
-        return Costs(self.forward / n, self.input_grad / n, self.weight_grad / n, self.p2p)
+        return Costs(self.forward / n, self.input_grad / n, self.weight_grad / n, self.p2p, self.recompute / n)
 
 
 def loop(num_stages: int, chunks_per_stage: int = 1) -> tuple[int, ...]:
@@ -126,6 +136,16 @@ def forward_only(schedule: Schedule) -> Schedule:
     """The forwards of a training schedule, for evaluation. (A valid order stays valid when operations are left out.)"""
     ops = tuple(tuple(op for op in stage if op.kind is OpKind.FORWARD) for stage in schedule.ops)
     return replace(schedule, name=f"{schedule.name}, forward only", ops=ops)
+
+
+def with_recompute(schedule: Schedule, chunks: Collection[int]) -> Schedule:
+    """The schedule with an operation that runs layers again before each backward (or input gradient) of these chunks."""
+
+    def added(op: Op) -> tuple[Op, ...]:
+        first = op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD) and op.chunk in chunks
+        return (Op(OpKind.RECOMPUTE, op.chunk, op.microbatch), op) if first else (op,)
+
+    return replace(schedule, ops=tuple(tuple(one for op in stage for one in added(op)) for stage in schedule.ops))
 
 
 def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:

@@ -7,10 +7,10 @@ A new schedule is a generator and its `ScheduleSpec` in the table.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from megatron.spec.operations import Op, OpKind, Schedule, first_microbatches, loop, v_shape
+from megatron.spec.operations import Op, OpKind, Schedule, first_microbatches, loop, v_shape, with_recompute
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,13 @@ def names_that_split_backward() -> list[str]:
     return [spec.name for spec in SCHEDULES.values() if spec.splits_backward]
 
 
-def make_schedule(name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int = 1) -> Schedule:
+def make_schedule(
+    name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int = 1, *, recomputed: Collection[int] = ()
+) -> Schedule:
     """The schedule of this name.
+
+    Args:
+        recomputed: chunks of which layers are run again in backward.
 
     Raises:
         ValueError: the name is unknown, a number is not positive, or the schedule cannot have so many chunks a stage.
@@ -217,7 +222,8 @@ def make_schedule(name: str, num_stages: int, num_microbatches: int, chunks_per_
         raise ValueError(
             f"stages, microbatches and chunks a stage must be at least 1, not {num_stages}, {num_microbatches}, {chunks_per_stage}"
         )
-    return _spec(name, chunks_per_stage).make(num_stages, num_microbatches, chunks_per_stage)
+    made = _spec(name, chunks_per_stage).make(num_stages, num_microbatches, chunks_per_stage)
+    return with_recompute(made, recomputed) if recomputed else made
 
 
 def placement(name: str, num_stages: int, chunks_per_stage: int = 1) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from megatron.memory.recompute import about_to_save
 from megatron.parallel.accumulate import accumulate, accumulate_product, grad_dtype, is_deferring, through
 from megatron.parallel.collectives import (
     Pending,
@@ -65,6 +66,7 @@ class _Linear(torch.autograd.Function):
         input_mode: InputMode,
         output_mode: OutputMode,
     ) -> torch.Tensor:
+        about_to_save(x)
         ctx.save_for_backward(x)
         # Parameters are leaves and outlive the graph, so they need no saving; their identity is what finds their sink.
         ctx.weight, ctx.bias, ctx.group, ctx.modes = weight, bias, group, (input_mode, output_mode)

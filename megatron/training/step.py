@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
@@ -96,6 +97,7 @@ class TrainStep:
             model.boundary(micro_batch_size, context.topology.tp),
             overlap=parallel.overlap_p2p_communication,
             before_backward=self._before_backward,
+            before_remake=self._before_remake,
         )
         self.counted_shards = [shard for shard in self.optimizer.shards if shard.counted]
         self.counted_squares = torch.zeros(len(self.counted_shards), dtype=torch.float64, device=context.device)
@@ -217,6 +219,10 @@ class TrainStep:
         for provider in self.providers:
             provider.before_backward(chunk)
 
+    def _before_remake(self, modules: Sequence[nn.Module]) -> None:
+        for provider in self.providers:
+            provider.before_remake(modules)
+
     def _own_nonfinite_gradients(self, batch: Sequence[ModelInputs]) -> list[str]:
         """Names of parameters with a gradient that is not finite on this rank before the sum over ranks.
 
@@ -270,7 +276,9 @@ class TrainStep:
         key = (num_microbatches, training)
         if key not in self._schedules:
             stages = self.context.topology.pp
-            made = make_schedule(self._pipeline, stages, num_microbatches, len(self.model.layer_table) // stages)
+            table = self.model.layer_table
+            again = [chunk.index for chunk in table if chunk.recomputes]
+            made = make_schedule(self._pipeline, stages, num_microbatches, len(table) // stages, recomputed=again)
             self._schedules[key] = made if training else forward_only(made)
         return self._schedules[key]
 

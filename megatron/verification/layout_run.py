@@ -76,7 +76,7 @@ def _build_step(task: ProofTask, config: Config, context: ParallelContext) -> Tr
         vocab_size=task.vocab_size,
         sequence_parallel=config.parallel.sequence_parallel,
         seed=config.training.seed,
-        table=table_of(config.model, config.parallel, task.vocab_size),
+        table=table_of(config.model, config.parallel, task.vocab_size, config.memory),
         materialized=False,
     )
     return TrainStep(

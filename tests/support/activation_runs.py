@@ -151,7 +151,7 @@ def build(config: Config, context: ParallelContext) -> Model:
         vocab_size=_vocabulary(config),
         sequence_parallel=config.parallel.sequence_parallel,
         seed=1,
-        table=table_of(config.model, config.parallel, _vocabulary(config)),
+        table=table_of(config.model, config.parallel, _vocabulary(config), config.memory),
         materialized=False,
     )
 

@@ -78,7 +78,7 @@ def real_model(config: Config, context: ParallelContext) -> Model:
         vocab_size=vocab_size,
         sequence_parallel=config.parallel.sequence_parallel,
         seed=1,
-        table=table_of(config.model, config.parallel, vocab_size),
+        table=table_of(config.model, config.parallel, vocab_size, config.memory),
         materialized=False,
     )
 

@@ -1,0 +1,1 @@
+"""What a microbatch keeps between forward and backward, where it is not simply what autograd saves."""

@@ -1,0 +1,159 @@
+"""Regions of the model that are run again in backward, so that of their forward only the input is kept (Chen et al. 2016).
+
+Autograd records a region's forward as any other, but in place of each tensor that it saves it gets a number. Before backward needs
+the first of them, the region runs again from its input (a *remake*), and the tensors that its operations save are kept under these
+numbers until backward takes them. So there is one graph, made by the first forward: what hangs on it, such as the hooks of
+`fully_shard`, acts once. The remake ends as soon as the last tensor is there: the region's last product is not computed again.
+
+A remake gives the same bits: dropout masks follow from keys (`megatron.parallel.random`), and nothing else is drawn.
+
+The schedule decides when the last region of a chunk is remade (`OpKind.RECOMPUTE`): before its gradient has arrived. The others
+are remade within backward, each when backward enters it, so that only one is held at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+BeforeRemake = Callable[[Sequence[nn.Module]], None]
+"""Is called with the modules of a region before it runs again: their parameters must have memory then."""
+
+
+class RegionFunction(Protocol):
+    """Computes a region from its input. `again` is set in a remake, which must call no hooks of modules: they have acted."""
+
+    def __call__(self, *inputs: torch.Tensor, again: bool) -> torch.Tensor:
+        """Run the region."""
+
+
+class _Complete(Exception):  # noqa: N818 (it ends a remake, and is no error)
+    """Every tensor that backward needs is there."""
+
+
+class _Region:
+    """One forward of a region, until its backward has taken all tensors."""
+
+    def __init__(self, function: RegionFunction, inputs: Sequence[torch.Tensor], modules: Sequence[nn.Module]) -> None:
+        self._function, self._modules = function, modules
+        self._inputs: Sequence[torch.Tensor] = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        self._before_remake = None if _kept is None else _kept.before_remake
+        self._count = 0
+        self._saved: list[torch.Tensor | None] | None = None
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The first forward."""
+        with saved_tensors_hooks(self._number, self._take):
+            return self._function(*inputs, again=False)
+
+    def remake(self) -> None:
+        """Run the region again, up to the last tensor that backward needs. Does nothing the second time."""
+        global _remaking
+        if self._saved is not None:
+            return
+        if self._before_remake is not None:
+            self._before_remake(self._modules)
+        self._saved, _remaking = [], self
+        inputs, self._inputs = self._inputs, ()
+        try:
+            if self._count:
+                with torch.enable_grad(), saved_tensors_hooks(self._save, _never):
+                    self._function(*inputs, again=True)
+        except _Complete:
+            pass
+        finally:
+            _remaking = None
+        assert len(self._saved) == self._count, "a remake saves what the forward did"
+
+    def offer(self, x: torch.Tensor) -> None:
+        """Take what an operation is about to save, if it is the last tensor."""
+        assert self._saved is not None
+        if len(self._saved) == self._count - 1:
+            self._save(x)
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _save(self, tensor: torch.Tensor) -> None:
+        assert self._saved is not None
+        self._saved.append(tensor.detach())
+        if len(self._saved) == self._count:
+            raise _Complete
+
+    def _take(self, number: int) -> torch.Tensor:
+        self.remake()
+        assert self._saved is not None
+        tensor, self._saved[number] = self._saved[number], None
+        assert tensor is not None, "backward takes each tensor once"
+        return tensor
+
+
+def _never(saved: None) -> torch.Tensor:
+    raise AssertionError("nothing goes backward through a remake")
+
+
+class Kept:
+    """What one microbatch of a chunk keeps in ways of its own.
+
+    Args:
+        before_remake: called before each remake of a region.
+    """
+
+    def __init__(self, before_remake: BeforeRemake | None = None) -> None:
+        self.before_remake = before_remake
+        self.regions: list[_Region] = []
+        """Those that the schedule may remake, in the order of the forward."""
+
+    def remake_last(self) -> None:
+        """Run the region again that backward enters first."""
+        self.regions.pop().remake()
+        self.regions.clear()  # the others live as long as the graph needs them
+
+
+# Set around one forward, and around one remake. Plain globals, as in `megatron.parallel.accumulate`.
+_kept: Kept | None = None
+_remaking: _Region | None = None
+
+
+@contextmanager
+def keeping(before_remake: BeforeRemake | None = None) -> Iterator[Kept]:
+    """Around the forward of one microbatch of a chunk: note what it keeps."""
+    global _kept
+    assert _kept is None, "keeping() does not nest"
+    _kept = kept = Kept(before_remake)
+    try:
+        yield kept
+    finally:
+        _kept = None
+
+
+def recomputed(
+    function: RegionFunction, *inputs: torch.Tensor, modules: Sequence[nn.Module] = (), ahead: bool = False
+) -> torch.Tensor:
+    """Run a region, and again in backward. Where there is no backward it simply runs. Regions do not lie in each other.
+
+    Args:
+        function: computes the region; it may read tensors without gradient (positions, masks) that outlive the microbatch.
+        inputs: all tensors with a gradient that it reads, but for parameters.
+        modules: those whose parameters it uses.
+        ahead: whether the schedule may remake it before backward.
+    """
+    if not torch.is_grad_enabled():
+        return function(*inputs, again=False)
+    assert _remaking is None, "a region in a region"
+    region = _Region(function, inputs, modules)
+    if ahead and _kept is not None:
+        _kept.regions.append(region)
+    return region.run(inputs)
+
+
+def about_to_save(x: torch.Tensor) -> None:
+    """Called by an operation that saves x for its backward, and nothing else, before it computes. Ends a remake that needs no more."""
+    if _remaking is not None:
+        _remaking.offer(x)
