@@ -29,8 +29,8 @@ class MemoryConfig:
     recompute_num_layers: int = setting(1, at_least=1, unit="layers", acts=acts_with(recompute_granularity="full"))
     """Layers of a group (uniform), or layers of each chunk that are computed again (block)."""
     recompute_modules: tuple[RecomputeModule, ...] = setting(("core_attn",), acts=acts_with(recompute_granularity="selective"))
-    """Parts that selective recompute takes. core_attn: softmax and dropout of attention, where its kernel keeps them; mlp: the whole
-    MLP; layernorm: results of the norms before a product; mlp_act: the result of the MLP's activation function."""
+    """Parts that selective recompute takes. core_attn: softmax and dropout of attention, where its kernel keeps them; mlp: the
+    whole MLP; layernorm: results of the norms before a product; mlp_act: the result of the MLP's activation function."""
 
     @property
     def recompute(self) -> RecomputeGranularity | None:

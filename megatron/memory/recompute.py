@@ -32,7 +32,7 @@ class RegionFunction(Protocol):
         """Run the region."""
 
 
-class _Complete(Exception):  # noqa: N818 (it ends a remake, and is no error)
+class _Complete(Exception):
     """Every tensor that backward needs is there."""
 
 
@@ -154,6 +154,7 @@ def recomputed(
 
 
 def about_to_save(x: torch.Tensor) -> None:
-    """Called by an operation that saves x for its backward, and nothing else, before it computes. Ends a remake that needs no more."""
+    """Called by an operation that saves x for its backward, and nothing else, before it computes. Ends a remake that needs no
+    more."""
     if _remaking is not None:
         _remaking.offer(x)

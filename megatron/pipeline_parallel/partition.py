@@ -32,11 +32,6 @@ class Chunk:
         object.__setattr__(self, "segments", self.segments or kept_whole(self.layers))
 
     @property
-    def recomputes(self) -> bool:
-        """Whether any of its layers is run again in backward."""
-        return any(segment.recomputed for segment in self.segments)
-
-    @property
     def first(self) -> bool:
         """Whether it holds the embedding."""
         return self.index == 0
@@ -45,6 +40,11 @@ class Chunk:
     def last(self) -> bool:
         """Whether it holds the output layer and computes the loss."""
         return self.index == self.num_chunks - 1
+
+
+def recomputed_chunks(table: Sequence[Chunk]) -> list[int]:
+    """Indices of the chunks of which layers are run again in backward."""
+    return [chunk.index for chunk in table if any(segment.recomputed for segment in chunk.segments)]
 
 
 def table_of(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, memory: MemoryConfig | None = None) -> list[Chunk]:

@@ -24,8 +24,9 @@ def validate(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
         the plan of each stage with overlap (`plan_receives`), and without (`plan_exchanges`).
 
     Raises:
-        ValueError: an operation is missing, doubled or on the wrong stage; a backward or recompute stands before its forward, a
-            backward before its recompute, a weight gradient before its input gradient; the stages wait for each other, or the ends of a channel do not agree on the order.
+        ValueError: an operation is missing, doubled or on the wrong stage; a backward or a recompute stands before its forward, a
+            backward before its recompute, a weight gradient before its input gradient; the stages wait for each other, or the ends
+            of a channel do not agree on the order.
     """
     _check_complete(schedule)
     done: set[Op] = set()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from megatron.config.checks.finding import Change, change, data_size, shown, without
 from megatron.config.config import Config
 from megatron.config.rules import violations
-from megatron.pipeline_parallel.partition import split_advice, table_of
+from megatron.pipeline_parallel.partition import recomputed_chunks, split_advice, table_of
 from megatron.planner.plan import idle_share
 from megatron.spec.counts import count_parameters
 from megatron.spec.schedules import make_schedule, names_that_split_backward
@@ -51,7 +51,7 @@ def bubble_share(config: Config, world_size: int, vocab_size: int) -> float:
     """The share of their time in which pipeline stages wait, after any ramp-up. A dry run prints it at its head."""
     table = table_of(config.model, config.parallel, vocab_size, config.memory)
     stages, batch = config.parallel.pipeline_model_parallel_size, num_microbatches(config, world_size)
-    schedule = make_schedule(config.parallel.schedule, stages, batch, len(table) // stages)
+    schedule = make_schedule(config.parallel.schedule, stages, batch, len(table) // stages, recomputed=recomputed_chunks(table))
     return idle_share(config.model, vocab_size, table, schedule)
 
 

@@ -1,8 +1,8 @@
 """What the operations on one microbatch of a chunk do: the bytes that stay between forward and backward, those that are freed
 within, and those sent over the tensor group. They are found by running the chunk (`ChunkRun`) on tensors without memory.
 
-Only a few of equal layers with equal neighbours are run: the first two and the last. What happened in the second stands for those
-between. That is exact, since each of them begins and ends as it does.
+Only a few of equal segments (mostly single layers) with equal neighbours are run: the first two and the last. What happened in the
+second stands for those between. That is exact, since each of them begins and ends as it does.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.config.data import DataConfig
 from megatron.data_parallel.bucket import main_grad_dtype
+from megatron.memory.recompute import keeping
 from megatron.model.build import Model
 from megatron.model.document_attention import ByLength, Documents
 from megatron.model.gpt import GPTChunk, ModelInputs
@@ -32,6 +33,7 @@ from megatron.planner.kernel_memory import CudaKernels
 from megatron.planner.storages import MemorySpan, StorageLedger, joined
 from megatron.spec.layers import LayerSpec, alike, layers
 from megatron.spec.operations import OpKind
+from megatron.spec.segments import Segment
 from megatron.spec.weights import model_weights
 
 _VARIED_LENGTHS = "torch_attn::_varlen_attn"
@@ -90,40 +92,61 @@ def trace_chunks(
     found, specs = {}, layers(model.config)
     for index in model.chunks:
         chunk = model.layer_table[index]
-        key = (chunk.first, chunk.last, tuple(specs[layer] for layer in chunk.layers))
+        key = kind_of(chunk, specs)
         if key not in cache:
             cache[key] = _trace(model, data, micro_batch_size, context, chunk, splits_backward, device_type)
         found[index] = cache[key]
     return found
 
 
+SegmentKind = tuple[tuple[LayerSpec, ...], bool, bool]
+"""What a segment is: its layers, whether they are run again in backward, and whether that is done ahead of it."""
+
+
+def kind_of(chunk: Chunk, specs: Sequence[LayerSpec]) -> tuple[bool, bool, tuple[SegmentKind, ...]]:
+    """What is the same for chunks that are alike but for the numbers of their layers.
+
+    Args:
+        specs: those of all layers of the model.
+    """
+    again = [segment for segment in chunk.segments if segment.recomputed]
+    kinds = (
+        (tuple(specs[layer] for layer in segment.layers), segment.recomputed, segment in again[-1:]) for segment in chunk.segments
+    )
+    return chunk.first, chunk.last, tuple(kinds)
+
+
 def _trace(
     model: Model, data: DataConfig, micro_batch_size: int, context: ParallelContext, chunk: Chunk, splits: bool, device_type: str
 ) -> ChunkTrace:
     on_cuda = device_type == "cuda"
-    specs = layers(model.config)
-    stand_ins = layers_that_stand([specs[layer] for layer in chunk.layers])
+    stand_ins = segments_that_stand(kind_of(chunk, layers(model.config))[-1])
     run = sorted(set(stand_ins))
     ledger = StorageLedger(context.group("tp").process_group)
     with CudaKernels() if on_cuda else _CpuKernels(), ledger:
         device = torch.device("meta" if on_cuda else device_type)
-        chunk_run = ChunkRun(model, data, micro_batch_size, context, chunk, [chunk.layers[place] for place in run], ledger, device)
+        chunk_run = ChunkRun(
+            model, data, micro_batch_size, context, chunk, [chunk.segments[place] for place in run], ledger, device
+        )
         chunk_run.run(splits=splits)
     ops = {}
     for kind, spans in chunk_run.spans.items():
+        if kind is OpKind.RECOMPUTE:  # it runs one segment, in one span
+            ops[kind] = joined(spans)
+            continue
         step = 1 if kind is OpKind.FORWARD else -1
-        of_layer = dict(zip(run[::step], spans[1:], strict=True))
-        ops[kind] = joined([spans[0], *(of_layer[place] for place in stand_ins[::step])])
+        of_segment = dict(zip(run[::step], spans[1:], strict=True))
+        ops[kind] = joined([spans[0], *(of_segment[place] for place in stand_ins[::step])])
     attention = ", ".join(words for name, words in _ATTENTION.items() if name in ledger.kernels)
     return ChunkTrace(ops, attention, data.reset_attention_mask and _VARIED_LENGTHS not in ledger.kernels)
 
 
-def layers_that_stand(specs: Sequence[LayerSpec]) -> list[int]:
-    """For each layer of a chunk, the index of the layer that is run in its place, perhaps itself.
+def segments_that_stand(specs: Sequence[SegmentKind]) -> list[int]:
+    """For each segment of a chunk, the index of the one that is run in its place, perhaps itself.
 
-    A stretch of layers is left out where its neighbours fit together as they do in the whole. So each layer that is run has the
-    neighbours that it has in the whole. For each layer that is left out, one with the same neighbours is run, the second of its
-    kind. The first and the last of each kind are run: they may be the first and the last to use what several layers share.
+    A stretch of segments is left out where its neighbours fit together as they do in the whole. So each segment that is run has the
+    neighbours that it has in the whole. For each one that is left out, one with the same neighbours is run, the second of its kind.
+    The first and the last of each kind are run: they may be the first and the last to use what several layers share.
     """
     kinds = [list(alike(specs)).index(spec) for spec in specs]
     around = list(zip((*kinds[:1], *kinds), kinds, (*kinds[1:], *kinds[-1:]), strict=False))
@@ -139,11 +162,11 @@ def layers_that_stand(specs: Sequence[LayerSpec]) -> list[int]:
 class ChunkRun:
     """A chunk with parameters, gradients and inputs. All of it lives before the first operation, so none of it is counted.
 
-    The spans of each operation are cut where a layer begins, in its own order: what comes before the first layer that runs, that
-    layer, and so on; the last span ends with the operation.
+    The spans of each operation are cut where a segment begins, in its own order: what comes before the first one that runs, that
+    segment, and so on; the last span ends with the operation.
 
     Args:
-        layers: those of the chunk that run.
+        segments: those of the chunk that run.
         ledger: entered, on top of what makes tensors of `device` take no memory.
     """
 
@@ -154,7 +177,7 @@ class ChunkRun:
         micro_batch_size: int,
         context: ParallelContext,
         chunk: Chunk,
-        layers: Sequence[int],
+        segments: Sequence[Segment],
         ledger: StorageLedger,
         device: torch.device,
     ) -> None:
@@ -162,7 +185,7 @@ class ChunkRun:
         table = ParamTable()
         weights = {weight.name: weight for weight in model_weights(model.config, model.vocab_size)}
         scope = Scope(context, table, weights, model.dtype, model.sequence_parallel, chunk=chunk.index, num_chunks=chunk.num_chunks)
-        self._module = GPTChunk(scope, model.config, chunk, layers)
+        self._module = GPTChunk(scope, model.config, chunk, segments)
         if device.type != "meta":
             materialize(self._module, table, device)
         for entry in table:
@@ -180,10 +203,13 @@ class ChunkRun:
         self.spans: dict[OpKind, list[MemorySpan]] = {}
         """The spans of each operation that has run."""
         self._kind = OpKind.FORWARD
-        self._first_products = {f"layers.{layer}.mlp.down.weight" for layer in layers}
-        for layer in self._module.layers:
-            layer.register_forward_pre_hook(self._cut)
-            layer.register_forward_hook(self._after_layer)
+        self._first_products = {f"layers.{segment.layers[-1]}.mlp.down.weight" for segment in segments}
+        place = 0
+        for segment in segments:
+            blocks = self._module.layers[place : place + len(segment.layers)]
+            blocks[0].register_forward_pre_hook(self._cut)
+            blocks[-1].register_forward_hook(self._after_segment)
+            place += len(segment.layers)
 
     def run(self, *, splits: bool) -> None:
         """Run all operations.
@@ -191,11 +217,14 @@ class ChunkRun:
         Args:
             splits: backward is an input gradient and a weight gradient, as in zero-bubble schedules.
         """
-        with self._operation(OpKind.FORWARD):
+        with self._operation(OpKind.FORWARD), keeping() as kept:
             out = self._module(self._inputs, self._received)
             # As the executor does: only the gradient edge is kept.
             edge = get_gradient_edge(out if self._gradient is not None else out * self._scale)
             del out
+        if kept.regions:
+            with self._operation(OpKind.RECOMPUTE):
+                kept.remake_last()
         with (
             self._operation(OpKind.INPUT_GRAD if splits else OpKind.BACKWARD),
             deferring() if splits else contextlib.nullcontext() as deferred,
@@ -217,9 +246,9 @@ class ChunkRun:
     def _cut(self, *_: object) -> None:
         self.spans[self._kind].append(self._ledger.cut())
 
-    def _after_layer(self, layer: object, inputs: object, out: torch.Tensor) -> None:
+    def _after_segment(self, block: object, inputs: object, out: torch.Tensor) -> None:
         assert out.grad_fn is not None
-        out.grad_fn.register_prehook(self._cut)  # backward enters the layer where forward left it
+        out.grad_fn.register_prehook(self._cut)  # backward enters the segment where forward left it
 
     def _wrote(self, name: str) -> None:
         if self._kind is OpKind.WEIGHT_GRAD and name in self._first_products:

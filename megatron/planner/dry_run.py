@@ -11,9 +11,9 @@ from megatron.model.build import Model, build_model, model_dtype
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.topology import DATA_AXES, GRADIENT_AXES, Topology
-from megatron.pipeline_parallel.partition import table_of
+from megatron.pipeline_parallel.partition import recomputed_chunks, table_of
 from megatron.planner import advice
-from megatron.planner.chunk_trace import ChunkTrace, trace_chunks
+from megatron.planner.chunk_trace import ChunkTrace, kind_of, trace_chunks
 from megatron.planner.kinds import (
     Links,
     RankContent,
@@ -81,7 +81,8 @@ class _Planner:
             )
         self._global_batch_size = num_microbatches * config.training.micro_batch_size * self._topology.size(*DATA_AXES)
         chunks_per_stage = len(self._table) // self._topology.pp
-        self._schedule = make_schedule(parallel.schedule, self._topology.pp, num_microbatches, chunks_per_stage)
+        again = recomputed_chunks(self._table)
+        self._schedule = make_schedule(parallel.schedule, self._topology.pp, num_microbatches, chunks_per_stage, recomputed=again)
         self._receives = receive_plans(self._schedule, overlap=parallel.overlap_p2p_communication)
         self._device_type = "cpu" if parallel.device == "cpu" else "cuda"
         self._traces: dict[object, ChunkTrace] = {}
@@ -130,10 +131,7 @@ class _Planner:
     def _stages_alike(self) -> Iterable[list[int]]:
         """Groups of stages whose chunks have the same parts. A model built for one stage is that of all but for names."""
         specs = layers(self._config.model)
-        return alike(
-            tuple((tuple(specs[layer] for layer in chunk.layers), chunk.first, chunk.last) for chunk in chunks)
-            for chunks in self._chunks
-        ).values()
+        return alike(tuple(kind_of(chunk, specs) for chunk in chunks) for chunks in self._chunks).values()
 
     def _lay_out(self, stages: Sequence[int], model: Model, context: ParallelContext) -> Iterator[tuple[int, StagePlan]]:
         """Plan stages that look alike. They differ in the order of their backwards, which decides how many gradients pass under

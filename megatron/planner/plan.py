@@ -12,7 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import simulate
-from megatron.spec.counts import attention_flops, flops_per_step, flops_per_token, layer_flops, output_flops
+from megatron.spec.counts import attention_flops, flops_per_step, flops_per_token, layer_flops, output_flops, recompute_flops
 from megatron.spec.operations import Costs, Schedule
 
 
@@ -162,13 +162,15 @@ def idle_share(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], sche
 
 def chunk_costs(model: ModelConfig, vocab_size: int, table: Sequence[Chunk]) -> list[Costs]:
     """FLOPs of the operations on each chunk for one token. The two products in attention have no weights, so both their gradients
-    count as input gradients."""
+    count as input gradients, and so does what is computed again within backward."""
     layers, scores = layer_flops(model), attention_flops(model)
     costs = []
     for chunk in table:
         attention = sum(scores[layer] for layer in chunk.layers)
         products = sum(layers[layer] for layer in chunk.layers) - attention + chunk.last * output_flops(model, vocab_size)
-        costs.append(Costs(products + attention, products + 2 * attention, products))
+        again = [recompute_flops(model, segment.layers) for segment in chunk.segments if segment.recomputed]
+        *within, ahead = again or [0]
+        costs.append(Costs(products + attention, products + 2 * attention + sum(within), products, recompute=ahead))
     return costs
 
 

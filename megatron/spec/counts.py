@@ -8,7 +8,7 @@ computed a second time to save memory.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from megatron.config.model import ModelConfig
@@ -46,6 +46,13 @@ def attention_flops(model: ModelConfig) -> tuple[int, ...]:
     """The part of `layer_flops` that the products q k^T and scores x v take."""
     # Two products over the sequence, of two FLOPs each; causal: half of each.
     return _of_layers(model, lambda layer: 2 * (2 * layer.attention.heads * layer.attention.head_size * model.seq_length) // 2)
+
+
+def recompute_flops(model: ModelConfig, numbers: Sequence[int]) -> int:
+    """FLOPs for one token to run neighbouring layers again in backward. The last product's result is not needed, so without it."""
+    matrices = _of_layers(model, lambda layer: 2 * _matrices(model, layer)[-1].numel)
+    forward = layer_flops(model)
+    return sum(forward[number] for number in numbers) - matrices[numbers[-1]]
 
 
 def output_flops(model: ModelConfig, vocab_size: int) -> int:

@@ -30,6 +30,7 @@ from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import Granularity
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors
+from megatron.pipeline_parallel.partition import recomputed_chunks
 from megatron.spec.operations import Schedule, forward_only
 from megatron.spec.schedules import make_schedule
 from megatron.training.failure import raise_nonfinite, raise_uncounted
@@ -277,7 +278,7 @@ class TrainStep:
         if key not in self._schedules:
             stages = self.context.topology.pp
             table = self.model.layer_table
-            again = [chunk.index for chunk in table if chunk.recomputes]
+            again = recomputed_chunks(table)
             made = make_schedule(self._pipeline, stages, num_microbatches, len(table) // stages, recomputed=again)
             self._schedules[key] = made if training else forward_only(made)
         return self._schedules[key]

@@ -58,7 +58,7 @@ def test_repeated_layers_are_as_all_layers_run(device_type: str, changes: dict[s
     config = settings(4, num_layers=10, **PP2, **TP2, **changes)
     repeated = [plan_rank(config, 4, rank, device_type=device_type).traces for rank in (0, 3)]
     assert all(sum(op.change for op in trace.ops.values()) == 0 for traces in repeated for trace in traces.values())
-    monkeypatch.setattr(chunk_trace, "layers_that_stand", lambda specs: list(range(len(specs))))
+    monkeypatch.setattr(chunk_trace, "segments_that_stand", lambda specs: list(range(len(specs))))
     assert [plan_rank(config, 4, rank, device_type=device_type).traces for rank in (0, 3)] == repeated
 
 
@@ -70,7 +70,7 @@ def test_layers_that_differ_are_as_all_layers_run(changes: dict[str, Any], monke
     mix_layers(monkeypatch, 3)
     few = [plan_rank(config, 4, rank, device_type="cuda").traces for rank in (0, 3)]
     assert few != alike
-    monkeypatch.setattr(chunk_trace, "layers_that_stand", lambda specs: list(range(len(specs))))
+    monkeypatch.setattr(chunk_trace, "segments_that_stand", lambda specs: list(range(len(specs))))
     assert [plan_rank(config, 4, rank, device_type="cuda").traces for rank in (0, 3)] == few
 
 

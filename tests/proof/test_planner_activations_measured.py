@@ -21,6 +21,8 @@ LLAMA = {
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 PACKED = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
 PP2 = {"pipeline_model_parallel_size": 2}
+FULL = {"recompute_granularity": "full"}
+BLOCK = {**FULL, "recompute_method": "block", "recompute_num_layers": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 SHARDING = "data_parallel_sharding_strategy"
 
@@ -52,6 +54,19 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt, tensor parallel": (2, TP2),
     "llama, sequence parallel, bf16": (2, {"sequence_parallel": True, "bf16": True, **TP2, **LLAMA}),
     "gpt, sequence parallel, zb-h1": (4, {"sequence_parallel": True, "pipeline_schedule": "zb-h1", **TP2, **PP2}),
+    "gpt, full recompute": (1, FULL),
+    "llama, full recompute in groups of two, packed, bf16": (
+        1,
+        {"recompute_num_layers": 2, "bf16": True, **FULL, **LLAMA, **PACKED},
+    ),
+    "gpt, first layers recomputed, dropout, 1f1b": (2, {"num_layers": 6, **BLOCK, **PP2, **DROPOUT}),
+    "llama, full recompute, zb-h1, six layers": (2, {"num_layers": 6, "pipeline_schedule": "zb-h1", **FULL, **PP2, **LLAMA}),
+    "gpt, first layers recomputed, zb-v": (
+        2,
+        {"num_layers": 8, "pipeline_schedule": "zb-v", **BLOCK, "recompute_num_layers": 1, **PP2},
+    ),
+    "gpt, full recompute, sequence parallel": (2, {"sequence_parallel": True, "vocab_size": 3000, **FULL, **TP2}),
+    "llama, full recompute, optim_grads_params": (2, {SHARDING: "optim_grads_params", **FULL, **LLAMA}),
     "gpt, optim_grads": (2, {SHARDING: "optim_grads"}),
     "llama, optim_grads_params": (2, {SHARDING: "optim_grads_params", **LLAMA}),
 }

@@ -22,7 +22,7 @@ from megatron.optimizer.grad_scaler import make_grad_scaler
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect, make_context
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.partition import table_of
+from megatron.pipeline_parallel.partition import recomputed_chunks, table_of
 from megatron.planner.chunk_trace import ChunkTrace, trace_chunks
 from megatron.planner.peak import Activations, peak_activations, receive_plans, step_transfers
 from megatron.planner.state_report import state_report
@@ -181,7 +181,13 @@ def _num_microbatches(config: Config, context: ParallelContext) -> int:
 def _schedule(config: Config, context: ParallelContext, model: Model) -> Schedule:
     stages = context.topology.pp
     chunks_per_stage = len(model.layer_table) // stages
-    return make_schedule(config.parallel.schedule, stages, _num_microbatches(config, context), chunks_per_stage)
+    return make_schedule(
+        config.parallel.schedule,
+        stages,
+        _num_microbatches(config, context),
+        chunks_per_stage,
+        recomputed=recomputed_chunks(model.layer_table),
+    )
 
 
 def _vocabulary(config: Config) -> int:

@@ -9,7 +9,7 @@ import pytest
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.huggingface.families import fitting
 from megatron.config.model import ModelConfig
-from megatron.planner.chunk_trace import layers_that_stand
+from megatron.planner.chunk_trace import segments_that_stand
 from megatron.spec import counts
 from megatron.spec.layers import LayerSpec, alike, layers
 from megatron.spec.weights import model_weights
@@ -34,9 +34,9 @@ def test_equal_layers_are_one_kind() -> None:
 def test_a_plan_runs_three_of_those_that_are_alike() -> None:
     cases = {"": "", "a": "0", "aa": "01", "aaa": "012", "aaaaaa": "015", "ab": "01", "abab": "0123", "aaaaab": "0145"}
     for text, run in cases.items():
-        assert sorted(set(layers_that_stand(kinds(text)))) == [int(place) for place in run], text
+        assert sorted(set(segments_that_stand(kinds(text)))) == [int(place) for place in run], text
     for text in ("aaab" * 6, "aaaaab" * 21, "ab" * 9, "aaaaabbbbb"):
-        stand_ins = layers_that_stand(kinds(text))
+        stand_ins = segments_that_stand(kinds(text))
         places = sorted(set(stand_ins))
         assert len(places) < len(text) and {places[0], places[-1]} == {0, len(text) - 1}, text
         short = "".join(text[place] for place in places)
