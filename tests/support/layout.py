@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
 from megatron.config.training import OptimizerConfig
@@ -59,6 +60,8 @@ class Layout:
     fsdp_reshard: FsdpReshard = "always"
     offload: float | None = None
     """Share of main parameters and moments in host memory."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """What happens to activations."""
 
     @property
     def world_size(self) -> int:
@@ -179,7 +182,7 @@ def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> M
         vocab_size=recipe.shape.vocab,
         sequence_parallel=layout.sequence_parallel,
         seed=1,
-        table=table_of(config, parallel_config(layout), recipe.shape.vocab),
+        table=table_of(config, parallel_config(layout), recipe.shape.vocab, layout.memory),
         materialized=False,
     )
 

@@ -1,0 +1,105 @@
+"""The proof for what is done with activations: computed again, moved, or never held. It trains as one plain process does, and what
+is computed again changes no bit.
+
+In float64, with one document a sample or several. Every pair of settings occurs; `--full` takes every case, with two steps of each
+instead of three.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.config.memory import MemoryConfig
+from megatron.verification.reference.shape import random_weights
+from tests.proof.test_layouts_packing import ALL_RULES, EOD, SEQ, VOCAB, documents
+from tests.support.covering import covering, product
+from tests.support.equality import assert_equal_runs, assert_same_bits
+from tests.support.layout import Layout, LayoutRun, Recipe, run_layout
+from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, loss_of_documents_apart, random_batches, train
+
+MEMORIES = {
+    "full": MemoryConfig("full"),
+    "full in groups of two": MemoryConfig("full", recompute_num_layers=2),
+    "the first of each chunk": MemoryConfig("full", recompute_method="block"),
+}
+"""Settings that change no bit of a run at the same layout."""
+
+AXES: dict[str, list[Any]] = {
+    "memory": [*MEMORIES],
+    "sizes": [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
+    "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"],
+    "sequence_parallel": [False, True],
+    "style": ["gpt2", "llama"],
+    "tied": [True, False],
+    "documents": [False, True],
+    "sharding": ["no_shard", "optim_grads", "optim_grads_params"],
+}
+
+
+def fits(case: dict[str, Any]) -> bool:
+    """Settings that mean something at this layout, and are not refused."""
+    tp, pp, dp = case["sizes"]
+    return (
+        (tp > 1 or not case["sequence_parallel"])
+        and (pp > 1 or case["schedule"] in ("1f1b", "zb-h1"))
+        and (dp > 1 or case["sharding"] == "no_shard")
+        and not (case["sharding"] == "optim_grads_params" and case["schedule"].startswith("zb"))
+    )
+
+
+@functools.cache
+def recipe(style: str, tied: bool, packed: bool, layers: int, batch: int, steps: int) -> Recipe:
+    like = llama_like if style == "llama" else gpt2_like
+    shape = like(num_layers=layers, hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, vocab=VOCAB, seq=SEQ, tied=tied)
+    batches = documents(steps, batch) if packed else random_batches(shape, steps, batch, 1, seed=6)
+    return Recipe(shape, random_weights(shape, seed=5), batches, rules=ALL_RULES if packed else None)
+
+
+@functools.cache
+def reference(*key: Any) -> ReferenceRun:
+    r = recipe(*key)
+    settings: dict[str, Any] = {"loss": functools.partial(loss_of_documents_apart, eod=EOD)} if r.rules else {}
+    return train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip, **settings)
+
+
+@functools.cache
+def without(layout: Layout, *key: Any) -> LayoutRun:
+    """The run that keeps all activations."""
+    return run_layout(recipe(*key), layout)
+
+
+def name(case: dict[str, Any]) -> str:
+    tp, pp, dp = case["sizes"]
+    words = [case["memory"], f"tp{tp}-pp{pp}-dp{dp}", case["schedule"], case["style"], case["sharding"]]
+    return "-".join([*words, *(flag for flag in ("sequence_parallel", "tied", "documents") if case[flag])])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        cases = product(AXES, fits) if metafunc.config.getoption("--full") else covering(AXES, 16, fits)
+        metafunc.parametrize("case", cases, ids=name)
+
+
+def test_what_is_done_with_activations_changes_nothing(case: dict[str, Any], full: bool) -> None:
+    tp, pp, dp = case["sizes"]
+    chunks = 2 if case["schedule"] in ("interleaved", "zb-v") else 1
+    plain = Layout(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        virtual_stages=chunks,
+        sequence_parallel=case["sequence_parallel"],
+        schedule=case["schedule"],
+        sharding=case["sharding"],
+        micro_batch_size=1,
+        bucket_size=1500,
+    )
+    microbatches = 3 if pp > 1 else 2
+    key = (case["style"], case["tied"], case["documents"], 2 * pp * chunks + 1, microbatches * dp, 2 if full else 3)
+    found = run_layout(recipe(*key), replace(plain, memory=MEMORIES[case["memory"]]))
+    assert_equal_runs(found, reference(*key))
+    assert_same_bits(found, without(plain, *key))
