@@ -38,10 +38,11 @@ MOST_OPERATIONS = 300_000
 _PASSING = ("optim_grads", "optim_grads_params")
 """Sharding strategies under which gradients pass through buffers that are not kept."""
 
-_NOTES = (
-    "not in it: what the driver, the communication library and the allocator keep for themselves",
-    "idle time is simulated with FLOPs for time and messages that take none; traffic is counted as in a ring",
-)
+_NOT_COUNTED = {
+    "cpu": "not in it: Python, the libraries, and what the allocator keeps for itself",
+    "cuda": "not in it: gaps between the allocator's blocks (few with PYTORCH_ALLOC_CONF=expandable_segments:True)",
+}
+_NOTES = ("idle time is simulated with FLOPs for time and messages that take none; traffic is counted as in a ring",)
 
 
 def make_plan(config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
@@ -109,9 +110,9 @@ class _Planner:
             layers=self._table,
             parameters=parameters,
             parameters_by_stage=tuple(counted[stage] for stage in stages),
-            kinds=make_kinds((found[stage] for stage in stages), groups, self._links),
+            kinds=make_kinds((found[stage] for stage in stages), groups, self._links, on_cuda=self._device_type == "cuda"),
             work=step_work(config.model, self._vocab_size, self._table, self._schedule, self._global_batch_size),
-            notes=(f"attention is taken to be computed by {' and '.join(attention)}", *_NOTES),
+            notes=(_NOT_COUNTED[self._device_type], f"attention is taken to be computed by {' and '.join(attention)}", *_NOTES),
             advice=tuple(advice.advice(config, self._dry_run.world_size, self._dry_run.gpus_per_node, self._vocab_size)),
         )
 

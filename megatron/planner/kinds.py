@@ -18,6 +18,7 @@ from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.topology import GRADIENT_AXES, Topology
+from megatron.planner.allowances import Allowance, allowances
 from megatron.planner.plan import Places, RankKind, RankMemory, Traffic
 
 
@@ -44,6 +45,8 @@ class StagePlan:
     """What one rank sends, the same on all ranks of the stage."""
 
 
+_Look = tuple[object, int, tuple[tuple[str, str, int], ...], tuple[Allowance, ...]]
+"""What decides whether stages are alike: what their ranks hold, activations, what they send, what CUDA takes."""
 NamedGroups = Mapping[str, tuple[int, Callable[[int], "Crossing"]]]
 """For each group that ranks send over: how many take part, and which ranks of a stage send to another node."""
 
@@ -67,24 +70,33 @@ def named_groups(context: ParallelContext, links: Links) -> NamedGroups:
     }
 
 
-def make_kinds(stages: Iterable[StagePlan], groups: NamedGroups, links: Links) -> tuple[RankKind, ...]:
+def make_kinds(stages: Iterable[StagePlan], groups: NamedGroups, links: Links, *, on_cuda: bool) -> tuple[RankKind, ...]:
     """Put every rank into one kind."""
-    alike: dict[object, list[StagePlan]] = {}
+    alike: dict[_Look, list[StagePlan]] = {}
     for stage in stages:
         contents = tuple((held, tuple(places)) for held, places in stage.contents.items())
-        alike.setdefault((contents, stage.activations, _amounts(stage.sent)), []).append(stage)
+        taken = _allowances(stage, groups, links) if on_cuda else ()
+        alike.setdefault((contents, stage.activations, _amounts(stage.sent), taken), []).append(stage)
     return tuple(
         RankKind(
             stages=tuple(stage.stage for stage in same),
             places=tuple(places),
             first_rank=links.first_rank(same[0].stage, places[0].data.start, places[0].tensor),
             parameters=parameters,
-            memory=RankMemory(**memory.parts, activations=Bytes(same[0].activations)),
-            sent=tuple(_traffic(same, places, *amount, groups, links) for amount in _amounts(same[0].sent)),
+            memory=RankMemory(**memory.parts, activations=Bytes(activations), cuda=Bytes(sum(one.bytes for one in taken))),
+            sent=tuple(_traffic(same, places, *amount, groups, links) for amount in amounts),
+            allowances=taken,
         )
-        for same in alike.values()
+        for (_, activations, amounts, taken), same in alike.items()
         for (parameters, memory), places in same[0].contents.items()
     )
+
+
+def _allowances(stage: StagePlan, groups: NamedGroups, links: Links) -> tuple[Allowance, ...]:
+    """What CUDA takes on the ranks of a stage. Neighbours count as far only where they are so for each of its ranks."""
+    rings = {one.over: groups[one.over][0] for one in stage.sent if one.peer is None}
+    peers = sorted({one.peer for one in stage.sent if one.peer is not None})
+    return allowances(rings, [bool(links.between(stage.stage, peer).all()) for peer in peers], links.world_size)
 
 
 def _amounts(sent: Sequence[Sending]) -> tuple[tuple[str, str, int], ...]:
@@ -225,6 +237,11 @@ class Links:
         number: Any = topology.rank  # the topology's arithmetic for one rank works on arrays too
         self._ranks: NDArray[np.int64] = number(tp=tp, cp=cp, dp=dp, pp=pp).reshape(topology.pp, -1, topology.tp)
         self._nodes = self._ranks // gpus_per_node
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self._topology.world_size
 
     def ring(self, stage: int, axes: Sequence[str]) -> Crossing:
         """Sends around rings over some of tp, cp and dp."""

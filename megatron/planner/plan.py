@@ -12,6 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import simulate
+from megatron.planner.allowances import Allowance
 from megatron.spec.counts import attention_flops, flops_per_step, flops_per_token, layer_flops, output_flops, recompute_flops
 from megatron.spec.operations import Costs, Schedule
 
@@ -44,10 +45,12 @@ class Job:
 
 @dataclass(frozen=True)
 class RankMemory(StateMemory):
-    """Memory of one rank, by purpose: the model's state, and what a step adds."""
+    """Memory of one rank, by purpose: the model's state, what a step adds, and what CUDA takes."""
 
     activations: Bytes = field(default_factory=Bytes)
     """Activations at the peak of the schedule."""
+    cuda: Bytes = field(default_factory=Bytes)
+    """What CUDA takes for itself, an estimate: the sum of `RankKind.allowances`. All other parts are exact to the byte."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class RankKind:
     """Elements of the model that such a rank computes with, without padding, however few of them it keeps."""
     memory: RankMemory
     sent: tuple[Traffic, ...]
+    allowances: tuple[Allowance, ...] = ()
+    """What CUDA takes for itself on such a rank; empty on the CPU."""
 
     @property
     def ranks(self) -> int:
@@ -232,6 +237,7 @@ def _kind(kind: RankKind) -> dict[str, Any]:
         "first_rank": kind.first_rank,
         "parameters": kind.parameters,
         "memory": asdict(kind.memory),
+        "allowances": [asdict(one) for one in kind.allowances],
         "device_bytes": kind.memory.total.device,
         "host_bytes": kind.memory.total.host,
         "sent": [asdict(one) for one in kind.sent],

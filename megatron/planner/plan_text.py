@@ -13,7 +13,8 @@ from megatron.planner.state_report import amount, device_parts, host_parts, in_u
 GPU_MEMORY_GB = (16, 24, 32, 40, 48, 80, 94, 141, 180, 288)
 """Memory of the GPUs that are sold, in gigabytes."""
 SPARE = 0.05
-"""Share of a GPU's memory that must be left for what the plan does not count: driver, communication library, allocator."""
+"""Share of a GPU's memory that must be left for what the plan does not count: gaps between the allocator's blocks, and whatever the
+allowances for CUDA leave out."""
 FLOPS_PER_S, INSIDE_PER_S, BETWEEN_PER_S = 500e12, 300e9, 25e9
 """Speeds of one rank, to compare the parts of a step: about half the peak of an H100 in bfloat16 (FLOP/s), and what long messages
 reach on its links inside a node and between nodes (bytes/s)."""
@@ -36,6 +37,7 @@ def format_plan(plan: Plan) -> list[str]:
         "",
         *_layer_table(plan),
         "",
+        *_estimates(plan),
         *(f"note: {note}" for note in plan.notes),
         *(f"advice: {line}" for line in plan.advice),
     ]
@@ -50,6 +52,14 @@ def _verdict(plan: Plan) -> Iterator[str]:
     if total.host:
         each = min(plan.job.gpus_per_node, plan.job.world_size)
         yield f"  and {amount(total.host)} of host memory, {amount(each * total.host)} on a node: {host_parts(kind.memory)}"
+
+
+def _estimates(plan: Plan) -> Iterator[str]:
+    """What stands apart from numbers that are exact."""
+    taken = plan.kinds[plan.fullest].allowances
+    if taken:
+        parts = ", ".join(f"{one.name} {amount(one.bytes)}" for one in taken)
+        yield f"note: cuda is an estimate ({parts}; sources in the JSON file); all other memory is exact to the byte"
 
 
 def _fits(plan: Plan, needed: int) -> str:

@@ -81,6 +81,19 @@ def test_a_script_is_sound_bash(script: str) -> None:
     assert re.fullmatch(r'launch \d+ \d [\w.-]+ "\$@"', code[-1]) and "torchrun" not in text
 
 
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_ALLOC_CONF": "a:b"}, {"PYTORCH_CUDA_ALLOC_CONF": "c:d"}])
+def test_segments_of_device_memory_can_grow(given: dict[str, str], tmp_path: Path) -> None:
+    """Unless the user has set the allocator, by either name."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "${PYTORCH_ALLOC_CONF-} ${PYTORCH_CUDA_ALLOC_CONF-}"\n')
+    python.chmod(0o755)
+    unset = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "")
+    words = ["bash", str(EXAMPLES / "launch_node.sh"), "1", "1", "localhost:1", "name", str(python), "program"]
+    done = subprocess.run(words, env=environment(**unset | given), capture_output=True, text=True, check=True)
+    new, old = given.get("PYTORCH_ALLOC_CONF"), given.get("PYTORCH_CUDA_ALLOC_CONF")
+    assert done.stdout.strip() == (new or old or "expandable_segments:True")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_words_are_kept_whole(script: str, tmp_path: Path) -> None:
     """A path with spaces and stars is one word; flags behind the name count instead of the script's."""

@@ -1,0 +1,63 @@
+"""What CUDA takes of a device beside what the job allocates, which no arithmetic gives: estimates, each with its source.
+
+All else in a plan is exact to the byte. So these stand apart, as one part of a rank's memory with a name of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Memory of a device for one purpose."""
+
+    name: str
+    bytes: int
+    source: str
+    """Where the number comes from."""
+
+
+CONTEXT = Allowance(
+    "CUDA context",
+    512 * _MIB,
+    "measured: 400 MB (github.com/pytorch/pytorch/issues/109888), 426 MiB with torch 2.10 and CUDA 13.0 before any kernel "
+    "(github.com/unslothai/unsloth-zoo/pull/1053); with kernels loaded as they are first used",
+)
+"""The driver's state of a process, and the code of the kernels."""
+WORKSPACES = Allowance(
+    "cuBLAS workspaces",
+    2 * 32 * _MIB,
+    "torch, aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper (before it 8.1) for each handle and stream; a handle for the "
+    "thread of forwards and one for autograd's",
+)
+ROUNDING = Allowance(
+    "allocator's rounding",
+    22 * _MIB,
+    "torch, c10/cuda/CUDACachingAllocator.cpp: an expandable segment grows by 20 MiB, that of blocks up to 1 MiB by 2 MiB",
+)
+"""What is mapped and not used at the end of the allocator's two segments. Gaps between blocks are not in it."""
+_NCCL = (
+    "NCCL, src/init.cc: a connection keeps 0.5 (LL) + 4.7 (LL128) + 4 MiB (NCCL_BUFFSIZE) a channel; with pages of 2 MiB and two "
+    "blocks of flags that is 14 MiB, the 3.28 GB of 7 peers and 32 channels of github.com/NVIDIA/nccl/issues/1685. Channels: 16 of "
+    "a ring (issues/892), to a peer 32 inside a node (issues/1685) and 2 between nodes (issues/1189)"
+)
+_PER_CHANNEL = 14 * _MIB
+_RING_CHANNELS, _PEER_CHANNELS, _FAR_PEER_CHANNELS = 16, 32, 2
+
+
+def allowances(rings: Mapping[str, int], peers: Sequence[bool], world_size: int) -> tuple[Allowance, ...]:
+    """What CUDA takes on one rank.
+
+    Args:
+        rings: the groups of its collectives, with their sizes. Each is a communicator; two of all ranks are one.
+        peers: for each stage that it exchanges messages with, whether that lies on another node. There are two communicators for
+            each, one in each direction.
+    """
+    made = {name if size < world_size else "world" for name, size in rings.items() if size > 1}
+    channels = _RING_CHANNELS * len(made) + sum(2 * (_FAR_PEER_CHANNELS if far else _PEER_CHANNELS) for far in peers)
+    nccl = [Allowance("NCCL buffers", channels * _PER_CHANNEL, _NCCL)] if channels else []
+    return (CONTEXT, WORKSPACES, *nccl, ROUNDING)
