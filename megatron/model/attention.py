@@ -18,7 +18,7 @@ from megatron.parallel.products import slow_half
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.scope import Scope
 from megatron.spec.layers import AttentionSpec, NormSpec
-from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.tensor_parallel.linear import ColumnParallelLinear, Remade, RowParallelLinear
 
 RotaryTable = tuple[torch.Tensor, torch.Tensor]
 
@@ -61,7 +61,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Remade,
         rotary: RotaryTable | None,
         key: DropoutKey | None,
         documents: Documents | None,
@@ -82,5 +82,5 @@ class Attention(nn.Module):
                 return self.output(cache.attend(self.layer, q))
         probability = 0.0 if key is None else self.dropout
         if probability > 0.0 and key is not None:
-            seed_device(x.device, key.site(self.layer, "attention", self.tensor_rank))
+            seed_device(q.device, key.site(self.layer, "attention", self.tensor_rank))
         return self.output(core_attention(q, k, v, documents, probability))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.config.memory import RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.model.attention import Attention, RotaryTable
 from megatron.model.document_attention import Documents
@@ -15,6 +18,7 @@ from megatron.model.norms import Norm
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.scope import Scope
 from megatron.spec.layers import LayerSpec
+from megatron.tensor_parallel.linear import Remade
 
 
 def dropout(x: torch.Tensor, probability: float, key: DropoutKey | None, layer: int, site: str, coordinate: int) -> torch.Tensor:
@@ -30,16 +34,23 @@ def dropout(x: torch.Tensor, probability: float, key: DropoutKey | None, layer: 
 
 
 class Block(nn.Module):
-    """A pre-norm layer. The residual stream keeps its dtype: the model's, or float32 with --fp32-residual-connection."""
+    """A pre-norm layer. The residual stream keeps its dtype: the model's, or float32 with --fp32-residual-connection.
 
-    def __init__(self, scope: Scope, config: ModelConfig, spec: LayerSpec, layer: int) -> None:
+    Args:
+        selective: parts that are computed again in backward instead of being kept.
+    """
+
+    def __init__(
+        self, scope: Scope, config: ModelConfig, spec: LayerSpec, layer: int, selective: Collection[RecomputeModule] = ()
+    ) -> None:
         super().__init__()
         self.layer, self.probability = layer, config.hidden_dropout
+        self.remakes_norms = "layernorm" in selective
         self.coordinate = scope.tp.index if scope.sequence_parallel else 0
         self.attention_norm = Norm(scope.child("attention_norm"), spec.norm)
         self.attention = Attention(scope.child("attention"), spec.attention, spec.norm, layer, config.attention_dropout)
         self.mlp_norm = Norm(scope.child("mlp_norm"), spec.norm)
-        self.mlp = MLP(scope.child("mlp"), spec.mlp)
+        self.mlp = MLP(scope.child("mlp"), spec.mlp, remakes_activation="mlp_act" in selective)
 
     def forward(
         self,
@@ -50,8 +61,12 @@ class Block(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
         """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the same shape."""
-        x = x + self._drop(self.attention(self.attention_norm(x), rotary, key, documents, cache), key, "attention_output")
-        return x + self._drop(self.mlp(self.mlp_norm(x)), key, "mlp_output")
+        normed = self._normed(self.attention_norm, x)
+        x = x + self._drop(self.attention(normed, rotary, key, documents, cache), key, "attention_output")
+        return x + self._drop(self.mlp(self._normed(self.mlp_norm, x)), key, "mlp_output")
+
+    def _normed(self, norm: Norm, x: torch.Tensor) -> torch.Tensor | Remade:
+        return norm.remade(x) if self.remakes_norms else norm(x)
 
     def _drop(self, x: torch.Tensor, key: DropoutKey | None, site: str) -> torch.Tensor:
         return dropout(x, self.probability, key, self.layer, site, self.coordinate)

@@ -149,7 +149,11 @@ class GPTChunk(nn.Module):
         numbers = [layer for segment in segments for layer in segment.layers]
         self.residual_dtype = residual_dtype(config, scope.dtype)
         self.embedding = Embedding(scope.child("embedding"), config) if chunk.first else None
-        self.layers = nn.ModuleList(Block(scope.child(f"layers.{layer}"), config, specs[layer], layer) for layer in numbers)
+        self.layers = nn.ModuleList(
+            Block(scope.child(f"layers.{layer}"), config, specs[layer], layer, segment.selective)
+            for segment in segments
+            for layer in segment.layers
+        )
         last = max((place for place, segment in enumerate(segments) if segment.recomputed), default=None)
         blocks = dict(zip(numbers, self.layers, strict=True))
         self._runs = [

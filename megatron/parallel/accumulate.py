@@ -29,6 +29,10 @@ Start = Callable[[], Callable[[], tuple[torch.Tensor, torch.Tensor]]]
 """Begins to gather, and returns a function that waits for (gradient of the output, input)."""
 
 
+Make = Callable[[torch.Tensor], torch.Tensor]
+"""Makes a linear layer's input of what is kept in its place."""
+
+
 class Deferred:
     """Deferred work, in order, and the memory that waits with it."""
 
@@ -144,15 +148,18 @@ def now_or_deferred(work: Work, *, keeps: tuple[torch.Tensor, ...] = ()) -> None
         rest()
 
 
-def accumulate_product(param: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor, start: Start | None = None) -> None:
+def accumulate_product(
+    param: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor, start: Start | None = None, *, make: Make | None = None
+) -> None:
     """Add the weight gradient grad_output^T x of a linear layer now or, inside `deferring()`, when the schedule says so.
 
     Args:
         param: the weight, of out * in elements.
         grad_output: [..., out], as this rank keeps it.
-        x: the layer's input, [..., in], as this rank keeps it.
+        x: the layer's input, [..., in], as this rank keeps it; or what it is made of.
         start: where one of the two is only a part, begins to gather it and returns what waits for both as a whole, with the same
             number of rows.
+        make: without `start`, makes the input of x.
     """
 
     def finish(whole: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -168,7 +175,7 @@ def accumulate_product(param: torch.Tensor, grad_output: torch.Tensor, x: torch.
     def work() -> Callable[[], None] | None:
         if start is not None:
             return partial(finish, start())
-        finish(lambda: (grad_output, x))
+        finish(lambda: (grad_output, x if make is None else make(x)))
         return None
 
     now_or_deferred(work, keeps=(grad_output, x))

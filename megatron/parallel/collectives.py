@@ -19,15 +19,20 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Pending:
-    """A collective that has started. `wait()` returns its result."""
+    """A collective that has started. `wait()` returns its result.
 
-    def __init__(self, result: torch.Tensor, work: dist.Work | None = None) -> None:
-        self._result, self._work = result, work
+    Args:
+        reads: what it reads until then. (Backends hold on to it too; here it is seen, and counted, whatever the backend.)
+    """
+
+    def __init__(self, result: torch.Tensor, work: dist.Work | None = None, reads: torch.Tensor | None = None) -> None:
+        self._result, self._work, self._reads = result, work, reads
 
     def wait(self) -> torch.Tensor:
         """Wait (on CUDA: let the current stream wait; several streams may) and return the result."""
         if self._work is not None:
             self._work.wait()
+        self._reads = None
         return self._result
 
 
@@ -47,7 +52,8 @@ def start_all_gather(tensor: torch.Tensor, group: Group, out: torch.Tensor | Non
     if group.size == 1:
         return Pending(tensor)
     joined = tensor.new_empty((tensor.shape[0] * group.size, *tensor.shape[1:])) if out is None else out
-    return Pending(joined, _all_gather(joined, tensor.contiguous(), group=group.process_group, async_op=True))
+    tensor = tensor.contiguous()
+    return Pending(joined, _all_gather(joined, tensor, group=group.process_group, async_op=True), tensor)
 
 
 def start_reduce_scatter(tensor: torch.Tensor, group: Group, out: torch.Tensor | None = None) -> Pending:
@@ -59,7 +65,8 @@ def start_reduce_scatter(tensor: torch.Tensor, group: Group, out: torch.Tensor |
     if group.size == 1:
         return Pending(tensor)
     part = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:])) if out is None else out
-    return Pending(part, _reduce_scatter(part, tensor.contiguous(), group=group.process_group, async_op=True))
+    tensor = tensor.contiguous()
+    return Pending(part, _reduce_scatter(part, tensor, group=group.process_group, async_op=True), tensor)
 
 
 def all_reduce(tensor: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:

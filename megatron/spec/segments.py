@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron.config.memory import MemoryConfig
+from megatron.config.memory import MemoryConfig, RecomputeModule
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,13 @@ class Segment:
     """Counted over the whole model."""
     recomputed: bool = False
     """Whether they are run again in backward; of their forward only the input is kept then."""
+    selective: frozenset[RecomputeModule] = frozenset()
+    """Parts of each layer that are computed again by themselves."""
 
 
-def kept_whole(layers: Iterable[int]) -> tuple[Segment, ...]:
-    """Each layer by itself, and nothing computed again."""
-    return tuple(Segment(range(layer, layer + 1)) for layer in layers)
+def kept_whole(layers: Iterable[int], selective: Iterable[RecomputeModule] = ()) -> tuple[Segment, ...]:
+    """Each layer by itself, and nothing computed again but parts."""
+    return tuple(Segment(range(layer, layer + 1), selective=frozenset(selective)) for layer in layers)
 
 
 def segments(layers: range, memory: MemoryConfig) -> tuple[Segment, ...]:
@@ -30,7 +32,7 @@ def segments(layers: range, memory: MemoryConfig) -> tuple[Segment, ...]:
         layers: those of the chunk.
     """
     if memory.recompute != "full":
-        return kept_whole(layers)
+        return kept_whole(layers, memory.recompute_modules if memory.recompute == "selective" else ())
     if memory.recompute_method == "block":
         first = layers[: memory.recompute_num_layers]
         each = (Segment(range(layer, layer + 1), recomputed=True) for layer in first)

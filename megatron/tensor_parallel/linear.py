@@ -26,18 +26,24 @@ A column-parallel layer has input copy (or gather under sequence parallelism), a
 the local part of a gathered input is kept for backward; it is gathered again there, while the input gradient is computed
 (Korthikanti et al. 2022, section 4.2.2). Where the weight gradient is deferred, nothing hides the communication of dx, and what was
 gathered is gathered again when the weight gradient runs, while the one before it is computed.
+
+Selective recompute (Korthikanti et al. 2022, section 5) is a matter of what the operation keeps. Where its input is `Remade`, it
+keeps the source of that, which the graph holds anyway, and makes the input again for the weight gradient: by the same kernels from
+the same numbers, so with the same bits. A deferred weight gradient never keeps more than it would without: if the source is larger
+than the input (the two halves of a gated MLP), it makes the input before it is put off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from megatron.memory.recompute import about_to_save
-from megatron.parallel.accumulate import accumulate, accumulate_product, grad_dtype, is_deferring, through
+from megatron.parallel.accumulate import Make, accumulate, accumulate_product, grad_dtype, is_deferring, through
 from megatron.parallel.collectives import (
     Pending,
     all_gather,
@@ -55,6 +61,23 @@ InputMode = Literal["plain", "copy", "gather"]
 OutputMode = Literal["plain", "sum", "scatter"]
 
 
+@dataclass(frozen=True)
+class Remade:
+    """An input that a linear layer does not keep: in backward it is made again."""
+
+    value: torch.Tensor
+    """The input itself, as autograd knows it."""
+    source: torch.Tensor
+    """What it is made of, cut off from autograd. Whoever made it keeps that anyway, so it takes no memory of its own."""
+    make: Make
+    """Makes the value of the source. Parameters that it reads must be there until the weight gradient has run."""
+
+    @classmethod
+    def of(cls, make: Make, source: torch.Tensor) -> Remade:
+        """Make the value for the first time."""
+        return cls(make(source), source.detach(), make)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -65,9 +88,13 @@ class _Linear(torch.autograd.Function):
         group: Group,
         input_mode: InputMode,
         output_mode: OutputMode,
+        source: torch.Tensor | None,
+        make: Make | None,
     ) -> torch.Tensor:
-        about_to_save(x)
-        ctx.save_for_backward(x)
+        kept = x if source is None else source
+        about_to_save(kept)
+        ctx.save_for_backward(kept)
+        ctx.make, ctx.source_is_larger = make, kept.nbytes > x.nbytes
         # Parameters are leaves and outlive the graph, so they need no saving; their identity is what finds their sink.
         ctx.weight, ctx.bias, ctx.group, ctx.modes = weight, bias, group, (input_mode, output_mode)
         whole = all_gather(x, group) if input_mode == "gather" else x
@@ -79,8 +106,11 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None, None]:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, *tuple[None, ...]]:  # type: ignore[override]
+        (kept,) = ctx.saved_tensors
+        make: Make = ctx.make or _as_it_is
+        if is_deferring() and ctx.source_is_larger:
+            kept, make = make(kept), _as_it_is
         weight, bias, group = ctx.weight, ctx.bias, ctx.group
         input_mode, output_mode = ctx.modes
         gathers_dy, gathers_x = output_mode == "scatter", input_mode == "gather"
@@ -88,7 +118,7 @@ class _Linear(torch.autograd.Function):
         local = grad_output
         if gathers_dy:
             grad_output = all_gather(grad_output, group)
-        whole_x = start_all_gather(x, group) if gathers_x and not is_deferring() else None
+        whole_x = start_all_gather(make(kept), group) if gathers_x and not is_deferring() else None
         pending = None
         if ctx.needs_input_grad[0]:
             grad_input = input_product(grad_output, weight.flatten(0, -2))
@@ -101,21 +131,27 @@ class _Linear(torch.autograd.Function):
         if bias is not None:
             # In the precision of its destination: a 16-bit sum over all tokens would lose digits, or overflow.
             accumulate(bias, grad_output.flatten(0, -2).sum(0, dtype=grad_dtype(bias)).view_as(bias))
-        if is_deferring() and (gathers_dy or gathers_x):
+        if whole_x is not None:
+            accumulate_product(weight, grad_output, whole_x.wait())
+        elif is_deferring() and (gathers_dy or gathers_x):
 
             def start() -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
                 dy = start_all_gather(local, group) if gathers_dy else Pending(local)
-                inputs = start_all_gather(x, group) if gathers_x else Pending(x)
-                return lambda: (dy.wait(), inputs.wait())
+                x = start_all_gather(make(kept), group) if gathers_x else None
+                return lambda: (dy.wait(), make(kept) if x is None else x.wait())
 
-            accumulate_product(weight, local, x, start)
+            accumulate_product(weight, local, kept, start)
         else:
-            accumulate_product(weight, grad_output, x if whole_x is None else whole_x.wait())
-        return (None if pending is None else pending.wait()), None, None, None, None, None
+            accumulate_product(weight, grad_output, kept, make=make)
+        return (None if pending is None else pending.wait()), *(None,) * 7
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def parallel_linear(
-    x: torch.Tensor,
+    x: torch.Tensor | Remade,
     weight: nn.Parameter,
     bias: nn.Parameter | None,
     group: Group,
@@ -126,7 +162,7 @@ def parallel_linear(
     """x weight^T + bias with the communication of the two modes.
 
     Args:
-        x: [s, b, in], or [s/n, b, in] with input mode gather.
+        x: [s, b, in], or [s/n, b, in] with input mode gather. It is kept for backward, unless it is made again.
         weight: this rank's part, [out, in]; leading dimensions are flattened ([2, f, h] gives 2f outputs).
         bias: as the weight without its last dimension; added before the output's communication, so only for plain output.
 
@@ -134,7 +170,8 @@ def parallel_linear(
         [s, b, out], or [s/n, b, out] with output mode scatter.
     """
     assert bias is None or output_mode == "plain", "a bias added before a sum would count once a rank"
-    return _Linear.apply(x, weight, bias, group, input_mode, output_mode)
+    value, source, make = (x.value, x.source, x.make) if isinstance(x, Remade) else (x, None, None)
+    return _Linear.apply(value, weight, bias, group, input_mode, output_mode, source, make)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -155,7 +192,7 @@ class ColumnParallelLinear(nn.Module):
         scope.optional(self, "bias")
         self.halves = len(self.weight) if self.weight.dim() == 3 else 1
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
         """Map x [s, b, in] (or [s/n, b, in]) to [s, b, out/n] (or [s, b, halves, out/n])."""
         y = parallel_linear(x, self.weight, self.bias, self.group, input_mode=self.input_mode)
         return y.unflatten(-1, (self.halves, -1)) if self.halves > 1 else y
@@ -173,7 +210,7 @@ class RowParallelLinear(nn.Module):
         scope.parameter(self, "weight")
         scope.optional(self, "bias")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
         """Map x [s, b, in/n] to [s, b, out] (or [s/n, b, out])."""
         if self.group.size == 1:
             return parallel_linear(x, self.weight, self.bias, self.group)
