@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.config.data import DataConfig
+from megatron.config.memory import RecomputeModule
 from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.memory.recompute import keeping
 from megatron.model.build import Model
@@ -99,8 +100,9 @@ def trace_chunks(
     return found
 
 
-SegmentKind = tuple[tuple[LayerSpec, ...], bool, bool]
-"""What a segment is: its layers, whether they are run again in backward, and whether that is done ahead of it."""
+SegmentKind = tuple[tuple[LayerSpec, ...], frozenset[RecomputeModule], bool, bool]
+"""What a segment is: its layers, the parts of each that are computed again, whether the layers as a whole are run again in
+backward, and whether that is done ahead of it."""
 
 
 def kind_of(chunk: Chunk, specs: Sequence[LayerSpec]) -> tuple[bool, bool, tuple[SegmentKind, ...]]:
@@ -111,7 +113,8 @@ def kind_of(chunk: Chunk, specs: Sequence[LayerSpec]) -> tuple[bool, bool, tuple
     """
     again = [segment for segment in chunk.segments if segment.recomputed]
     kinds = (
-        (tuple(specs[layer] for layer in segment.layers), segment.recomputed, segment in again[-1:]) for segment in chunk.segments
+        (tuple(specs[layer] for layer in segment.layers), segment.selective, segment.recomputed, segment in again[-1:])
+        for segment in chunk.segments
     )
     return chunk.first, chunk.last, tuple(kinds)
 

@@ -25,6 +25,8 @@ MEMORIES = {
     "full": MemoryConfig("full"),
     "full in groups of two": MemoryConfig("full", recompute_num_layers=2),
     "the first of each chunk": MemoryConfig("full", recompute_method="block"),
+    "norms": MemoryConfig("selective", recompute_modules=("layernorm",)),
+    "norms and activations": MemoryConfig("selective", recompute_modules=("layernorm", "mlp_act")),
 }
 """Settings that change no bit of a run at the same layout."""
 
