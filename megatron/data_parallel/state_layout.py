@@ -134,6 +134,8 @@ class UnitsPart:
 
     chunks: Sequence[Sequence[UnitPlan]]
     """The units of each chunk, in the order of the forward."""
+    recomputed: Sequence[Sequence[range]]
+    """For each chunk, the places of units that run again together in backward; the last of these groups does so ahead of it."""
     shard: Group
     replicas: int
     """How many copies there are of what the group holds."""
@@ -149,19 +151,21 @@ class UnitsPart:
         """Sharded parameters (which are their own main parameters), gradients and units at work; and its shards.
 
         Most memory is at work when a backward leaves a unit: its gathered parameters and those of the unit that comes next (or of
-        all units, if they are kept), its gradients, torch's copy of gradients that is reduced, and this rank's part of the sum.
+        all units, if they are kept; or of units that have run again with it), its gradients, torch's copy of gradients that is
+        reduced, and this rank's part of the sum.
         With replicas, such parts of all units wait for the end of the step, to be summed over the replicas.
         """
         group, main = replace(self.shard, index=index), main_grad_dtype(self.dtype)
         shards: list[ShardSize] = []
         parts = at_work = gathered = 0
-        for units in self.chunks:
-            before = 0
-            for unit in units:
+        for units, groups in zip(self.chunks, self.recomputed, strict=True):
+            sizes: list[int] = []
+            for place, unit in enumerate(units):
                 whole, part = sum(e.param.numel() for e in unit.entries), sum(padded_part(e, group.size) for e in unit.entries)
-                beside = 0 if self.reshard == "never" else before + whole
+                sizes.append(whole)
+                present = {place, max(place - 1, 0), *(one for group in groups if _runs(group, groups, place) for one in group)}
+                beside = 0 if self.reshard == "never" else sum(sizes[one] for one in present if one <= place)
                 at_work = max(at_work, beside * self.dtype.itemsize + (2 * whole + part) * main.itemsize)
-                before = whole
                 gathered += whole
                 parts += part
                 for entry in unit.entries:
@@ -179,6 +183,11 @@ class UnitsPart:
         lengths = {entry.param.shape[entry.record.fsdp_dim] for entry in entries}
         full = {length // -(-length // self.shard.size) for length in lengths}
         return {place + after for place in full for after in (0, 1)}
+
+
+def _runs(group: range, groups: Sequence[range], place: int) -> bool:
+    """Whether a group of units has run again when backward is in the unit at this place."""
+    return place in group or (group is groups[-1] and place >= group.start)
 
 
 StatePart = BucketPart | UnitsPart
@@ -226,6 +235,7 @@ class StateLayout:
 def state_layout(
     entries: Iterable[ParamEntry],
     modules: Mapping[int, Sequence[nn.Module]],
+    recomputed: Mapping[int, Sequence[Sequence[nn.Module]]],
     context: ParallelContext,
     config: ParallelConfig,
     *,
@@ -239,6 +249,7 @@ def state_layout(
     Args:
         entries: the parameters of a rank of the stage, perhaps on the meta device.
         modules: those that hold them, in the order of the forward, by chunk index.
+        recomputed: groups of these that run again together in backward, by chunk index.
         dtype: dtype of the parameters where they are used.
         num_microbatches: microbatches of one data rank in a step.
         writes: names of parameters in the order in which the backwards of a step write their gradients.
@@ -252,7 +263,8 @@ def state_layout(
         inside = [entry for entry in entries if is_fully_sharded(entry, context, granularity)]
         entries = [entry for entry in entries if not is_fully_sharded(entry, context, granularity)]
         units = [plan_units(some, [e for e in inside if e.chunk == number]) for number, some in modules.items()]
-        parts.append(UnitsPart(units, context.fsdp_shard, context.fsdp_replica.size, reshard, dtype))
+        again = [_places(some, recomputed[number]) for some, number in zip(units, modules, strict=True)]
+        parts.append(UnitsPart(units, again, context.fsdp_shard, context.fsdp_replica.size, reshard, dtype))
         sent += fsdp_traffic([unit for some in units for unit in some], context, reshard, dtype, num_microbatches)
     plans = plan_buckets(entries, context, bucket_size=config.ddp_bucket_size, granularity=granularity)
     reductions, buffers = [1] * len(plans), Bytes()
@@ -263,6 +275,12 @@ def state_layout(
     parts += [BucketPart(plan, sharding, dtype) for plan in plans]
     sent += bucket_traffic(plans, context, sharding, dtype, reductions)
     return StateLayout(parts, buffers, tuple(joined(sent)))
+
+
+def _places(units: Sequence[UnitPlan], groups: Sequence[Sequence[nn.Module]]) -> list[range]:
+    """The places of the units of each group."""
+    found = [[place for place, unit in enumerate(units) if set(unit.modules) & set(group)] for group in groups]
+    return [range(places[0], places[-1] + 1) for places in found if places]
 
 
 def play_steps(plans: Sequence[BucketPlan], writes: Iterable[str], dtype: torch.dtype, *, overlap: bool) -> tuple[int, list[int]]:

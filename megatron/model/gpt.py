@@ -169,6 +169,11 @@ class GPTChunk(nn.Module):
         self.final_norm = Norm(scope.child("final_norm"), norm_of(config)) if chunk.last else None
         self.output = OutputLayer(scope.child("output"), config) if chunk.last else None
 
+    @property
+    def recomputed(self) -> list[list[nn.Module]]:
+        """Layers that run again together in backward, in the order of the forward; the last of these groups ahead of it."""
+        return [run.blocks for run in self._runs if run.recomputed]
+
     def units(self) -> list[nn.Module]:
         """The modules that hold parameters, in the order of the forward. Sharded, each is gathered and freed as a whole."""
         return [module for module in (self.embedding, *self.layers, self.final_norm, self.output) if module is not None]

@@ -45,6 +45,7 @@ def layout_of(
     return state_layout(
         model.params,
         {number: chunk.units() for number, chunk in model.chunks.items()},
+        {number: chunk.recomputed for number, chunk in model.chunks.items()},
         context,
         parallel,
         dtype=model.dtype,
