@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.config.memory import MemoryConfig
 from megatron.config.parallel import FsdpReshard
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
@@ -17,9 +18,11 @@ from tests.support.fsdp_world import MICROBATCHES, NUM_UNITS, Trace, build, in_w
 from tests.support.held import held_by
 
 
-def traced(context: ParallelContext, reshard: FsdpReshard) -> tuple[list[tuple[Any, ...]], list[int]]:
+def traced(
+    context: ParallelContext, reshard: FsdpReshard, memory: MemoryConfig | None = None
+) -> tuple[list[tuple[Any, ...]], list[int]]:
     """Collectives of a step with the begin of each unit's computations among them; and the elements of each unit's shards."""
-    model = build(context, dtype=torch.bfloat16)
+    model = build(context, dtype=torch.bfloat16, memory=memory)
     provider = shard(model, context, reshard)
     trace = Trace(context.fsdp_shard.size)
     chunk = model.chunks[0]
@@ -54,6 +57,17 @@ def test_what_a_step_sends(reshard: FsdpReshard, ranks: int, size: int) -> None:
         assert sum(n for n, _ in scattered) == elements * MICROBATCHES
         assert {dtype for _, dtype in gathered} == {torch.bfloat16} and {dtype for _, dtype in scattered} == {torch.float32}
         assert sorted(reduced) == (sorted(parts) if ranks > size else [])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("reshard", ["always", "never"])
+def test_layers_that_run_again_are_gathered_no_more_often(reshard: FsdpReshard, size: int) -> None:
+    """What a layer's second forward gathers, its backward finds."""
+    memory = MemoryConfig("full", recompute_num_layers=size)
+    for events, parts in in_world(Topology(dp=2), partial(traced, reshard=reshard, memory=memory)):
+        sent = {kind: sum(n for k, n, _ in events if k.endswith(kind)) for kind in ("gather", "scatter")}
+        whole = 2 * sum(parts)
+        assert sent == {"gather": whole * (2 * MICROBATCHES if reshard == "always" else 1), "scatter": whole * MICROBATCHES}
 
 
 def test_the_next_unit_is_fetched_ahead() -> None:

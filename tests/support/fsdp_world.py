@@ -13,15 +13,18 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.config.parallel import FsdpReshard
+from megatron.config.memory import MemoryConfig
+from megatron.config.parallel import FsdpReshard, ParallelConfig
 from megatron.data_parallel.fsdp import FullyShardedParams
 from megatron.data_parallel.fsdp_plan import is_fully_sharded
 from megatron.data_parallel.provider import Inspect
+from megatron.memory.recompute import keeping
 from megatron.model.build import Model, build_model
 from megatron.model.gpt import ModelInputs
 from megatron.model.init import fill
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.partition import table_of
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.shape import ReferenceShape
 from tests.support.layout import microbatches, model_config
@@ -43,15 +46,18 @@ def build(
     *,
     sequence_parallel: bool = False,
     materialized: bool = False,
+    memory: MemoryConfig | None = None,
 ) -> Model:
+    config = model_config(shape)
     return build_model(
-        model_config(shape),
+        config,
         context,
         dtype=dtype,
         vocab_size=shape.vocab,
         sequence_parallel=sequence_parallel,
         seed=SEED,
         materialized=materialized,
+        table=table_of(config, ParallelConfig(), shape.vocab, memory),
     )
 
 
@@ -95,7 +101,11 @@ def step(
     """Gradients of a step, the loss of each microbatch times a factor."""
     provider.start_step(len(batch), inspect=inspect)
     for microbatch, factor in zip(batch, factors, strict=False):
-        backward(provider, model.chunks[0](microbatch) * factor)
+        with keeping(provider.before_remake) as kept:
+            loss = model.chunks[0](microbatch) * factor
+        if kept.regions:
+            kept.remake_last()
+        backward(provider, loss)
 
 
 def numel(model: Model) -> int:
