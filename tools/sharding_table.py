@@ -22,8 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 
 import torch
 
-from megatron.config.checks.sharding import dimensions_divide_by_shards
-from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.training import OptimizerConfig
@@ -104,8 +102,6 @@ class Reports:
 
     published: Published
     data_size: int
-    shard_size: int
-    """Data ranks among which optim_grads_params shards: as many as divide every dimension."""
     by_strategy: dict[str, StateReport]
 
 
@@ -121,10 +117,9 @@ def reports_of(published: Published, data_size: int) -> Reports:
         sequence_parallel=published.tensor_size > 1,
         overlap_grad_reduce=True,
     )
-    shard_size = largest_shard_size(model, parallel, data_size)
     # Who knows the neighbour in the pipeline knows all that the first stage needs to know, and large worlds take long to make.
     topology = Topology(tp=published.tensor_size, dp=data_size, pp=min(stages, 2))
-    context = connect_fake(topology, 0, fsdp_shard_size=shard_size if shard_size < data_size else None)
+    context = connect_fake(topology, 0)
     try:
         built = build_model(
             model,
@@ -145,28 +140,16 @@ def reports_of(published: Published, data_size: int) -> Reports:
         found[_OFFLOADED] = under("optim", OptimizerConfig(optimizer_cpu_offload=True))
     finally:
         disconnect()
-    return Reports(published, data_size, shard_size, found)
-
-
-def largest_shard_size(model: ModelConfig, parallel: ParallelConfig, data_size: int) -> int:
-    """The largest --fsdp-shard-size that the rules between settings accept."""
-    world_size = data_size * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-
-    def fits(size: int) -> bool:
-        sharded = replace(parallel, data_parallel_sharding_strategy="optim_grads_params", fsdp_shard_size=size)
-        return not any(dimensions_divide_by_shards(Config(model=model, parallel=sharded), world_size))
-
-    return max(size for size in range(1, data_size + 1) if data_size % size == 0 and fits(size))
+    return Reports(published, data_size, found)
 
 
 def memory_table() -> Iterator[str]:
     """GB of each rank: what stays, and with a plus what only passes through."""
-    yield f"| model | TP x PP | DP | {' | '.join(STRATEGIES)} | sharded over |"
-    yield _rule(4 + len(STRATEGIES))
+    yield f"| model | TP x PP | DP | {' | '.join(STRATEGIES)} |"
+    yield _rule(3 + len(STRATEGIES))
     for one in all_reports():
         cells = [_state_and_buffers(one.by_strategy[strategy]) for strategy in STRATEGIES]
-        group = "all" if one.shard_size == one.data_size else f"groups of {one.shard_size}"
-        yield f"| {_layout(one)} | {' | '.join(cells)} | {group} |"
+        yield f"| {_layout(one)} | {' | '.join(cells)} |"
 
 
 def traffic_table() -> Iterator[str]:

@@ -19,7 +19,7 @@ from megatron.audit.replicas import MOST_LINES, ranks_in_words
 from megatron.audit.signature import box_signature, placed_signature, shard_signatures
 from megatron.audit.trace_file import NUM_SIGNS, SIGNATURE_SIZE
 from megatron.checkpoint.manifest import tiles
-from megatron.parallel.boxes import Box, DimPiece, Piece
+from megatron.parallel.boxes import Box
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord, ParamTable
@@ -62,7 +62,8 @@ class OwnGradients:
         self._writes[name] += 1
         self.signatures[row] += box_signature(name, held, grad[tuple(slice(size) for size in held.sizes)])
         if shard is not None:
-            self._of_shards[row] += placed_signature(name, shard.boxes(self._context), _piece_of(grad, shard.piece))
+            part = grad.view(-1)[shard.piece.start : shard.piece.stop]
+            self._of_shards[row] += placed_signature(name, shard.boxes(self._context), part)
 
     def missing(self, num_microbatches: int) -> list[str]:
         """Messages on wrong numbers of gradients that reached the parameters, on any rank. All ranks call it together."""
@@ -106,13 +107,6 @@ class OwnGradients:
         here = placed_signature(name, shard.boxes(self._context), shard.grad)
         near = (here - own)[:NUM_SIGNS].abs().max() <= band * own[NUM_SIGNS].sqrt()
         return shard.record, bool(near and own[NUM_SIGNS] > 0)
-
-
-def _piece_of(grad: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The elements of a piece, flat."""
-    if isinstance(piece, DimPiece):
-        return grad.narrow(piece.dim, piece.start, piece.stop - piece.start).reshape(-1)
-    return grad.view(-1)[piece.start : piece.stop]
 
 
 def audit(

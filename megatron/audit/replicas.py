@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.boxes import Box, DimPiece
+from megatron.parallel.boxes import Box
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry, ParamTable
@@ -118,7 +118,7 @@ class ReplicatedPart:
 
 def copies_held(params: ParamTable, shards: Sequence[Shard], context: ParallelContext) -> list[ReplicatedPart]:
     """What this rank holds that another may hold too: its parameters (if sharded, its part), and separate main parameters."""
-    shared_out = {shard.record.name for shard in shards if isinstance(shard.piece, DimPiece)}
+    shared_out = {shard.record.name for shard in shards if shard.alone}
     copies = [_whole(entry, context) for entry in params if entry.record.name not in shared_out]
     for shard in shards:
         boxes = tuple(placed.box for placed in shard.boxes(context))

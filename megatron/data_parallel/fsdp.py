@@ -25,11 +25,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardedDim
 
 from megatron.config.parallel import FsdpReshard
 from megatron.data_parallel.bucket import Fill, main_grad_dtype
-from megatron.data_parallel.fsdp_plan import UnitPlan, own_piece, plan_units
+from megatron.data_parallel.fsdp_plan import UnitPlan, divided, own_piece, plan_units
 from megatron.data_parallel.provider import Inspect, Provider, check_writes
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import Pending
@@ -67,8 +66,12 @@ class FsdpUnit:
         self._inspect: Inspect | None = None
 
         empty = {entry.record.name for entry in plan.entries if entry.param.is_meta}
+        self._shapes = [entry.param.shape for entry in plan.entries]
         for entry in plan.entries:
-            entry.replace(nn.Parameter(entry.param.detach().to(self._main_dtype)))
+            # FSDP pads only what it divides along the first dimension. Layers flatten leading dimensions themselves.
+            rows, length = divided(entry)
+            shape = (rows,) if entry.record.kind == "vector" else (rows, length)
+            entry.replace(nn.Parameter(entry.param.detach().to(self._main_dtype).view(shape)))
         self.module = self._wrap(plan, mesh, reshard_after_forward, outside)
         for entry in plan.entries:
             if entry.record.name in empty:
@@ -110,12 +113,10 @@ class FsdpUnit:
         return [(entry.record.name, found, self._microbatches) for entry, found in zip(self._entries, self._writes, strict=True)]
 
     def _wrap(self, plan: UnitPlan, mesh: DeviceMesh, reshard_after_forward: bool, outside: set[nn.Parameter]) -> FSDPModule:
-        dims = {entry.param: ShardedDim(entry.record.fsdp_dim) for entry in plan.entries}
         wrapped = fully_shard(
             list(plan.modules),
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=dims.__getitem__,
             mp_policy=MixedPrecisionPolicy(self._dtype, self._main_dtype, cast_forward_inputs=False),
             ignored_params=outside,
         )
@@ -143,7 +144,7 @@ class FsdpUnit:
         here, piece = range(local.numel()), own_piece(entry, self._context.fsdp_shard)
         counts = entry.record.counts_at(self._context) and self._context.fsdp_replica.index == 0
         counted, copied = (here, range(0)) if counts else (range(0), here)
-        return Shard(entry.record, piece, local.view(-1), grad, counted, copied)
+        return Shard(entry.record, piece, local.view(-1), grad, counted, copied, alone=True)
 
     def _wrote(self, number: int) -> None:
         entry = self._entries[number]
@@ -156,7 +157,7 @@ class FsdpUnit:
         if self._inspect is None:
             self._gathered[number].grad = grad
         else:
-            self._inspect(entry, grad)
+            self._inspect(entry, grad.view(self._shapes[number]))
 
     def _added(self, param: torch.Tensor) -> None:
         """Called when FSDP has added a sum to a shard's gradient (on CUDA: is about to, on the current, a side stream)."""

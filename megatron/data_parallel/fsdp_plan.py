@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatron.parallel.boxes import DimPiece
+from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import Granularity, by_elements
@@ -57,15 +57,23 @@ def plan_units(modules: Sequence[nn.Module], entries: Sequence[ParamEntry]) -> l
     return units
 
 
-def own_piece(entry: ParamEntry, group: Group) -> DimPiece:
+def divided(entry: ParamEntry) -> tuple[int, int]:
+    """How a rank's parameter is seen where it is divided: (rows, elements of a row).
+
+    A matrix or table has its outputs or entries for rows, all leading dimensions flattened; of vectors each element is a row.
+    """
+    length = 1 if entry.record.kind == "vector" else entry.param.shape[-1]
+    return entry.param.numel() // length, length
+
+
+def own_piece(entry: ParamEntry, group: Group) -> FlatPiece:
     """The part of a local parameter that this rank keeps. As in `torch.chunk`, the last ranks may have fewer rows, or none."""
-    dim = entry.record.fsdp_dim
-    size = entry.param.shape[dim]
-    most = -(-size // group.size)
-    return DimPiece(dim, min(group.index * most, size), min((group.index + 1) * most, size))
+    rows, length = divided(entry)
+    most = -(-rows // group.size)
+    return FlatPiece(min(group.index * most, rows) * length, min((group.index + 1) * most, rows) * length)
 
 
 def padded_part(entry: ParamEntry, ranks: int) -> int:
     """Elements of a parameter that each of `ranks` ranks has room for: as many as the first rank keeps."""
-    length = entry.param.shape[entry.record.fsdp_dim]
-    return entry.param.numel() // length * -(-length // ranks)
+    rows, length = divided(entry)
+    return -(-rows // ranks) * length

@@ -29,7 +29,7 @@ from torch import nn
 from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
 from megatron.data_parallel.bucket import BufferPool, main_grad_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
-from megatron.data_parallel.fsdp_plan import UnitPlan, is_fully_sharded, own_piece, padded_part, plan_units
+from megatron.data_parallel.fsdp_plan import UnitPlan, divided, is_fully_sharded, own_piece, padded_part, plan_units
 from megatron.data_parallel.provider import WriteCount
 from megatron.data_parallel.traffic import Sent, bucket_traffic, fsdp_traffic, joined
 from megatron.parallel.context import Group, ParallelContext
@@ -161,17 +161,16 @@ class UnitsPart:
         for units, groups in zip(self.chunks, self.recomputed, strict=True):
             sizes: list[int] = []
             for place, unit in enumerate(units):
-                whole, part = sum(e.param.numel() for e in unit.entries), sum(padded_part(e, group.size) for e in unit.entries)
+                grads, part = sum(e.param.numel() for e in unit.entries), sum(padded_part(e, group.size) for e in unit.entries)
+                whole = group.size * part
                 sizes.append(whole)
                 present = {place, max(place - 1, 0), *(one for group in groups if _runs(group, groups, place) for one in group)}
                 beside = 0 if self.reshard == "never" else sum(sizes[one] for one in present if one <= place)
-                at_work = max(at_work, beside * self.dtype.itemsize + (2 * whole + part) * main.itemsize)
+                at_work = max(at_work, beside * self.dtype.itemsize + (grads + whole + part) * main.itemsize)
                 gathered += whole
                 parts += part
-                for entry in unit.entries:
-                    piece = own_piece(entry, group)
-                    row = entry.param.numel() // entry.param.shape[piece.dim]
-                    shards.append(ShardSize(entry.record, row * (piece.stop - piece.start), main))
+                pieces = [(entry, own_piece(entry, group)) for entry in unit.entries]
+                shards += [ShardSize(entry.record, piece.stop - piece.start, main) for entry, piece in pieces]
         passing = at_work + (gathered * self.dtype.itemsize if self.reshard == "never" else 0)
         passing += parts * main.itemsize if self.replicas > 1 else 0
         gradients = Bytes(sum(shard.numel for shard in shards) * main.itemsize)
@@ -180,8 +179,8 @@ class UnitsPart:
     def cuts(self) -> set[int]:
         """Places at which the sizes of the pieces may change: where all rows of a parameter have been given away."""
         entries = [entry for units in self.chunks for unit in units for entry in unit.entries]
-        lengths = {entry.param.shape[entry.record.fsdp_dim] for entry in entries}
-        full = {length // -(-length // self.shard.size) for length in lengths}
+        counts = {divided(entry)[0] for entry in entries}
+        full = {rows // -(-rows // self.shard.size) for rows in counts}
         return {place + after for place in full for after in (0, 1)}
 
 

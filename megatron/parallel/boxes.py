@@ -76,19 +76,6 @@ class FlatPiece:
     stop: int
 
 
-@dataclass(frozen=True)
-class DimPiece:
-    """Indices [start, stop) of one dimension of a rank's local tensor."""
-
-    dim: int
-    start: int
-    stop: int
-
-
-Piece = FlatPiece | DimPiece
-"""The part of a rank's local tensor that a shard covers."""
-
-
 def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Boxes, in order, that cover elements [start, stop) of a row-major tensor of `shape`."""
     if start >= stop:
@@ -111,7 +98,7 @@ def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]
     return boxes + in_row(last, 0, tail)
 
 
-def place(local_shape: tuple[int, ...], held: Box, piece: Piece) -> list[PlacedBox]:
+def place(local_shape: tuple[int, ...], held: Box, piece: FlatPiece) -> list[PlacedBox]:
     """Global boxes of a piece of a local tensor.
 
     Args:
@@ -123,12 +110,6 @@ def place(local_shape: tuple[int, ...], held: Box, piece: Piece) -> list[PlacedB
         boxes in global coordinates, each with its start in the flat data of the piece; padding is left out.
     """
     assert local_shape[1:] == held.sizes[1:], "only the first dimension may be padded"
-    if isinstance(piece, DimPiece):
-        low, high = (min(end, held.sizes[piece.dim]) for end in (piece.start, piece.stop))
-        offsets, sizes = [0] * len(held.sizes), list(held.sizes)
-        offsets[piece.dim], sizes[piece.dim] = low, high - low
-        box = Box(tuple(offsets), tuple(sizes)).inside(held)
-        return [PlacedBox(box, 0)] if box.numel else []
     placed: list[PlacedBox] = []
     at = 0
     for box in flat_range_boxes(held.sizes, piece.start, min(piece.stop, held.numel)):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.parallel.boxes import Box, Piece, PlacedBox, place
+from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
 from megatron.spec.weights import ParamFacts, Weight, model_weights
@@ -87,7 +87,7 @@ class ParamRecord(ParamFacts):
             sizes[split.dim] = min(low + local[split.dim], self.shape[split.dim]) - low
         return Box(tuple(offsets), tuple(sizes))
 
-    def boxes(self, piece: Piece, context: ParallelContext) -> list[PlacedBox]:
+    def boxes(self, piece: FlatPiece, context: ParallelContext) -> list[PlacedBox]:
         """The boxes of the global tensor that a piece of this rank's part holds, without padding."""
         sizes = context.axis_sizes
         return place(self.local_shape(sizes), self.held_box(sizes, context.coordinates), piece)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.parallel.boxes import FlatPiece, Piece, PlacedBox
+from megatron.parallel.boxes import FlatPiece, PlacedBox
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
@@ -31,7 +31,7 @@ class Shard:
     """One parameter's part on this rank. All tensors are flat and have the piece's number of elements."""
 
     record: ParamRecord
-    piece: Piece
+    piece: FlatPiece
     """The elements of the local parameter that the shard covers."""
     weights: torch.Tensor
     """These elements of the parameter: a view, so writing here changes the model."""
@@ -44,6 +44,8 @@ class Shard:
     """Indices of the elements that another rank counts, which should have the same gradient there: on all tensor ranks but one
     where the parameter is not split over them, on the last stage where it is tied, in all replicas of FSDP but the first. A NaN may
     be in this copy alone."""
+    alone: bool = False
+    """Whether the rank holds nothing else of the parameter, and gathers it where it is used."""
     main: torch.Tensor = field(init=False)
     """The main parameter, in float32 or wider: the weights themselves where dtypes agree, else a copy, perhaps on the host. Set by
     the optimizer."""
@@ -56,8 +58,6 @@ class Shard:
 
     def counted_boxes(self, context: ParallelContext) -> list[PlacedBox]:
         """The boxes of the global tensor that this rank counts in global norms."""
-        if not isinstance(self.piece, FlatPiece):  # counted as a whole or not at all
-            return self.boxes(context) if self.counted else []
         start = self.piece.start
         return self.record.boxes(FlatPiece(start + self.counted.start, start + self.counted.stop), context)
 

@@ -56,11 +56,6 @@ class ParamFacts:
         """Whether weight decay applies."""
         return self.kind != "vector"
 
-    @property
-    def fsdp_dim(self) -> int:
-        """The dimension that FSDP splits: the rows of a matrix or table."""
-        return len(self.shape) - (1 if self.kind == "vector" else 2)
-
 
 @dataclass(frozen=True)
 class Weight(ParamFacts):

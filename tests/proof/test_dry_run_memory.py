@@ -32,18 +32,18 @@ GROUPS: dict[str, dict[str, Any]] = {
     "pp, uneven": {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1},
 }
 STYLES: dict[str, dict[str, Any]] = {
-    "tied": {"vocab_size": 77, "make_vocab_size_divisible_by": 4},
+    "tied": {"vocab_size": 77, "make_vocab_size_divisible_by": 4, "max_position_embeddings": 33},
     "untied": {
         "untie_embeddings_and_output_weights": True,
-        "vocab_size": 59,
-        "make_vocab_size_divisible_by": 12,
+        "vocab_size": 58,
+        "make_vocab_size_divisible_by": 1,
         "swiglu": True,
         "ffn_hidden_size": 48,
         "normalization": "RMSNorm",
         "position_embedding_type": "rope",
     },
 }
-"""Both pad the vocabulary: to 80 and to 72 rows. What 4 data ranks divide divides by 4."""
+"""Two tensor ranks pad the vocabulary: to 80 and to 60 rows. Neither 33 positions nor 59 rows of the vocabulary divide by data ranks."""
 AXES = {
     "groups": tuple(GROUPS),
     "style": tuple(STYLES),

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
         "ddp_bucket_size": 20000,
     },
     "offloaded": {"data_parallel_sharding_strategy": "optim_grads", "optimizer_cpu_offload": True},
+    "in parts, some empty": {"data_parallel_sharding_strategy": "optim_grads_params", "normalization": "RMSNorm"},
     "in parts": {
         "data_parallel_sharding_strategy": "optim_grads_params",
         "fsdp_shard_size": 2,
@@ -71,4 +72,4 @@ def test_every_place_is_found_once_with_its_memory(case: str, sequence_parallel:
         told = [((places.tensor, data), memory) for (_, memory), each in found.items() for places in each for data in places.data]
         assert len(told) == len(asked) == 2 * 150 and dict(told) == asked
         if case not in ("no_shard", "in parts"):
-            assert 2 < len(set(asked.values())) < 150, "some differ, most do not"
+            assert 1 < len(set(asked.values())) < 150, "some differ, most do not"

@@ -79,7 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
         "data_parallel_sharding_strategy": "optim_grads_params",
         "fsdp_shard_size": 2,
         "untie_embeddings_and_output_weights": True,
-        "make_vocab_size_divisible_by": 4,
+        "make_vocab_size_divisible_by": 3,
         "log_num_zeros_in_grad": True,
     },
 }

@@ -21,6 +21,7 @@ SHAPES: dict[str, ReferenceShape] = {
     "gpt2": gpt2_like(hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, seq=8, tied=False),
     "tied": gpt2_like(hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, seq=8),
     "llama": llama_like(hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, seq=8, qk_norm=True),
+    "odd llama": llama_like(num_layers=2, hidden=16, ffn=26, heads=4, kv_heads=2, head_size=4, seq=8, vocab=61),
     "llama of 4": llama_like(num_layers=4, hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, seq=8),
 }
 
@@ -48,6 +49,10 @@ LAYOUTS = {
     "never-tied-pipeline": ("tied", Layout(dp=2, pp=2, fsdp_reshard="never")),
     "never-interleaved": ("llama of 4", Layout(dp=2, pp=2, schedule="interleaved", virtual_stages=2, fsdp_reshard="never")),
     "uneven": ("gpt2", Layout(dp=3)),
+    "uneven-gated": ("odd llama", Layout(dp=3, fsdp_reshard="never")),
+    "uneven-gated-hybrid": ("odd llama", Layout(dp=6, fsdp_shard_size=3)),
+    "uneven-gated-tensor": ("odd llama", Layout(tp=2, dp=3, sequence_parallel=True)),
+    "uneven-pipeline": ("odd llama", Layout(pp=2, dp=3)),
     "hybrid": ("llama", Layout(dp=4, fsdp_shard_size=2)),
     "hybrid-never": ("tied", Layout(dp=4, fsdp_shard_size=2, fsdp_reshard="never")),
     "hybrid-tensor": ("llama", Layout(tp=2, dp=4, sequence_parallel=True, fsdp_shard_size=2)),
@@ -56,7 +61,7 @@ LAYOUTS = {
     "alone": ("gpt2", Layout(tp=2, dp=1)),
     "offloaded": ("gpt2", Layout(dp=2, offload=1.0)),
 }
-"""One parameter's 16 rows do not divide by 3."""
+"""16 rows of a parameter do not divide by 3, nor 61 of the vocabulary by 2, nor twice 26 of the odd llama's MLP by 3."""
 
 
 @pytest.mark.parametrize("case", LAYOUTS)

@@ -118,8 +118,8 @@ def complaint(context: ParallelContext, fault: str) -> str:
                 sinks[fault].on_write = lambda: None
             elif fault == "twice" and number == 1:
                 provider.before_backward(0)
-                sinks[fault].add(torch.zeros(2, 24, 16))
-                sinks[fault].add(torch.zeros(2, 24, 16))
+                sinks[fault].add(torch.zeros(48, 16))
+                sinks[fault].add(torch.zeros(48, 16))
             backward(provider, loss)
         provider.finish_gradients()
     except RuntimeError as error:

@@ -67,11 +67,6 @@ class Layout:
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
 
-    @property
-    def vocabulary_multiple(self) -> int:
-        """Rows of the vocabulary are padded only where the data ranks each hold some."""
-        return (self.fsdp_shard_size or self.dp) if self.sharding == "optim_grads_params" else 1
-
 
 @dataclass(frozen=True)
 class LayoutRun(ReferenceRun):
@@ -170,11 +165,7 @@ def optimizer_config(recipe: Recipe, layout: Layout) -> OptimizerConfig:
 
 def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> Model:
     """This rank's part of the framework's model, without memory."""
-    config = model_config(
-        recipe.shape,
-        fp32_residual_connection=layout.fp32_residual,
-        make_vocab_size_divisible_by=layout.vocabulary_multiple,
-    )
+    config = model_config(recipe.shape, fp32_residual_connection=layout.fp32_residual)
     return build_model(
         config,
         context,

@@ -54,7 +54,7 @@ def settings_of_a_run(draw: Draw) -> tuple[dict[str, Any], int]:
     ranks = one_of(draw, 1, 2, 2, 3, 4, 4, 4, 5, 6, 6, 7, 8, 8)
     tp, pp, dp = draw(st.sampled_from([sizes for sizes in _SIZES if math.prod(sizes) == ranks]))
     settings = draw_layout(draw, tp, pp, dp)
-    settings |= draw_model(draw, tp, _parts(settings, dp), bool(settings.get("sequence_parallel")))
+    settings |= draw_model(draw, tp, bool(settings.get("sequence_parallel")))
     settings |= draw_training(draw, dp)
     return settings | draw_logging(draw), tp * pp * dp
 
@@ -81,11 +81,6 @@ _SIZES = sorted(
     if tp * pp * dp <= MAX_RANKS
 )
 """Tensor, pipeline and data sizes."""
-
-
-def _parts(settings: Mapping[str, Any], dp: int) -> int:
-    """Parts into which every parameter is divided over data ranks."""
-    return (settings.get("fsdp_shard_size") or dp) if settings.get("data_parallel_sharding_strategy") == "optim_grads_params" else 1
 
 
 # ---- spoiling

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from tests.support.random_draws import Draw, chance, number, one_of, switches
@@ -11,18 +10,17 @@ _FEW = 2
 """A LayerNorm of two channels tells which is the larger, and little else: rounding would decide."""
 
 
-def draw_model(draw: Draw, tp: int, parts: int, sequence_parallel: bool) -> dict[str, Any]:
+def draw_model(draw: Draw, tp: int, sequence_parallel: bool) -> dict[str, Any]:
     """Shape and parts of a small model.
 
     Args:
         tp: tensor ranks.
-        parts: data ranks among which every parameter is divided.
         sequence_parallel: whether tensor ranks divide the sequence.
     """
-    settings = _draw_attention(draw, tp, parts)
-    settings |= _draw_mlp(draw, tp, parts, settings["hidden_size"])
-    settings |= _draw_positions(draw, tp, parts, settings.pop("head"), sequence_parallel)
-    settings |= _draw_vocabulary(draw, parts)
+    settings = _draw_attention(draw, tp)
+    settings |= _draw_mlp(draw, tp, settings["hidden_size"])
+    settings |= _draw_positions(draw, tp, settings.pop("head"), sequence_parallel)
+    settings |= _draw_vocabulary(draw)
     if chance(draw, 2) or settings["hidden_size"] == _FEW:
         settings["normalization"] = "RMSNorm"
     if chance(draw, 4):
@@ -38,37 +36,37 @@ def draw_model(draw: Draw, tp: int, parts: int, sequence_parallel: bool) -> dict
     return settings
 
 
-def _draw_attention(draw: Draw, tp: int, parts: int) -> dict[str, Any]:
+def _draw_attention(draw: Draw, tp: int) -> dict[str, Any]:
     """Heads and their size (`head`, which is no setting), and the hidden size."""
     heads = tp * number(draw, 1, 3)
-    head = math.lcm(2, parts) * (number(draw, 1, 3) if parts < 3 else 1)
+    head = 2 * number(draw, 1, 3)
     settings: dict[str, Any] = {"hidden_size": heads * head, "num_attention_heads": heads, "head": head}
     if chance(draw, 4):
-        settings |= {"hidden_size": parts * number(draw, 2, 12), "kv_channels": head}
+        settings |= {"hidden_size": number(draw, 2, 12), "kv_channels": head}
     if chance(draw, 2):
         settings["group_query_attention"] = True
         settings["num_query_groups"] = one_of(draw, *(tp * n for n in range(1, heads // tp + 1) if heads % (tp * n) == 0))
     return settings | (switches(draw, "qk_layernorm", one_in=3) if head > _FEW else {})
 
 
-def _draw_mlp(draw: Draw, tp: int, parts: int, hidden: int) -> dict[str, Any]:
+def _draw_mlp(draw: Draw, tp: int, hidden: int) -> dict[str, Any]:
     """Activation and width."""
     activation = one_of(draw, None, "swiglu", "squared_relu")
     settings: dict[str, Any] = {activation: True} if activation else {}
-    fits_by_default = activation != "swiglu" and 4 * hidden % (tp * parts) == 0
+    fits_by_default = activation != "swiglu" and 4 * hidden % tp == 0
     if not fits_by_default or chance(draw, 2):
-        settings["ffn_hidden_size"] = tp * parts * number(draw, 1, 6)
+        settings["ffn_hidden_size"] = tp * number(draw, 1, 6)
     return settings
 
 
-def _draw_positions(draw: Draw, tp: int, parts: int, head: int, sequence_parallel: bool) -> dict[str, Any]:
+def _draw_positions(draw: Draw, tp: int, head: int, sequence_parallel: bool) -> dict[str, Any]:
     """The sequence, and how positions enter."""
     kind = one_of(draw, None, "rope", "rope", "none")
-    unit = math.lcm(tp if sequence_parallel else 1, parts if kind is None else 1)
+    unit = tp if sequence_parallel else 1
     settings: dict[str, Any] = {"seq_length": unit * number(draw, max(1, 4 // unit), max(2, 16 // unit))}
     settings["position_embedding_type"] = kind
     if kind is None and chance(draw, 3):
-        settings["max_position_embeddings"] = settings["seq_length"] + parts * number(draw, 1, 3)
+        settings["max_position_embeddings"] = settings["seq_length"] + number(draw, 1, 3)
     if kind == "rope":
         shares = [share for share in (1.0, 0.75, 0.5, 0.25) if int(share * head) >= 2 and int(share * head) % 2 == 0]
         settings["rotary_percent"] = one_of(draw, None, *shares)
@@ -81,10 +79,10 @@ def _draw_positions(draw: Draw, tp: int, parts: int, head: int, sequence_paralle
     return settings
 
 
-def _draw_vocabulary(draw: Draw, parts: int) -> dict[str, Any]:
+def _draw_vocabulary(draw: Draw) -> dict[str, Any]:
     """Rows of the embedding (one more than --vocab-size), their padding, and whether the output layer shares them."""
     settings: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": number(draw, 2, 70)}
     settings |= switches(draw, "untie_embeddings_and_output_weights")
-    if 128 % parts or chance(draw, 2):
-        settings["make_vocab_size_divisible_by"] = parts * one_of(draw, 1, 2, 5)
+    if chance(draw, 2):
+        settings["make_vocab_size_divisible_by"] = one_of(draw, 1, 2, 5)
     return settings

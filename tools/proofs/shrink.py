@@ -17,7 +17,9 @@ from megatron.config.outputs import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import violations
 from megatron.data_parallel.bucket_plan import default_bucket_size
+from megatron.parallel.params import ParamRecord
 from megatron.spec.counts import count_parameters
+from megatron.spec.weights import model_weights
 from tools.proofs.small_layout import (
     NO_SPLIT,
     Pattern,
@@ -63,8 +65,8 @@ def shrink(config: Config, world_size: int, vocab_size: int, *, max_ranks: int =
 
 def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes, steps: int) -> Reduced:
     parallel = _ranks(config.parallel, whole, sizes)
-    sharded = parallel.sharding == "optim_grads_params"
-    cuts = Cuts(sizes.tp, (parallel.fsdp_shard_size or sizes.dp) if sharded else 1, parallel.sequence_parallel)
+    even = parallel.sharding == "optim_grads_params" and divides_evenly(config, whole, vocab_size)
+    cuts = Cuts(sizes.tp, (parallel.fsdp_shard_size or sizes.dp) if even else 1, parallel.sequence_parallel)
     rows, multiple = reduced_vocabulary(vocab_size, config.model.make_vocab_size_divisible_by, whole.tp, cuts)
     before = pattern_of(config.model, config.parallel, vocab_size)
     if sizes.pp > 1:
@@ -94,6 +96,17 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
     after = pattern_of(model, parallel, rows)
     kept, changed = _notes(config, small, whole, sizes, (before, after), (vocab_size, rows), same_split=same_split)
     return Reduced(small, sizes.world_size, kept, changed)
+
+
+def divides_evenly(config: Config, sizes: RankSizes, vocab_size: int) -> bool:
+    """Whether the data ranks that share a copy of the parameters each hold as many rows of each, without padding."""
+    ranks = config.parallel.fsdp_shard_size or sizes.dp
+    for weight in model_weights(config.model, vocab_size):
+        record = ParamRecord.of(weight, tensor_size=sizes.tp, sequence_parallel=False, chunks=())
+        shape = record.local_shape({"tp": sizes.tp})
+        if math.prod(shape if record.kind == "vector" else shape[:-1]) % ranks:
+            return False
+    return True
 
 
 def _ranks(parallel: ParallelConfig, whole: RankSizes, sizes: RankSizes) -> ParallelConfig:

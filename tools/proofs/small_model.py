@@ -26,7 +26,7 @@ class Cuts:
 
     tp: int
     parts: int
-    """Number of data ranks that share a copy of the parameters; 1 where they are not sharded."""
+    """Number of data ranks that each hold an equal part of every parameter; 1 where they hold all, or parts that are not equal."""
     sequence: bool
     """Whether the tensor ranks cut the sequence too."""
 

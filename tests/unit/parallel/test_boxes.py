@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.parallel.boxes import Box, DimPiece, FlatPiece, flat_range_boxes, place
+from megatron.parallel.boxes import Box, FlatPiece, flat_range_boxes, place
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
@@ -131,23 +131,3 @@ def test_intersection_is_what_both_hold(case: tuple[tuple[int, ...], Box, Box]) 
 
 def test_scalars_intersect() -> None:
     assert Box((), ()).intersect(Box((), ())) == Box((), ())
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_ranges_of_a_dimension_against_a_tensor_of_indices(dim: int) -> None:
-    """Of a rank's part of a tensor of shape [7, 8, 6]; the first dimension is padded to 4 rows, of which this rank holds 3."""
-    indices = torch.arange(7 * 8 * 6).view(7, 8, 6)
-    held = Box((4, 2, 0), (3, 4, 6))
-    local = torch.full((4, 4, 6), -1)
-    local[:3] = indices[4:, 2:6]
-    length = local.shape[dim]
-    for start, stop in ((0, length), (0, 2), (2, length), (length - 1, length), (length, length)):
-        part = local.narrow(dim, start, stop - start).reshape(-1)
-        found = torch.full_like(part, -1)
-        for placed in place((4, 4, 6), held, DimPiece(dim, start, stop)):
-            box = indices[tuple(slice(o, o + n) for o, n in zip(placed.box.offsets, placed.box.sizes, strict=True))]
-            found[placed.start : placed.start + box.numel()] = box.reshape(-1)
-        if dim == 0 or start == stop:
-            assert torch.equal(found, part)
-        else:  # padded rows are the last of the flattened part only where whole rows are kept
-            assert torch.equal(found[: placed.box.numel], local[:3].narrow(dim, start, stop - start).reshape(-1))

@@ -72,6 +72,11 @@ CASES = {
         "--data-parallel-sharding-strategy optim_grads_params --fsdp-shard-size 16 --swiglu "
         "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --max-position-embeddings 3072",
     ),
+    "sharded unevenly": (
+        384,
+        "--data-parallel-sharding-strategy optim_grads_params --swiglu --normalization RMSNorm --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --hidden-size 4096 --num-attention-heads 32",
+    ),
     "Llama in samples": (
         64,
         "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --group-query-attention --num-query-groups 8 --swiglu "
