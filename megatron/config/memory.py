@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.setting import acts_with, idle_with, setting
+from megatron.config.setting import GIVEN, acts_with, idle_with, setting
 
 RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
@@ -26,11 +26,28 @@ class MemoryConfig:
     recompute_method: RecomputeMethod = setting("uniform", acts=acts_with(recompute_granularity="full"))
     """Which layers full recompute takes. uniform: all, in groups of --recompute-num-layers, of which each keeps its input; block:
     the first --recompute-num-layers of each chunk, each by itself."""
-    recompute_num_layers: int = setting(1, at_least=1, unit="layers", acts=acts_with(recompute_granularity="full"))
+    recompute_num_layers: int = setting(
+        1,
+        at_least=1,
+        unit="layers",
+        acts=acts_with(recompute_granularity="full"),
+        idle=idle_with("--recompute-layers-per-stage says how many", recompute_layers_per_stage=GIVEN),
+    )
     """Layers of a group (uniform), or layers of each chunk that are computed again (block)."""
+    recompute_layers_per_stage: str | None = setting(None, acts=acts_with(recompute_method="block"))
+    """Layers that each pipeline stage computes again, the first ones in the order of the depth, as in 4,3,2,0 for four stages:
+    later stages of 1f1b keep fewer microbatches and need less. auto chooses, for each stage, the fewest that fit into
+    --device-memory-gb. In place of --recompute-num-layers."""
     recompute_modules: tuple[RecomputeModule, ...] = setting(("core_attn",), acts=acts_with(recompute_granularity="selective"))
     """Parts that selective recompute takes. core_attn: softmax and dropout of attention, where its kernel keeps them; mlp: the
     whole MLP; layernorm: results of the norms before a product; mlp_act: the result of the MLP's activation function."""
+
+    @property
+    def recomputed_by_stage(self) -> tuple[int, ...] | None:
+        """The numbers of --recompute-layers-per-stage; None where there are none, or it says something else."""
+        text = self.recompute_layers_per_stage
+        numbers = [] if text is None else text.replace(",", " ").split()
+        return tuple(map(int, numbers)) if numbers and all(number.isdecimal() for number in numbers) else None
 
     @property
     def recompute(self) -> RecomputeGranularity | None:

@@ -13,7 +13,7 @@ from megatron.config.pipeline_layout import LayoutChunk, parse_layout
 from megatron.pipeline_parallel.balance import balance
 from megatron.spec.counts import layer_flops, output_flops
 from megatron.spec.schedules import placement
-from megatron.spec.segments import Segment, kept_whole, segments
+from megatron.spec.segments import Segment, kept_whole, segments_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,10 @@ def table_of(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, memo
         ValueError: no table is possible.
     """
     table = _split(model, parallel, vocab_size)
-    return table if memory is None else [replace(chunk, segments=segments(chunk.layers, memory)) for chunk in table]
+    if memory is None:
+        return table
+    treated = segments_of([(chunk.stage, chunk.layers) for chunk in table], memory)
+    return [replace(chunk, segments=segments) for chunk, segments in zip(table, treated, strict=True)]
 
 
 def _split(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> list[Chunk]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.config.memory import MemoryConfig, RecomputeModule
@@ -25,17 +25,33 @@ def kept_whole(layers: Iterable[int], selective: Iterable[RecomputeModule] = ())
     return tuple(Segment(range(layer, layer + 1), selective=frozenset(selective)) for layer in layers)
 
 
-def segments(layers: range, memory: MemoryConfig) -> tuple[Segment, ...]:
-    """The segments of a chunk, in the order of the forward.
+def segments_of(chunks: Sequence[tuple[int, range]], memory: MemoryConfig) -> list[tuple[Segment, ...]]:
+    """The segments of each chunk, in the order of the forward.
 
     Args:
-        layers: those of the chunk.
+        chunks: stage and layers of each, in the order of the depth.
+    """
+    by_stage = memory.recomputed_by_stage
+    if memory.recompute != "full" or memory.recompute_method != "block" or by_stage is None:
+        return [_segments(layers, memory, memory.recompute_num_layers) for _, layers in chunks]
+    found, left = [], list(by_stage)
+    for stage, layers in chunks:
+        number = min(left[stage], len(layers))
+        left[stage] -= number
+        found.append(_segments(layers, memory, number))
+    return found
+
+
+def _segments(layers: range, memory: MemoryConfig, number: int) -> tuple[Segment, ...]:
+    """Those of one chunk.
+
+    Args:
+        number: layers of a group (uniform), or layers that run again (block).
     """
     if memory.recompute != "full":
         return kept_whole(layers, memory.recompute_modules if memory.recompute == "selective" else ())
     if memory.recompute_method == "block":
-        first = layers[: memory.recompute_num_layers]
+        first = layers[:number]
         each = (Segment(range(layer, layer + 1), recomputed=True) for layer in first)
         return (*each, *kept_whole(layers[len(first) :]))
-    size = memory.recompute_num_layers
-    return tuple(Segment(layers[place : place + size], recomputed=True) for place in range(0, len(layers), size))
+    return tuple(Segment(layers[place : place + number], recomputed=True) for place in range(0, len(layers), number))

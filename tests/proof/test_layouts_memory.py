@@ -25,6 +25,7 @@ MEMORIES = {
     "full": MemoryConfig("full"),
     "full in groups of two": MemoryConfig("full", recompute_num_layers=2),
     "the first of each chunk": MemoryConfig("full", recompute_method="block"),
+    "three of the first stage, one of the second": MemoryConfig("full", recompute_method="block", recompute_layers_per_stage="3,1"),
     "norms": MemoryConfig("selective", recompute_modules=("layernorm",)),
     "norms and activations": MemoryConfig("selective", recompute_modules=("layernorm", "mlp_act")),
 }
@@ -47,6 +48,7 @@ def fits(case: dict[str, Any]) -> bool:
     tp, pp, dp = case["sizes"]
     return (
         (tp > 1 or not case["sequence_parallel"])
+        and (pp > 1 or "stage" not in case["memory"])
         and (pp > 1 or case["schedule"] in ("1f1b", "zb-h1"))
         and (dp > 1 or case["sharding"] == "no_shard")
         and not (case["sharding"] == "optim_grads_params" and case["schedule"].startswith("zb"))
