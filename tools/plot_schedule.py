@@ -76,6 +76,14 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--forward-ms", type=_time, default=10.0, metavar="MS", help="forward of a microbatch on a stage (10)")
     flags.add_argument("--input-grad-ms", type=_time, default=10.0, metavar="MS", help="its input gradient (10)")
     flags.add_argument("--weight-grad-ms", type=_time, default=10.0, metavar="MS", help="its weight gradient (10)")
+    flags.add_argument(
+        "--recompute-ms",
+        type=_time,
+        default=0.0,
+        metavar="MS",
+        help="running layers again ahead of the gradient; 0: all is kept (0). What is run again within backward is a part of the "
+        "input gradient",
+    )
     flags.add_argument("--p2p-ms", type=_time, default=0.0, metavar="MS", help="a message from one stage to another (0)")
     flags.add_argument(
         "--output",
@@ -92,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the tool; returns the exit code: 0, or 1 if a file could not be written."""
     flags = parser()
     given = flags.parse_args(arguments)
-    costs = Costs(given.forward_ms, given.input_grad_ms, given.weight_grad_ms, given.p2p_ms)
+    costs = Costs(given.forward_ms, given.input_grad_ms, given.weight_grad_ms, given.p2p_ms, given.recompute_ms)
     if costs.forward + costs.input_grad + costs.weight_grad == 0:
         flags.error("--forward-ms, --input-grad-ms and --weight-grad-ms are all 0: at least one must take time")
     try:
@@ -139,7 +147,8 @@ def _chunks(name: str, asked: int | None, compare: bool) -> int:
 
 
 def _row(name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int, costs: Costs) -> TimelineRow:
-    schedule = make_schedule(name, num_stages, num_microbatches, chunks_per_stage)
+    recomputed = range(num_stages * chunks_per_stage) if costs.recompute else ()
+    schedule = make_schedule(name, num_stages, num_microbatches, chunks_per_stage, recomputed=recomputed)
     title = f"{name} (v = {chunks_per_stage})" if chunks_per_stage > 1 else name
     panel = Panel(title, simulate(schedule, costs.divided(chunks_per_stage)))
     return TimelineRow(panel, expected(name, num_stages, num_microbatches, chunks_per_stage, costs))
@@ -148,9 +157,11 @@ def _row(name: str, num_stages: int, num_microbatches: int, chunks_per_stage: in
 def _about(num_stages: int, num_microbatches: int, costs: Costs) -> str:
     """What is shown, before the pictures."""
     forward, input_grad, weight_grad, p2p = map(milliseconds, (costs.forward, costs.input_grad, costs.weight_grad, costs.p2p))
+    again = f"R = {milliseconds(costs.recompute)} to run layers again, " if costs.recompute else ""
     return (
         f"p = {num_stages} stages, m = {num_microbatches} microbatches. A whole stage takes F = {forward} for a forward, "
-        f"I = {input_grad} for an input gradient,\nW = {weight_grad} for a weight gradient, and each of its v chunks 1/v of these. "
+        f"I = {input_grad} for an input gradient,\n{again}W = {weight_grad} for a weight gradient, and each of its v chunks 1/v of "
+        "these. "
         f"A message takes {p2p}."
     )
 

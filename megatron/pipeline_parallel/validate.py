@@ -24,8 +24,8 @@ def validate(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
         the plan of each stage with overlap (`plan_receives`), and without (`plan_exchanges`).
 
     Raises:
-        ValueError: an operation is missing, doubled or on the wrong stage; a backward or a recompute stands before its forward, a
-            backward before its recompute, a weight gradient before its input gradient; the stages wait for each other, or the ends
+        ValueError: an operation is missing, doubled or on the wrong stage; some microbatches of a chunk have a recompute and others
+            none; a backward or a recompute stands before its forward, a backward before its recompute, a weight gradient before its input gradient; the stages wait for each other, or the ends
             of a channel do not agree on the order.
     """
     _check_complete(schedule)
@@ -57,12 +57,13 @@ def _check_complete(schedule: Schedule) -> None:
                 raise ValueError(f"{op} stands on stage {stage}, which does not hold its chunk")
             counts[op] += 1
     has_backward = any(op.kind is not OpKind.FORWARD for op in counts)
+    recomputed = {op.chunk for op in counts if op.kind is OpKind.RECOMPUTE}
     for chunk in range(schedule.num_chunks):
         for m in range(schedule.num_microbatches):
             found = {kind: counts.pop(Op(kind, chunk, m), 0) for kind in OpKind}
             backward = (found[OpKind.BACKWARD], found[OpKind.INPUT_GRAD], found[OpKind.WEIGHT_GRAD])
             allowed = ((1, 0, 0), (0, 1, 1)) if has_backward else ((0, 0, 0),)
-            if found[OpKind.FORWARD] != 1 or backward not in allowed or found[OpKind.RECOMPUTE] > has_backward:
+            if found[OpKind.FORWARD] != 1 or backward not in allowed or found[OpKind.RECOMPUTE] != (chunk in recomputed):
                 raise ValueError(f"chunk {chunk}, microbatch {m}: each must be computed exactly once, found {found}")
     if counts:
         raise ValueError(f"operations on microbatches that do not exist: {sorted(map(str, counts))[:4]}")

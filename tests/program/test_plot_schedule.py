@@ -72,6 +72,13 @@ def test_costs_are_those_of_a_whole_stage(capsys: pytest.CaptureFixture[str]) ->
     assert "F = 8 ms" in text and "I = 12 ms" in text and "W = 4 ms" in text and "A message takes 0.5 ms" in text
 
 
+def test_recompute_is_drawn_and_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "--schedule", "1f1b", *SIZE, "--recompute-ms", "5")
+    assert line(text, "1f1b")[1:3] == ["370", "370"], "8 x (10 + 5 + 20) and the bubble of 3 x 30, in which the rest hides"
+    assert "R recompute" in text and "R = 5 ms to run layers again" in text
+    assert "recompute" not in shown(capsys, "--schedule", "1f1b", *SIZE)
+
+
 def test_several_outputs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     paths = [tmp_path / f"picture{suffix}" for suffix in (".svg", ".png", ".json", ".txt")]
     main(["--schedule", "zb-v", *SIZE, *(word for path in paths for word in ("--output", str(path)))])
@@ -104,6 +111,7 @@ def test_the_width_is_the_terminals(capsys: pytest.CaptureFixture[str], monkeypa
         (["--schedule", "1f1b", "--stages", "0", "--microbatches", "8"], "--stages: must be a whole number, 1 or more, not 0"),
         (["--schedule", "1f1b", "--stages", "4", "--microbatches", "2.5"], "--microbatches: must be a whole number"),
         (["--schedule", "1f1b", *SIZE, "--p2p-ms", "-1"], "--p2p-ms: must be a time in milliseconds, 0 or more, not -1"),
+        (["--schedule", "1f1b", *SIZE, "--recompute-ms", "-1"], "--recompute-ms: must be a time in milliseconds"),
         (["--schedule", "1f1b", *SIZE, "--forward-ms", "nan"], "--forward-ms: must be a time"),
         (["--schedule", "1f1b", *SIZE, "--forward-ms", "ten"], "--forward-ms: must be a time"),
         (
@@ -154,7 +162,8 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert stopped.value.code == 0
     told = capsys.readouterr().out
-    for flag in "schedule compare stages microbatches virtual-stages forward-ms input-grad-ms weight-grad-ms p2p-ms output".split():
+    times = "forward-ms recompute-ms input-grad-ms weight-grad-ms p2p-ms"
+    for flag in f"schedule compare stages microbatches virtual-stages {times} output".split():
         assert f"--{flag}" in told
 
 
@@ -195,7 +204,7 @@ def test_every_picture_of_the_document_is_made_by_a_command_in_it() -> None:
     assert {f"--output docs/{picture}" for picture in pictures} == {
         f"--output {c.split('--output ')[1]}" for c in COMMANDS if "--output" in c
     }
-    assert {Path(picture).stem for picture in pictures} == set(SCHEDULES)
+    assert {Path(picture).stem for picture in pictures} == {*SCHEDULES, "1f1b_recompute"}
     assert sorted(path.name for path in (ROOT / "docs/images/pipeline").iterdir()) == sorted(
         Path(picture).name for picture in pictures
     )

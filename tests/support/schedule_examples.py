@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 from hypothesis import strategies as st
 
 from megatron.spec.operations import Message, Op, OpKind, Schedule, forward_only
 from megatron.spec.schedules import SCHEDULES, make_schedule
 
-F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
+F, R, B, I, W = OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
 
 
 def split_backwards(schedule: Schedule, weights_last: bool = False) -> Schedule:
@@ -26,19 +27,22 @@ def split_backwards(schedule: Schedule, weights_last: bool = False) -> Schedule:
     return Schedule(f"{schedule.name}-split", schedule.num_microbatches, schedule.stage_of_chunk, tuple(stages))
 
 
-def greedy(stage_of_chunk: tuple[int, ...], num_microbatches: int, *, split: bool, seed: int) -> Schedule:
+def greedy(
+    stage_of_chunk: tuple[int, ...], num_microbatches: int, *, split: bool, seed: int, recomputed: Collection[int] = ()
+) -> Schedule:
     """A valid schedule: in turn each stage runs one of the operations whose needs are met, chosen at random."""
     chooser = random.Random(seed)
     num_stages = max(stage_of_chunk) + 1
     kinds = (F, I, W) if split else (F, B)
     todo = [Op(kind, chunk, m) for kind in kinds for chunk in range(len(stage_of_chunk)) for m in range(num_microbatches)]
+    todo += [Op(R, chunk, m) for chunk in recomputed for m in range(num_microbatches)]
     ops: list[list[Op]] = [[] for _ in range(num_stages)]
     plain = Schedule("greedy", num_microbatches, stage_of_chunk, ())
     done: set[Op] = set()
     sent: set[Message | None] = {None}
 
     def ready(op: Op) -> bool:
-        before = {F: None, B: F, I: F, W: I}[op.kind]
+        before = first_of(op, recomputed)
         return plain.needs(op) in sent and (before is None or Op(before, op.chunk, op.microbatch) in done)
 
     while todo:
@@ -53,15 +57,21 @@ def greedy(stage_of_chunk: tuple[int, ...], num_microbatches: int, *, split: boo
     return Schedule("greedy", num_microbatches, stage_of_chunk, tuple(map(tuple, ops)))
 
 
+def first_of(op: Op, recomputed: Collection[int]) -> OpKind | None:
+    """The kind of operation on the same microbatch and chunk that must come before."""
+    return {F: None, R: F, B: R if op.chunk in recomputed else F, I: R if op.chunk in recomputed else F, W: I}[op.kind]
+
+
 PLACES = [(0,), (0, 1), (0, 1, 2), (0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2), (0, 1, 0)]
 """Stage of each chunk: one or more chunks a stage, in a V, in a ring."""
 
 
 @st.composite
 def random_schedules(draw: st.DrawFn) -> Schedule:
-    """Valid schedules with chunks anywhere, split or not."""
+    """Valid schedules with chunks anywhere, split or not, some of them recomputed at any time before the gradient is used."""
     place = draw(st.sampled_from(PLACES))
-    return greedy(place, draw(st.integers(1, 4)), split=draw(st.booleans()), seed=draw(st.integers(0, 999)))
+    microbatches, split, again = draw(st.integers(1, 4)), draw(st.booleans()), draw(_some_of(len(place)))
+    return greedy(place, microbatches, split=split, seed=draw(st.integers(0, 999)), recomputed=again)
 
 
 @st.composite
@@ -69,5 +79,11 @@ def generated_schedules(draw: st.DrawFn, max_stages: int = 6, max_microbatches: 
     """What the framework makes, for training and for evaluation."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     chunks = SCHEDULES[name].chunks_per_stage or draw(st.integers(1, 4))
-    schedule = make_schedule(name, draw(st.integers(1, max_stages)), draw(st.integers(1, max_microbatches)), chunks)
+    stages = draw(st.integers(1, max_stages))
+    again = draw(_some_of(stages * chunks))
+    schedule = make_schedule(name, stages, draw(st.integers(1, max_microbatches)), chunks, recomputed=again)
     return forward_only(schedule) if draw(st.booleans()) else schedule
+
+
+def _some_of(num_chunks: int) -> st.SearchStrategy[frozenset[int]]:
+    return st.one_of(st.just(frozenset()), st.frozensets(st.integers(0, num_chunks - 1)))

@@ -16,13 +16,14 @@ def chunks_of(name: str, chunks: int) -> int:
 
 
 def timeline(name: str, stages: int, microbatches: int, chunks: int = 2, costs: Costs = Costs(10, 10, 10)) -> Timeline:  # noqa: B008
-    """Simulated, at costs of a whole stage."""
+    """Simulated, at costs of a whole stage. Where recompute takes time, all chunks have it."""
     chunks = chunks_of(name, chunks)
-    return simulate(make_schedule(name, stages, microbatches, chunks), costs.divided(chunks))
+    recomputed = range(stages * chunks) if costs.recompute else ()
+    return simulate(make_schedule(name, stages, microbatches, chunks, recomputed=recomputed), costs.divided(chunks))
 
 
-def panel(name: str, stages: int, microbatches: int, chunks: int = 2) -> Panel:
-    return Panel(name, timeline(name, stages, microbatches, chunks))
+def panel(name: str, stages: int, microbatches: int, chunks: int = 2, recompute: float = 0.0) -> Panel:
+    return Panel(name, timeline(name, stages, microbatches, chunks, Costs(10, 10, 10, recompute=recompute)))
 
 
 def moved(before: Timeline, by: float) -> Timeline:

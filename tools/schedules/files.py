@@ -17,6 +17,7 @@ _TEXT_WIDTH = 200
 # chrome://tracing knows colours only by such names. Perfetto takes one for each name without its digits: F0 and F1 look the same.
 _COLOURS = {
     OpKind.FORWARD: "rail_response",
+    OpKind.RECOMPUTE: "rail_load",
     OpKind.BACKWARD: "terrible",
     OpKind.INPUT_GRAD: "rail_idle",
     OpKind.WEIGHT_GRAD: "grey",

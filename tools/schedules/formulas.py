@@ -1,7 +1,8 @@
 """What the papers say of each schedule in closed formulas: its bubble, and the activations that it keeps.
 
 F, I and W are the times of a forward, an input gradient and a weight gradient. A formula is used only where it holds exactly.
-Elsewhere its value is not even a reliable approximation.
+Elsewhere its value is not even a reliable approximation. Time R to run layers again ahead of the gradient does not occur in them: a
+stage has it in addition to its work, and the bubble is as long as without (tested with the simulator; the papers do not say it).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Published:
     """The formulas of one schedule."""
 
     bubble: Formula[float]
-    """Time that each stage waits in a step, beside the m(F + I + W) in which it computes, if messages take no time."""
+    """Time that each stage waits in a step, beside the m(F + R + I + W) in which it computes, if messages take no time."""
     peak_live: Formula[tuple[int, ...]]
     """For each stage, the most microbatch activations, of one chunk each, kept at once. Each is kept until its weight gradient."""
 
@@ -122,7 +123,7 @@ PUBLISHED = {
             "(p-1)(F+I+W)/v",
             _INTERLEAVED,
             lambda case: (case.p - 1) * case.work / case.v,
-            lambda case: case.v == 1 or case.m >= case.p,
+            lambda case: case.v == 1 or (case.m >= case.p and case.costs.recompute <= case.costs.forward),
             "m >= p",
         ),
         # On the first stage p + (p-1)/v of a whole stage, as Korthikanti et al. 2022 have it (section 4.2), where p divides m.

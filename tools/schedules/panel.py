@@ -11,6 +11,7 @@ from megatron.spec.operations import OpKind
 
 KIND_NAMES = {
     OpKind.FORWARD: "forward",
+    OpKind.RECOMPUTE: "recompute",
     OpKind.BACKWARD: "backward",
     OpKind.INPUT_GRAD: "input gradient",
     OpKind.WEIGHT_GRAD: "weight gradient",
@@ -89,9 +90,11 @@ def number(value: float) -> str:
 
 
 # Of the eight colours of Okabe and Ito 2008, "Color Universal Design" (grey for black), those whose shades too stay apart under
-# each kind of colour blindness. The two nearest, of whole backwards and of input gradients, occur in no schedule together.
+# each kind of colour blindness. The two nearest, of whole backwards and of input gradients, occur in no schedule together. None of
+# the eight stays apart from all of these: the violet of recompute is the colour whose shades do best.
 _COLOURS = {
     OpKind.FORWARD: (0x00, 0x72, 0xB2),
+    OpKind.RECOMPUTE: (0x80, 0x00, 0xF8),
     OpKind.BACKWARD: (0xD5, 0x5E, 0x00),
     OpKind.INPUT_GRAD: (0xE6, 0x9F, 0x00),
     OpKind.WEIGHT_GRAD: (0x99, 0x99, 0x99),

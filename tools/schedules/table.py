@@ -10,7 +10,7 @@ from megatron.pipeline_parallel.simulate import Timeline
 from megatron.pipeline_parallel.validate import peak_live_activations
 from megatron.spec.operations import OpKind, Schedule
 from tools.schedules.formulas import Expected
-from tools.schedules.panel import Panel, depth_of_chunk, number
+from tools.schedules.panel import Panel, depth_of_chunk, look_at, number
 
 _MOST_STAGES_LISTED = 4
 _HEADER = ("", "step ms", "paper", "bubble", "paper", "waits ms", "live", "paper", "live / v")
@@ -18,6 +18,7 @@ _NOTES = (
     "waits: for each stage, idle time between its first and its last operation",
     "live: for each stage, the most activations kept at once, each of one microbatch in one chunk; / v: counted in whole stages",
 )
+_NOTE_OF_RECOMPUTE = "where layers are run again (R), an activation is only what they keep until then"
 _NOTE_OF_PAPERS = "paper: by a closed formula; - where none holds exactly"
 
 
@@ -39,7 +40,8 @@ def draw_table(rows: Sequence[TimelineRow]) -> str:
     formulas = [
         f"{row.panel.title:{titles}}  {formula}" for row in rows if row.expected is not None for formula in row.expected.formulas
     ]
-    return "\n".join([*text, *_NOTES, *[_NOTE_OF_PAPERS] * papers, *formulas])
+    again = any(OpKind.RECOMPUTE in look_at([row.panel]).kinds for row in rows)
+    return "\n".join([*text, *_NOTES, *[_NOTE_OF_RECOMPUTE] * again, *[_NOTE_OF_PAPERS] * papers, *formulas])
 
 
 def peak_live(timeline: Timeline) -> tuple[int, ...] | None:

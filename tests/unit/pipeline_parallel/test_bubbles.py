@@ -7,6 +7,7 @@ whole numbers that divide by the chunks of a stage, so sums are exact.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_live_activations
-from megatron.spec.operations import Costs
+from megatron.spec.operations import Costs, with_recompute
 from megatron.spec.schedules import SCHEDULES
 from tests.unit.pipeline_parallel.test_generators import CHUNKS, MICROBATCHES, STAGES, make
 from tools.schedules.formulas import expected
@@ -25,6 +26,20 @@ WHOLE = 12
 DURATIONS = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 9)).map(lambda t: Costs(*(WHOLE * d for d in t)))
 DELAYS = st.integers(0, 20)
 EQUAL = Costs(WHOLE, WHOLE, WHOLE)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@given(STAGES, MICROBATCHES, CHUNKS, DURATIONS, st.integers(1, 9), DELAYS)
+def test_recompute_ahead_of_the_gradient_hides_in_the_bubble(
+    name: str, p: int, m: int, v: int, costs: Costs, again: int, p2p: int
+) -> None:
+    """Against the same work within backward. The gradient of a microbatch comes to the first stage through all others, so what
+    each of them has done before saves (p - 1) times this work at least; where there is one stage, nobody waits."""
+    plain, v = make(name, p, m, v)
+    schedule, extra = with_recompute(plain, range(p * v)), float(WHOLE * again)
+    ahead = simulate(schedule, replace(costs, recompute=extra, p2p=v * p2p).divided(v)).step_time
+    within = simulate(plain, replace(costs, input_grad=costs.input_grad + extra, p2p=v * p2p).divided(v)).step_time
+    assert ahead < within if p > 1 else ahead == within
 
 
 def step_time(name: str, stages: int, microbatches: int, chunks: int, costs: Costs, p2p: float = 0) -> float:

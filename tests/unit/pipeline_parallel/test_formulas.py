@@ -15,7 +15,10 @@ from tools.schedules.formulas import PUBLISHED, Expected, expected
 names = st.sampled_from(list(SCHEDULES))
 # Twelve has all numbers of chunks as divisors, so costs of chunks are whole and sums of them exact.
 durations = st.integers(0, 9).map(lambda n: 12.0 * n)
-costs_of_a_stage = st.one_of(st.builds(Costs, durations, durations, durations), durations.map(lambda n: Costs(n, n, n)))
+costs_of_a_stage = st.one_of(
+    st.builds(Costs, durations, durations, durations, recompute=durations),
+    st.builds(lambda n, again: Costs(n, n, n, recompute=again), durations, durations),
+)
 
 
 def test_every_published_schedule_has_its_formulas() -> None:
@@ -27,7 +30,7 @@ def test_every_published_schedule_has_its_formulas() -> None:
 def test_a_formula_that_is_given_is_exact(name: str, stages: int, microbatches: int, chunks: int, costs: Costs) -> None:
     said = expected(name, stages, microbatches, chunks_of(name, chunks), costs)
     if said.bubble_time is not None:
-        step = microbatches * (costs.forward + costs.input_grad + costs.weight_grad) + said.bubble_time
+        step = microbatches * (costs.forward + costs.recompute + costs.input_grad + costs.weight_grad) + said.bubble_time
         assert timeline(name, stages, microbatches, chunks, costs).step_time == step
     if said.peak_live is not None:
         schedule = make_schedule(name, stages, microbatches, chunks_of(name, chunks))

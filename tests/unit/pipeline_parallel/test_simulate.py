@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.pipeline_parallel.simulate import Costs, OpSpan, Timeline, simulate
 from megatron.spec.operations import Message, Op, Schedule
 from megatron.spec.schedules import gpipe, one_f_one_b
-from tests.support.schedule_examples import B, F, I, W, generated_schedules, random_schedules
+from tests.support.schedule_examples import B, F, I, R, W, generated_schedules, random_schedules
 from tools.schedules.table import idle_inside
 
 SCHEDULES = st.one_of(random_schedules(), generated_schedules(max_stages=4, max_microbatches=6))
@@ -52,11 +52,11 @@ def test_every_operation_begins_at_the_end_of_the_longest_way_to_it(schedule: Sc
     assert timeline.spans == tuple(tuple(OpSpan(op, begin[op], begin[op] + took[op]) for op in ops) for ops in schedule.ops)
 
 
-@given(SCHEDULES, st.lists(st.integers(0, 9), min_size=3, max_size=3), st.integers(0, 12))
+@given(SCHEDULES, st.lists(st.integers(0, 9), min_size=4, max_size=4), st.integers(0, 12))
 def test_costs_are_a_duration_for_each_kind(schedule: Schedule, costs: list[int], p2p: int) -> None:
-    f, i, w = costs
-    took = {op: {F: f, B: i + w, I: i, W: w}[op.kind] for ops in schedule.ops for op in ops}
-    assert simulate(schedule, Costs(f, i, w, p2p)) == simulate(schedule, took.__getitem__, p2p=p2p)
+    f, i, w, r = costs
+    took = {op: {F: f, R: r, B: i + w, I: i, W: w}[op.kind] for ops in schedule.ops for op in ops}
+    assert simulate(schedule, Costs(f, i, w, p2p, r)) == simulate(schedule, took.__getitem__, p2p=p2p)
 
 
 @given(SCHEDULES, st.integers(0, 999), st.integers(0, 999), st.integers(0, 12), st.integers(0, 12))
@@ -125,5 +125,5 @@ def test_nothing_takes_no_time() -> None:
 
 def test_costs_of_a_chunk() -> None:
     """Work is divided; a message is as long as before."""
-    assert Costs(6, 9, 3, 2).divided(3) == Costs(2, 3, 1, 2)
-    assert Costs() == Costs(forward=1, input_grad=1, weight_grad=1, p2p=0)
+    assert Costs(6, 9, 3, 2, 12).divided(3) == Costs(2, 3, 1, 2, 4)
+    assert Costs() == Costs(forward=1, input_grad=1, weight_grad=1, p2p=0, recompute=0)

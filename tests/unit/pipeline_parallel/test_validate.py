@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import graphlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.validate import peak_live_activations, validate
-from megatron.spec.operations import Message, Op, OpKind, Schedule
-from megatron.spec.schedules import gpipe, one_f_one_b
-from tests.support.schedule_examples import B, F, I, W, random_schedules, split_backwards
+from megatron.spec.operations import Message, Op, OpKind, Schedule, forward_only
+from megatron.spec.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
+from tests.support.schedule_examples import B, F, I, R, W, first_of, random_schedules, split_backwards
 
 # ---- the validator accepts
 
@@ -41,12 +41,35 @@ def test_split_backwards_are_accepted(weights_last: bool) -> None:
     assert peak_live_activations(schedule) == ((7, 7, 7) if weights_last else (3, 2, 1))
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_recompute_may_stand_anywhere_between_forward_and_gradient(name: str) -> None:
+    """Right behind the forward, or where the generator puts it; of some chunks or of all; and it changes no message."""
+    chunks = SCHEDULES[name].chunks_per_stage or 2
+    plain = make_schedule(name, 3, 5, chunks)
+    for recomputed in ({1}, range(3 * chunks)):
+        schedule = make_schedule(name, 3, 5, chunks, recomputed=recomputed)
+        soon = tuple(
+            tuple(one for op in ops for one in (op, Op(R, op.chunk, op.microbatch)) if one.kind is not R or op.kind is F)
+            for ops in plain.ops
+        )
+        for tried in (schedule, replace(plain, ops=soon)):
+            validate(tried)
+            assert tuple(tuple(op for op in ops if op.kind is not R) for ops in tried.ops) == plain.ops
+            assert [[gives for *_, gives in ops if gives] for ops in tried.linked_ops] == [
+                [gives for *_, gives in ops if gives] for ops in plain.linked_ops
+            ]
+        again = [op for ops in schedule.ops for op in ops if op.kind is R]
+        assert sorted(again) == [Op(R, chunk, m) for chunk in sorted(recomputed) for m in range(5)]
+        assert peak_live_activations(schedule) == peak_live_activations(plain)
+        assert forward_only(schedule).ops == forward_only(plain).ops
+
+
 # ---- the validator rejects
 
 
-def changed(stage: int, change: Callable[[list[Op]], None]) -> Schedule:
+def changed(stage: int, change: Callable[[list[Op]], None], recomputed: Collection[int] = ()) -> Schedule:
     """1F1B of 3 stages and 4 microbatches with one stage's list changed."""
-    schedule = one_f_one_b(3, 4)
+    schedule = make_schedule("1f1b", 3, 4, recomputed=recomputed)
     ops = [list(stage_ops) for stage_ops in schedule.ops]
     change(ops[stage])
     return replace(schedule, ops=tuple(map(tuple, ops)))
@@ -88,6 +111,23 @@ BROKEN: dict[str, tuple[Schedule, str]] = {
         replace(gpipe(1, 1), ops=((Op(F, 0, 0), Op(W, 0, 0), Op(I, 0, 0)),)),
         "stands before its input_grad",
     ),
+    "a recompute of one microbatch missing": (
+        changed(1, lambda ops: ops.remove(Op(R, 1, 2)), {1}),
+        "chunk 1, microbatch 2: each must be computed exactly once",
+    ),
+    "a doubled recompute": (changed(1, lambda ops: ops.insert(2, Op(R, 1, 0)), {1}), "chunk 1, microbatch 0"),
+    "a recompute of a chunk without": (changed(0, lambda ops: ops.insert(2, Op(R, 0, 1)), {1}), "chunk 0, microbatch 0"),
+    "a recompute after its backward": (changed(2, swap(Op(R, 2, 1), Op(B, 2, 1)), {2}), "stands before its recompute"),
+    "a recompute before its forward": (changed(2, swap(Op(F, 2, 1), Op(R, 2, 1)), {2}), "R.*stands before its forward"),
+    "another stage's recompute": (changed(0, lambda ops: ops.append(Op(R, 1, 3)), {0}), "stands on stage 0, which does not hold"),
+    "a recompute without backward": (
+        replace(gpipe(1, 1), ops=((Op(F, 0, 0), Op(R, 0, 0)),)),
+        "chunk 0, microbatch 0: each must be computed exactly once",
+    ),
+    "an input gradient before its recompute": (
+        replace(gpipe(1, 1), ops=((Op(F, 0, 0), Op(I, 0, 0), Op(R, 0, 0), Op(W, 0, 0)),)),
+        "stands before its recompute",
+    ),
     "forwards in another order than messages allow": (
         # Stage 0 waits for the gradient of microbatch 1 before it gives the forward of 2; stage 1 wants that forward first.
         replace(
@@ -124,11 +164,12 @@ def test_two_swapped_operations_are_judged_as_the_graph_of_needs_judges(schedule
     ops[i], ops[j] = ops[j], ops[i]
     swapped = replace(schedule, ops=tuple(map(tuple, stages)))
 
+    recomputed = {op.chunk for stage_ops in stages for op in stage_ops if op.kind is R}
     giver: dict[Message | None, Op] = {swapped.gives(op): op for ops in swapped.ops for op in ops}
     graph: dict[Op, set[Op]] = {}
     for stage_ops in swapped.ops:
         for before, op in zip((None, *stage_ops), stage_ops, strict=False):
-            first = {F: None, B: F, I: F, W: I}[op.kind]
+            first = first_of(op, recomputed)
             graph[op] = {before} if before else set()
             graph[op] |= {giver[swapped.needs(op)]} if swapped.needs(op) else set()
             graph[op] |= {Op(first, op.chunk, op.microbatch)} if first else set()
@@ -142,4 +183,4 @@ def test_two_swapped_operations_are_judged_as_the_graph_of_needs_judges(schedule
 
 
 def test_every_kind_of_operation_has_its_letter() -> None:
-    assert [kind.value for kind in OpKind] == ["F", "B", "I", "W"]
+    assert [kind.value for kind in OpKind] == ["F", "R", "B", "I", "W"]

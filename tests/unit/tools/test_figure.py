@@ -16,7 +16,7 @@ from tests.support.timelines import panel
 from tools.schedules.files import write_picture
 from tools.schedules.panel import NUM_SHADES, Colour, Panel, colour_of
 
-F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
+F, R, B, I, W = OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
 
 
 # ---- colours
@@ -42,7 +42,11 @@ def seen(colour: Colour, sight: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("sight", SIGHT)
-@pytest.mark.parametrize(("kinds", "shades"), [((F, B), NUM_SHADES), ((F, I, W), 2)], ids=["F B, 4 chunks", "F I W, 2 chunks"])
+@pytest.mark.parametrize(
+    ("kinds", "shades"),
+    [((F, B), NUM_SHADES), ((F, R, B), 3), ((F, R, I, W), 2)],
+    ids=["F B, 4 chunks", "F R B, 3 chunks", "F R I W, 2 chunks"],
+)
 def test_colours_of_a_schedule_can_be_told_apart(kinds: tuple[OpKind, ...], shades: int, sight: str) -> None:
     """A difference of about 2 in CIELAB can just be seen side by side."""
     colours = [seen(colour_of(kind, depth), sight) for kind in kinds for depth in range(shades)]
@@ -111,6 +115,14 @@ def test_a_figure_has_every_operation_its_number_and_its_words(tmp_path: Path) -
     }
     assert drawn.caption == "zb-v: step 190 ms, bubble 5.3%"
     assert {colour for _, _, colour in boxes_of(svg)} == {colour_of(kind, depth).hex for kind in (F, I, W) for depth in (0, 1)}
+
+
+def test_recompute_has_its_colour_and_its_word(tmp_path: Path) -> None:
+    svg = draw_svg([panel("1f1b", 2, 3, recompute=5)], tmp_path)
+    assert [text for text in texts_of(svg) if text in ("forward", "recompute", "backward")] == ["forward", "recompute", "backward"]
+    widths = {colour: {round(width, 1) for _, width, of in boxes_of(svg) if of == colour} for *_, colour in boxes_of(svg)}
+    (again,), (forward,) = (widths[colour_of(kind, 0).hex] for kind in (R, F))
+    assert again == pytest.approx(forward / 2, abs=0.1)
 
 
 def test_panels_of_a_figure_share_one_axis(tmp_path: Path) -> None:

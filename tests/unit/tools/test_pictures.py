@@ -24,7 +24,7 @@ from tools.schedules.panel import Panel, number, tick_step
 from tools.schedules.table import TimelineRow, draw_table, idle_inside, peak_live
 from tools.schedules.text import draw_text
 
-F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
+F, R, B, I, W = OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
 
 names = st.sampled_from(list(SCHEDULES))
 
@@ -50,9 +50,26 @@ def test_a_timeline_by_hand() -> None:
     ]
 
 
-@given(names, st.integers(1, 5), st.integers(1, 12), st.integers(1, 4), st.integers(40, 250))
-def test_every_operation_stands_where_it_runs(name: str, stages: int, microbatches: int, chunks: int, width: int) -> None:
-    drawn = timeline(name, stages, microbatches, chunks)
+def test_recompute_by_hand() -> None:
+    """It runs before the gradient has come, where the stage would wait; and a column of text and a row of the table say so."""
+    drawn = Panel("1f1b", timeline("1f1b", 2, 3, costs=Costs(10, 10, 10, recompute=10)))
+    text = draw_text([drawn], width=58, ascii_only=True)
+    assert text.splitlines()[1:3] == [
+        "stage 0  F0-F1-R0-......B0----F2-R1-B1----R2-...B2----",
+        "stage 1  ...F0-R0-B0----F1-R1-B1----F2-R2-B2----......",
+    ]
+    assert "F forward, R recompute, B backward, . waiting" in text
+    told = draw_table([TimelineRow(drawn, expected("1f1b", 2, 3, 1, Costs(10, 10, 10, recompute=10)))])
+    assert told.splitlines()[1].split()[:5] == ["1f1b", "150", "150", "20.0%", "20.0%"]
+    note = "where layers are run again (R), an activation is only what they keep until then"
+    assert note in told and note not in draw_table([TimelineRow(panel("1f1b", 2, 3))])
+
+
+@given(names, st.integers(1, 5), st.integers(1, 12), st.integers(1, 4), st.integers(40, 250), st.sampled_from([0, 10]))
+def test_every_operation_stands_where_it_runs(
+    name: str, stages: int, microbatches: int, chunks: int, width: int, recompute: int
+) -> None:
+    drawn = timeline(name, stages, microbatches, chunks, Costs(10, 10, 10, recompute=recompute))
     text = draw_text([Panel(name, drawn)], width=width)
     assert all(len(line) <= width for line in text.splitlines() if line.startswith(("stage", " ")))
     lines = rows_of(text)
@@ -209,7 +226,7 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_trace_has_every_operation_when_it_ran(tmp_path: Path) -> None:
     panels = [
         Panel("planned", timeline("zb-v", 2, 3)),
-        Panel("measured", moved(timeline("zb-v", 2, 3, costs=Costs(9, 8, 7)), 55.5)),
+        Panel("measured", moved(timeline("zb-v", 2, 3, costs=Costs(9, 8, 7, recompute=6)), 55.5)),
     ]
     write_picture(panels, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -228,7 +245,7 @@ def test_a_trace_has_every_operation_when_it_ran(tmp_path: Path) -> None:
             for event, span in zip(ran, spans, strict=True):
                 assert event["ts"] / 1000 == pytest.approx(span.start - drawn.timeline.start)
                 assert event["dur"] / 1000 == pytest.approx(span.end - span.start)
-                assert event["cat"] == {F: "forward", I: "input gradient", W: "weight gradient"}[span.op.kind]
+                assert event["cat"] == {F: "forward", R: "recompute", I: "input gradient", W: "weight gradient"}[span.op.kind]
 
 
 # ---- tables
