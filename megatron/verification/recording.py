@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron.model.block import Block
 from megatron.model.gpt import GPTChunk, ModelInputs
 from megatron.parallel.shards import Shard
-from megatron.spec.operations import Op
+from megatron.spec.operations import Op, OpKind
 from megatron.training.step import StepResult, TrainStep
 from megatron.verification.observation import EVALUATED_STEPS, RankStep, TensorPart
 
@@ -36,7 +36,7 @@ class StepRecorder:
     activations: list[TensorPart] = field(default_factory=list)
     _gradients: list[TensorPart] = field(default_factory=list)
     _shares: tuple[float, float] = (0.0, 0.0)
-    _microbatch: int = -1
+    _op: Op = Op(OpKind.FORWARD, 0, -1)
 
     def __post_init__(self) -> None:
         self._run, self._sums = self.step.run, self.step.gradients
@@ -102,7 +102,7 @@ class StepRecorder:
 
     def begin(self, op: Op) -> None:
         """Called when the executor begins an operation."""
-        self._microbatch = op.microbatch
+        self._op = op
 
     def end(self, op: Op) -> None:
         """Called when the executor has ended it."""
@@ -122,12 +122,14 @@ class StepRecorder:
             hook.remove()
 
     def _keep(self, name: str, num_microbatches: int, module: nn.Module, args: object, out: torch.Tensor) -> None:
-        """Record the output of a module, [s, b, h], or under sequence parallelism [s/n, b, h]."""
+        """Record the output of a module, [s, b, h], or under sequence parallelism [s/n, b, h]; not what runs again in backward."""
+        if self._op.kind is not OpKind.FORWARD:
+            return
         split = self.step.context.group("tp") if self.step.model.sequence_parallel else None
         positions, samples, hidden = out.shape
         values = out.detach().transpose(0, 1).cpu().to(torch.float64, copy=True).contiguous()
         data = self.step.context.data_group
-        first = (self._microbatch * data.size + data.index) * samples
+        first = (self._op.microbatch * data.size + data.index) * samples
         offsets = first, positions * (split.index if split else 0), 0
         shape = num_microbatches * data.size * samples, positions * (split.size if split else 1), hidden
         self.activations.append(TensorPart(name, offsets, shape, values))

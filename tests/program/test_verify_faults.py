@@ -214,6 +214,19 @@ FAULTS = {
         None,
         ("the gradient is right, the update is not",),
     ),
+    "layers that run again in another order": Fault(
+        (
+            (
+                "for block, rotary in zip(self.blocks, self.rotaries, strict=True):",
+                "for block, rotary in zip(self.blocks[::-1] if again else self.blocks, self.rotaries, strict=True):",
+            ),
+        ),
+        "--recompute-granularity full --recompute-num-layers 2",
+        "gradient",
+        "layers.1.mlp.down.weight",
+        None,
+        ("differs by no constant factor",),
+    ),
 }
 
 

@@ -22,7 +22,7 @@ def draw_layout(draw: Draw, tp: int, pp: int, dp: int) -> dict[str, Any]:
     settings |= draw_pipeline(draw, pp, whole=settings.get("data_parallel_sharding_strategy") != "optim_grads_params")
     if chance(draw, 3):
         settings["overlap_p2p_communication"] = False
-    return settings
+    return settings | draw_memory(draw, pp, settings["num_layers"])
 
 
 def draw_sharding(draw: Draw, dp: int) -> dict[str, Any]:
@@ -45,6 +45,19 @@ def draw_sharding(draw: Draw, dp: int) -> dict[str, Any]:
     if chance(draw, 4):
         settings["optimizer_cpu_offload"] = True
         settings["optimizer_offload_fraction"] = one_of(draw, None, 0.4, 0.01)
+    return settings
+
+
+def draw_memory(draw: Draw, pp: int, num_layers: int) -> dict[str, Any]:
+    """What is done with activations."""
+    settings: dict[str, Any] = {}
+    if chance(draw, 3):
+        settings |= {"recompute_granularity": "full", "recompute_num_layers": number(draw, 1, min(3, num_layers))}
+        if chance(draw, 2):
+            settings["recompute_method"] = "block"
+            if chance(draw, 2):
+                numbers = [number(draw, 0, min(2, num_layers)) for _ in range(pp)]
+                settings["recompute_layers_per_stage"] = ",".join(map(str, numbers))
     return settings
 
 

@@ -26,6 +26,7 @@ from tools.proofs.small_layout import (
     RankSizes,
     layers_of_all_kinds,
     pattern_of,
+    reduced_memory,
     reduced_pattern,
     reduced_sizes,
     sizes_of,
@@ -81,9 +82,11 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
     parallel = dataclasses.replace(
         parallel, ddp_bucket_size=_bucket(config, vocab_size, whole, count_parameters(model, rows), sizes)
     )
+    after = pattern_of(model, parallel, rows)
     small = dataclasses.replace(
         config,
         model=model,
+        memory=reduced_memory(config.memory, before, after),
         training=training,
         optimizer=reduced_rates(config, training, steps),
         parallel=parallel,
@@ -93,7 +96,6 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
     )
     if found := violations(small, sizes.world_size):
         raise ValueError("these settings could not be made small:\n" + "\n".join(str(violation) for violation in found))
-    after = pattern_of(model, parallel, rows)
     kept, changed = _notes(config, small, whole, sizes, (before, after), (vocab_size, rows), same_split=same_split)
     return Reduced(small, sizes.world_size, kept, changed)
 
@@ -140,7 +142,7 @@ def _data(data: DataConfig, rows: int) -> DataConfig:
     )
 
 
-_TOPICS = ("model", "training", "optimizer", "parallel", "precision")
+_TOPICS = ("model", "training", "optimizer", "parallel", "precision", "memory")
 _PACKING = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 _TOLD_ELSEWHERE = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "make_vocab_size_divisible_by"),

@@ -11,6 +11,7 @@ from typing import Any
 from megatron.config.checks.pipeline import COUNT, FIRST, LAST, LAYERS_EACH, LAYOUT, SPLITS, chunks_of, layout_text
 from megatron.config.config import Config
 from megatron.config.flags import flag_for
+from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.pipeline_parallel.partition import table_of
@@ -186,6 +187,23 @@ def _makes(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, patter
         return pattern_of(model, parallel, vocab_size) == pattern
     except ValueError:
         return False
+
+
+def reduced_memory(memory: MemoryConfig, before: Pattern, after: Pattern) -> MemoryConfig:
+    """Recompute of fewer layers on fewer stages: where some layers of a chunk were kept, one is kept if the chunk has two."""
+
+    def block(number: int, most_before: int, most_after: int) -> int:
+        return most_after if number >= most_before else min(number, max(1, most_after - 1))
+
+    number, by_stage = memory.recompute_num_layers, memory.recomputed_by_stage
+    stages, old = after.stages, before.stages
+    if by_stage is not None:
+        of = [round(stage * (len(old) - 1) / max(1, len(stages) - 1)) for stage in range(len(stages))]
+        numbers = [block(by_stage[at], sum(old[at]), sum(new)) for at, new in zip(of, stages, strict=True)]
+        memory = dataclasses.replace(memory, recompute_layers_per_stage=",".join(map(str, numbers)))
+    elif memory.recompute_method == "block":
+        number = block(number, max(before.sizes), max(after.sizes))
+    return dataclasses.replace(memory, recompute_num_layers=max(1, min(number, sum(after.sizes))))
 
 
 def _kept(kinds: Sequence[tuple[int, ...]], count: int) -> list[int]:
