@@ -25,8 +25,8 @@ def validate(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
 
     Raises:
         ValueError: an operation is missing, doubled or on the wrong stage; some microbatches of a chunk have a recompute and others
-            none; a backward or a recompute stands before its forward, a backward before its recompute, a weight gradient before its input gradient; the stages wait for each other, or the ends
-            of a channel do not agree on the order.
+            none; a backward or a recompute stands before its forward, a backward before its recompute, a weight gradient before its
+            input gradient; the stages wait for each other, or the ends of a channel do not agree on the order.
     """
     _check_complete(schedule)
     done: set[Op] = set()

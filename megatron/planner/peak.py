@@ -6,7 +6,7 @@ Messages between stages follow the rules of the executor and the messenger, but 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.config.config import Config
@@ -15,7 +15,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.exchange import ReceivePlan, plan_exchanges, plan_receives
 from megatron.planner.chunk_trace import ChunkTrace, input_bytes
 from megatron.planner.storages import Transfer, added
-from megatron.spec.operations import Message, OpKind, Schedule
+from megatron.spec.operations import Message, Op, OpKind, Schedule
 
 
 class Activations(NamedTuple):
@@ -38,6 +38,16 @@ def receive_plans(schedule: Schedule, *, overlap: bool) -> list[ReceivePlan]:
     return plan_receives(schedule) if overlap else plan_exchanges(schedule)
 
 
+class Held(NamedTuple):
+    """Bytes of activations and messages on one rank around one operation of its schedule, beside the step's inputs."""
+
+    op: Op
+    peak: int
+    """The most at once while it runs."""
+    after: int
+    """What it leaves."""
+
+
 def peak_activations(
     traces: Mapping[int, ChunkTrace],
     model: Model,
@@ -48,7 +58,24 @@ def peak_activations(
     *,
     device_type: str,
 ) -> Activations:
-    """The peak over this rank's operations.
+    """The peak over this rank's operations. The arguments are those of `held_over_step`."""
+    sorts = any(trace.sorts_documents for trace in traces.values())
+    inputs = input_bytes(model, config.data, schedule.num_microbatches * config.training.micro_batch_size, sorts_documents=sorts)
+    held = held_over_step(traces, model, config, context, schedule, plans, device_type=device_type)
+    return Activations(inputs, max((one.peak for one in held), default=0))
+
+
+def held_over_step(
+    traces: Mapping[int, ChunkTrace],
+    model: Model,
+    config: Config,
+    context: ParallelContext,
+    schedule: Schedule,
+    plans: Sequence[ReceivePlan],
+    *,
+    device_type: str,
+) -> Iterator[Held]:
+    """This rank's operations in their order, each with what is held.
 
     Args:
         traces: those of this rank's chunks.
@@ -58,15 +85,14 @@ def peak_activations(
     stage, micro_batch_size = context.group("pp").index, config.training.micro_batch_size
     size, overlap = _message_bytes(model, micro_batch_size, context), config.parallel.overlap_p2p_communication
     mail = Mail(schedule, stage, plans[stage], size, overlap=overlap, notices=device_type == "cuda")
-    sorts = any(trace.sorts_documents for trace in traces.values())
-    peak = kept = 0
+    kept = 0
     for place, op in enumerate(schedule.ops[stage]):
-        ops = traces[op.chunk].ops
+        span = traces[op.chunk].ops[op.kind]
         mail.before(place)
-        peak = max(peak, kept + ops[op.kind].peak + mail.bytes)
-        kept += ops[op.kind].change
+        peak = kept + span.peak + mail.bytes
+        kept += span.change
         mail.after(place)
-    return Activations(input_bytes(model, config.data, schedule.num_microbatches * micro_batch_size, sorts_documents=sorts), peak)
+        yield Held(op, peak, kept + mail.bytes)
 
 
 def step_transfers(
