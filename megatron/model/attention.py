@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.memory.recompute import recomputed
+from megatron.model.attention_kernel import keeps_probabilities
 from megatron.model.document_attention import Documents, attention_within_documents
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.norms import Norm
@@ -47,10 +49,17 @@ def core_attention(
 
 
 class Attention(nn.Module):
-    """Query, key and value from one column-parallel layer, grouped by key-value head; a row-parallel layer joins the heads."""
+    """Query, key and value from one column-parallel layer, grouped by key-value head; a row-parallel layer joins the heads.
 
-    def __init__(self, scope: Scope, spec: AttentionSpec, norm: NormSpec, layer: int, dropout: float) -> None:
+    Args:
+        recomputes_core: probabilities are computed again in backward, where the kernel would keep them.
+    """
+
+    def __init__(
+        self, scope: Scope, spec: AttentionSpec, norm: NormSpec, layer: int, dropout: float, *, recomputes_core: bool = False
+    ) -> None:
         super().__init__()
+        self.recomputes_core = recomputes_core
         self.head_size, self.queries_per_group = spec.head_size, spec.heads // spec.kv_heads
         self.layer, self.dropout, self.tensor_rank = layer, dropout, scope.tp.index
         self.qkv = ColumnParallelLinear(scope.child("qkv"))
@@ -81,6 +90,12 @@ class Attention(nn.Module):
             if not cache.empty:
                 return self.output(cache.attend(self.layer, q))
         probability = 0.0 if key is None else self.dropout
-        if probability > 0.0 and key is not None:
-            seed_device(q.device, key.site(self.layer, "attention", self.tensor_rank))
-        return self.output(core_attention(q, k, v, documents, probability))
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, again: bool = False) -> torch.Tensor:
+            if probability > 0.0 and key is not None:
+                seed_device(q.device, key.site(self.layer, "attention", self.tensor_rank))
+            return core_attention(q, k, v, documents, probability)
+
+        if self.recomputes_core and keeps_probabilities(q, grouped=self.queries_per_group > 1, dropout=probability):
+            return self.output(recomputed(attend, q, k, v))
+        return self.output(attend(q, k, v))

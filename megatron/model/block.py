@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.config.memory import RecomputeModule
 from megatron.config.model import ModelConfig
+from megatron.memory.recompute import recomputed
 from megatron.model.attention import Attention, RotaryTable
 from megatron.model.document_attention import Documents
 from megatron.model.key_value_cache import KeyValueCache
@@ -45,10 +46,17 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.layer, self.probability = layer, config.hidden_dropout
-        self.remakes_norms = "layernorm" in selective
+        self.remakes_norms, self.recomputes_mlp = "layernorm" in selective, "mlp" in selective
         self.coordinate = scope.tp.index if scope.sequence_parallel else 0
         self.attention_norm = Norm(scope.child("attention_norm"), spec.norm)
-        self.attention = Attention(scope.child("attention"), spec.attention, spec.norm, layer, config.attention_dropout)
+        self.attention = Attention(
+            scope.child("attention"),
+            spec.attention,
+            spec.norm,
+            layer,
+            config.attention_dropout,
+            recomputes_core="core_attn" in selective,
+        )
         self.mlp_norm = Norm(scope.child("mlp_norm"), spec.norm)
         self.mlp = MLP(scope.child("mlp"), spec.mlp, remakes_activation="mlp_act" in selective)
 
@@ -63,7 +71,11 @@ class Block(nn.Module):
         """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the same shape."""
         normed = self._normed(self.attention_norm, x)
         x = x + self._drop(self.attention(normed, rotary, key, documents, cache), key, "attention_output")
-        return x + self._drop(self.mlp(self._normed(self.mlp_norm, x)), key, "mlp_output")
+        added = recomputed(self._norm_and_mlp, x) if self.recomputes_mlp else self.mlp(self._normed(self.mlp_norm, x))
+        return x + self._drop(added, key, "mlp_output")
+
+    def _norm_and_mlp(self, x: torch.Tensor, *, again: bool) -> torch.Tensor:
+        return self.mlp(self.mlp_norm(x))
 
     def _normed(self, norm: Norm, x: torch.Tensor) -> torch.Tensor | Remade:
         return norm.remade(x) if self.remakes_norms else norm(x)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-_LARGEST_FLASH_HEAD = 256
+from megatron.model.attention_kernel import LARGEST_FLASH_HEAD, flash_runs_on
+
 _MOST_AT_ONCE = 65535
 """The most sequences in one call: a CUDA grid has room for so many in its second dimension."""
 _CAUSAL = (-1, 0)
@@ -151,16 +152,9 @@ def _flash_takes(q: torch.Tensor, dropout: float) -> bool:
         and dropout == 0.0
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[-1] % 8 == 0
-        and q.shape[-1] <= _LARGEST_FLASH_HEAD
-        and _flash_runs_on(q.device)
+        and q.shape[-1] <= LARGEST_FLASH_HEAD
+        and flash_runs_on(q.device)
     )
-
-
-@functools.cache
-def _flash_runs_on(device: torch.device) -> bool:
-    if device.type == "meta":  # in a plan, for GPUs that this machine need not have
-        return True
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @functools.cache

@@ -12,11 +12,13 @@ allocator's events.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+
+from megatron.model.attention_kernel import attention_kernel
 
 _FEW_TOKENS = 3072
 """Up to this many tokens, the gradient of an embedding is summed row by row on CUDA."""
@@ -83,11 +85,6 @@ _OWN_MEMORY: dict[str, Callable[..., int]] = {
 }
 
 
-AttentionKernel = Literal["flash", "memory-efficient", "math"]
-
-_LARGEST_FLASH_HEAD = 256
-
-
 class CudaKernels(TorchFunctionMode):
     """While it is entered, tensors of the meta device say that they are on CUDA, and fused operations are those of CUDA."""
 
@@ -99,20 +96,6 @@ class CudaKernels(TorchFunctionMode):
         if func in _CUDA_KERNELS:
             return _CUDA_KERNELS[func](*args, **kwargs)
         return func(*args, **kwargs)
-
-
-def attention_kernel(dtype: torch.dtype, head_size: int, *, grouped: bool) -> AttentionKernel:
-    """The kernel that `scaled_dot_product_attention` chooses for a causal mask without further mask.
-
-    Args:
-        grouped: fewer key-value heads than query heads.
-    """
-    half = dtype in (torch.float16, torch.bfloat16)
-    if half and head_size <= _LARGEST_FLASH_HEAD:
-        return "flash"  # or cuDNN's, which keeps the same
-    if dtype != torch.float64 and not grouped and head_size % (8 if half else 4) == 0:
-        return "memory-efficient"
-    return "math"
 
 
 def _attention(

@@ -26,8 +26,8 @@ MEMORIES = {
     "full in groups of two": MemoryConfig("full", recompute_num_layers=2),
     "the first of each chunk": MemoryConfig("full", recompute_method="block"),
     "three of the first stage, one of the second": MemoryConfig("full", recompute_method="block", recompute_layers_per_stage="3,1"),
-    "norms": MemoryConfig("selective", recompute_modules=("layernorm",)),
     "norms and activations": MemoryConfig("selective", recompute_modules=("layernorm", "mlp_act")),
+    "norms and the mlp": MemoryConfig("selective", recompute_modules=("layernorm", "mlp")),
 }
 """Settings that change no bit of a run at the same layout."""
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.model.attention_kernel import attention_kernel
 from megatron.model.gpt import ModelInputs
 from megatron.pipeline_parallel.exchange import plan_receives
 from megatron.planner import chunk_trace
-from megatron.planner.kernel_memory import attention_kernel
 from megatron.planner.peak import Mail
 from megatron.planner.storages import StorageLedger
 from megatron.spec.operations import OpKind

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.data.samples import document_bounds
 from megatron.model import document_attention
 from megatron.model.attention import core_attention
+from megatron.model.attention_kernel import flash_runs_on
 from megatron.model.document_attention import Documents, _varlen, varlen_attention
 from megatron.parallel.random import seed_device
 
@@ -240,11 +241,11 @@ def test_flash_attention_is_used_where_it_runs(
         def __init__(self) -> None:
             self.dtype = dtype
 
-    document_attention._flash_runs_on.cache_clear()
+    flash_runs_on.cache_clear()
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert document_attention._flash_takes(OnCuda(), dropout) is expected  # type: ignore[arg-type]
-    document_attention._flash_runs_on.cache_clear()
+    flash_runs_on.cache_clear()
 
 
 def test_torchs_function_has_the_arguments_that_are_given() -> None:
