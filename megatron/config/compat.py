@@ -85,8 +85,11 @@ use-torch-fsdp2: Use --data-parallel-sharding-strategy optim_grads_params, which
 torch-fsdp2-no-reshard-after-forward: Use --fsdp-reshard-after-forward never.
 moe-* num-experts expert-tensor-parallel-size overlap-moe-expert-parallel-comm: Mixtures of experts are not built yet; every layer
     has one MLP (--ffn-hidden-size).
-recompute-* checkpoint-activations distribute-saved-activations: Recomputing activations is not built yet; to save memory use
-    --sequence-parallel, more tensor ranks or a smaller batch.
+checkpoint-activations: Use --recompute-granularity full, or --recompute-activations for the parts that cost little.
+activations-checkpoint-method: Use --recompute-granularity full with --recompute-method.
+checkpoint-num-layers activations-checkpoint-num-layers: Use --recompute-granularity full with --recompute-num-layers.
+distribute-saved-activations distribute-checkpointed-activations: Use --sequence-parallel, which divides what recompute keeps over
+    the tensor ranks, and more.
 cpu-offloading*: Keeping activations in host memory is not built yet; to save memory use --sequence-parallel, more tensor ranks or a
     smaller batch.
 no-pin-cpu-*: What --optimizer-cpu-offload copies to and from a GPU is always pinned.
@@ -176,6 +179,9 @@ exit-signal: SIGTERM always saves a checkpoint and exits; other signals are not 
 _CHOICES = """
 tokenizer-type=MultimodalTokenizer,SFTTokenizer,BertWordPieceLowerCase,BertWordPieceCase: is not built yet; byte-level BPE, tiktoken
     and sentencepiece files, bytes and NullTokenizer are
+recompute-modules=moe,moe_act,shared_experts: is not built yet, as there are no mixtures of experts; core_attn, layernorm, mlp_act
+    and mlp are
+recompute-modules=mla_up_proj: is not built yet, as latent attention is not; core_attn, layernorm, mlp_act and mlp are
 optimizer=lion,muon,dist_muon: is not built yet; adam (AdamW) and sgd are
 position-embedding-type=mrope,relative: is not built yet; rope, learned_absolute and none are
 position-embedding-type=yarn: is not built yet; rope with --use-rope-scaling is

@@ -131,7 +131,7 @@ def sort_given(stray: Sequence[str], given: Sequence[Given]) -> Sorted:
 
 def _misused(item: Given, name: str, fault: str, choices: Sequence[str] = ()) -> Violation:
     """The problem of a flag that cannot have these values."""
-    value = item.values[0] if len(item.values) == 1 else ""
+    value = next((value for value in item.values if (name, value) in CHOICES), item.values[0] if len(item.values) == 1 else "")
     if reason := CHOICES.get((name, value)):
         return Violation((f"--{name}",), f"{item}: {value} {reason}.")
     nearest = tuple(f"--{name} {choice}" for choice in difflib.get_close_matches(value, choices, n=1))

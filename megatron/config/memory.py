@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from megatron.config.setting import GIVEN, acts_with, idle_with, setting
+from megatron.config.setting import GIVEN, Beside, acts_with, idle_with, setting
 
 RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "mlp_act"]
 
 
+def _flash_keeps_none(**others: Any) -> tuple[Beside, ...]:
+    """Where selective recompute takes attention alone, and flash attention computes it on every device."""
+    why = "flash attention, which runs in 16 bits without dropout, keeps none; --recompute-modules names other parts"
+    effect = "frees nothing where attention's kernel keeps no probabilities"
+    alone = {**others, "recompute_modules": (("core_attn",),), "attention_dropout": 0.0}
+    return tuple(idle_with(why, every=True, effect=effect, **alone, **{dtype: True}) for dtype in ("bf16", "fp16"))
+
+
 @dataclass(frozen=True)
 class MemoryConfig:
     """Recompute and offload of activations, and the loss in pieces."""
 
-    recompute_granularity: RecomputeGranularity | None = None
+    recompute_granularity: RecomputeGranularity | None = setting(None, idle=_flash_keeps_none(recompute_granularity="selective"))
     """What is computed again in backward instead of being kept. full: whole layers, of which only the input is kept; selective:
     the parts that --recompute-modules names."""
     recompute_activations: bool = setting(
-        False, idle=idle_with("--recompute-granularity says the same, or more", recompute_granularity=("full", "selective"))
+        False, idle=(idle_with("--recompute-granularity says the same", recompute_granularity="selective"), *_flash_keeps_none())
     )
     """The same as --recompute-granularity selective."""
     recompute_method: RecomputeMethod = setting("uniform", acts=acts_with(recompute_granularity="full"))
@@ -38,9 +46,13 @@ class MemoryConfig:
     """Layers that each pipeline stage computes again, the first ones in the order of the depth, as in 4,3,2,0 for four stages:
     later stages of 1f1b keep fewer microbatches and need less. auto chooses, for each stage, the fewest that fit into
     --device-memory-gb. In place of --recompute-num-layers."""
-    recompute_modules: tuple[RecomputeModule, ...] = setting(("core_attn",), acts=acts_with(recompute_granularity="selective"))
-    """Parts that selective recompute takes. core_attn: softmax and dropout of attention, where its kernel keeps them; mlp: the
-    whole MLP; layernorm: results of the norms before a product; mlp_act: the result of the MLP's activation function."""
+    recompute_modules: tuple[RecomputeModule, ...] = setting(
+        ("core_attn",), acts=acts_with(recompute_granularity="selective", recompute_activations=True)
+    )
+    """Parts of each layer that selective recompute takes. core_attn: the probabilities of attention, where its kernel keeps them
+    (on CPU with dropout; on a GPU in 32 and 64 bits, by head size); layernorm: the results of the norms before attention and MLP,
+    made again from the residual stream; mlp_act: the result of the MLP's activation, made again from its input; mlp: the whole MLP
+    with the norm before it, but for its last product. The first three cost almost no time."""
 
     @property
     def recomputed_by_stage(self) -> tuple[int, ...] | None:

@@ -103,6 +103,7 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "fsdp_shard_size": (2, 3),
     "overlap_param_gather": (True,),
     "recompute_granularity": ("full", "selective"),
+    "recompute_modules": (("mlp", "mlp_act"), ("layernorm",)),
     "recompute_num_layers": (2, 9),
     "recompute_layers_per_stage": ("1,1", "auto", "2,x"),
     "swiglu": (True,),

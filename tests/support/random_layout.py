@@ -58,6 +58,11 @@ def draw_memory(draw: Draw, pp: int, num_layers: int) -> dict[str, Any]:
             if chance(draw, 2):
                 numbers = [number(draw, 0, min(2, num_layers)) for _ in range(pp)]
                 settings["recompute_layers_per_stage"] = ",".join(map(str, numbers))
+    elif chance(draw, 3):
+        settings |= one_of(draw, {"recompute_activations": True}, {"recompute_granularity": "selective"})
+        settings["recompute_modules"] = one_of(
+            draw, None, ("layernorm",), ("layernorm", "mlp_act"), ("core_attn", "layernorm", "mlp")
+        )
     return settings
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Finding, at_most, change, rule, shown
+from megatron.config.checks.finding import Finding, at_most, change, rule, shown, without
 from megatron.config.config import Config
 
 AUTO = "auto"
 _BY_STAGE = "recompute_layers_per_stage"
+
+_MODULES = "recompute_modules"
 
 groups_within_the_model = at_most("recompute_num_layers", "num_layers", "The model has no more layers to compute again.")
 
@@ -29,3 +31,26 @@ def every_stage_has_its_number(config: Config, world_size: int) -> Iterator[Find
         [change(**{_BY_STAGE: nearest}), change(**{_BY_STAGE: AUTO}), change(**{_BY_STAGE: None})],
         f"It takes {AUTO}, or a number of layers, 0 to {layers}, for each of {stages} pipeline stage{'s' * (stages > 1)}.",
     )
+
+
+@rule("recompute_activations", "recompute_granularity")
+def one_granularity(config: Config, world_size: int) -> Iterator[Finding]:
+    """--recompute-activations is selective recompute."""
+    if config.memory.recompute_activations and config.memory.recompute_granularity == "full":
+        message = f"--recompute-activations contradicts {shown(config, 'recompute_granularity')}."
+        yield Finding(message, [without(config, "recompute_activations"), without(config, "recompute_granularity")])
+
+
+@rule(_MODULES, reads=("recompute_granularity", "recompute_activations"))
+def parts_are_told_once(config: Config, world_size: int) -> Iterator[Finding]:
+    """Each part is computed again once: mlp takes its activation with it."""
+    modules = config.memory.recompute_modules
+    if config.memory.recompute != "selective":
+        return
+    if not modules:
+        yield Finding("--recompute-modules names no part.", [without(config, _MODULES)], "Selective recompute takes at least one.")
+    kept = tuple(dict.fromkeys(part for part in modules if part != "mlp_act" or "mlp" not in modules))
+    if kept != modules:
+        others = tuple(part for part in kept if part != "mlp")
+        nearest = [change(recompute_modules=kept)] + [change(recompute_modules=(*others, "mlp_act"))] * ("mlp_act" in modules)
+        yield Finding(f"{shown(config, _MODULES)} names a part twice.", nearest)

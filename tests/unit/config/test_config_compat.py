@@ -32,6 +32,7 @@ decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers account-for-e
 account-for-loss-in-pipeline-split pipeline-model-parallel-layout no-overlap-p2p-communication context-parallel-size
 expert-model-parallel-size sequence-parallel data-parallel-sharding-strategy use-distributed-optimizer overlap-grad-reduce
 overlap-param-gather ddp-bucket-size optimizer-cpu-offload optimizer-offload-fraction
+recompute-activations recompute-granularity recompute-method recompute-num-layers recompute-modules
 distributed-backend distributed-timeout-minutes use-tp-pp-dp-mapping
 
 fp16 bf16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis fp32-residual-connection
@@ -52,7 +53,7 @@ profile-ranks
 REFUSED = shlex.split("""
 microbatch-group-size-per-virtual-pipeline-stage delay-wgrad-compute
 num-distributed-optimizer-instances fsdp-double-buffer torch-fsdp2-no-reshard-after-forward
-recompute-activations recompute-granularity recompute-method recompute-num-layers recompute-modules
+checkpoint-activations checkpoint-num-layers activations-checkpoint-method distribute-saved-activations
 cpu-offloading-num-layers no-pin-cpu-grads offload-optimizer-states suggested-communication-unit-size
 multiple-validation-sets full-validation
 fp8-format fp8-recipe fp8-margin moe-router-topk moe-layer-freq moe-grouped-gemm num-experts multi-latent-attention
@@ -124,6 +125,7 @@ def test_a_value_that_changes_nothing_is_named() -> None:
         (["--position-embedding-type", "mrope"], ["mrope is not built yet", "rope"]),
         (["--dataloader-type", "cyclic"], ["cyclic is refused", "already shuffled"]),
         (["--ckpt-format", "torch"], ["--ckpt-format torch", "torch_dist or fsdp_dtensor only"]),
+        (["--recompute-modules", "core_attn", "moe_act"], ["moe_act is not built yet", "mlp_act and mlp are"]),
         (["--rerun-mode", "validate_results"], ["disabled only"]),
         (["--context-parallel-size", "2"], ["--context-parallel-size 2 is refused", "not built yet", "--context-parallel-size 1"]),
         (["--expert-model-parallel-size", "2"], ["refused", "--expert-model-parallel-size 1"]),
