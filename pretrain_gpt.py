@@ -72,6 +72,7 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
 def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     """The run as a story: context, data, model, optimizer, resume, train."""
     from megatron.model.build import build_model, model_dtype
+    from megatron.model.output_layer import LossForm
     from megatron.optimizer.grad_scaler import make_grad_scaler
     from megatron.parallel.context import connect, disconnect
     from megatron.pipeline_parallel.partition import table_of
@@ -103,6 +104,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
         seed=config.training.seed,
         table=table_of(config.model, config.parallel, data.vocab_size, config.memory),
         materialized=False,
+        loss=LossForm.of(config.memory, config.training),
     )
     step = TrainStep(
         model,

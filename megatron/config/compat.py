@@ -25,7 +25,7 @@ no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropo
     kernels are chosen by torch; no switch is needed
 no-gradient-accumulation-fusion: weight gradients are always added straight into the gradient buffer
 no-async-tensor-model-parallel-allreduce: the input gradient's all-reduce always overlaps the weight gradient
-cross-entropy-loss-fusion cross-entropy-fusion-impl=: the loss has one implementation, which never holds all logits on a rank
+cross-entropy-loss-fusion cross-entropy-fusion-impl=: loss and gradient are always computed together, over the logits
 no-clone-scatter-output-in-embedding: the embedding's output is never a view of a larger tensor
 no-gradient-reduce-div-fusion: gradients are summed; the loss carries the scale
 no-scatter-gather-tensors-in-pipeline: how tensors travel between pipeline stages is not a setting

@@ -54,6 +54,11 @@ class MemoryConfig:
     made again from the residual stream; mlp_act: the result of the MLP's activation, made again from its input; mlp: the whole MLP
     with the norm before it, but for its last product. The first three cost almost no time."""
 
+    loss_chunk_tokens: int | None = setting(None, at_least=0, unit="tokens")
+    """Compute output layer and loss in chunks of so many tokens, each again in backward: logits are there for one chunk at a time.
+    0: all tokens of a microbatch at once. By default at once if a rank's part of the logits has at most 2^27 elements, else in
+    chunks that have no more."""
+
     @property
     def recomputed_by_stage(self) -> tuple[int, ...] | None:
         """The numbers of --recompute-layers-per-stage; None where there are none, or it says something else."""

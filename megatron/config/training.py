@@ -28,6 +28,9 @@ class TrainingConfig:
     """Steps between evaluations; by default only one at the end."""
     eval_iters: int = setting(100, at_least=0, unit="global batches")
     """Batches in an evaluation; 0 switches evaluation off."""
+    z_loss_coeff: float = setting(0.0, at_least=0, unit="factor on the square of log Z")
+    """Minimise, beside the cross entropy, this x (log Z)^2 of each token, with Z the sum of the exponentials of its logits (PaLM's
+    z-loss; PaLM took 1e-4). "lm loss" and evaluations are without it; it is logged as "z loss"."""
     seed: int = setting(1234, at_least=0, at_most=2**32 - 1, unit="plain number")
     """Seed of the initial weights, of dropout and of the order of data."""
     iterations_to_skip: tuple[int, ...] = setting((), at_least=1, unit="number of a step, from 1 on")

@@ -41,6 +41,7 @@ class StepSums(NamedTuple):
     """What a step sums over the world at its end, in one reduction of float64."""
 
     loss: float
+    z_loss: float
     mask: float
     squares: float
     """Squares of the gradient; not finite if any element of any copy is not."""

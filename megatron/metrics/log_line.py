@@ -22,6 +22,7 @@ def training_log_line(
     learning_rate: float,
     global_batch_size: int,
     lm_loss: float | None,
+    z_loss: float | None = None,
     loss_scale: float,
     skipped: int,
     nans: int,
@@ -41,6 +42,7 @@ def training_log_line(
         learning_rate: Learning rate of the last update.
         global_batch_size: Sequences of the last step.
         lm_loss: Mean over the interval; None when no step of it had a loss.
+        z_loss: Mean over the interval of what --z-loss-coeff adds to what is minimised; None without it.
         loss_scale: Scale of the loss.
         skipped: Steps of the interval without an update.
         nans: Steps of the interval with a NaN.
@@ -59,6 +61,8 @@ def training_log_line(
     fields += [f"learning rate: {learning_rate:.6E}", f"global batch size: {global_batch_size:5d}"]
     if lm_loss is not None:
         fields.append(f"lm loss: {lm_loss:.6E}")
+    if z_loss is not None:
+        fields.append(f"z loss: {z_loss:.6E}")
     fields.append(f"loss scale: {loss_scale:.1f}")
     if grad_norm is not None:
         fields.append(f"grad norm: {grad_norm:.3f}")

@@ -15,7 +15,7 @@ from megatron.metrics.log_line import perplexity
 class Sink(Protocol):
     """Takes numbers by name. Only the rank that logs opens one.
 
-    Names are those of the metrics file: lm_loss, grad_norm, learning_rate, loss_scale, skipped, elapsed_ms, tokens_per_s,
+    Names are those of the metrics file: lm_loss, z_loss, grad_norm, learning_rate, loss_scale, skipped, elapsed_ms, tokens_per_s,
     tflops_per_device, global_batch_size, num_zeros, params_norm, validation_loss, test_loss, and any other.
     """
 
@@ -69,6 +69,7 @@ class MetricsFile:
 
 _TAGS = {
     "lm_loss": "lm loss",
+    "z_loss": "z loss",
     "learning_rate": "learning-rate",
     "global_batch_size": "batch-size",
     "loss_scale": "loss-scale",

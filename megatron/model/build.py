@@ -10,6 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.training import PrecisionConfig
 from megatron.model.gpt import GPTChunk, residual_dtype
 from megatron.model.init import initialize
+from megatron.model.output_layer import LossForm
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
@@ -34,6 +35,8 @@ class Model:
     sequence_parallel: bool
     seed: int
     """Seed of the initial values."""
+    loss: LossForm
+    """How the last chunk computes its loss."""
 
     @property
     def computes_loss(self) -> bool:
@@ -66,12 +69,14 @@ def build_model(
     seed: int,
     table: list[Chunk] | None = None,
     materialized: bool = True,
+    loss: LossForm = LossForm(),  # noqa: B008 (frozen)
 ) -> Model:
     """Build this rank's chunks on the meta device, then give them memory and initial values.
 
     Args:
         table: which stage holds which layers; by default as many layers in each pipeline stage, one chunk a stage.
         materialized: False leaves the parameters on the meta device: a training step then gives each rank its part of them.
+        loss: how the last chunk computes its loss.
     """
     table = table or layer_table(config.num_layers, loop(context.topology.pp))
     params = ParamTable()
@@ -79,7 +84,7 @@ def build_model(
     weights = {weight.name: weight for weight in model_weights(config, vocab_size)}
     scope = Scope(context, params, weights, dtype, sequence_parallel, num_chunks=len(table))
     chunks = {
-        chunk.index: GPTChunk(replace(scope, chunk=chunk.index), config, chunk)
+        chunk.index: GPTChunk(replace(scope, chunk=chunk.index), config, chunk, loss=loss)
         for chunk in table
         if chunk.stage == context.group("pp").index
     }
@@ -88,4 +93,4 @@ def build_model(
             materialize(module, params, context.device)
         for entry in params:
             initialize(entry.param, entry.record, context, seed)
-    return Model(config, dtype, vocab_size, table, chunks, params, sequence_parallel, seed)
+    return Model(config, dtype, vocab_size, table, chunks, params, sequence_parallel, seed, loss)

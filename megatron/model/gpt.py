@@ -20,17 +20,15 @@ from megatron.model.block import Block, dropout
 from megatron.model.document_attention import Documents
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.norms import Norm
+from megatron.model.output_layer import LossForm, OutputLayer
 from megatron.model.rope import rotary_table
-from megatron.parallel.collectives import all_gather, own_part
+from megatron.parallel.collectives import own_part
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.spec.layers import RotarySpec, layers, norm_of
 from megatron.spec.segments import Segment
-from megatron.spec.weights import WORD_EMBEDDING
-from megatron.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
-from megatron.tensor_parallel.linear import parallel_linear
 
 
 @dataclass(frozen=True)
@@ -82,37 +80,6 @@ class PositionTable(nn.Module):
         return lookup(positions, self.weight)
 
 
-class OutputLayer(nn.Module):
-    """Computes the sum of the loss. The vocabulary is split over the tensor group; the weight may be the word embedding's."""
-
-    weight: nn.Parameter
-
-    def __init__(self, scope: Scope, config: ModelConfig) -> None:
-        super().__init__()
-        weight = scope.weights[WORD_EMBEDDING] if config.tied else scope.weight("weight")
-        if weight.name in scope.table:
-            self.weight = scope.table.share(weight.name, self, "weight")
-        else:
-            scope.parameter(self, "weight", weight)
-        self.group, self.gather, self.vocab_size = scope.tp, scope.sequence_parallel, weight.shape[0]
-        columns = len(self.weight)
-        self.first = self.group.index * columns
-        self.num_valid = max(0, min(columns, self.vocab_size - self.first))
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Map hidden states [s, b, h] (or [s/n, b, h]), labels and mask [s, b] to the sum over tokens of mask x loss."""
-        return vocab_parallel_cross_entropy(self._columns(x), labels, mask, self.group, first=self.first, num_valid=self.num_valid)
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Map hidden states [s, b, h] (or [s/n, b, h]) to logits [s, b, v], without padding, whole on every tensor rank."""
-        columns = self._columns(x).permute(2, 0, 1)  # the gather joins dimension 0
-        return all_gather(columns, self.group)[: self.vocab_size].permute(1, 2, 0)
-
-    def _columns(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of the logits, padding included: [s, b, v/n]."""
-        return parallel_linear(x, self.weight, None, self.group, input_mode="gather" if self.gather else "copy")
-
-
 @dataclass(frozen=True)
 class _Run:
     """The layers of one segment."""
@@ -137,10 +104,19 @@ class GPTChunk(nn.Module):
     """The layers of one pipeline chunk; the first has the embedding before them, the last norm, output layer and loss after
     them."""
 
-    def __init__(self, scope: Scope, config: ModelConfig, chunk: Chunk, only: Sequence[Segment] | None = None) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        config: ModelConfig,
+        chunk: Chunk,
+        only: Sequence[Segment] | None = None,
+        *,
+        loss: LossForm = LossForm(),  # noqa: B008 (frozen)
+    ) -> None:
         """Build the chunk on the meta device.
 
         Args:
+            loss: how the last chunk computes its loss.
             only: the chunk's segments that are built; by default all. (A plan builds one for several equal ones.)
         """
         super().__init__()
@@ -167,7 +143,7 @@ class GPTChunk(nn.Module):
         ]
         self._rotaries = dict.fromkeys(rotary for run in self._runs for rotary in run.rotaries)
         self.final_norm = Norm(scope.child("final_norm"), norm_of(config)) if chunk.last else None
-        self.output = OutputLayer(scope.child("output"), config) if chunk.last else None
+        self.output = OutputLayer(scope.child("output"), config, loss) if chunk.last else None
 
     @property
     def recomputed(self) -> list[list[nn.Module]]:
@@ -186,7 +162,8 @@ class GPTChunk(nn.Module):
             hidden: output of the chunk before; None on the first.
 
         Returns:
-            hidden states, or on the last chunk the sum over tokens of mask x loss, a scalar in float32 or wider.
+            hidden states, or on the last chunk the sum over tokens of mask x loss, a scalar in float32 or wider (with a z-loss two
+            sums, whose sum is what is minimised).
         """
         x = self.hidden_states(inputs, hidden)
         if self.final_norm is None or self.output is None:

@@ -1,9 +1,10 @@
 """Where a parameter's gradient goes: one way for every layer, straight into `main_grad`, without autograd hooks.
 
-A parameter that takes part in training carries a `GradSink`. Layers hand their gradients to `accumulate` (a ready gradient) or
-`accumulate_product` (a weight gradient that is still a matrix product); `through(param)` does the same for parameters that are used
-in ordinary torch operations. Autograd itself never sees a parameter's gradient, so nothing is allocated twice. And a schedule
-decides when a weight gradient is computed: inside `deferring()` products are deferred.
+A parameter that takes part in training carries a `GradSink`. Layers hand their gradients to `accumulate` (a ready gradient),
+`accumulate_product` (a weight gradient that is still a matrix product), `accumulate_products` (a sum of products that are made one
+by one) or `accumulate_rows` (that of a table of which a few rows were looked up); `through(param)` does the same for parameters
+that are used in ordinary torch operations. Autograd itself never sees a parameter's gradient, so nothing is allocated twice. And a
+schedule decides when a weight gradient is computed: inside `deferring()` products are deferred.
 
 A parameter without a sink (a layer used on its own) gets its gradient in `.grad`, as usual in torch.
 """
@@ -11,7 +12,7 @@ A parameter without a sink (a layer used on its own) gets its gradient in `.grad
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.parallel.products import weight_product
+from megatron.parallel.products import add_rows, weight_product
 
 Work = Callable[[], Callable[[], None] | None]
 """Does a piece of work; or starts the communication that it needs, and returns the rest of the work."""
@@ -94,9 +95,19 @@ class GradSink:
             main_grad.copy_(grad)
         self._wrote()
 
-    def add_product(self, grad_output: torch.Tensor, x: torch.Tensor) -> None:
-        """Add grad_output^T x, with grad_output [n, out] and x [n, in], to a gradient of out * in elements."""
-        weight_product(grad_output, x, self._open().view(-1, x.shape[-1]), add=self.written)
+    def add_products(self, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Add the sum of products grad_output^T x, with grad_output [n, out] and x [n, in], to a gradient of out * in elements.
+        Each is added before the next is asked for; all together are one write."""
+        main_grad = self._open()
+        for grad_output, x in pieces:
+            weight_product(grad_output, x, main_grad.view(-1, x.shape[-1]), add=self.written)
+            self.written = True
+        self._wrote()
+
+    def add_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add rows [n, h], in the sink's dtype, to those that `ids` [n] name; the others get nothing."""
+        main_grad = self._open()
+        add_rows(main_grad if self.written else main_grad.zero_(), ids, rows)
         self._wrote()
 
     def _open(self) -> torch.Tensor:
@@ -136,6 +147,34 @@ def accumulate(param: torch.Tensor, grad: torch.Tensor) -> None:
         param.grad += grad
 
 
+def accumulate_products(param: torch.Tensor, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add a weight gradient that comes as a sum of products grad_output^T x, now, whatever is being deferred. For its receiver it
+    is one gradient.
+
+    Args:
+        param: the weight, of out * in elements.
+        pieces: ([n, out], [n, in]) of some rows each; the memory of a piece may be used again for the next.
+    """
+    _collect(param, lambda sink: sink.add_products(pieces))
+
+
+def accumulate_rows(param: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add the gradient of a table [v, h] of which rows were looked up: rows [n, h] for ids [n], in `grad_dtype`."""
+    _collect(param, lambda sink: sink.add_rows(ids, rows))
+
+
+def _collect(param: torch.Tensor, add: Callable[[GradSink], None]) -> None:
+    """Add to the parameter's sink or, where it has none, by way of a passing one to `.grad`."""
+    sink = sink_of(param)
+    if sink is not None:
+        add(sink)
+        return
+    passing = GradSink(param.dtype, lambda: None, lambda: torch.empty_like(param, requires_grad=False))
+    add(passing)
+    assert passing.main_grad is not None
+    accumulate(param, passing.main_grad)
+
+
 def now_or_deferred(work: Work, *, keeps: tuple[torch.Tensor, ...] = ()) -> None:
     """Do a part of a weight gradient now or, inside `deferring()`, when the schedule says so.
 
@@ -164,13 +203,7 @@ def accumulate_product(
 
     def finish(whole: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
         rows, inputs = (tensor.flatten(0, -2) for tensor in whole())
-        sink = sink_of(param)
-        if sink is not None:
-            sink.add_product(rows, inputs)
-        else:
-            grad = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-            weight_product(rows, inputs, grad.view(-1, inputs.shape[-1]), add=False)
-            accumulate(param, grad)
+        accumulate_products(param, [(rows, inputs)])
 
     def work() -> Callable[[], None] | None:
         if start is not None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+_BLOCK_ELEMENTS = 1 << 25
+"""A weight gradient that has to be made in other bits than its destination's is made in blocks of rows of so many elements."""
+
 
 def slow_half(tensor: torch.Tensor) -> bool:
     """Whether products of this tensor should be computed in float32."""
@@ -20,6 +23,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if slow_half(x):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).half()
     return F.linear(x, weight, bias)
+
+
+def product_into(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Write x matrix to `out`: [n, k] and [k, m] to [n, m]. Outside of autograd."""
+    if slow_half(x):
+        return out.copy_(x.float() @ matrix.float())
+    return torch.mm(x, matrix, out=out)
 
 
 def input_product(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -45,10 +55,26 @@ def weight_product(grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tenso
             into.addmm_(grad_output.t(), x)
         else:
             torch.mm(grad_output.t(), x, out=into)
-    elif x.is_cuda and into.dtype == torch.float32:
-        # The product accumulates in float32 anyway; asking for it in float32 loses nothing to rounding.
-        product = torch.mm(grad_output.t(), x, out_dtype=torch.float32)
-        _ = into.add_(product) if add else into.copy_(product)
     else:
-        product = grad_output.t() @ x
-        _ = into.add_(product) if add else into.copy_(product)
+        size = max(1, _BLOCK_ELEMENTS // into.shape[1])
+        for part, columns in zip(into.split(size), grad_output.split(size, dim=1), strict=True):
+            if x.is_cuda and into.dtype == torch.float32:
+                # The product accumulates in float32 anyway; asking for it in float32 loses nothing to rounding.
+                product = torch.mm(columns.t(), x, out_dtype=torch.float32)
+            else:
+                product = columns.t() @ x
+            _ = part.add_(product) if add else part.copy_(product)
+            del product  # before the next one
+
+
+def add_rows(into: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add rows [n, h] to the rows of `into` [v, h] that `ids` [n] name, some perhaps several times, without a second [v, h].
+
+    The same bits in every run: the CPU's index_add_ adds one row after the other. On CUDA that one adds atomically, in any order;
+    there index_put_ sorts the ids (stably) and adds the rows of one id one after the other (aten/src/ATen/native/cuda/Indexing.cu).
+    Its check of the ids would make the host wait. It is left out: the lookup has read these rows already.
+    """
+    if into.is_cuda:
+        torch.ops.aten._index_put_impl_(into, [ids], rows, True, True)  # accumulate, without the check
+    else:
+        into.index_add_(0, ids, rows)

@@ -36,6 +36,7 @@ from megatron.spec.layers import LayerSpec, alike, layers
 from megatron.spec.operations import OpKind
 from megatron.spec.segments import Segment
 from megatron.spec.weights import model_weights
+from megatron.tensor_parallel.cross_entropy import minimised
 
 _VARIED_LENGTHS = "torch_attn::_varlen_attn"
 _ATTENTION = {
@@ -188,7 +189,7 @@ class ChunkRun:
         table = ParamTable()
         weights = {weight.name: weight for weight in model_weights(model.config, model.vocab_size)}
         scope = Scope(context, table, weights, model.dtype, model.sequence_parallel, chunk=chunk.index, num_chunks=chunk.num_chunks)
-        self._module = GPTChunk(scope, model.config, chunk, segments)
+        self._module = GPTChunk(scope, model.config, chunk, segments, loss=model.loss)
         if device.type != "meta":
             materialize(self._module, table, device)
         for entry in table:
@@ -223,7 +224,7 @@ class ChunkRun:
         with self._operation(OpKind.FORWARD), keeping() as kept:
             out = self._module(self._inputs, self._received)
             # As the executor does: only the gradient edge is kept.
-            edge = get_gradient_edge(out if self._gradient is not None else out * self._scale)
+            edge = get_gradient_edge(out if self._gradient is not None else minimised(out) * self._scale)
             del out
         if kept.regions:
             with self._operation(OpKind.RECOMPUTE):

@@ -8,6 +8,7 @@ from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.data_parallel.traffic import NUM_SCALARS
 from megatron.model.build import Model, build_model, model_dtype
+from megatron.model.output_layer import LossForm
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.topology import DATA_AXES, GRADIENT_AXES, Topology
@@ -127,6 +128,7 @@ class _Planner:
             seed=config.training.seed,
             table=self._table,
             materialized=False,
+            loss=LossForm.of(config.memory, config.training),
         )
 
     def _stages_alike(self) -> Iterable[list[int]]:

@@ -5,7 +5,7 @@ where the layers call such an operation, we put the one in its place that a GPU 
 conditions of torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, layer_norm_kernel.cu, Dropout.cpp).
 
 Memory within a kernel is listed only where it counts beside activations. Sources: the kernels of torch 2.13 (aten/src/ATen/native:
-ReduceOps.cpp, cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu, transformers/cuda/flash_attn/flash_api.cpp), and on CPU its
+ReduceOps.cpp, cuda/Indexing.cu, transformers/cuda/flash_attn/flash_api.cpp), and on CPU its
 allocator's events.
 """
 
@@ -20,9 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from megatron.model.attention_kernel import attention_kernel
 
-_FEW_TOKENS = 3072
-"""Up to this many tokens, the gradient of an embedding is summed row by row on CUDA."""
-_ROWS_PER_THREAD = 10
+_NUMBERS_PER_ID = 6
+"""Numbers of 8 bytes that CUDA has for each row while rows are added: its id and place, both sorted, and as much for the sort."""
 _FLASH_BLOCK, _FLASH_CHANNELS = 128, 32
 """Flash attention rounds a sequence and a head up to multiples of these."""
 
@@ -43,12 +42,9 @@ def _widened(x: torch.Tensor, *_: Any, dtype: torch.dtype | None = None, **__: A
     return 0 if dtype in (None, x.dtype) or x.device.type != "cpu" else x.numel() * dtype.itemsize  # type: ignore[union-attr]
 
 
-def _partial_rows(grad: torch.Tensor, ids: torch.Tensor, num_rows: int, *_: Any) -> int:
-    """The gradient of an embedding is summed in parts, of one row each, on CUDA."""
-    tokens = ids.numel()
-    if tokens <= _FEW_TOKENS or grad.device.type == "cpu":
-        return 0
-    return (tokens // _ROWS_PER_THREAD + min(tokens, num_rows)) * grad.shape[-1] * torch.float32.itemsize
+def _sorted_ids(into: torch.Tensor, ids: list[torch.Tensor], *_: Any) -> int:
+    """Rows are added in the order of their ids, on CUDA."""
+    return _NUMBERS_PER_ID * ids[0].nbytes
 
 
 def _flash_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *_: Any, **__: Any) -> int:
@@ -79,7 +75,7 @@ _OWN_MEMORY: dict[str, Callable[..., int]] = {
     "aten::logsumexp.out": _exponentials,
     "aten::sum": _widened,
     "aten::sum.dim_IntList": _widened,
-    "aten::embedding_dense_backward": _partial_rows,
+    "aten::_index_put_impl_": _sorted_ids,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "torch_attn::_varlen_attn_backward": _varied_flash_backward,
 }

@@ -65,14 +65,14 @@ def writes(model: Model, ops: Iterable[Op]) -> Iterator[str]:
 
 
 def _writes(model: Model, number: int, kind: OpKind) -> Iterator[str]:
-    """The same for one operation. Only matrix products can be deferred: not the gradients of vectors, nor those of embedding
-    tables, which only look up rows."""
+    """The same for one operation. Only matrix products are deferred: not the gradients of vectors, nor those of embedding tables,
+    which only look up rows; and that of the output layer is made with the input gradient."""
     chunk = model.chunks[number]
     for unit in reversed(chunk.units()):
         modules = set(unit.modules())
         for entry in reversed(list(model.params)):
-            is_product = entry.record.kind != "vector" and unit is not chunk.embedding
-            if kind is OpKind.BACKWARD or kind is (OpKind.WEIGHT_GRAD if is_product else OpKind.INPUT_GRAD):
+            is_deferred = entry.record.kind != "vector" and unit is not chunk.embedding and unit is not chunk.output
+            if kind is OpKind.BACKWARD or kind is (OpKind.WEIGHT_GRAD if is_deferred else OpKind.INPUT_GRAD):
                 yield from (entry.record.name for module, _ in entry.holders if module in modules)
 
 

@@ -85,36 +85,27 @@ def flops_per_step(model: ModelConfig, vocab_size: int, num_sequences: int, atte
     return whole - 3 * sum(attention_flops(model)) * model.seq_length * (num_sequences - attended_sequences)
 
 
-def kept_per_token(
-    model: ModelConfig,
-    numbers: Iterable[int],
-    vocab_size: int | None,
-    *,
-    tensor_size: int,
-    sequence_parallel: bool,
-) -> float:
+def kept_per_token(model: ModelConfig, numbers: Iterable[int], *, tensor_size: int, sequence_parallel: bool) -> float:
     """Elements that one rank keeps for each token of a microbatch between a chunk's input gradient and its weight gradient.
 
     A linear layer keeps its input and the gradient of its output. Of what is split over the tensor ranks it keeps a part; under
     sequence parallelism also of the residual width, because what is gathered is gathered again.
 
     Args:
-        numbers: the chunk's layers.
-        vocab_size: rows of the output layer, without padding; None where it is not in the chunk.
+        numbers: the chunk's layers. The output layer keeps nothing: its weight gradient is not deferred.
     """
 
     def of(weights: Iterable[Weight]) -> float:
         residual = split = 0
         for weight in weights:
-            inputs, outputs = weight.shape[-1], (weight.padded_size(tensor_size) or weight.numel // weight.shape[-1])
+            inputs, outputs = weight.shape[-1], weight.numel // weight.shape[-1]
             by_input = (len(weight.shape) - 1, "tp") in weight.splits
             residual += outputs if by_input else inputs
             split += inputs if by_input else outputs
         return residual / (tensor_size if sequence_parallel else 1) + split / tensor_size
 
     each = _of_layers(model, lambda layer: of(_matrices(model, layer)))
-    output = 0.0 if vocab_size is None else of([output_matrix(model, vocab_size)])
-    return sum(each[number] for number in numbers) + output
+    return sum(each[number] for number in numbers)
 
 
 def _matrices(model: ModelConfig, layer: LayerSpec) -> list[Weight]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.parallel.accumulate import accumulate, grad_dtype
+from megatron.parallel.accumulate import accumulate_rows, grad_dtype
 from megatron.parallel.collectives import reduce_scatter_forward, sum_forward
 from megatron.parallel.scope import Scope
 
@@ -27,7 +27,7 @@ class _Lookup(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         # Repeated ids must be summed in the precision of the main gradient, or a frequent token's gradient is lost to rounding.
         wide = grad.to(grad_dtype(ctx.weight))
-        accumulate(ctx.weight, torch.ops.aten.embedding_dense_backward(wide, ids, ctx.weight.shape[0], -1, False))
+        accumulate_rows(ctx.weight, ids.flatten(), wide.flatten(0, -2))
         return None, None
 
 
@@ -48,13 +48,14 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group, self.scatter = scope.tp, scope.sequence_parallel
         scope.parameter(self, "weight")
-        self.first = self.group.index * len(self.weight)
+        self.rows = len(self.weight)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Look up token ids [s, b]: [s, b, h] (or [s/n, b, h] under sequence parallelism)."""
         if self.group.size == 1:
             return lookup(tokens, self.weight)
-        local = tokens - self.first
-        elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        rows = lookup(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        # Tokens of other ranks look up some row of ours, whose gradient from them is zero: not all of them the same row, in which
+        # they would be summed one after the other.
+        local, rank = tokens.remainder(self.rows), tokens.div(self.rows, rounding_mode="floor")
+        rows = lookup(local, self.weight).masked_fill((rank != self.group.index).unsqueeze(-1), 0.0)
         return reduce_scatter_forward(rows, self.group) if self.scatter else sum_forward(rows, self.group)

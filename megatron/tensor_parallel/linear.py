@@ -43,7 +43,15 @@ import torch
 from torch import nn
 
 from megatron.memory.recompute import about_to_save
-from megatron.parallel.accumulate import Make, accumulate, accumulate_product, grad_dtype, is_deferring, through
+from megatron.parallel.accumulate import (
+    Make,
+    accumulate,
+    accumulate_product,
+    accumulate_products,
+    grad_dtype,
+    is_deferring,
+    through,
+)
 from megatron.parallel.collectives import (
     Pending,
     all_gather,
@@ -90,13 +98,14 @@ class _Linear(torch.autograd.Function):
         output_mode: OutputMode,
         source: torch.Tensor | None,
         make: Make | None,
+        defers: bool,
     ) -> torch.Tensor:
         kept = x if source is None else source
         about_to_save(kept)
         ctx.save_for_backward(kept)
         ctx.make, ctx.source_is_larger = make, kept.nbytes > x.nbytes
         # Parameters are leaves and outlive the graph, so they need no saving; their identity is what finds their sink.
-        ctx.weight, ctx.bias, ctx.group, ctx.modes = weight, bias, group, (input_mode, output_mode)
+        ctx.weight, ctx.bias, ctx.group, ctx.modes, ctx.defers = weight, bias, group, (input_mode, output_mode), defers
         whole = all_gather(x, group) if input_mode == "gather" else x
         y = linear(whole, weight.flatten(0, -2), None if bias is None else bias.flatten())
         if output_mode == "sum":
@@ -109,7 +118,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, *tuple[None, ...]]:  # type: ignore[override]
         (kept,) = ctx.saved_tensors
         make: Make = ctx.make or _as_it_is
-        if is_deferring() and ctx.source_is_larger:
+        deferring = ctx.defers and is_deferring()
+        if deferring and ctx.source_is_larger:
             kept, make = make(kept), _as_it_is
         weight, bias, group = ctx.weight, ctx.bias, ctx.group
         input_mode, output_mode = ctx.modes
@@ -118,7 +128,7 @@ class _Linear(torch.autograd.Function):
         local = grad_output
         if gathers_dy:
             grad_output = all_gather(grad_output, group)
-        whole_x = start_all_gather(make(kept), group) if gathers_x and not is_deferring() else None
+        whole_x = start_all_gather(make(kept), group) if gathers_x and not deferring else None
         pending = None
         if ctx.needs_input_grad[0]:
             grad_input = input_product(grad_output, weight.flatten(0, -2))
@@ -131,9 +141,10 @@ class _Linear(torch.autograd.Function):
         if bias is not None:
             # In the precision of its destination: a 16-bit sum over all tokens would lose digits, or overflow.
             accumulate(bias, grad_output.flatten(0, -2).sum(0, dtype=grad_dtype(bias)).view_as(bias))
-        if whole_x is not None:
-            accumulate_product(weight, grad_output, whole_x.wait())
-        elif is_deferring() and (gathers_dy or gathers_x):
+        if not deferring:
+            x = make(kept) if whole_x is None else whole_x.wait()
+            accumulate_products(weight, [(grad_output.flatten(0, -2), x.flatten(0, -2))])
+        elif gathers_dy or gathers_x:
 
             def start() -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
                 dy = start_all_gather(local, group) if gathers_dy else Pending(local)
@@ -143,7 +154,7 @@ class _Linear(torch.autograd.Function):
             accumulate_product(weight, local, kept, start)
         else:
             accumulate_product(weight, grad_output, kept, make=make)
-        return (None if pending is None else pending.wait()), *(None,) * 7
+        return (None if pending is None else pending.wait()), *(None,) * 8
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
@@ -158,6 +169,7 @@ def parallel_linear(
     *,
     input_mode: InputMode = "plain",
     output_mode: OutputMode = "plain",
+    defers: bool = True,
 ) -> torch.Tensor:
     """x weight^T + bias with the communication of the two modes.
 
@@ -165,13 +177,14 @@ def parallel_linear(
         x: [s, b, in], or [s/n, b, in] with input mode gather. It is kept for backward, unless it is made again.
         weight: this rank's part, [out, in]; leading dimensions are flattened ([2, f, h] gives 2f outputs).
         bias: as the weight without its last dimension; added before the output's communication, so only for plain output.
+        defers: whether the weight gradient may be deferred.
 
     Returns:
         [s, b, out], or [s/n, b, out] with output mode scatter.
     """
     assert bias is None or output_mode == "plain", "a bias added before a sum would count once a rank"
     value, source, make = (x.value, x.source, x.make) if isinstance(x, Remade) else (x, None, None)
-    return _Linear.apply(value, weight, bias, group, input_mode, output_mode, source, make)
+    return _Linear.apply(value, weight, bias, group, input_mode, output_mode, source, make, defers)
 
 
 class ColumnParallelLinear(nn.Module):

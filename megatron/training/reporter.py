@@ -40,6 +40,7 @@ class _Interval:
     skipped: int = 0
     nans: int = 0
     losses: list[float] = field(default_factory=list)
+    z_losses: list[float] = field(default_factory=list)
 
 
 class Reporter:
@@ -93,6 +94,7 @@ class Reporter:
             sums.nans += math.isnan(result.loss)
             if not result.skipped:
                 sums.losses.append(result.loss)
+                sums.z_losses += [] if result.z_loss is None else [result.z_loss]
         now = time.perf_counter()
         if self._curves and progress.iteration % self._config.tensorboard_log_interval == 0 and result is not None:
             self._write_curves(progress, result, learning_rate, batch, now - self._last_step)
@@ -144,7 +146,7 @@ class Reporter:
         sums = self._interval
         seconds = time.perf_counter() - sums.started
         elapsed_ms, tflops = 1000 * seconds / sums.steps, self._tflops(sums.samples, sums.attended, seconds)
-        loss = math.fsum(sums.losses) / len(sums.losses) if sums.losses else None
+        loss, z_loss = _mean(sums.losses), _mean(sums.z_losses)
         self.say(
             training_log_line(
                 time=datetime.now(),
@@ -155,6 +157,7 @@ class Reporter:
                 learning_rate=learning_rate,
                 global_batch_size=batch,
                 lm_loss=loss,
+                z_loss=z_loss,
                 loss_scale=result.loss_scale if result else 1.0,
                 skipped=sums.skipped,
                 nans=sums.nans,
@@ -177,6 +180,8 @@ class Reporter:
             values["mfu"] = tflops * 1e12 / self._peak
         if loss is not None:
             values["lm_loss"] = loss
+        if z_loss is not None:
+            values["z_loss"] = z_loss
         if result is not None:
             values |= {"loss_scale": result.loss_scale, "grad_norm": result.grad_norm}
         if result is not None and result.num_zeros is not None:
@@ -197,6 +202,7 @@ class Reporter:
         }
         if not result.skipped:
             values |= {"lm_loss": result.loss, "grad_norm": result.grad_norm}
+            values |= {} if result.z_loss is None else {"z_loss": result.z_loss}
         if result.num_zeros is not None:
             values["num_zeros"] = result.num_zeros
         if self._config.log_memory_to_tensorboard and torch.cuda.is_initialized():
@@ -213,6 +219,11 @@ class Reporter:
             self.say(text)
         if self._config.log_timers_to_tensorboard:
             self._write(self._curves, progress, {f"{name}-time": max(each) / 1000 for name, each in times.items()})
+
+
+def _mean(numbers: Sequence[float]) -> float | None:
+    """None if there are none."""
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def _attended(result: StepResult | None, batch: int) -> float:

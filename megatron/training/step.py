@@ -33,6 +33,7 @@ from megatron.pipeline_parallel.p2p import Tensors
 from megatron.pipeline_parallel.partition import recomputed_chunks
 from megatron.spec.operations import Schedule, forward_only
 from megatron.spec.schedules import make_schedule
+from megatron.tensor_parallel.cross_entropy import minimised
 from megatron.training.failure import raise_nonfinite, raise_uncounted
 
 
@@ -51,6 +52,8 @@ class StepResult:
     """Whether the update was skipped because the gradient overflowed."""
     loss_scale: float
     """The scale that this step used."""
+    z_loss: float | None = None
+    """The z-loss, where there is one: a mean over tokens as `loss`, which is without it."""
     attended_sequences: float | None = None
     """How many samples of one document each need as much attention, where attention stays within documents."""
     exit_votes: tuple[bool, bool] = (False, False)
@@ -87,6 +90,7 @@ class TrainStep:
         self._skip_overflow, self._count_zeros = skip_overflow, count_zeros
         self._wide = torch.promote_types(model.dtype, torch.float32)
         self._timers = timers or Timers(level=0)
+        self._z_loss_sum = torch.zeros((), dtype=torch.float64, device=context.device)
         self.before_update: list[Callable[[StepResult], None]] = []
         """Called before each update, when the gradients of the shards are complete but neither unscaled nor clipped."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
@@ -144,6 +148,7 @@ class TrainStep:
             sums.mask,
             norm,
             num_zeros=sums.zeros if self._count_zeros else None,
+            z_loss=sums.z_loss / sums.mask if self.model.loss.z_coeff else None,
             skipped=overflow,
             loss_scale=scale,
             attended_sequences=sums.attended if batch[0].documents is not None else None,
@@ -173,7 +178,8 @@ class TrainStep:
         if self._count_zeros:  # the gradient of padding is always zero, and how much padding there is depends on the layout
             zeros = count_zeros(self._counted_grads, device) - self._num_padding
         numbers = [torch.full_like(squares, number) for number in (*exit_votes, attended)]  # on the device, so nothing waits
-        return StepSums(*all_reduce(torch.stack([loss_sum, count, squares, zeros, *numbers]), self.context.world).tolist())
+        sums = torch.stack([loss_sum, self._z_loss_sum, count, squares, zeros, *numbers])
+        return StepSums(*all_reduce(sums, self.context.world).tolist())
 
     def _attended(self, batch: Sequence[ModelInputs]) -> float:
         """This rank's share of a step's attended sequences: of the ranks with the same samples, one counts them, others have 0."""
@@ -198,12 +204,12 @@ class TrainStep:
         def scaled(loss: torch.Tensor) -> torch.Tensor:
             if not scale:
                 scale.append((self.scaler.scale / pending.wait().clamp(min=1.0)).to(self._wide))
-            return loss * scale[0]
+            return minimised(loss) * scale[0]
 
         for provider in self.providers:
             provider.start_step(len(batch), inspect=inspect)
         with self._timers("forward-backward", level=1):
-            loss_sum = self._run(batch, scaled)
+            loss_sum, self._z_loss_sum = self._run(batch, scaled)
         pending.wait()
         if inspect is None:
             with self._timers("grads-reduce", level=1):
@@ -240,7 +246,7 @@ class TrainStep:
 
     def evaluate(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
         """Global sums of loss and loss mask over one global batch, without gradients."""
-        loss_sum = self._run(batch, lambda loss: loss, training=False)
+        loss_sum, _ = self._run(batch, lambda loss: loss, training=False)
         for provider in self.providers:
             provider.finish_evaluation()
         total, count = all_reduce(torch.stack([loss_sum, self._mask_sum(batch)]), self.context.world).tolist()
@@ -248,8 +254,9 @@ class TrainStep:
 
     def _run(
         self, batch: Sequence[ModelInputs], scaled: Callable[[torch.Tensor], torch.Tensor], *, training: bool = True
-    ) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self.context.device)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's sums of the cross entropy and of the z-loss: float64 scalars, zero where another rank counts."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.context.device)
         last = len(self.model.layer_table) - 1
 
         def forward(chunk: int, microbatch: int, received: Tensors) -> Tensors:
@@ -257,11 +264,11 @@ class TrainStep:
             if chunk < last:
                 return {"hidden": out}
             if self._counts_loss:
-                total.add_(out.detach())
+                totals[: out.numel()].add_(out.detach())
             return {"loss": scaled(out)}
 
         self.executor.run(self.schedule(len(batch), training=training), forward)
-        return total
+        return totals[0], totals[1]
 
     def prepare(self, num_microbatches: int) -> None:
         """Prove the schedules of training and evaluation, and connect the stages, before the first step. All ranks call it.

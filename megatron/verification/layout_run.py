@@ -12,6 +12,7 @@ from megatron.config.config import Config
 from megatron.metrics.timers import Timers
 from megatron.model.build import build_model
 from megatron.model.gpt import ModelInputs
+from megatron.model.output_layer import LossForm
 from megatron.optimizer.grad_scaler import make_grad_scaler
 from megatron.parallel.context import ParallelContext, connect
 from megatron.pipeline_parallel.partition import table_of
@@ -78,6 +79,7 @@ def _build_step(task: ProofTask, config: Config, context: ParallelContext) -> Tr
         seed=config.training.seed,
         table=table_of(config.model, config.parallel, task.vocab_size, config.memory),
         materialized=False,
+        loss=LossForm.of(config.memory, config.training),
     )
     return TrainStep(
         model,

@@ -26,7 +26,7 @@ def run_plain(task: ProofTask) -> PlainRun:
 class _Reference:
     def __init__(self, task: ProofTask) -> None:
         self.task, self.config = task, task.config
-        self.shape = reference_shape(self.config.model, task.vocab_size)
+        self.shape = reference_shape(self.config.model, task.vocab_size, self.config.training.z_loss_coeff)
         self.state = State(task.start)
         training = task.config.training
         self.full_batch = training.global_batch_size or training.micro_batch_size * task.data_size  # after any ramp-up
@@ -116,7 +116,7 @@ def _batch(samples: RandomSamples, first: int, size: int) -> Batch:
     return windows[:, :-1], windows[:, 1:], torch.from_numpy(samples.masks(first, size)).double()
 
 
-def reference_shape(model: ModelConfig, vocab_size: int) -> ReferenceShape:
+def reference_shape(model: ModelConfig, vocab_size: int, z_loss: float = 0.0) -> ReferenceShape:
     """The reference model's shape for these settings."""
     return ReferenceShape(
         num_layers=model.num_layers,
@@ -140,6 +140,7 @@ def reference_shape(model: ModelConfig, vocab_size: int) -> ReferenceShape:
         qkv_bias=model.add_qkv_bias,
         qk_norm=model.qk_layernorm,
         tied=not model.untie_embeddings_and_output_weights,
+        z_loss=z_loss,
     )
 
 

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from megatron.parallel.context import SELF_GROUP, Group, make_context
 from megatron.parallel.topology import Topology
 from megatron.tensor_parallel import cross_entropy
-from megatron.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.tensor_parallel.cross_entropy import Columns, minimised, vocab_parallel_cross_entropy
 from tests.support.lone_rank import CPU
 from tests.support.warm import run_forked_ranks
 
 SEQ, BATCH = 5, 3
 SCALE = 0.37
 """What backward starts from."""
+Z_COEFF = 0.1
 
 
 def example(vocab: int, key: int = 0, spread: float = 3.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,10 +34,13 @@ def example(vocab: int, key: int = 0, spread: float = 3.0) -> tuple[torch.Tensor
     return logits, labels, mask
 
 
-def plain(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, scale: float = SCALE) -> tuple[float, torch.Tensor]:
-    """Loss and gradient by torch in float64."""
+def plain(
+    logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, scale: float = SCALE, z_coeff: float = 0.0
+) -> tuple[float, torch.Tensor]:
+    """Loss (with the z-loss) and gradient by torch in float64."""
     leaf = logits.double().detach().requires_grad_()
     losses = F.cross_entropy(leaf.flatten(0, 1), labels.flatten(), reduction="none")
+    losses = losses + z_coeff * leaf.flatten(0, 1).exp().sum(-1).log() ** 2 if z_coeff else losses
     loss = (losses * mask.flatten().double()).sum()
     loss.backward(torch.tensor(scale, dtype=torch.float64))
     assert leaf.grad is not None
@@ -44,11 +48,20 @@ def plain(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, scale:
 
 
 def ours(
-    logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, group: Group = SELF_GROUP, scale: float = SCALE, **where: int
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    mask: torch.Tensor,
+    group: Group = SELF_GROUP,
+    scale: float = SCALE,
+    *,
+    first: int = 0,
+    num_valid: int | None = None,
+    z_coeff: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and gradient of this rank's columns."""
+    """Loss (with the z-loss) and gradient of this rank's columns."""
     leaf = logits.detach().clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(leaf.clone(), labels, mask, group, **where)
+    columns = Columns(group, first, logits.shape[-1] if num_valid is None else num_valid, z_coeff)
+    loss = minimised(vocab_parallel_cross_entropy(leaf.clone(), labels, mask, columns))
     loss.backward(torch.tensor(scale, dtype=loss.dtype))
     assert leaf.grad is not None and leaf.grad.dtype == logits.dtype
     return loss.detach(), leaf.grad
@@ -75,7 +88,10 @@ def in_group(rank: int, size: int) -> dict[int, Any]:
         part = padded[..., first : first + columns].contiguous()
         for block in (1 << 21, 2 * columns, 1):
             cross_entropy._BLOCK_ELEMENTS = block
-            found[vocab, block // columns] = ours(part, labels, mask, group, first=first, num_valid=valid)  # type: ignore[index]
+            z_coeff = Z_COEFF if block == 2 * columns else 0.0
+            found[vocab, z_coeff, block // columns] = ours(  # type: ignore[index]
+                part, labels, mask, group, first=first, num_valid=valid, z_coeff=z_coeff
+            )
     dist.barrier()
     return found
 
@@ -83,10 +99,10 @@ def in_group(rank: int, size: int) -> dict[int, Any]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_together_equal_torch(size: int) -> None:
     ranks = run_forked_ranks(size, in_group, size, timeout=60.0)
-    for vocab, rows in ranks[0]:
+    for vocab, z_coeff, rows in ranks[0]:
         logits, labels, mask = example(vocab)
-        loss, gradient = plain(logits, labels, mask)
-        found = [rank[vocab, rows] for rank in ranks]
+        loss, gradient = plain(logits, labels, mask, z_coeff=z_coeff)
+        found = [rank[vocab, z_coeff, rows] for rank in ranks]
         joined = torch.cat([part for _, part in found], dim=-1)
         assert all(torch.equal(found[0][0], other) for other, _ in found), "the same loss on every rank"
         assert found[0][0].item() == pytest.approx(loss, rel=1e-13)
@@ -104,11 +120,12 @@ def test_one_rank_equals_torch(rows_in_a_block: int, monkeypatch: pytest.MonkeyP
     logits, labels, mask = example(61)
     padded = torch.cat([logits, torch.full((SEQ, BATCH, 3), 1e3, dtype=torch.float64)], -1)
     monkeypatch.setattr(cross_entropy, "_BLOCK_ELEMENTS", rows_in_a_block * 64)
-    loss, gradient = ours(padded, labels, mask, num_valid=61)
-    exact, exact_gradient = plain(logits, labels, mask)
-    assert loss.item() == pytest.approx(exact, rel=1e-13)
-    torch.testing.assert_close(gradient[..., :61], exact_gradient, rtol=1e-12, atol=1e-15)
-    assert not gradient[..., 61:].any()
+    for z_coeff in (0.0, Z_COEFF):
+        loss, gradient = ours(padded, labels, mask, num_valid=61, z_coeff=z_coeff)
+        exact, exact_gradient = plain(logits, labels, mask, z_coeff=z_coeff)
+        assert loss.item() == pytest.approx(exact, rel=1e-13)
+        torch.testing.assert_close(gradient[..., :61], exact_gradient, rtol=1e-12, atol=1e-15)
+        assert not gradient[..., 61:].any()
 
 
 def test_tokens_that_do_not_count_have_no_gradient() -> None:
@@ -134,7 +151,7 @@ def test_without_gradients_the_loss_is_the_same() -> None:
     logits, labels, mask = example(61)
     for dtype in (torch.float64, torch.float16):
         with torch.no_grad():
-            loss = vocab_parallel_cross_entropy(logits.to(dtype), labels, mask, SELF_GROUP)
+            loss = vocab_parallel_cross_entropy(logits.to(dtype), labels, mask, Columns(SELF_GROUP, 0, 61))
         assert torch.equal(loss, ours(logits.to(dtype), labels, mask)[0]) and not loss.requires_grad
 
 
@@ -149,7 +166,7 @@ def test_a_mask_in_float32_weighs_a_float64_loss() -> None:
 def test_a_second_backward_is_refused() -> None:
     """The gradient is scaled where it lies: doing so twice would be wrong."""
     logits, labels, mask = example(8)
-    loss = vocab_parallel_cross_entropy(logits.requires_grad_().clone(), labels, mask, SELF_GROUP)
+    loss = vocab_parallel_cross_entropy(logits.requires_grad_().clone(), labels, mask, Columns(SELF_GROUP, 0, 8))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -213,7 +230,7 @@ def test_the_logits_memory_is_the_only_memory_of_its_size(monkeypatch: pytest.Mo
         given = logits.to(dtype).requires_grad_().clone()
         memory = given.untyped_storage().data_ptr()
         with Watch():
-            loss = vocab_parallel_cross_entropy(given, labels, mask, SELF_GROUP)
+            loss = vocab_parallel_cross_entropy(given, labels, mask, Columns(SELF_GROUP, 0, 600))
             (gradient,) = torch.autograd.grad(loss, given)
         assert gradient.untyped_storage().data_ptr() == memory
     assert 0 < largest <= 4 * 600

@@ -18,6 +18,7 @@ from megatron.config.config import Config
 from megatron.data.samples import DocumentRules
 from megatron.model.build import Model, build_model, model_dtype
 from megatron.model.gpt import ModelInputs
+from megatron.model.output_layer import LossForm
 from megatron.optimizer.grad_scaler import make_grad_scaler
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect, make_context
@@ -153,6 +154,7 @@ def build(config: Config, context: ParallelContext) -> Model:
         seed=1,
         table=table_of(config.model, config.parallel, _vocabulary(config), config.memory),
         materialized=False,
+        loss=LossForm.of(config.memory, config.training),
     )
 
 

@@ -16,6 +16,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.data.samples import DocumentRules
 from megatron.model.build import Model, build_model
 from megatron.model.gpt import ModelInputs
+from megatron.model.output_layer import LossForm
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
@@ -58,6 +59,7 @@ class Layout:
     overlap_param_gather: bool = False
     fsdp_shard_size: int | None = None
     fsdp_reshard: FsdpReshard = "always"
+    loss_chunk_tokens: int | None = None
     offload: float | None = None
     """Share of main parameters and moments in host memory."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -175,6 +177,7 @@ def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> M
         seed=1,
         table=table_of(config, parallel_config(layout), recipe.shape.vocab, layout.memory),
         materialized=False,
+        loss=LossForm(layout.loss_chunk_tokens, recipe.shape.z_loss),
     )
 
 

@@ -11,6 +11,7 @@ from megatron.config.cli import LoadedConfig, load
 from megatron.config.config import Config
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.model.build import Model, build_model, model_dtype
+from megatron.model.output_layer import LossForm
 from megatron.optimizer.grad_scaler import make_grad_scaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
@@ -80,6 +81,7 @@ def real_model(config: Config, context: ParallelContext) -> Model:
         seed=1,
         table=table_of(config.model, config.parallel, vocab_size, config.memory),
         materialized=False,
+        loss=LossForm.of(config.memory, config.training),
     )
 
 

@@ -31,7 +31,7 @@ def token_losses(
     documents: Tensor | None = None,
     seen: Seen = by_nobody,
 ) -> Tensor:
-    """Cross entropy of every token [B, s], for tokens and labels [B, s].
+    """Cross entropy of every token [B, s], for tokens and labels [B, s]; its gradient is that of the z-loss too.
 
     Args:
         positions: [B, s]; by default 0 to s - 1.
@@ -39,7 +39,10 @@ def token_losses(
         seen: called with the outputs of layers.
     """
     scores = logits(shape, weights, tokens, positions, documents, seen)
-    return scores.logsumexp(dim=-1) - scores.gather(-1, labels[..., None])[..., 0]
+    log_z = scores.logsumexp(dim=-1)
+    cross_entropy = log_z - scores.gather(-1, labels[..., None])[..., 0]
+    z_loss = shape.z_loss * log_z.square()
+    return cross_entropy + (z_loss - z_loss.detach())  # the value of the one, the gradient of both
 
 
 def logits(

@@ -41,6 +41,8 @@ class ReferenceShape:
     """Whether the query-key-value projection has a bias even without the others."""
     qk_norm: bool = False
     tied: bool = True
+    z_loss: float = 0.0
+    """Beside the cross entropy, this x (log Z)^2 of each token is minimised (but not reported)."""
 
 
 def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:

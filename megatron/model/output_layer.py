@@ -1,0 +1,76 @@
+"""The output layer and its loss: the last part of the last chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.config.memory import MemoryConfig
+from megatron.config.model import ModelConfig
+from megatron.config.training import TrainingConfig
+from megatron.parallel.collectives import all_gather
+from megatron.parallel.scope import Scope
+from megatron.spec.weights import WORD_EMBEDDING
+from megatron.tensor_parallel.chunked_loss import chosen_chunk, chunked_loss
+from megatron.tensor_parallel.cross_entropy import Columns, vocab_parallel_cross_entropy
+from megatron.tensor_parallel.linear import InputMode, parallel_linear
+
+
+@dataclass(frozen=True)
+class LossForm:
+    """How the loss is computed, and what stands beside the cross entropy."""
+
+    chunk_tokens: int | None = None
+    """Tokens whose logits are there at once; 0: all of a microbatch; None: as `chosen_chunk` says."""
+    z_coeff: float = 0.0
+    """Coefficient of the z-loss."""
+
+    @classmethod
+    def of(cls, memory: MemoryConfig, training: TrainingConfig) -> LossForm:
+        """As the settings say."""
+        return cls(memory.loss_chunk_tokens, training.z_loss_coeff)
+
+
+class OutputLayer(nn.Module):
+    """Computes the sum of the loss. The vocabulary is split over the tensor group; the weight may be the word embedding's.
+
+    The weight's gradient is never deferred. It would keep the gradient of the logits, which may be larger than all that a
+    zero-bubble schedule keeps of a stage's layers.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, scope: Scope, config: ModelConfig, form: LossForm) -> None:
+        super().__init__()
+        weight = scope.weights[WORD_EMBEDDING] if config.tied else scope.weight("weight")
+        if weight.name in scope.table:
+            self.weight = scope.table.share(weight.name, self, "weight")
+        else:
+            scope.parameter(self, "weight", weight)
+        self.gather, self.vocab_size, self.chunk_tokens = scope.sequence_parallel, weight.shape[0], form.chunk_tokens
+        self.rows = len(self.weight)
+        first = scope.tp.index * self.rows
+        self.columns = Columns(scope.tp, first, max(0, min(self.rows, self.vocab_size - first)), form.z_coeff)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Map hidden states [s, b, h] (or [s/n, b, h]), labels and mask [s, b] to the sum over tokens of mask x loss.
+
+        With a z-loss there are two sums, [2]: that of the cross entropy and that of the z-loss.
+        """
+        chosen = self.chunk_tokens
+        size = chosen_chunk(labels.numel(), self.rows) if chosen is None else chosen
+        if size:
+            return chunked_loss(x, self.weight, labels, mask, self.columns, gathers=self.gather, size=size)
+        return vocab_parallel_cross_entropy(self._logits(x), labels, mask, self.columns)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Map hidden states [s, b, h] (or [s/n, b, h]) to logits [s, b, v], without padding, whole on every tensor rank."""
+        columns = self._logits(x).permute(2, 0, 1)  # the gather joins dimension 0
+        return all_gather(columns, self.columns.group)[: self.vocab_size].permute(1, 2, 0)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of the logits, padding included: [s, b, v/n]."""
+        mode: InputMode = "gather" if self.gather else "copy"
+        return parallel_linear(x, self.weight, None, self.columns.group, input_mode=mode, defers=False)

@@ -1,0 +1,123 @@
+"""Output layer and loss as one operation over chunks of tokens: the logits of a microbatch are never there.
+
+Forward keeps the hidden states, labels, mask and log Z of each token. Backward computes the logits [c, v/n] of each chunk of c
+tokens again, over `n` tensor ranks, writes the gradient over them, and makes its two products: the gradient of the hidden states,
+and a piece of the weight's gradient, whose sink is opened once. So there are four products of the output layer's size, of which the
+whole loss has three.
+
+Communication is that of a column-parallel layer (`linear.py`) and of the whole loss (`cross_entropy.py`): two reductions of one
+number a token, however many chunks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.parallel.accumulate import accumulate_products
+from megatron.parallel.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
+from megatron.parallel.products import product_into
+from megatron.tensor_parallel.cross_entropy import Columns, Targets, joined, loss_sums, one_factor
+
+_MOST_LOGITS = 1 << 27
+_MULTIPLE = 128
+
+
+def chosen_chunk(tokens: int, columns: int) -> int:
+    """Tokens of a chunk where the user leaves it to us; 0 for the whole loss.
+
+    Logits of up to 2^27 elements (256 MiB in 16 bits) are made at once. Where a microbatch has more on a rank, chunks are as large
+    as that allows: so large that a product with the weight takes the device longer than reading it. The size is a multiple of 128,
+    which products like, unless the vocabulary is huge.
+
+    Args:
+        tokens: of a microbatch.
+        columns: of the vocabulary on this rank.
+    """
+    if tokens * columns <= _MOST_LOGITS:
+        return 0
+    most = max(1, _MOST_LOGITS // columns)
+    return most - most % _MULTIPLE if most > _MULTIPLE else most
+
+
+def _places(tokens: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: torch.Tensor,
+        weight: nn.Parameter,
+        labels: torch.Tensor,
+        mask: torch.Tensor,
+        columns: Columns,
+        gathers: bool,
+        size: int,
+    ) -> torch.Tensor:
+        rows = (all_gather(x, columns.group) if gathers else x).flatten(0, -2)
+        targets = Targets(labels.reshape(-1), columns)
+        logits = rows.new_empty(min(size, len(rows)), len(weight))
+        log_sum, target = rows.new_empty(2, len(rows), dtype=torch.promote_types(x.dtype, torch.float32))
+        for place in _places(len(rows), size):
+            part = product_into(logits[: place.stop - place.start], rows[place], weight.t())
+            targets.reduce(part, columns, place, log_sum[place], target[place])
+        log_z, target = joined(log_sum, target, columns.group)
+        ctx.save_for_backward(x, labels, mask, log_z)
+        # Parameters are leaves and outlive the graph, so they need no saving; their identity is what finds their sink.
+        ctx.weight, ctx.columns, ctx.gathers, ctx.size = weight, columns, gathers, size
+        return loss_sums(log_z, target, mask.reshape(-1).to(log_z.dtype), columns.z_coeff)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:  # type: ignore[override]
+        x, labels, mask, log_z = ctx.saved_tensors
+        weight, columns, group = ctx.weight, ctx.columns, ctx.columns.group
+        whole = all_gather(x, group) if ctx.gathers else x
+        rows, grad_input = whole.flatten(0, -2), torch.empty_like(whole)
+        grad_rows = grad_input.view(rows.shape)
+        targets = Targets(labels.reshape(-1), columns)
+        factor = mask.reshape(-1).to(log_z.dtype) * one_factor(grad)
+        reduced: list[Pending] = []
+
+        def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            logits = rows.new_empty(min(ctx.size, len(rows)), len(weight))
+            for place in _places(len(rows), ctx.size):
+                part = product_into(logits[: place.stop - place.start], rows[place], weight.t())
+                part[:, columns.num_valid :] = torch.finfo(part.dtype).min
+                targets.write_gradient(part, columns, place, log_z[place], factor[place])
+                product_into(grad_rows[place], part, weight)
+                if place.stop == len(rows):  # on its way while the last chunk's weight gradient is computed
+                    reduced.append((start_reduce_scatter if ctx.gathers else start_all_reduce)(grad_input, group))
+                yield part, rows[place]
+
+        accumulate_products(weight, pieces())
+        return reduced[0].wait(), None, None, None, None, None, None
+
+
+def chunked_loss(
+    x: torch.Tensor,
+    weight: nn.Parameter,
+    labels: torch.Tensor,
+    mask: torch.Tensor,
+    columns: Columns,
+    *,
+    gathers: bool,
+    size: int,
+) -> torch.Tensor:
+    """Sum over tokens of mask x loss, as `vocab_parallel_cross_entropy` of x weight^T.
+
+    Args:
+        x: hidden states [s, b, h], or [s/n, b, h] where it `gathers` (sequence parallelism).
+        weight: this rank's part of the output layer, [v/n, h].
+        labels: token ids [s, b] in the whole vocabulary.
+        mask: weight of each token's loss [s, b].
+        size: tokens of a chunk; the last may be smaller.
+
+    Returns:
+        see `loss_sums`; in float32 or wider, the same on every rank of the group.
+    """
+    return _ChunkedLoss.apply(x, weight, labels, mask, columns, gathers, size)
