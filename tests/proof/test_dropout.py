@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
@@ -23,6 +24,7 @@ from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.partition import table_of
 from megatron.training.inputs import BatchMaker
 from megatron.training.step import TrainStep
 from tests.support.lone_rank import CPU, lone_rank
@@ -75,10 +77,23 @@ def test_no_key_or_no_probability_is_no_dropout() -> None:
 
 
 def train(
-    context: ParallelContext, model: ModelConfig = MODEL, sequence_parallel: bool = False, steps: int = STEPS
+    context: ParallelContext,
+    model: ModelConfig = MODEL,
+    sequence_parallel: bool = False,
+    steps: int = STEPS,
+    memory: MemoryConfig | None = None,
 ) -> dict[str, Any]:
     """Losses and gradient norms of some steps on made-up tokens, every seed that was set, and an evaluation."""
-    built = build_model(model, context, dtype=torch.float64, vocab_size=VOCAB, sequence_parallel=sequence_parallel, seed=5)
+    parallel = ParallelConfig(pipeline_model_parallel_size=context.topology.pp)
+    built = build_model(
+        model,
+        context,
+        dtype=torch.float64,
+        vocab_size=VOCAB,
+        sequence_parallel=sequence_parallel,
+        seed=5,
+        table=table_of(model, parallel, VOCAB, memory),
+    )
     trainer = TrainStep(
         built,
         context,
@@ -173,6 +188,24 @@ def test_no_two_masks_of_a_run_are_alike(one: dict[str, Any]) -> None:
     assert len(one["seeds"]["hidden"]) == microbatches * (1 + 2 * MODEL.num_layers)
     seeds = one["seeds"]["attention"] + one["seeds"]["hidden"]
     assert len(set(seeds)) == len(seeds)
+
+
+def test_what_is_computed_again_draws_the_same_masks(one: dict[str, Any]) -> None:
+    """No mask and no generator is kept: each is drawn again from its key, and no bit changes."""
+    memories = {
+        MemoryConfig("full"): {"attention": 1, "hidden": 2},
+        MemoryConfig("full", recompute_num_layers=2): {"attention": 1, "hidden": 2},
+        MemoryConfig("selective", recompute_modules=("core_attn", "layernorm", "mlp")): {"attention": 1, "hidden": 0},
+    }
+    for memory, again in memories.items():
+        found = train(lone_rank(), memory=memory)
+        for what in ("losses", "norms", "evaluations"):
+            assert found[what] == one[what], what
+        assert all(torch.equal(found["replicated"][name], one["replicated"][name]) for name in one["replicated"])
+        for kind, seeds in one["seeds"].items():
+            drawn = found["seeds"][kind]
+            assert set(drawn) == set(seeds)
+            assert len(drawn) - len(seeds) == again[kind] * MODEL.num_layers * STEPS * GLOBAL // MICRO
 
 
 def test_evaluation_has_no_dropout(one: dict[str, Any], two: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
 from megatron.spec.weights import column, row
 from megatron.tensor_parallel import linear
-from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, parallel_linear
+from megatron.tensor_parallel.linear import ColumnParallelLinear, Remade, RowParallelLinear, parallel_linear
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over
 from tests.support.warm import run_forked_ranks
@@ -116,6 +117,31 @@ def deferred_is_the_same(case: Case, context: ParallelContext, x: torch.Tensor, 
     return all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+def remade_is_the_same(case: Case, context: ParallelContext, x: torch.Tensor, dy: torch.Tensor) -> bool:
+    """Whether an input that is made again gives the same bits, however large what it is made of. Put off, nothing more is kept."""
+    same = True
+    for source, make in ((x, torch.tanh), (torch.stack([x, x + 1], 2), lambda s: s[:, :, 0] * s[:, :, 1])):
+        for defer in (False, True):
+            grads, made, kept = [], [0], []
+
+            def again(s: torch.Tensor, make: Any = make, made: list[int] = made) -> torch.Tensor:
+                made[0] += 1
+                return make(s)
+
+            for remade in (False, True):
+                layer, table = layer_of(case, context)
+                leaf = source.detach().clone().requires_grad_()
+                out = layer(Remade.of(again, leaf * 1.0) if remade else make(leaf * 1.0))
+                with deferring() if defer else contextlib.nullcontext() as put_off:
+                    out.backward(dy)
+                if put_off is not None:
+                    kept.append(put_off.num_bytes)
+                    put_off.run()
+                grads.append([leaf.grad, *(entry.param.grad_sink.main_grad for entry in table)])  # type: ignore[attr-defined]
+            same &= made == [2] and len(set(kept)) < 2 and all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    return same
+
+
 def on_two_ranks(rank: int) -> list[dict[str, Any]]:
     context = make_context(Topology(tp=2), rank, CPU)
     found = []
@@ -133,6 +159,7 @@ def on_two_ranks(rank: int) -> list[dict[str, Any]]:
             y.backward(dy)
             result |= {f"y{step}": y.detach(), f"dx{step}": x.grad}
             result["bits"] = result.get("bits", True) and deferred_is_the_same(case, context, x, dy, y.detach())
+        result["remade"] = remade_is_the_same(case, context, x, dy)
         for entry in table:
             result[entry.record.name] = entry.param.grad_sink.main_grad  # type: ignore[attr-defined]
             result[f"{entry.record.name} partial"] = "tp" in entry.record.partial_over
@@ -167,7 +194,7 @@ def test_two_ranks_equal_one_plain_layer(two: list[list[dict[str, Any]]], case: 
             wanted["bias"] = part(whole["bias"], -1, rank)
         for name, tensor in wanted.items():
             assert error(found[name], tensor) < 1e-14, name
-        assert not found["weight partial"] and found["bits"]
+        assert not found["weight partial"] and found["bits"] and found["remade"]
     if case.bias and not column:
         first, second = two[0][number], two[1][number]
         assert first["bias partial"] is second["bias partial"] is case.sequence_parallel

@@ -24,6 +24,13 @@ PP2 = {"pipeline_model_parallel_size": 2}
 FULL = {"recompute_granularity": "full"}
 BLOCK = {**FULL, "recompute_method": "block", "recompute_num_layers": 2}
 TP2 = {"tensor_model_parallel_size": 2}
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    """Flags of selective recompute."""
+    return {"recompute_activations": True, "recompute_modules": modules}
+
+
 SHARDING = "data_parallel_sharding_strategy"
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -67,6 +74,25 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "gpt, full recompute, sequence parallel": (2, {"sequence_parallel": True, "vocab_size": 3000, **FULL, **TP2}),
     "llama, full recompute, optim_grads_params": (2, {SHARDING: "optim_grads_params", **FULL, **LLAMA}),
+    "llama, norms and activations, bf16, zb-h1": (
+        2,
+        {"num_layers": 8, "pipeline_schedule": "zb-h1", "bf16": True, **selective("layernorm", "mlp_act"), **PP2, **LLAMA},
+    ),
+    "gpt, squared relu, selective, fp16, float32 residual, dropout": (
+        1,
+        {
+            "squared_relu": True,
+            "fp16": True,
+            "fp32_residual_connection": True,
+            **selective("core_attn", "layernorm", "mlp_act"),
+            **DROPOUT,
+        },
+    ),
+    "gpt, probabilities and mlp, packed, dropout": (1, {**selective("core_attn", "mlp"), **PACKED, **DROPOUT}),
+    "llama, selective, sequence parallel, bf16": (
+        2,
+        {"sequence_parallel": True, "bf16": True, **selective("layernorm", "mlp"), **TP2, **LLAMA},
+    ),
     "gpt, optim_grads": (2, {SHARDING: "optim_grads"}),
     "llama, optim_grads_params": (2, {SHARDING: "optim_grads_params", **LLAMA}),
 }

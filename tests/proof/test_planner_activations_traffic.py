@@ -74,6 +74,7 @@ def _calls_of_a_step(rank: int, world_size: int, changes: dict[str, Any]) -> Cal
         {"sequence_parallel": True, "bf16": True, **LLAMA},
         {"sequence_parallel": True, "pipeline_schedule": "zb-h1", "num_layers": 10},
         {"pipeline_schedule": "zb-v", **PACKED},
+        {"sequence_parallel": True, "recompute_activations": True, "recompute_modules": ("layernorm", "mlp")},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())) or "plain",
 )

@@ -1,0 +1,44 @@
+"""The activation functions of the MLP: what they compute, and what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from megatron.model.mlp import _FUNCTIONS
+from megatron.spec.activations import ACTIVATIONS
+
+PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "swiglu": lambda x: F.silu(x[..., 0, :]) * x[..., 1, :],
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+
+
+def test_each_equals_its_formula_and_keeps_its_input_alone() -> None:
+    """So a linear layer after it may keep the same in place of its result."""
+    for activation in ACTIVATIONS:
+        shape = (5, 3, 2, 8) if activation.gated else (5, 3, 8)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            torch.manual_seed(0)
+            x = torch.randn(shape, dtype=dtype, requires_grad=True)
+            kept: list[int] = []
+
+            def keep(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
+                kept.append(tensor.data_ptr())
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                y = _FUNCTIONS[activation.name](x)
+            assert set(kept) == {x.data_ptr()}, activation.name
+            exact = x.detach().double().requires_grad_()
+            expected = PLAIN[activation.name](exact)
+            grad = torch.randn_like(y)
+            y.backward(grad)
+            expected.backward(grad.double())
+            assert x.grad is not None and exact.grad is not None
+            rounding = 8 * torch.finfo(dtype).eps
+            torch.testing.assert_close(y.double(), expected, rtol=rounding, atol=rounding)
+            torch.testing.assert_close(x.grad.double(), exact.grad, rtol=rounding, atol=rounding)
