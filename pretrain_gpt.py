@@ -52,6 +52,7 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
     """
     from megatron.data.tokenizers.tokenizer import planned_rows
     from megatron.planner.dry_run import make_plan
+    from megatron.planner.fit import with_fit_advice
     from megatron.planner.plan import write_plan
     from megatron.planner.plan_text import format_plan
 
@@ -60,7 +61,8 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
     try:
         if job.json_file is not None:
             check_output("--dry-run-json", job.json_file)
-        plan = make_plan(loaded.config, job, planned_rows(loaded.config.data))
+        vocab_size = planned_rows(loaded.config.data)
+        plan = with_fit_advice(make_plan(loaded.config, job, vocab_size), loaded.config, job, vocab_size)
         print("\n".join([*format_plan(plan), *loaded.notes]), flush=True)
         if job.json_file is not None:
             write_plan(plan, job.json_file)

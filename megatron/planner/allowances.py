@@ -54,10 +54,10 @@ def allowances(rings: Mapping[str, int], peers: Sequence[bool], world_size: int)
 
     Args:
         rings: the groups of its collectives, with their sizes. Each is a communicator; two of all ranks are one.
-        peers: for each stage that it exchanges messages with, whether that lies on another node. There are two communicators for
-            each, one in each direction.
+        peers: for each stage that it exchanges messages with, whether that lies on another node. Each direction has a communicator
+            of its own, which is one half of a connection.
     """
     made = {name if size < world_size else "world" for name, size in rings.items() if size > 1}
-    channels = _RING_CHANNELS * len(made) + sum(2 * (_FAR_PEER_CHANNELS if far else _PEER_CHANNELS) for far in peers)
+    channels = _RING_CHANNELS * len(made) + sum(_FAR_PEER_CHANNELS if far else _PEER_CHANNELS for far in peers)
     nccl = [Allowance("NCCL buffers", channels * _PER_CHANNEL, _NCCL)] if channels else []
     return (CONTEXT, WORKSPACES, *nccl, ROUNDING)

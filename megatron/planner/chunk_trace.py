@@ -61,6 +61,10 @@ class ChunkTrace:
     """Whether attention keeps the order of the tokens by the lengths of their documents."""
 
 
+Traces = dict[object, ChunkTrace]
+"""Traces by kind of chunk."""
+
+
 class _CpuKernels(FakeTensorMode):
     """While it is entered, tensors of the CPU have no memory."""
 
@@ -79,7 +83,7 @@ def trace_chunks(
     *,
     splits_backward: bool,
     device_type: str,
-    cache: dict[object, ChunkTrace] | None = None,
+    cache: Traces | None = None,
 ) -> dict[int, ChunkTrace]:
     """Trace each chunk of this rank; the keys are chunk indices.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from megatron.config.config import Config
 from megatron.config.given import DryRun
@@ -12,9 +14,11 @@ from megatron.model.output_layer import LossForm
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.topology import DATA_AXES, GRADIENT_AXES, Topology
+from megatron.pipeline_parallel.exchange import ReceivePlan
 from megatron.pipeline_parallel.partition import recomputed_chunks, table_of
+from megatron.pipeline_parallel.simulate import simulate
 from megatron.planner import advice
-from megatron.planner.chunk_trace import ChunkTrace, kind_of, trace_chunks
+from megatron.planner.chunk_trace import Traces, kind_of, trace_chunks
 from megatron.planner.kinds import (
     Links,
     RankContent,
@@ -26,11 +30,11 @@ from megatron.planner.kinds import (
     places_by_content,
 )
 from megatron.planner.peak import peak_activations, receive_plans, step_transfers
-from megatron.planner.plan import Job, Places, Plan, step_work
+from megatron.planner.plan import Job, Places, Plan, RankKind, chunk_costs, step_work
 from megatron.planner.state_report import layout_of
 from megatron.spec.counts import check_count
 from megatron.spec.layers import alike, layers
-from megatron.spec.operations import OpKind
+from megatron.spec.operations import OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.spec.weights import padded_vocab_size
 
@@ -46,6 +50,17 @@ _NOT_COUNTED = {
 _NOTES = ("idle time is simulated with FLOPs for time and messages that take none; traffic is counted as in a ring",)
 
 
+def enough_microbatches(schedule: str, num_stages: int, num_microbatches: int) -> int:
+    """How many of a step's microbatches make a schedule that reaches its peak of memory: each stage is then in the steady state.
+
+    GPipe has none, and the rounds of an interleaved schedule depend on the number where that does not divide by the stages.
+    """
+    remainder = num_microbatches % num_stages
+    if schedule == "gpipe" or (schedule == "interleaved" and remainder):
+        return num_microbatches
+    return min(num_microbatches, 2 * num_stages + remainder)
+
+
 def make_plan(config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
     """What a job with these settings takes, for every kind of rank.
 
@@ -57,11 +72,41 @@ def make_plan(config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
         ValueError: the layout is impossible, or a step has too many operations to be laid out.
         RuntimeError: the ranks together do not hold the model's parameters: a layer is lost or doubled.
     """
-    return _Planner(config, dry_run, vocab_size).plan()
+    return Planner(config, dry_run, vocab_size).plan()
 
 
-class _Planner:
-    def __init__(self, config: Config, dry_run: DryRun, vocab_size: int) -> None:
+@functools.lru_cache(maxsize=4)
+def _scheduled(
+    name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int, recomputed: tuple[int, ...], overlap: bool
+) -> tuple[Schedule, list[ReceivePlan]]:
+    """A schedule with its receives. A search asks for the same ones again and again."""
+    schedule = make_schedule(name, num_stages, num_microbatches, chunks_per_stage, recomputed=recomputed)
+    return schedule, receive_plans(schedule, overlap=overlap)
+
+
+class Sample(NamedTuple):
+    """What a search for better settings looks at."""
+
+    kinds: tuple[RankKind, ...]
+    """Kinds of ranks of the first and last of all stages that look alike, the fullest among them. They send what they do in the
+    first microbatches."""
+    flops: float
+    """FLOPs that a rank could make between the begin and the end of a step, those of its waiting included."""
+    share: float
+    """The share of a step's microbatches that the sample has."""
+
+
+class Planner:
+    """Plans one job.
+
+    Args:
+        few: lay out only as many microbatches as the schedule needs to reach its peak of memory, for `sample`.
+        traces: those made before for jobs whose chunks do the same.
+    """
+
+    def __init__(
+        self, config: Config, dry_run: DryRun, vocab_size: int, *, few: bool = False, traces: Traces | None = None
+    ) -> None:
         self._config, self._dry_run, self._vocab_size = config, dry_run, vocab_size
         parallel = config.parallel
         self._topology = Topology.from_world(
@@ -83,26 +128,23 @@ class _Planner:
             )
         self._global_batch_size = num_microbatches * config.training.micro_batch_size * self._topology.size(*DATA_AXES)
         chunks_per_stage = len(self._table) // self._topology.pp
-        again = recomputed_chunks(self._table)
-        self._schedule = make_schedule(parallel.schedule, self._topology.pp, num_microbatches, chunks_per_stage, recomputed=again)
-        self._receives = receive_plans(self._schedule, overlap=parallel.overlap_p2p_communication)
+        self._num_microbatches = num_microbatches
+        laid_out = enough_microbatches(parallel.schedule, self._topology.pp, num_microbatches) if few else num_microbatches
+        self._schedule, self._receives = _scheduled(
+            parallel.schedule,
+            self._topology.pp,
+            laid_out,
+            chunks_per_stage,
+            tuple(recomputed_chunks(self._table)),
+            parallel.overlap_p2p_communication,
+        )
         self._device_type = "cpu" if parallel.device == "cpu" else "cuda"
-        self._traces: dict[object, ChunkTrace] = {}
+        self._traces = {} if traces is None else traces
 
     def plan(self) -> Plan:
         """See `make_plan`."""
         config, stages = self._config, range(self._topology.pp)
-        found: dict[int, StagePlan] = {}
-        counted: dict[int, int] = {}
-        for same in self._stages_alike():
-            context = connect_fake(self._topology, self._topology.rank(pp=same[0]), config.parallel.fsdp_shard_size)
-            try:
-                groups = named_groups(context, self._links)
-                model = self._build(context)
-                counted |= dict.fromkeys(same, parameters_of_stage(model, context))
-                found |= self._lay_out(same, model, context)
-            finally:
-                disconnect()
+        kinds, counted = self._kinds(stages)
         parameters = sum(counted.values())
         check_count(config.model, self._vocab_size, parameters, "the stages")
         attention = sorted({trace.attention for trace in self._traces.values() if trace.attention})
@@ -111,11 +153,44 @@ class _Planner:
             layers=self._table,
             parameters=parameters,
             parameters_by_stage=tuple(counted[stage] for stage in stages),
-            kinds=make_kinds((found[stage] for stage in stages), groups, self._links, on_cuda=self._device_type == "cuda"),
+            kinds=kinds,
             work=step_work(config.model, self._vocab_size, self._table, self._schedule, self._global_batch_size),
             notes=(_NOT_COUNTED[self._device_type], f"attention is taken to be computed by {' and '.join(attention)}", *_NOTES),
             advice=tuple(advice.advice(config, self._dry_run.world_size, self._dry_run.gpus_per_node, self._vocab_size)),
         )
+
+    def sample(self) -> Sample:
+        """The ends of all stages that look alike."""
+        ends = {stage for same in self._stages_alike() for stage in (same[0], same[-1])}
+        kinds, _ = self._kinds(ends)
+        costs = chunk_costs(self._config.model, self._vocab_size, self._table)
+        line = simulate(self._schedule, lambda op: costs[op.chunk].of(op))
+        missing = self._num_microbatches - self._schedule.num_microbatches
+        longest = line.step_time + missing * max(line.busy) / self._schedule.num_microbatches
+        tokens = self._config.model.seq_length * self._config.training.micro_batch_size
+        share = self._schedule.num_microbatches / self._num_microbatches
+        return Sample(kinds, longest * tokens / self._topology.tp, share)
+
+    def device_bytes(self) -> list[int]:
+        """For each stage, what its fullest rank takes of its device."""
+        kinds, _ = self._kinds(range(self._topology.pp))
+        return [max(kind.memory.total.device for kind in kinds if stage in kind.stages) for stage in range(self._topology.pp)]
+
+    def _kinds(self, stages: Collection[int]) -> tuple[tuple[RankKind, ...], dict[int, int]]:
+        """The kinds of ranks of some stages, and the parameters of each."""
+        found: dict[int, StagePlan] = {}
+        counted: dict[int, int] = {}
+        for same in self._stages_alike():
+            context = connect_fake(self._topology, self._topology.rank(pp=same[0]), self._config.parallel.fsdp_shard_size)
+            try:
+                groups = named_groups(context, self._links)
+                model = self._build(context)
+                counted |= dict.fromkeys(same, parameters_of_stage(model, context))
+                found |= self._lay_out([stage for stage in same if stage in stages], model, context)
+            finally:
+                disconnect()
+        kinds = make_kinds((found[stage] for stage in sorted(found)), groups, self._links, on_cuda=self._device_type == "cuda")
+        return kinds, counted
 
     def _build(self, context: ParallelContext) -> Model:
         config = self._config
@@ -159,13 +234,22 @@ class _Planner:
             ops = [op._replace(chunk=chunk_of[op.chunk]) for op in self._schedule.ops[stage]]
             order = tuple(op for op in ops if op.kind is not OpKind.FORWARD) if parallel.sharding in _PASSING else None
             if order not in layouts:
-                layout = layout_of(model, context, parallel, config.optimizer, ops, self._schedule.num_microbatches)
+                layout = layout_of(model, context, parallel, config.optimizer, ops, self._num_microbatches)
                 sent = [Sending(one.over, one.kind, one.bytes) for one in layout.sent]
                 layouts[order] = places_by_content(model, layout, context, state), sent
             places, sent = layouts[order]
             here = context.at_stage(stage)
             its = {chunk: traces[other] for chunk, other in chunk_of.items()}
-            activations = peak_activations(its, model, config, here, self._schedule, self._receives, device_type=self._device_type)
+            activations = peak_activations(
+                its,
+                model,
+                config,
+                here,
+                self._schedule,
+                self._receives,
+                device_type=self._device_type,
+                num_microbatches=self._num_microbatches,
+            )
             transfers = step_transfers(its, model, micro_batch_size, here, self._schedule)
             passed_on = [Sending(one.over, "activations", one.bytes, one.peer) for one in transfers]
             yield stage, StagePlan(stage, places, activations.total, [*sent, *passed_on, *scalars])
@@ -188,7 +272,7 @@ class _Planner:
             chunks_per_stage=len(self._table) // topology.pp,
             micro_batch_size=config.training.micro_batch_size,
             global_batch_size=self._global_batch_size,
-            num_microbatches=self._schedule.num_microbatches,
+            num_microbatches=self._num_microbatches,
             seq_length=model.seq_length,
             vocab_size=self._vocab_size,
             padded_vocab_size=padded_vocab_size(self._vocab_size, model.make_vocab_size_divisible_by, topology.tp),

@@ -57,10 +57,16 @@ def peak_activations(
     plans: Sequence[ReceivePlan],
     *,
     device_type: str,
+    num_microbatches: int | None = None,
 ) -> Activations:
-    """The peak over this rank's operations. The arguments are those of `held_over_step`."""
+    """The peak over this rank's operations. The arguments are those of `held_over_step`.
+
+    Args:
+        num_microbatches: those of a step, of which the schedule may have only the first; by default all that it has.
+    """
     sorts = any(trace.sorts_documents for trace in traces.values())
-    inputs = input_bytes(model, config.data, schedule.num_microbatches * config.training.micro_batch_size, sorts_documents=sorts)
+    num_sequences = (num_microbatches or schedule.num_microbatches) * config.training.micro_batch_size
+    inputs = input_bytes(model, config.data, num_sequences, sorts_documents=sorts)
     held = held_over_step(traces, model, config, context, schedule, plans, device_type=device_type)
     return Activations(inputs, max((one.peak for one in held), default=0))
 
@@ -81,6 +87,7 @@ def held_over_step(
         traces: those of this rank's chunks.
         plans: the result of `receive_plans`.
         device_type: type of the job's devices, cpu or cuda.
+        num_microbatches: those of a step, of which the schedule may have only the first; by default all that it has.
     """
     stage, micro_batch_size = context.group("pp").index, config.training.micro_batch_size
     size, overlap = _message_bytes(model, micro_batch_size, context), config.parallel.overlap_p2p_communication

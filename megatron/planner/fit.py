@@ -1,0 +1,298 @@
+"""Which change of settings brings a job that does not fit under a limit of device memory, at the least extra time.
+
+A lever is one thing to change: what is computed again, how far state is sharded, how many tensor ranks there are. Each lever that
+the rules accept is planned by itself. So it is known what it saves and costs, and those of different kinds are taken together, in
+the order of their cost, until a plan of them fits. Memory is that of the plan. Time is compared, not predicted: FLOPs, with those
+that are computed again and those of waiting, and what is sent and not hidden behind them, at the speeds that the plan's text names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from megatron.config.checks.finding import Change, change, data_size, without
+from megatron.config.config import Config
+from megatron.config.given import DryRun, without_gaps
+from megatron.config.rules import violations
+from megatron.pipeline_parallel.partition import table_of
+from megatron.planner.advice import ENOUGH_TOKENS
+from megatron.planner.chunk_trace import ChunkTrace, Traces
+from megatron.planner.dry_run import Planner
+from megatron.planner.plan import Plan, RankKind
+from megatron.planner.plan_text import BETWEEN_PER_S, FLOPS_PER_S, INSIDE_PER_S, SPARE
+from megatron.planner.state_report import amount
+
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_MOST_TOGETHER = 3
+_MOST_TRIED = 8  # combinations of levers that are planned; those before are the likelier ones
+_CLOSE = 1.1  # levers are planned together if they may fit, by what each of them saves
+_FULL = "layers"  # the kind of lever that takes a number of layers, as few as are enough
+_HOST_PER_S = 25e9
+"""Bytes that a rank moves between device and host in a second, and reads and writes there: PCIe 4.0 x16 has 31.5 GB/s, and 8 ranks
+share some 200 GB/s of a node's memory."""
+
+
+class Cost(NamedTuple):
+    """The memory and the time that settings take."""
+
+    activations: int
+    """Bytes of them on the fullest rank."""
+    others: int
+    """Bytes of all other device memory there."""
+    seconds: float
+    """Time of a step, to be compared only."""
+
+    @property
+    def device(self) -> int:
+        """Bytes of device memory on the fullest rank."""
+        return self.activations + self.others
+
+
+class Lever(NamedTuple):
+    """A thing to change, and what the settings take then."""
+
+    kind: str
+    """Its kind; of levers of one kind, one is taken."""
+    change: Change
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A change after which the job fits."""
+
+    change: Change
+    cost: Cost
+    extra: float
+    """Share of a step's time that it adds; below 0 where it saves time."""
+
+
+def memory_limit(config: Config) -> int | None:
+    """Bytes of a device's memory: what --device-memory-gb says, or on a machine with GPUs that of the first. None if neither is
+    known, or the job runs on CPUs."""
+    if config.memory.device_memory_gb is not None:
+        return int(config.memory.device_memory_gb * 1e9)
+    if config.parallel.device == "cpu" or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def usable(limit: int) -> int:
+    """The part of a device's memory that a plan may fill: some is lost in gaps."""
+    return int(limit * (1 - SPARE))
+
+
+def with_fit_advice(plan: Plan, config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
+    """The plan with a line of advice before the others if the job does not fit: what to change."""
+    limit, needed = memory_limit(config), plan.kinds[plan.fullest].memory.total.device
+    if limit is None or needed <= usable(limit):
+        return plan
+    beyond = (
+        f"the fullest rank needs {amount(needed)}, but of a device of {amount(limit)} it may take {amount(usable(limit))} "
+        f"({SPARE:.0%} are left for gaps)"
+    )
+    found = Search(config, dry_run, vocab_size).best(usable(limit))
+    if found is None:
+        cure = "Nothing that was tried of recompute, sharding, offload and more tensor ranks brings it under that; take more ranks"
+    else:
+        time = f"{found.extra:.1%} {'more' if found.extra > 0 else 'less'} time for a step"
+        cure = f"It fits with {found.change} ({amount(found.cost.device)}, about {time.replace('-', '')})"
+    return replace(plan, advice=(f"{beyond}. {cure}", *plan.advice))
+
+
+def least_layers(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -> tuple[int, ...]:
+    """The fewest layers that each pipeline stage must compute again to fit (for --recompute-layers-per-stage).
+
+    Args:
+        config: with full recompute by blocks.
+        limit: bytes that a rank may take of its device.
+
+    Raises:
+        ValueError: a stage does not fit with all of its layers computed again.
+    """
+    config, traces = without_gaps(config), dict[object, ChunkTrace]()
+    most = [0] * config.parallel.pipeline_model_parallel_size
+    for chunk in table_of(config.model, config.parallel, vocab_size):
+        most[chunk.stage] += len(chunk.layers)
+
+    def needed(numbers: Sequence[int]) -> list[int]:
+        change_ = change(recompute_layers_per_stage=",".join(map(str, numbers)))
+        changed, _ = change_.apply(config, dry_run.world_size)
+        return Planner(changed, dry_run, vocab_size, few=True, traces=traces).device_bytes()
+
+    for stage, bytes_ in enumerate(needed(most)):
+        if bytes_ > limit:
+            raise ValueError(
+                f"stage {stage} needs {amount(bytes_)} even with all of its layers computed again, but may take {amount(limit)} of "
+                "its device. Shard more (--data-parallel-sharding-strategy), or take more tensor ranks or a smaller "
+                "--micro-batch-size."
+            )
+    low, high = [0] * len(most), most  # with `high` each stage fits, with fewer than `low` it does not
+    while low != high:
+        middle = [(least + top) // 2 for least, top in zip(low, high, strict=True)]
+        fits = [bytes_ <= limit for bytes_ in needed(middle)]
+        low = [least if fit else min(number + 1, top) for fit, least, number, top in zip(fits, low, middle, high, strict=True)]
+        high = [number if fit else top for fit, number, top in zip(fits, middle, high, strict=True)]
+    return tuple(high)
+
+
+class Search:
+    """Looks for settings that need less.
+
+    Args:
+        config: settings that `load` accepted for the job's ranks.
+    """
+
+    def __init__(self, config: Config, dry_run: DryRun, vocab_size: int) -> None:
+        self._config, self._dry_run, self._vocab_size = without_gaps(config), dry_run, vocab_size
+        self._known: dict[Change, Cost | None] = {}
+        self._traces: dict[object, Traces] = {}
+        """By the settings on which the traces of chunks depend."""
+        table = table_of(config.model, config.parallel, vocab_size)
+        self._most_layers = max(len(chunk.layers) for chunk in table)
+
+    def best(self, limit: int) -> Fitting | None:
+        """The change that costs the least time among those after which no rank needs more than `limit` bytes."""
+        base = self.cost(Change())
+        assert base is not None, "settings that were loaded are valid"
+        found = [Lever(kind, one, cost) for kind, one in self._levers() if (cost := self.cost(one)) is not None]
+        levers = [lever for lever in found if lever.cost.device < base.device]
+        combined = [(estimate(base, some, limit), some) for some in _together(levers)]
+        fitting: Fitting | None = None
+        tried = 0
+        for estimated, some in sorted(combined, key=lambda item: (item[0].seconds, len(item[1]))):
+            if tried == _MOST_TRIED or (fitting is not None and estimated.seconds >= fitting.cost.seconds):
+                break
+            if estimated.device > limit * _CLOSE:
+                continue
+            tried += len(some) > 1
+            made = self._least(some, base, limit)
+            if made is not None and (fitting is None or made.cost.seconds < fitting.cost.seconds):
+                fitting = made
+        return fitting
+
+    def cost(self, one: Change) -> Cost | None:
+        """What the settings take after a change; None if they are not valid then."""
+        if one not in self._known:
+            self._known[one] = self._plan(one)
+        return self._known[one]
+
+    def _plan(self, one: Change) -> Cost | None:
+        config, world_size = one.apply(self._config, self._dry_run.world_size)
+        if violations(config, world_size):
+            return None
+        parallel = config.parallel
+        layout = parallel.tensor_model_parallel_size, parallel.sequence_parallel, config.training.micro_batch_size
+        traces = self._traces.setdefault((layout, config.memory), {})
+        sample = Planner(config, self._dry_run, self._vocab_size, few=True, traces=traces).sample()
+        computing = sample.flops / FLOPS_PER_S
+        waiting = max(_exposed_s(kind, config, computing, sample.share) for kind in sample.kinds)
+        fullest = max(sample.kinds, key=lambda kind: kind.memory.total.device).memory
+        activations = fullest.activations.device
+        return Cost(activations, fullest.total.device - activations, computing + waiting)
+
+    def _levers(self) -> Iterator[tuple[str, Change]]:
+        """Each with its kind."""
+        config, parallel, micro = self._config, self._config.parallel, self._config.training.micro_batch_size
+        tensor, data = parallel.tensor_model_parallel_size, data_size(config, self._dry_run.world_size) or 1
+        if config.memory.recompute is None:
+            yield _FULL, change(recompute_granularity="selective", recompute_modules=("layernorm", "mlp_act"))
+        if config.memory.recompute != "full":
+            yield _FULL, self._full(self._most_layers)
+        if tensor > 1 and not parallel.sequence_parallel:
+            yield "tensor", change(sequence_parallel=True)
+        for factor in (2, 4, 8):
+            if data % factor == 0 and self._dry_run.gpus_per_node % (tensor * factor) == 0:
+                split: dict[str, object] = {} if parallel.sequence_parallel else {"sequence_parallel": True}
+                yield "tensor", change(tensor_model_parallel_size=tensor * factor, **split)
+        for strategy in _STRATEGIES[_STRATEGIES.index(parallel.sharding) + 1 :] if data > 1 else ():
+            yield "sharding", change(data_parallel_sharding_strategy=strategy)
+        if not config.optimizer.optimizer_cpu_offload:
+            yield "host", change(optimizer_cpu_offload=True)
+        for part in (2, 4, 8):
+            # Products of fewer rows are slower, by how much is not known: so no smaller ones are proposed.
+            if micro % part == 0 and micro // part * config.model.seq_length >= ENOUGH_TOKENS:
+                yield "batch", change(micro_batch_size=micro // part)
+
+    def _full(self, num_layers: int) -> Change:
+        back = without(self._config, "recompute_activations", "recompute_modules").fields
+        return change(recompute_granularity="full", recompute_method="block", recompute_num_layers=num_layers, **dict(back))
+
+    def _least(self, some: Sequence[Lever], base: Cost, limit: int) -> Fitting | None:
+        """These levers together, with the fewest layers computed again that are enough, if they fit at all."""
+        full = self._full(self._most_layers)
+        rest = [field for lever in some if lever.change != full for field in lever.change.fields]
+
+        def with_layers(number: int) -> Change:
+            return Change((*self._full(number).fields, *rest) if number else tuple(rest))
+
+        low = high = self._most_layers if any(lever.change == full for lever in some) else 0
+        cost = self.cost(with_layers(high))
+        if cost is None or cost.device > limit:
+            return None
+        low = min(high, 1)
+        while low < high:  # with `high` it fits, with fewer than `low` it does not
+            middle = (low + high) // 2
+            one = self.cost(with_layers(middle))
+            if one is not None and one.device <= limit:
+                high, cost = middle, one
+            else:
+                low = middle + 1
+        return Fitting(with_layers(high), cost, cost.seconds / base.seconds - 1)
+
+
+def estimate(base: Cost, some: Sequence[Lever], limit: int) -> Cost:
+    """What levers may take together: each divides activations, the rest and the time as it does by itself. Of layers only as many
+    as are needed are computed again, so their time is taken in proportion."""
+    activations, others, seconds = map(float, base)
+    again = 0.0
+    saved = 0.0
+    for lever in some:
+        if lever.kind == _FULL:
+            again, saved = lever.cost.seconds - base.seconds, 1 - lever.cost.activations / max(1, base.activations)
+            continue
+        activations *= lever.cost.activations / max(1, base.activations)
+        others *= lever.cost.others / base.others
+        seconds *= lever.cost.seconds / base.seconds
+    if saved:
+        part = min(1.0, max(0.0, activations + others - limit) / (saved * activations))
+        activations, seconds = activations * (1 - saved), seconds + part * again
+    return Cost(math.ceil(activations), math.ceil(others), seconds)
+
+
+def _together(levers: Sequence[Lever]) -> Iterator[tuple[Lever, ...]]:
+    """One to a few levers of different kinds."""
+    for count in range(1, _MOST_TOGETHER + 1):
+        for some in itertools.combinations(levers, count):
+            if len({lever.kind for lever in some}) == count:
+                yield some
+
+
+def _exposed_s(kind: RankKind, config: Config, computing_s: float, share: float) -> float:
+    """Seconds in which a rank waits for what it sends in a step, at the most: all that its layers send over the tensor group; of
+    gradients and parameters what computing does not hide.
+
+    Args:
+        share: of a step's microbatches, in which the kind's activations were counted.
+    """
+    parallel = config.parallel
+    by_layers = parallel.sharding == "optim_grads_params"
+    hidden = {"gradients": parallel.overlap_grad_reduce or by_layers, "parameters": parallel.overlap_param_gather or by_layers}
+    beside = shown = 0.0
+    for one in kind.sent:
+        seconds = one.bytes * ((1 - one.between_nodes) / INSIDE_PER_S + one.between_nodes / BETWEEN_PER_S)
+        if one.what == "gradients" and parallel.sharding == "optim_grads":
+            seconds /= share
+        if one.over == "tp":
+            shown += seconds / share
+        elif hidden.get(one.what, one.over == "pipeline"):
+            beside += seconds if one.over != "pipeline" else 0.0
+        else:
+            shown += seconds
+    return shown + max(0.0, beside - computing_s) + 2 * kind.memory.total.host / _HOST_PER_S

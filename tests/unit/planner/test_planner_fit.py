@@ -1,0 +1,219 @@
+"""The search for settings that fit: a sample is the plan, what is proposed is valid, fits, and could not be less."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+
+from megatron.config.checks.finding import Change, change
+from megatron.config.cli import LoadedConfig, load
+from megatron.config.given import DryRun
+from megatron.config.rules import violations
+from megatron.data.tokenizers.tokenizer import planned_rows
+from megatron.planner.dry_run import Planner, enough_microbatches, make_plan
+from megatron.planner.fit import Cost, Fitting, Lever, Search, estimate, least_layers, memory_limit, usable, with_fit_advice
+from megatron.planner.plan import Plan
+from megatron.spec.operations import OpKind, Schedule
+from megatron.spec.schedules import SCHEDULES, make_schedule
+from megatron.verification.local_ranks import RanksError, run_ranks
+from tests.support.planned import settings
+from tests.support.runs import arguments
+
+T = TypeVar("T")
+GIVEN: dict[str, Any] = {"seq_length": 256, "vocab_size": 61}
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "block"}
+
+
+def in_own_process(make: Callable[[], T]) -> T:
+    """A planner may be any rank of any world, so no world may be there."""
+    (result,) = run_ranks(1, lambda rank: make(), init=False)
+    return result  # type: ignore[no-any-return]
+
+
+def job(world_size: int, **changes: Any) -> tuple[LoadedConfig, DryRun, int]:
+    one = settings(world_size, **{**GIVEN, "micro_batch_size": 2, **changes})
+    assert one.dry_run is not None
+    return one, one.dry_run, planned_rows(one.config.data)
+
+
+def fullest(plan: Plan) -> int:
+    return plan.kinds[plan.fullest].memory.total.device
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "batches"),
+    [("1f1b", 1, 11), ("gpipe", 1, 11), ("interleaved", 2, 12), ("zb-h1", 1, 13), ("zb-v", 2, 19)],
+)
+def test_a_few_microbatches_show_the_peak_and_the_time_of_all(schedule: str, chunks: int, batches: int) -> None:
+    """Of three stages, with recompute and inputs of all microbatches; but GPipe's memory grows with each."""
+    stages: dict[str, Any] = {"device": None, "pipeline_model_parallel_size": 3, "num_layers": 6, "pipeline_schedule": schedule}
+    if schedule == "interleaved":
+        stages["num_virtual_stages_per_pipeline_rank"] = chunks
+    for again in ({}, FULL):
+        one, dry_run, rows = job(3, **stages, **again, global_batch_size=2 * batches)
+
+        def both(config: Any = one.config, dry_run: DryRun = dry_run, rows: int = rows) -> tuple[Plan, list[int], Any]:
+            few = Planner(config, dry_run, rows, few=True)
+            return make_plan(config, dry_run, rows), few.device_bytes(), few.sample()
+
+        plan, needed, sample = in_own_process(both)
+        by_stage = [max(kind.memory.total.device for kind in plan.kinds if stage in kind.stages) for stage in range(3)]
+        assert needed == by_stage and max(kind.memory.total.device for kind in sample.kinds) == fullest(plan)
+        assert (sample.share < 1) == (schedule != "gpipe")
+        if not again:  # what is computed again is no part of a plan's FLOPs
+            assert sample.flops == pytest.approx(
+                plan.work.flops / 3 / (1 - plan.work.bubble), rel=0.01 if schedule == "zb-v" else 1e-9
+            )
+
+
+def test_a_few_microbatches_show_the_peak_at_every_number_of_stages() -> None:
+    """With chunks that keep unequally much, and operations that take something for a while: by arithmetic alone."""
+
+    def peaks(schedule: Schedule) -> list[float]:
+        keeps = [1 + 4 * (chunk * 7 % 4 == 0) for chunk in range(schedule.num_chunks)]
+        beside = {OpKind.FORWARD: 2.0, OpKind.BACKWARD: 9.0, OpKind.INPUT_GRAD: 3.0, OpKind.WEIGHT_GRAD: 2.0}
+        freed = {OpKind.FORWARD: -1.0, OpKind.BACKWARD: 1.0, OpKind.INPUT_GRAD: 0.6, OpKind.WEIGHT_GRAD: 0.4}
+        found = []
+        for ops in schedule.ops:
+            kept, peak = 0.0, 0.0
+            for op in ops:
+                peak = max(peak, kept + keeps[op.chunk] * (op.kind is OpKind.FORWARD) + beside[op.kind])
+                kept -= freed[op.kind] * keeps[op.chunk]
+            found.append(round(peak, 6))
+        return found
+
+    fewer = 0
+    for name in SCHEDULES:
+        for chunks in {"interleaved": (2, 3), "zb-v": (2,)}.get(name, (1,)):
+            for stages in (2, 3, 5):
+                for batches in range(stages, 5 * stages + 2):
+                    few = enough_microbatches(name, stages, batches)
+                    fewer += few < batches
+                    whole = make_schedule(name, stages, batches, chunks)
+                    assert peaks(make_schedule(name, stages, few, chunks)) == peaks(whole), (name, stages, chunks, batches)
+    assert fewer > 80
+
+
+WIDE = {"num_layers": 6, "micro_batch_size": 4, "global_batch_size": 32, "bf16": True, "device": None, "hidden_size": 256}
+JOBS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, WIDE),
+    "tensor": (4, {**WIDE, "tensor_model_parallel_size": 2, "use_distributed_optimizer": True}),
+    "stages": (4, {**WIDE, "pipeline_model_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_what_is_proposed_fits_and_one_layer_less_would_not(name: str) -> None:
+    """Under falling limits, until nothing helps. The full plan says the same as the search."""
+    world_size, changes = JOBS[name]
+    one, dry_run, rows = job(world_size, **changes)
+
+    def search() -> list[tuple[int, Fitting | None, int | None, int | None]]:
+        looking, found = Search(one.config, dry_run, rows), []
+        base = looking.cost(Change())
+        assert base is not None
+        plan = make_plan(one.config, dry_run, rows)
+        taken = plan.kinds[plan.fullest].memory.cuda.device
+        for limit in (*(taken + int((base.device - taken) * part) for part in (0.8, 0.5)), 10**6):
+            best = looking.best(limit)
+            planned = less = None
+            if best is not None:
+                planned = fullest(make_plan(best.change.apply(one.config, world_size)[0], dry_run, rows))
+                fields = dict(best.change.fields)
+                if (layers := fields.get("recompute_num_layers", 0)) > 1:
+                    fewer = Change(tuple((fields | {"recompute_num_layers": layers - 1}).items()))
+                    less = fullest(make_plan(fewer.apply(one.config, world_size)[0], dry_run, rows))
+            found.append((limit, best, planned, less))
+        return found
+
+    found = in_own_process(search)
+    assert found[0][1] is not None and found[-1][1] is None, found
+    seconds = 0.0
+    for limit, best, planned, less in found:
+        if best is not None:
+            config, _ = best.change.apply(one.config, world_size)
+            assert not violations(config, world_size)
+            assert planned == best.cost.device <= limit
+            assert less is None or less > limit, "one layer fewer would do"
+            assert best.cost.seconds >= seconds, "a lower limit costs no less"
+            seconds = best.cost.seconds
+
+
+def test_the_cheapest_of_all_levers_is_taken() -> None:
+    """Where one is enough, none of the others that are enough costs less time."""
+    one, dry_run, rows = job(4, **WIDE)
+
+    def search() -> tuple[Fitting | None, list[Cost], int]:
+        looking = Search(one.config, dry_run, rows)
+        base = looking.cost(Change())
+        assert base is not None
+        limit = int(base.device * 0.96)  # most of it is what CUDA takes
+        costs = [cost for _, each in looking._levers() if (cost := looking.cost(each)) is not None and cost.device <= limit]
+        return looking.best(limit), costs, limit
+
+    best, alone, _limit = in_own_process(search)
+    assert best is not None and len(alone) > 2 and best.cost.seconds <= min(cost.seconds for cost in alone)
+
+
+def test_levers_together_are_estimated_by_parts() -> None:
+    base = Cost(100, 100, 10.0)
+    full = Lever("layers", change(recompute_num_layers=4), Cost(20, 100, 14.0))
+    shard = Lever("sharding", change(fsdp_shard_size=2), Cost(100, 50, 11.0))
+    assert estimate(base, [shard], 0) == Cost(100, 50, 11.0)
+    assert estimate(base, [full], 0).seconds == 14.0 and estimate(base, [full], 160).seconds == pytest.approx(12.0)
+    assert estimate(base, [full, shard], 0) == Cost(20, 50, 15.0)
+
+
+def test_each_stage_computes_as_little_again_as_it_can() -> None:
+    """Under 1F1B later stages keep fewer microbatches, so they need less."""
+    one, dry_run, rows = job(3, pipeline_model_parallel_size=3, num_layers=9, global_batch_size=16, **FULL)
+
+    def search() -> tuple[tuple[int, ...], list[list[int]], int]:
+        def needed(numbers: tuple[int, ...]) -> list[int]:
+            config, _ = change(recompute_layers_per_stage=",".join(map(str, numbers))).apply(one.config, 3)
+            return Planner(config, dry_run, rows, few=True).device_bytes()
+
+        limit = (needed((0, 0, 0))[1] + needed((3, 3, 3))[1]) // 2
+        found = least_layers(one.config, dry_run, rows, limit)
+        fewer = tuple(max(0, number - 1) for number in found)
+        return found, [needed(found), needed(fewer)], limit
+
+    found, (fit, fewer), limit = in_own_process(search)
+    assert len(set(found)) > 1 and list(found) == sorted(found, reverse=True)
+    assert max(fit) <= limit and all(bytes_ > limit for bytes_, number in zip(fewer, found, strict=True) if number)
+    with pytest.raises(RanksError, match=r"stage 0 needs .* even with all of its layers computed again"):
+        in_own_process(lambda: least_layers(one.config, dry_run, rows, 1000))
+
+
+def test_the_line_of_advice_can_be_followed() -> None:
+    """Its flags are accepted, and then there is no such line; without a limit, or within it, there is none at all."""
+    one, dry_run, rows = job(4, **WIDE)
+
+    def told(loaded: LoadedConfig, gigabytes: float | None) -> tuple[str, ...]:
+        memory = dataclasses.replace(loaded.config.memory, device_memory_gb=gigabytes)
+        config = dataclasses.replace(loaded.config, memory=memory)
+        plan = with_fit_advice(make_plan(config, dry_run, rows), config, dry_run, rows)
+        return tuple(line for line in plan.advice if line.startswith("the fullest rank"))
+
+    def search() -> None:
+        needed = fullest(make_plan(one.config, dry_run, rows))
+        assert told(one, None) == told(one, needed / 0.94e9) == ()
+        (line,) = told(one, needed / 1e9)
+        assert line.startswith("the fullest rank needs ") and "time for a step)" in line
+        flags = line.split("It fits with ")[1].split(" (")[0]
+        again = load([*arguments(**GIVEN, **WIDE, train_iters=1), *shlex.split(flags)], 4)
+        assert again.config != one.config and told(again, needed / 1e9) == ()
+        (line,) = told(one, 1e-6)
+        assert "Nothing that was tried" in line
+
+    in_own_process(search)
+
+
+def test_the_limit_is_what_the_user_says() -> None:
+    one = settings(1, device_memory_gb=80.0)
+    assert memory_limit(one.config) == 80 * 10**9 and usable(80 * 10**9) == 76 * 10**9
+    assert memory_limit(settings(1).config) is None, "a CPU's memory is no limit"
