@@ -119,6 +119,8 @@ class Work:
     """FLOPs of forward and backward of the whole model."""
     bubble: float
     """The share of all ranks' time in which they wait in the pipeline, if time is FLOPs and messages take none."""
+    again: float = 0.0
+    """FLOPs beside `flops` that compute layers again in backward."""
 
     def flops_per_rank(self, world_size: int) -> float:
         """FLOPs of one rank in a step, on average."""
@@ -156,6 +158,9 @@ def step_work(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], sched
         flops_per_token=flops_per_token(model, vocab_size),
         flops=flops_per_step(model, vocab_size, global_batch_size),
         bubble=idle_share(model, vocab_size, table, schedule),
+        again=model.seq_length
+        * global_batch_size
+        * sum(recompute_flops(model, one.layers) for chunk in table for one in chunk.segments if one.recomputed),
     )
 
 
@@ -193,6 +198,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             "per_token": plan.work.flops_per_token,
             "per_step": plan.work.flops,
             "per_rank": plan.work.flops_per_rank(plan.job.world_size),
+            "computed_again_per_step": plan.work.again,
         },
         "pipeline": {"bubble_share": plan.work.bubble},
         "links": _links(max(plan.kinds, key=lambda kind: kind.inside_bytes + kind.between_bytes)),

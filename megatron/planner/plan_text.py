@@ -84,7 +84,8 @@ def _time(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     job, work = plan.job, plan.work
     each = work.flops_per_rank(job.world_size)
     idle = f"; {work.bubble:.1%} of the time idle in the pipeline" if job.pipeline > 1 else ""
-    yield f"a step: {work.tokens:,} tokens, {_flops(work.flops)}, {_flops(each)} on each rank{idle}"
+    again = f" and {work.again / work.flops:.1%} more to compute layers again" if work.again else ""
+    yield f"a step: {work.tokens:,} tokens, {_flops(work.flops)}, {_flops(each)} on each rank{again}{idle}"
     if job.world_size == 1:
         return
     busiest = max(rows, key=lambda row: sum(bytes_sent(row)))
@@ -92,7 +93,7 @@ def _time(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     yield f"  a rank of {busiest.name} sends {amount(inside)} inside its node and {amount(between)} to other nodes"
     if job.device == "cpu":
         return
-    computing = each / FLOPS_PER_S
+    computing = (each + work.again / job.world_size) / FLOPS_PER_S
     yield (
         f"  to compare: {_seconds(computing)} of computing at {_flops(FLOPS_PER_S)}/s"
         + (f", {_seconds(computing / (1 - work.bubble) - computing)} of waiting" if job.pipeline > 1 else "")

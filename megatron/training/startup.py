@@ -23,7 +23,7 @@ from megatron.optimizer.lr_schedule import schedule_lengths
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
-from megatron.pipeline_parallel.partition import format_layer_table
+from megatron.pipeline_parallel.partition import Chunk, format_layer_table
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
 from megatron.planner.advice import advice
@@ -95,6 +95,7 @@ def describe(
         f"model of {num_parameters:,} parameters in {dtype_name(model.dtype)}, residual stream {dtype_name(kept)}, "
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *format_layer_table(model.layer_table),
+        *_describe_recompute(model.layer_table),
     ]
     schedule = step.schedule(plan.num_microbatches(plan.total_samples))  # after any ramp-up of the batch
     report = state_report(model, context, config.parallel, config.optimizer, schedule)
@@ -111,6 +112,18 @@ def describe(
     return lines + [f"advice: {line}" for line in advice(config, topology.world_size, ranks_per_node, model.vocab_size)]
 
 
+def _describe_recompute(table: Sequence[Chunk]) -> Iterator[str]:
+    """A line on the layers that run again in backward, if there are any."""
+    again = [(chunk.stage, len(segment.layers)) for chunk in table for segment in chunk.segments if segment.recomputed]
+    if again:
+        by_stage = [sum(size for at, size in again if at == stage) for stage in range(1 + max(chunk.stage for chunk in table))]
+        groups = f" in groups of up to {max(size for _, size in again)}" if any(size > 1 for _, size in again) else ""
+        yield (
+            f"{sum(by_stage)} of {sum(len(chunk.layers) for chunk in table)} layers{groups} keep only their input and run again in "
+            f"backward" + (f" ({', '.join(map(str, by_stage))} by stage)" if len(by_stage) > 1 else "")
+        )
+
+
 def _describe_pipeline(schedule: Schedule, model: Model, micro_batch_size: int, tensor_size: int) -> Iterator[str]:
     """Lines on what the schedule costs in time and memory, that of deferred weight gradients too, if there are any."""
     stages, batch = schedule.num_stages, schedule.num_microbatches
@@ -121,7 +134,7 @@ def _describe_pipeline(schedule: Schedule, model: Model, micro_batch_size: int, 
         f"pipeline schedule {schedule.name}: {batch} microbatches through {stages} stages"
         + (f" of {chunks} chunks" if chunks > 1 else "")
         + f", {bubble:.1%} of the time idle if all operations cost the same, "
-        f"at most {live:.3g} microbatches' activations of a stage alive"
+        f"at most {live:.3g} microbatches of a stage between forward and backward"
     )
     token_bytes = micro_batch_size * model.config.seq_length * model.dtype.itemsize
     kept = [

@@ -19,6 +19,8 @@ from megatron.spec.operations import Op, OpKind
 from megatron.training.step import StepResult, TrainStep
 from megatron.verification.observation import EVALUATED_STEPS, RankStep, TensorPart
 
+_BEFORE_ALL = Op(OpKind.FORWARD, 0, -1)
+
 
 @dataclass
 class StepRecorder:
@@ -36,7 +38,7 @@ class StepRecorder:
     activations: list[TensorPart] = field(default_factory=list)
     _gradients: list[TensorPart] = field(default_factory=list)
     _shares: tuple[float, float] = (0.0, 0.0)
-    _op: Op = Op(OpKind.FORWARD, 0, -1)
+    _op: Op = _BEFORE_ALL
 
     def __post_init__(self) -> None:
         self._run, self._sums = self.step.run, self.step.gradients

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from megatron.config.given import check_output
+from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.state_layout import Bytes
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
 from megatron.pipeline_parallel.simulate import simulate
@@ -155,6 +157,10 @@ def test_work_is_that_of_the_metrics() -> None:
     assert found.flops == flops_per_step(model, 100, 24) and found.flops_per_rank(4) == found.flops / 4
     costs = chunk_costs(model, 100, table)
     assert sum(one.forward + one.input_grad + one.weight_grad for one in costs) == flops_per_token(model, 100)
+    again = table_of(model, ParallelConfig(pipeline_model_parallel_size=2), 100, MemoryConfig("full", recompute_num_layers=2))
+    costs = chunk_costs(model, 100, again)
+    more = sum(one.forward + one.recompute + one.input_grad + one.weight_grad for one in costs) - flops_per_token(model, 100)
+    assert step_work(model, 100, again, make_schedule("1f1b", 2, 4), 24).again == more * found.tokens > 0
     even = step_work(dataclasses.replace(model, num_layers=2), 0, layer_table(2, (0, 1)), make_schedule("1f1b", 2, 4), 8)
     assert even.bubble == pytest.approx(1 / 5)  # (p - 1) / (m + p - 1), where no stage has more to do
 

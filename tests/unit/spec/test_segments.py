@@ -1,0 +1,49 @@
+"""Which layers run again in backward, in which groups; and what that computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config.memory import MemoryConfig
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.pipeline_parallel.partition import recomputed_chunks, table_of
+from megatron.spec.counts import layer_flops, recompute_flops
+
+MODEL = ModelConfig(num_layers=11, hidden_size=8, num_attention_heads=2, seq_length=16)
+TWO = ParallelConfig(pipeline_model_parallel_size=2)
+INTERLEAVED = ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+
+
+def pattern(parallel: ParallelConfig, **memory: object) -> str:
+    """Layers of each chunk: in brackets those that run again together, the others as dots."""
+    table = table_of(MODEL, parallel, 100, MemoryConfig("full", **memory))  # type: ignore[arg-type]
+    words = []
+    for chunk in table:
+        assert [layer for segment in chunk.segments for layer in segment.layers] == list(chunk.layers)
+        texts = [f"[{'t' * len(one.layers)}]" if one.recomputed else "." * len(one.layers) for one in chunk.segments]
+        words.append("".join(texts))
+    assert recomputed_chunks(table) == [index for index, word in enumerate(words) if "[" in word]
+    return " ".join(words)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "memory", "expected"),
+    [
+        (TWO, {}, "[t][t][t][t][t][t] [t][t][t][t][t]"),
+        (TWO, {"recompute_num_layers": 4}, "[tttt][tt] [tttt][t]"),
+        (TWO, {"recompute_num_layers": 11}, "[tttttt] [ttttt]"),
+        (TWO, {"recompute_method": "block", "recompute_num_layers": 2}, "[t][t].... [t][t]..."),
+        (INTERLEAVED, {"recompute_method": "block", "recompute_num_layers": 2}, "[t][t]. [t][t]. [t][t]. [t][t]"),
+        (TWO, {"recompute_method": "block", "recompute_layers_per_stage": "3,0"}, "[t][t][t]... ....."),
+        (INTERLEAVED, {"recompute_method": "block", "recompute_layers_per_stage": "4 1"}, "[t][t][t] [t].. [t].. .."),
+    ],
+)
+def test_segments(parallel: ParallelConfig, memory: dict[str, object], expected: str) -> None:
+    assert pattern(parallel, **memory) == expected
+
+
+def test_what_runs_again_computes() -> None:
+    """A forward of each layer, but for the last product: the down projection of the last one."""
+    forward, last = layer_flops(MODEL), 2 * MODEL.ffn_size * MODEL.hidden_size
+    assert recompute_flops(MODEL, range(3, 6)) == sum(forward[3:6]) - last
