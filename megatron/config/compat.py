@@ -94,8 +94,8 @@ cpu-offloading*: Keeping activations in host memory is not built yet; to save me
     smaller batch.
 no-pin-cpu-*: What --optimizer-cpu-offload copies to and from a GPU is always pinned.
 fp8* *-fp8-* fp4* kitchen-*: Formats of 8 bits and fewer are not built yet; use --bf16.
-*fsdp*: Sharding of parameters is set by --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size and
-    --fsdp-reshard-after-forward.
+*fsdp*: Sharding of parameters is set by --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size,
+    --fsdp-reshard-after-forward, --fsdp-reduce-once and --fsdp-params-cpu.
 muon-*: The optimizers are --optimizer adam and sgd.
 tp-comm-* disable-tp-comm-*: The input gradient's all-reduce always overlaps the weight gradient; there is nothing to set.
 *cuda-graph*: CUDA graphs are not built yet.

@@ -25,6 +25,7 @@ _SHARDED = acts_with(
 )
 _ONE_DATA_RANK = idle_with("there is one data rank", data_ranks=1)
 _NO_SHARES = idle_with("there is one data rank", effect="hardly saves memory", data_ranks=1)
+_WHOLE = idle_with("every data rank holds the parameters whole", data_ranks=1, fsdp_shard_size=1)
 _ONE_PIECE = idle_with("one rank computes all layers in one piece", chunks=1)
 _ONE_STAGE = idle_with(
     "there is one pipeline stage, which never waits for another",
@@ -102,11 +103,19 @@ class ParallelConfig:
     )
     """Data ranks that share one copy of the model under optim_grads_params; each group of so many has a copy of its own (hybrid
     sharding). By default all data ranks share one."""
-    fsdp_reshard_after_forward: FsdpReshard = setting(
-        "always", acts=_FSDP, idle=idle_with("every data rank holds the parameters whole", data_ranks=1, fsdp_shard_size=1)
-    )
+    fsdp_reshard_after_forward: FsdpReshard = setting("always", acts=_FSDP, idle=_WHOLE)
     """Under optim_grads_params: free the parameters of a block after its forward and gather them again for backward (always), or
     keep them from their first use in a step to their last (never: sends less, but in between all of this rank's are in memory)."""
+    fsdp_reduce_once: bool = setting(False, acts=_FSDP, idle=_WHOLE)
+    """Under optim_grads_params: keep gradients whole until the last microbatch of a step and reduce them then (sends less, but in
+    between all of this rank's are in memory)."""
+    fsdp_params_cpu: bool = setting(
+        False,
+        acts=_FSDP,
+        idle=(_WHOLE, idle_with("--device cpu has everything in host memory", effect="saves no memory", device="cpu")),
+    )
+    """Under optim_grads_params: keep this rank's part of parameters, gradients and moments in host memory and update it there; what
+    is gathered is on the device."""
     overlap_grad_reduce: bool = setting(False, idle=_ONE_DATA_RANK)
     """Reduce each gradient bucket as soon as it is complete, while backward goes on. (optim_grads_params always does, block by
     block.)"""

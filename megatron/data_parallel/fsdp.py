@@ -9,7 +9,11 @@ al. 2023, section 3.2.2) each rank's part of the gradient is summed over them on
 The sharded parameter is its own main parameter, in float32 or wider. FSDP gathers it in the model's dtype into an unsharded
 parameter, which is the same object in every step. Layers hand gradients to that object's sink, not to autograd. Each gradient gets
 new memory and becomes the parameter's `.grad`, where FSDP finds it once backward has left the unit. FSDP sums it over the data
-ranks, and adds this rank's part to a buffer that is allocated once.
+ranks, and adds this rank's part to a buffer that is allocated once. With --fsdp-reduce-once the sink adds up a step's gradients,
+and FSDP finds none before the last microbatch.
+
+With --fsdp-params-cpu this rank's parts of parameters, gradients and moments are in host memory (pinned, but for the last two).
+To gather, a part is copied to the device and rounded there. The host waits for each part of a reduced gradient, to add it.
 """
 
 from __future__ import annotations
@@ -23,12 +27,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron.config.parallel import FsdpReshard
 from megatron.data_parallel.bucket import Fill, main_grad_dtype
-from megatron.data_parallel.fsdp_plan import UnitPlan, divided, own_piece, plan_units
+from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, divided, own_piece, plan_units
 from megatron.data_parallel.provider import Inspect, Provider, check_writes
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import Pending
@@ -44,7 +47,6 @@ class FsdpUnit:
         mesh: the data ranks; with replicas two-dimensional, replicas first.
         dtype: dtype in which parameters are gathered and used.
         fill: initial values of parameters on the meta device; others keep their values.
-        reshard_after_forward: free the gathered parameters when the forward has left the unit.
         outside: parameters of the modules that are not sharded.
     """
 
@@ -56,10 +58,10 @@ class FsdpUnit:
         *,
         dtype: torch.dtype,
         fill: Fill,
-        reshard_after_forward: bool,
+        policy: FsdpPolicy,
         outside: set[nn.Parameter],
     ) -> None:
-        self._entries, self._context = plan.entries, context
+        self._entries, self._context, self._policy = plan.entries, context, policy
         self._dtype, self._main_dtype = dtype, main_grad_dtype(dtype)
         self._microbatches = self._rounds = self._num_added = 0
         self._writes = [0] * len(plan.entries)
@@ -72,17 +74,18 @@ class FsdpUnit:
             rows, length = divided(entry)
             shape = (rows,) if entry.record.kind == "vector" else (rows, length)
             entry.replace(nn.Parameter(entry.param.detach().to(self._main_dtype).view(shape)))
-        self.module = self._wrap(plan, mesh, reshard_after_forward, outside)
+        self.module = self._wrap(plan, mesh, outside)
+        home = torch.device("cpu") if policy.params_cpu else context.device
         for entry in plan.entries:
             if entry.record.name in empty:
-                entry.replace(nn.Parameter(torch.empty_like(entry.param.detach(), device=context.device)))
+                entry.replace(nn.Parameter(torch.empty_like(entry.param.detach(), device=home)))
         self.module.unshard()
         self._gathered = [entry.param for entry in plan.entries]
         self._sinks = [self._attach(number, param) for number, param in enumerate(self._gathered)]
         self.module.reshard()
 
         sizes = [_local(entry).numel() for entry in plan.entries]
-        self.grads = torch.zeros(sum(sizes), dtype=self._main_dtype, device=context.device)
+        self.grads = torch.zeros(sum(sizes), dtype=self._main_dtype, device=home)
         parts = torch.split(self.grads, sizes)
         shards = [self._make_shard(entry, part) for entry, part in zip(plan.entries, parts, strict=True)]
         # To publish an update nothing is sent: the next forward gathers.
@@ -112,12 +115,14 @@ class FsdpUnit:
         """(name, gradients that reached it in this step, gradients that should have) of each parameter."""
         return [(entry.record.name, found, self._microbatches) for entry, found in zip(self._entries, self._writes, strict=True)]
 
-    def _wrap(self, plan: UnitPlan, mesh: DeviceMesh, reshard_after_forward: bool, outside: set[nn.Parameter]) -> FSDPModule:
+    def _wrap(self, plan: UnitPlan, mesh: DeviceMesh, outside: set[nn.Parameter]) -> FSDPModule:
+        on_host = CPUOffloadPolicy(pin_memory=self._context.device.type != "cpu")
         wrapped = fully_shard(
             list(plan.modules),
             mesh=mesh,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=self._policy.reshard == "always",
             mp_policy=MixedPrecisionPolicy(self._dtype, self._main_dtype, cast_forward_inputs=False),
+            offload_policy=on_host if self._policy.params_cpu else OffloadPolicy(),
             ignored_params=outside,
         )
         module = wrapped[0]  # modules that are wrapped together share it
@@ -136,21 +141,21 @@ class FsdpUnit:
     def _make_shard(self, entry: ParamEntry, grad: torch.Tensor) -> Shard:
         param, local = entry.param, _local(entry)
         assert isinstance(param, DTensor) and local.is_contiguous()
-        # FSDP adds in place to a gradient that exists.
-        param.grad = DTensor.from_local(
-            grad.view(local.shape), param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
+        # FSDP adds in place to a gradient that exists. (`DTensor.from_local` would take it away from the host.)
+        param.grad = DTensor(grad.view(local.shape), param._spec, requires_grad=False)
         param.register_post_accumulate_grad_hook(self._added)
         here, piece = range(local.numel()), own_piece(entry, self._context.fsdp_shard)
         counts = entry.record.counts_at(self._context) and self._context.fsdp_replica.index == 0
         counted, copied = (here, range(0)) if counts else (range(0), here)
-        return Shard(entry.record, piece, local.view(-1), grad, counted, copied, alone=True)
+        return Shard(entry.record, piece, local.view(-1), grad, counted, copied, alone=True, on_host=self._policy.params_cpu)
 
     def _wrote(self, number: int) -> None:
         entry = self._entries[number]
         self._writes[number] += 1
         if self._writes[number] > self._rounds:
             check_writes(self._context.rank, [(entry.record.name, self._writes[number], self._rounds)])
+        if self._policy.reduce_once and self._inspect is None and self._writes[number] < self._microbatches:
+            return
         sink = self._sinks[number]
         grad, sink.main_grad, sink.written = sink.main_grad, None, False
         assert grad is not None
@@ -196,7 +201,7 @@ class FullyShardedParams(Provider):
             whole, in the order of the forward. Other parameters are left alone.
         dtype: dtype in which parameters are gathered and used.
         fill: initial values of parameters on the meta device.
-        reshard: when gathered parameters are freed.
+        policy: what is kept, when and where.
     """
 
     def __init__(
@@ -207,9 +212,9 @@ class FullyShardedParams(Provider):
         *,
         dtype: torch.dtype,
         fill: Fill,
-        reshard: FsdpReshard = "always",
+        policy: FsdpPolicy,
     ) -> None:
-        self._reshards = reshard == "always"
+        self._reshards = policy.reshard == "always"
         self._rank, self._microbatches = context.rank, 0
         self._roots: dict[int, _Root] = {}
         mesh = _mesh(context)
@@ -220,7 +225,7 @@ class FullyShardedParams(Provider):
                 continue
             outside = set(module.parameters()) - {entry.param for entry in inside}
             units = [
-                FsdpUnit(plan, mesh, context, dtype=dtype, fill=fill, reshard_after_forward=self._reshards, outside=outside)
+                FsdpUnit(plan, mesh, context, dtype=dtype, fill=fill, policy=policy, outside=outside)
                 for plan in plan_units(submodules, inside)
             ]
             _prefetch(units)

@@ -7,10 +7,25 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from megatron.config.parallel import FsdpReshard, ParallelConfig
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import Granularity, by_elements
+
+
+@dataclass(frozen=True)
+class FsdpPolicy:
+    """What `fully_shard` keeps, when and where. See the settings of the same names."""
+
+    reshard: FsdpReshard = "always"
+    reduce_once: bool = False
+    params_cpu: bool = False
+
+    @classmethod
+    def of(cls, config: ParallelConfig) -> FsdpPolicy:
+        """That of the settings."""
+        return cls(config.fsdp_reshard_after_forward, config.fsdp_reduce_once, config.fsdp_params_cpu)
 
 
 def is_fully_sharded(entry: ParamEntry, context: ParallelContext, granularity: Granularity = by_elements) -> bool:

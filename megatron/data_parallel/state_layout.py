@@ -26,10 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
+from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.data_parallel.bucket import BufferPool, main_grad_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
-from megatron.data_parallel.fsdp_plan import UnitPlan, divided, is_fully_sharded, own_piece, padded_part, plan_units
+from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, divided, is_fully_sharded, own_piece, padded_part, plan_units
 from megatron.data_parallel.provider import WriteCount
 from megatron.data_parallel.traffic import Sent, bucket_traffic, fsdp_traffic, joined
 from megatron.parallel.context import Group, ParallelContext
@@ -50,6 +50,11 @@ class Bytes:
     def total(self) -> int:
         """Bytes on the device and in host memory together."""
         return self.device + self.host
+
+    @property
+    def on_host(self) -> Bytes:
+        """As many, all of them in host memory."""
+        return Bytes(0, self.total, self.padding)
 
     def __add__(self, other: Bytes) -> Bytes:
         return Bytes(self.device + other.device, self.host + other.host, self.padding + other.padding)
@@ -88,6 +93,8 @@ class ShardSize(NamedTuple):
     numel: int
     dtype: torch.dtype
     """Dtype of the weights."""
+    on_host: bool = False
+    """Whether weights and gradient are in host memory."""
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -139,7 +146,9 @@ class UnitsPart:
     shard: Group
     replicas: int
     """How many copies there are of what the group holds."""
-    reshard: FsdpReshard
+    policy: FsdpPolicy
+    accumulates: bool
+    """Whether whole gradients wait for the last of several microbatches."""
     dtype: torch.dtype
     """Dtype in which parameters are gathered."""
 
@@ -153,11 +162,15 @@ class UnitsPart:
         Most memory is at work when a backward leaves a unit: its gathered parameters and those of the unit that comes next (or of
         all units, if they are kept; or of units that have run again with it), its gradients, torch's copy of gradients that is
         reduced, and this rank's part of the sum.
-        With replicas, such parts of all units wait for the end of the step, to be summed over the replicas.
+        With replicas, such parts of all units wait for the end of the step, to be summed over the replicas. Gradients that are
+        reduced once wait in their stead: as a whole, those of all units that the last backward of a step has not left.
+
+        On its way to host memory, a part of a gradient is there twice.
         """
         group, main = replace(self.shard, index=index), main_grad_dtype(self.dtype)
+        keeps, on_host = self.policy.reshard == "never", self.policy.params_cpu
         shards: list[ShardSize] = []
-        parts = at_work = gathered = 0
+        parts = at_work = gathered = waiting = 0
         for units, groups in zip(self.chunks, self.recomputed, strict=True):
             sizes: list[int] = []
             for place, unit in enumerate(units):
@@ -165,16 +178,20 @@ class UnitsPart:
                 whole = group.size * part
                 sizes.append(whole)
                 present = {place, max(place - 1, 0), *(one for group in groups if _runs(group, groups, place) for one in group)}
-                beside = 0 if self.reshard == "never" else sum(sizes[one] for one in present if one <= place)
-                at_work = max(at_work, beside * self.dtype.itemsize + (grads + whole + part) * main.itemsize)
+                beside = 0 if keeps else sum(sizes[one] for one in present if one <= place)
+                waiting = waiting + grads if self.accumulates else grads
+                at_work = max(at_work, beside * self.dtype.itemsize + (waiting + whole + part) * main.itemsize)
                 gathered += whole
                 parts += part
                 pieces = [(entry, own_piece(entry, group)) for entry in unit.entries]
-                shards += [ShardSize(entry.record, piece.stop - piece.start, main) for entry, piece in pieces]
-        passing = at_work + (gathered * self.dtype.itemsize if self.reshard == "never" else 0)
-        passing += parts * main.itemsize if self.replicas > 1 else 0
-        gradients = Bytes(sum(shard.numel for shard in shards) * main.itemsize)
-        return StateMemory(_padded(parts, shards, main), gradients, buffers=Bytes(passing)), shards
+                shards += [ShardSize(entry.record, piece.stop - piece.start, main, on_host) for entry, piece in pieces]
+        passing = at_work + (gathered * self.dtype.itemsize if keeps else 0)
+        passing += parts * main.itemsize if self.replicas > 1 and not self.accumulates else 0
+        parameters, gradients = _padded(parts, shards, main), Bytes(sum(shard.numel for shard in shards) * main.itemsize)
+        if not on_host:
+            return StateMemory(parameters, gradients, buffers=Bytes(passing)), shards
+        arriving = max((shard.numel for shard in shards), default=0) * main.itemsize
+        return StateMemory(parameters.on_host, gradients.on_host, buffers=Bytes(passing, arriving)), shards
 
     def cuts(self) -> set[int]:
         """Places at which the sizes of the pieces may change: where all rows of a parameter have been given away."""
@@ -254,7 +271,7 @@ def state_layout(
         writes: names of parameters in the order in which the backwards of a step write their gradients.
         granularity: which parameters the optimizer must see whole.
     """
-    entries, sharding, reshard = list(entries), config.sharding, config.fsdp_reshard_after_forward
+    entries, sharding, policy = list(entries), config.sharding, FsdpPolicy.of(config)
     parts: list[StatePart] = []
     sent: list[Sent] = []
     if sharding == "optim_grads_params":
@@ -263,8 +280,9 @@ def state_layout(
         entries = [entry for entry in entries if not is_fully_sharded(entry, context, granularity)]
         units = [plan_units(some, [e for e in inside if e.chunk == number]) for number, some in modules.items()]
         again = [_places(some, recomputed[number]) for some, number in zip(units, modules, strict=True)]
-        parts.append(UnitsPart(units, again, context.fsdp_shard, context.fsdp_replica.size, reshard, dtype))
-        sent += fsdp_traffic([unit for some in units for unit in some], context, reshard, dtype, num_microbatches)
+        accumulates = policy.reduce_once and num_microbatches > 1
+        parts.append(UnitsPart(units, again, context.fsdp_shard, context.fsdp_replica.size, policy, accumulates, dtype))
+        sent += fsdp_traffic([unit for some in units for unit in some], context, policy, dtype, num_microbatches)
     plans = plan_buckets(entries, context, bucket_size=config.ddp_bucket_size, granularity=granularity)
     reductions, buffers = [1] * len(plans), Bytes()
     if sharding == "optim_grads":

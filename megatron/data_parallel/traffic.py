@@ -14,8 +14,9 @@ optim_grads_params, always M (N - 1)/N    2M (N - 1)/N 3M (N - 1)/N
 optim_grads_params, never  M (N - 1)/N    (N - 1)/N    (M + 1) (N - 1)/N
 ========================== ============== ============ ===================
 
-With R replicas of N ranks, optim_grads_params sums each rank's part of the gradient, 1/N, over them once a step: 2 (R - 1)/R of it.
-Gradients travel in the dtype of the main parameters, parameters in the model's.
+With --fsdp-reduce-once gradients are sent once instead of M times. With R replicas of N ranks, optim_grads_params sums each rank's
+part of the gradient, 1/N, over them once a step: 2 (R - 1)/R of it. Gradients travel in the dtype of the main parameters,
+parameters in the model's.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megatron.config.parallel import FsdpReshard
 from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan
-from megatron.data_parallel.fsdp_plan import UnitPlan, padded_part
+from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, padded_part
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
 
@@ -95,7 +95,7 @@ def bucket_traffic(
 
 
 def fsdp_traffic(
-    units: Iterable[UnitPlan], context: ParallelContext, reshard: FsdpReshard, dtype: torch.dtype, num_microbatches: int
+    units: Iterable[UnitPlan], context: ParallelContext, policy: FsdpPolicy, dtype: torch.dtype, num_microbatches: int
 ) -> list[Sent]:
     """What is sent for parameters under `fully_shard`.
 
@@ -106,11 +106,11 @@ def fsdp_traffic(
     over = axes_in_words(GRADIENT_AXES, context)
     part = sum(padded_part(entry, ranks) for unit in units for entry in unit.entries)
     once = (ranks - 1) * part
-    gathered = (2 * num_microbatches if reshard == "always" else 1) * once
+    gathered = (2 * num_microbatches if policy.reshard == "always" else 1) * once
     within = over if replicas == 1 else f"{ranks} ranks of {over}"
     return joined(
         [
-            _gradients(within, num_microbatches * once, dtype),
+            _gradients(within, (1 if policy.reduce_once else num_microbatches) * once, dtype),
             Sent(within, "parameters", gathered * dtype.itemsize),
             _gradients(f"{replicas} replicas in {over}", 2 * (replicas - 1) * part // replicas, dtype),
         ]

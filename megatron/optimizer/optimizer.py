@@ -40,7 +40,8 @@ class ShardedOptimizer:
         self.num_updates = 0
         """Updates made so far, also before a resume. (The moments are loaded in place.)"""
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-        chosen = {id(self.shards[index]) for index in choose_offloaded([shard.grad.numel() for shard in self.shards], fraction)}
+        movable = [shard for shard in self.shards if not shard.on_host]
+        chosen = {id(movable[index]) for index in choose_offloaded([shard.grad.numel() for shard in movable], fraction)}
         if staged is None:
             staged = context.device.type not in ("cpu", "meta")
         link = Link(context.device) if chosen and staged else None

@@ -28,7 +28,8 @@ class OptimizerState:
     def memory(self, shards: Iterable[ShardSize]) -> StateMemory:
         """Memory of main parameters and moments, and of the host's copies of gradients."""
         shards = list(shards)
-        offloaded = choose_offloaded([shard.numel for shard in shards], self._fraction)
+        movable = [index for index, shard in enumerate(shards) if not shard.on_host]
+        offloaded = {movable[index] for index in choose_offloaded([shards[index].numel for index in movable], self._fraction)}
         total = StateMemory()
         for index, shard in enumerate(shards):
             staged = index in offloaded and self._staged
@@ -36,7 +37,7 @@ class OptimizerState:
             one = _buffer(shard.numel, shard.main_dtype.itemsize, on_host=index in offloaded)
             total += StateMemory(
                 main_params=one if shard.dtype != shard.main_dtype or staged else Bytes(),
-                moments=_buffer(shard.numel, num_moments * shard.main_dtype.itemsize, on_host=index in offloaded),
+                moments=_buffer(shard.numel, num_moments * shard.main_dtype.itemsize, on_host=shard.on_host or index in offloaded),
                 buffers=one if staged else Bytes(),
             )
         return total

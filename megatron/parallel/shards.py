@@ -46,6 +46,8 @@ class Shard:
     be in this copy alone."""
     alone: bool = False
     """Whether the rank holds nothing else of the parameter, and gathers it where it is used."""
+    on_host: bool = False
+    """Whether weights and gradient are in host memory, and with them the optimizer's state."""
     main: torch.Tensor = field(init=False)
     """The main parameter, in float32 or wider: the weights themselves where dtypes agree, else a copy, perhaps on the host. Set by
     the optimizer."""

@@ -13,7 +13,7 @@ from torch import nn
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.buckets import Buckets
-from megatron.data_parallel.fsdp_plan import is_fully_sharded
+from megatron.data_parallel.fsdp_plan import FsdpPolicy, is_fully_sharded
 from megatron.data_parallel.provider import Inspect, Provider
 from megatron.data_parallel.traffic import StepSums
 from megatron.metrics.timers import Timers
@@ -325,6 +325,6 @@ def make_providers(model: Model, context: ParallelContext, config: ParallelConfi
         from megatron.data_parallel.fsdp import FullyShardedParams  # a second of imports, only for those who need it
 
         chunks = {number: (chunk, chunk.units()) for number, chunk in model.chunks.items()}
-        reshard = config.fsdp_reshard_after_forward
-        providers.append(FullyShardedParams(inside, chunks, context, dtype=model.dtype, fill=values, reshard=reshard))
+        policy = FsdpPolicy.of(config)
+        providers.append(FullyShardedParams(inside, chunks, context, dtype=model.dtype, fill=values, policy=policy))
     return providers

@@ -45,6 +45,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "optim_grads_params, pipeline": (4, {**ZERO3, **STAGED, "num_virtual_stages_per_pipeline_rank": 2}),
     "optim_grads_params, never": (2, {**ZERO3, "fsdp_reshard_after_forward": "never"}),
     "optim_grads_params, replicas": (4, {**ZERO3, "fsdp_shard_size": 2}),
+    "optim_grads_params, host, once": (4, {**ZERO3, **STAGED, "fsdp_params_cpu": True, "fsdp_reduce_once": True}),
     "host memory": (2, {"data_parallel_sharding_strategy": "optim_grads", "optimizer_cpu_offload": True, **OVERLAP}),
     "half in host memory": (2, {**ZERO3, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}),
 }

@@ -43,7 +43,7 @@ STYLES: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
     },
 }
-"""Two tensor ranks pad the vocabulary: to 80 and to 60 rows. Neither 33 positions nor 59 rows of the vocabulary divide by data ranks."""
+"""Two tensor ranks pad the vocabulary: to 80 and to 60 rows. Data ranks divide neither 33 positions nor the 59 rows without."""
 AXES = {
     "groups": tuple(GROUPS),
     "style": tuple(STYLES),
@@ -53,6 +53,8 @@ AXES = {
     "offload": (None, 0.4, 1.0),
     "ddp_bucket_size": (None, 1500),
     "fsdp_shard_size": (None, 2),
+    "fsdp_params_cpu": (False, True),
+    "fsdp_reduce_once": (False, True),
     "use_tp_pp_dp_mapping": (False, True),
 }
 
@@ -60,7 +62,8 @@ AXES = {
 def possible(case: Case) -> bool:
     """What the rules between settings accept."""
     fsdp = case["data_parallel_sharding_strategy"] == "optim_grads_params"
-    return not (fsdp and case["groups"] == "pp, V") and (fsdp or case["fsdp_shard_size"] is None)
+    plain = case["fsdp_shard_size"] is None and not case["fsdp_params_cpu"] and not case["fsdp_reduce_once"]
+    return not (fsdp and case["groups"] == "pp, V") and (fsdp or plain)
 
 
 def loaded(case: Case, world_size: int, **changes: Any) -> LoadedConfig:
@@ -91,9 +94,12 @@ def kept(context: ParallelContext, one: LoadedConfig, *, staged: bool) -> dict[s
         providers, made = step.providers, step.optimizer
     device, host = state_held_by(made, one.config.optimizer)
     held = [held_by(provider) for provider in providers]
+    places = (False, True)
+    parameters = {place: num_bytes(t for one in held if one.on_host == place for t in one.parameters) for place in places}
+    gradients = {place: num_bytes(t for one in held if one.on_host == place for t in one.gradients) for place in places}
     return {
-        "parameters": (num_bytes(t for one in held for t in one.parameters), 0),
-        "gradients": (num_bytes(t for one in held for t in one.gradients), 0),
+        "parameters": (parameters[False], parameters[True]),
+        "gradients": (gradients[False], gradients[True]),
         "main_params": (sum(device.main_params), sum(host.main_params)),
         "moments": (sum(device.moments), sum(host.moments)),
     }

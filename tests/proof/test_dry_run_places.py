@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
         "ddp_bucket_size": 20000,
     },
     "offloaded": {"data_parallel_sharding_strategy": "optim_grads", "optimizer_cpu_offload": True},
-    "in parts, some empty": {"data_parallel_sharding_strategy": "optim_grads_params", "normalization": "RMSNorm"},
+    "in parts, some empty": {"data_parallel_sharding_strategy": "optim_grads_params", "fsdp_params_cpu": True},
     "in parts": {
         "data_parallel_sharding_strategy": "optim_grads_params",
         "fsdp_shard_size": 2,

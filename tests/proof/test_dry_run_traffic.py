@@ -80,6 +80,8 @@ CASES: dict[str, dict[str, Any]] = {
         "fsdp_shard_size": 2,
         "untie_embeddings_and_output_weights": True,
         "make_vocab_size_divisible_by": 3,
+        "fsdp_reduce_once": True,
+        "fsdp_params_cpu": True,
         "log_num_zeros_in_grad": True,
     },
 }

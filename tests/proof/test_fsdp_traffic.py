@@ -19,11 +19,11 @@ from tests.support.held import held_by
 
 
 def traced(
-    context: ParallelContext, reshard: FsdpReshard, memory: MemoryConfig | None = None
+    context: ParallelContext, reshard: FsdpReshard, memory: MemoryConfig | None = None, **policy: bool
 ) -> tuple[list[tuple[Any, ...]], list[int]]:
     """Collectives of a step with the begin of each unit's computations among them; and the elements of each unit's shards."""
     model = build(context, dtype=torch.bfloat16, memory=memory)
-    provider = shard(model, context, reshard)
+    provider = shard(model, context, reshard, **policy)
     trace = Trace(context.fsdp_shard.size)
     chunk = model.chunks[0]
 
@@ -44,17 +44,23 @@ def traced(
     return trace.events, [sum(s.weights.numel() for s in group.shards) for group in provider.groups]
 
 
-@pytest.mark.parametrize("reshard", ["always", "never"])
+POLICIES: dict[str, dict[str, bool]] = {"each": {}, "once": {"reduce_once": True}, "host": {"params_cpu": True}}
+
+
+@pytest.mark.parametrize(
+    ("reshard", "policy"), [("always", "each"), ("never", "each"), ("always", "once"), ("never", "once"), ("always", "host")]
+)
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)], ids=["all", "hybrid"])
-def test_what_a_step_sends(reshard: FsdpReshard, ranks: int, size: int) -> None:
-    """In elements of the model, times (N - 1) / N: 3M, or M + 1; and this rank's part once over the replicas."""
-    for events, parts in in_world(Topology(dp=ranks), partial(traced, reshard=reshard), size):
+def test_what_a_step_sends(reshard: FsdpReshard, policy: str, ranks: int, size: int) -> None:
+    """In elements of the model, times (N - 1) / N: 3M, or M + 1, reduced once 2M + 1, or 2; this rank's part once over the replicas."""
+    reductions = 1 if policy == "once" else MICROBATCHES
+    for events, parts in in_world(Topology(dp=ranks), partial(traced, reshard=reshard, **POLICIES[policy]), size):
         gathered = [(n, dtype) for kind, n, dtype in events if kind == "gather"]
         scattered = [(n, dtype) for kind, n, dtype in events if kind == "scatter"]
         reduced = [n for kind, n, _ in events if kind == "reduce"]
         elements = size * sum(parts)
         assert sum(n for n, _ in gathered) == elements * (2 * MICROBATCHES if reshard == "always" else 1)
-        assert sum(n for n, _ in scattered) == elements * MICROBATCHES
+        assert sum(n for n, _ in scattered) == elements * reductions
         assert {dtype for _, dtype in gathered} == {torch.bfloat16} and {dtype for _, dtype in scattered} == {torch.float32}
         assert sorted(reduced) == (sorted(parts) if ranks > size else [])
 

@@ -87,6 +87,25 @@ def test_gathering_late_changes_no_bit(sharding: str) -> None:
     assert_same_bits(trained("pp2-dp2", "bfloat16", MICROBATCHES, sharding, overlap_param_gather=True), waiting)
 
 
+@pytest.mark.parametrize(("where", "settings"), [("dp3", {}), ("pp2-dp2-interleaved", {"fsdp_reshard": "never", "offload": 0.5})])
+def test_parameters_in_host_memory_change_no_bit(where: str, settings: dict[str, Any]) -> None:
+    here = trained(where, "bfloat16", MICROBATCHES, "optim_grads_params", **settings)
+    assert_same_bits(trained(where, "bfloat16", MICROBATCHES, "optim_grads_params", **settings, params_cpu=True), here)
+
+
+def test_with_one_microbatch_reducing_once_changes_no_bit() -> None:
+    each = trained("dp3", "bfloat16", 1, "optim_grads_params")
+    assert_same_bits(trained("dp3", "bfloat16", 1, "optim_grads_params", reduce_once=True), each)
+
+
+def test_reduced_once_gradients_add_up_as_in_whole_buckets() -> None:
+    """Over the microbatches in float32, and then over the ranks: on two of these, whose sum has one order, as without sharding."""
+    once = trained("dp2", "bfloat16", MICROBATCHES, "optim_grads_params", reduce_once=True)
+    whole = trained("dp2", "bfloat16", MICROBATCHES, "no_shard")
+    for name, gradient in whole.first_gradients.items():
+        assert torch.equal(once.first_gradients[name], gradient), name
+
+
 @pytest.mark.parametrize("sharding", ["optim_grads", "optim_grads_params"])
 @pytest.mark.parametrize("where", ["dp3", "tp2-dp2-sp", "pp2-dp2"])
 def test_elsewhere_only_the_order_of_float32_sums_differs(where: str, sharding: str) -> None:

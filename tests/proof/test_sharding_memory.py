@@ -236,6 +236,16 @@ def test_two_units_are_gathered_at_a_time(steps: int) -> None:
         assert all(0 < others < (2 + 4) * found.largest + 1000 for others in found.others)
 
 
+def test_gradients_that_are_reduced_once_stay_whole_until_the_last_microbatch() -> None:
+    """All of the rank's, in float32, from the first backward on; after the step none. The plan has room for them."""
+    settings = layout(2, "optim_grads_params", reduce_once=True)
+    for found in seen(settings, steps=1):
+        whole = 2 * found.after["gradients"]
+        units = len(found.during) // (SEQUENCES // 2)
+        assert all(moment["buffers"] == 0 for moment in (*found.during[:units], found.after))
+        assert all(moment["buffers"] == whole for moment in found.during[units:])
+
+
 def test_units_that_are_not_freed_stay_until_the_step_is_through() -> None:
     """--fsdp-reshard-after-forward never: all are gathered from the first forward to the last backward, and none afterwards."""
     settings = layout(2, "optim_grads_params", fsdp_reshard="never")

@@ -34,6 +34,7 @@ BASE: dict[str, Any] = {
 SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 STAGED = {"num_layers": 4, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"}
 UNTIED = {"untie_embeddings_and_output_weights": True}
+HOST = {"fsdp_params_cpu": True, "fsdp_reduce_once": True}
 OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 
 RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -46,6 +47,7 @@ RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "optim_grads_params, never": (2, "optim_grads_params", {"fsdp_reshard_after_forward": "never"}),
     "optim_grads_params, replicas": (4, "optim_grads_params", {"fsdp_shard_size": 2}),
     "optim_grads_params, offload": (2, "optim_grads_params", OFFLOAD),
+    "optim_grads_params, host, uneven": (3, "optim_grads_params", {**HOST, "global_batch_size": 6}),
 }
 
 

@@ -97,6 +97,9 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "optim_grads, waiting": ({"overlap": False}, lambda n, m: (m + 1) * (n - 1) / n),
     "optim_grads_params": ({}, lambda n, m: 3 * m * (n - 1) / n),
     "optim_grads_params, never": ({"fsdp_reshard": "never"}, lambda n, m: (m + 1) * (n - 1) / n),
+    "optim_grads_params, once": ({"reduce_once": True}, lambda n, m: (2 * m + 1) * (n - 1) / n),
+    "optim_grads_params, never and once": ({"fsdp_reshard": "never", "reduce_once": True}, lambda n, m: 2 * (n - 1) / n),
+    "optim_grads_params, host": ({"params_cpu": True}, lambda n, m: 3 * m * (n - 1) / n),
 }
 """Settings, and what a rank sends in elements of the model, on n data ranks with m microbatches."""
 

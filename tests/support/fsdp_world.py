@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.config.memory import MemoryConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig
 from megatron.data_parallel.fsdp import FullyShardedParams
-from megatron.data_parallel.fsdp_plan import is_fully_sharded
+from megatron.data_parallel.fsdp_plan import FsdpPolicy, is_fully_sharded
 from megatron.data_parallel.provider import Inspect
 from megatron.memory.recompute import keeping
 from megatron.model.build import Model, build_model
@@ -61,10 +61,12 @@ def build(
     )
 
 
-def shard(model: Model, context: ParallelContext, reshard: FsdpReshard = "always") -> FullyShardedParams:
+def shard(model: Model, context: ParallelContext, reshard: FsdpReshard = "always", **policy: bool) -> FullyShardedParams:
     entries = [entry for entry in model.params if is_fully_sharded(entry, context)]
     chunks = {number: (chunk, chunk.units()) for number, chunk in model.chunks.items()}
-    return FullyShardedParams(entries, chunks, context, dtype=model.dtype, fill=partial(fill, seed=SEED), reshard=reshard)
+    return FullyShardedParams(
+        entries, chunks, context, dtype=model.dtype, fill=partial(fill, seed=SEED), policy=FsdpPolicy(reshard, **policy)
+    )
 
 
 def in_world(topology: Topology, function: Callable[[ParallelContext], Any], fsdp_shard_size: int | None = None) -> list[Any]:

@@ -35,6 +35,8 @@ class HeldTensors:
     gradients: list[torch.Tensor] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
     """Memory that tensors only pass through: gradients of a bucket before they are reduced, and those that FSDP has not taken."""
+    on_host: bool = False
+    """Whether parameters (but for gathered ones) and gradients are in host memory."""
 
 
 def held_by(provider: Provider) -> HeldTensors:
@@ -47,7 +49,9 @@ def held_by(provider: Provider) -> HeldTensors:
         )
     assert isinstance(provider, FullyShardedParams)
     held = HeldTensors(
-        [shard.weights for group in provider.groups for shard in group.shards], [unit.grads for unit in provider._units]
+        [shard.weights for group in provider.groups for shard in group.shards],
+        [unit.grads for unit in provider._units],
+        on_host=any(unit._policy.params_cpu for unit in provider._units),
     )
     for unit in provider._units:
         held.parameters += [param.detach() for param in unit._gathered if param.untyped_storage().size()]
@@ -70,11 +74,12 @@ class HeldState:
 def state_held_by(optimizer: ShardedOptimizer, config: OptimizerConfig) -> tuple[HeldState, HeldState]:
     """What is kept on the device, and in the host memory that offloading takes."""
     fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-    chosen = choose_offloaded([shard.grad.numel() for shard in optimizer.shards], fraction)
+    movable = [shard for shard in optimizer.shards if not shard.on_host]
+    chosen = {id(movable[index]) for index in choose_offloaded([shard.grad.numel() for shard in movable], fraction)}
     placements = list(itertools.chain.from_iterable(optimizer._placements))
     found = []
     for on_host in (False, True):
-        shards = [shard for index, shard in enumerate(optimizer.shards) if (index in chosen) == on_host]
+        shards = [shard for shard in optimizer.shards if (shard.on_host or id(shard) in chosen) == on_host]
         copies = [shard.main for shard in shards if shard.main is not shard.weights]
         moments = [moment for shard in shards for moment in shard.moments.values()]
         staging = [one for one in placements if isinstance(one, OnHost) and on_host]

@@ -60,6 +60,8 @@ class Layout:
     fsdp_shard_size: int | None = None
     fsdp_reshard: FsdpReshard = "always"
     loss_chunk_tokens: int | None = None
+    reduce_once: bool = False
+    params_cpu: bool = False
     offload: float | None = None
     """Share of main parameters and moments in host memory."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -151,6 +153,8 @@ def parallel_config(layout: Layout) -> ParallelConfig:
         overlap_param_gather=layout.overlap_param_gather,
         fsdp_shard_size=layout.fsdp_shard_size,
         fsdp_reshard_after_forward=layout.fsdp_reshard,
+        fsdp_reduce_once=layout.reduce_once,
+        fsdp_params_cpu=layout.params_cpu,
     )
 
 

@@ -101,6 +101,8 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "pipeline_model_parallel_layout": ("EttL", "Et|t|tL", "E|ttL", "Et|L|t", "(Et|)*2L", "Et*3"),
     "data_parallel_sharding_strategy": ("optim_grads_params", "optim"),
     "fsdp_shard_size": (2, 3),
+    "fsdp_reduce_once": (True,),
+    "fsdp_params_cpu": (True,),
     "overlap_param_gather": (True,),
     "recompute_granularity": ("full", "selective"),
     "recompute_modules": (("mlp", "mlp_act"), ("layernorm",)),

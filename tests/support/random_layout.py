@@ -40,6 +40,7 @@ def draw_sharding(draw: Draw, dp: int) -> dict[str, Any]:
             settings["fsdp_shard_size"] = one_of(draw, *(size for size in range(1, dp + 1) if dp % size == 0))
         if chance(draw, 2):
             settings["fsdp_reshard_after_forward"] = "never"
+        settings |= switches(draw, "fsdp_reduce_once", "fsdp_params_cpu")
     settings |= switches(draw, "overlap_grad_reduce")
     settings["ddp_bucket_size"] = one_of(draw, None, 1, 300, 700, 3000)
     if chance(draw, 4):

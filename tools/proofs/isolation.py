@@ -25,6 +25,8 @@ _UNSHARDED: dict[str, Any] = {
     "use_distributed_optimizer": False,
     "fsdp_shard_size": None,
     "fsdp_reshard_after_forward": "always",
+    "fsdp_reduce_once": False,
+    "fsdp_params_cpu": False,
     "overlap_param_gather": False,
 }
 _LEFT_OUT: dict[str, dict[str, Any]] = {
@@ -33,6 +35,8 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     "--overlap-param-gather": {"overlap_param_gather": False},
     "--overlap-p2p-communication": {"overlap_p2p_communication": False},
     "--data-parallel-sharding-strategy {parallel.sharding}": _UNSHARDED,
+    "--fsdp-reduce-once": {"fsdp_reduce_once": False},
+    "--fsdp-params-cpu": {"fsdp_params_cpu": False},
     "--use-tp-pp-dp-mapping": {"use_tp_pp_dp_mapping": False},
     "--rampup-batch-size": {"rampup_batch_size": None},
     "--reset-attention-mask, --reset-position-ids and --eod-mask-loss": {

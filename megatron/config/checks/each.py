@@ -95,7 +95,8 @@ def notes(config: Config, world_size: int) -> list[str]:
     ]
     by_blocks = parallel.sharding == "optim_grads_params" and data_ranks > 1 and parallel.fsdp_shard_size != 1
     left = left_to_buckets(config) if by_blocks else []
-    for field, instead in _ALWAYS.items():
+    instead_of = _ALWAYS | (_ON_HOST if parallel.fsdp_params_cpu else {})
+    for field, instead in instead_of.items():
         if by_blocks and is_changed(config, field):
             effect = f"acts only on {', '.join(left)}" if left else "has no effect"
             found.append(f"{shown(config, field)} {effect}: with optim_grads_params {instead}.")
@@ -108,6 +109,10 @@ _ALWAYS = {
     "ddp_bucket_size": "the parameters of a block are always sent together",
 }
 """Settings of buckets, and what optim_grads_params does instead."""
+
+
+_ON_HOST = {"optimizer_cpu_offload": "--fsdp-params-cpu keeps the whole state of a block in host memory"}
+"""The same with --fsdp-params-cpu."""
 
 
 def _look_up(config: Config, **counted: int) -> Callable[[str], Any]:

@@ -539,6 +539,16 @@ CASES: list[Case] = [
         ["--fsdp-reshard-after-forward never would have no effect"],
         ["--data-parallel-sharding-strategy optim_grads_params"],
     ),
+    *(
+        (
+            f"{flag} --data-parallel-sharding-strategy optim",
+            2,
+            {flag},
+            [f"{flag} would have no effect"],
+            ["--data-parallel-sharding-strategy optim_grads_params"],
+        )
+        for flag in ("--fsdp-reduce-once", "--fsdp-params-cpu")
+    ),
     (
         "--overlap-param-gather --overlap-grad-reduce",
         1,

@@ -179,6 +179,34 @@ def test_units_at_work(reshard: FsdpReshard) -> None:
     assert memory.buffers.total == 2 * gathered + 4 * (2 * block + block // 8)
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_gradients_that_are_reduced_once_wait_as_a_whole(microbatches: int) -> None:
+    """With several microbatches. The last backward leaves the output first, and its copy is larger than a block's is."""
+    hidden = MODEL.hidden_size
+    large = replace(MODEL, make_vocab_size_divisible_by=16 * 512)
+    block, last = 12 * hidden**2 + 13 * hidden, 16 * 512 * hidden + 2 * hidden
+    parallel = strategy("optim_grads_params", fsdp_reduce_once=True)
+    memory = reported(Topology(dp=8), 0, parallel, config=large, microbatches=microbatches).memory
+    waiting = last if microbatches == 1 else 2 * last + MODEL.seq_length * hidden - 2 * hidden + 2 * block
+    assert memory.buffers.total == 2 * (block + last) + 4 * (waiting + last + last // 8)
+
+
+def test_what_is_sharded_in_host_memory() -> None:
+    """Parameters, gradients and moments: as much as before. What is left to buckets stays, or is offloaded by itself."""
+    tied, parallel = replace(MODEL, untie_embeddings_and_output_weights=False), strategy("optim_grads_params")
+    for optimizer in (OptimizerConfig(), OptimizerConfig(optimizer_cpu_offload=True)):
+        here = reported(Topology(dp=4), 1, parallel, config=tied).memory
+        memory = reported(Topology(dp=4), 1, replace(parallel, fsdp_params_cpu=True), config=tied, optimizer=optimizer).memory
+        table = VOCAB * MODEL.hidden_size
+        assert memory.parameters == Bytes(2 * table, here.parameters.total - 2 * table)
+        assert memory.gradients == Bytes(table, here.gradients.total - table)
+        assert (memory.moments.total, memory.main_params.total) == (here.moments.total, here.main_params.total)
+        offloaded = optimizer.optimizer_cpu_offload
+        assert (memory.moments.device, memory.main_params.device) == ((0, 0) if offloaded else (2 * table, table))
+        largest = 4 * MODEL.hidden_size**2 // 4 * 4  # a gradient on its way
+        assert memory.buffers == Bytes(here.buffers.device, largest + (table if offloaded else 0))
+
+
 # ---- what is sent
 
 
@@ -193,6 +221,8 @@ def test_a_step_sends_what_the_formulas_say(ranks: int, microbatches: int) -> No
         (strategy("optim_grads"), microbatches, 1),
         (strategy("optim_grads_params"), microbatches, 2 * microbatches),
         (strategy("optim_grads_params", fsdp_reshard_after_forward="never"), microbatches, 1),
+        (strategy("optim_grads_params", fsdp_reduce_once=True), 1, 2 * microbatches),
+        (strategy("optim_grads_params", fsdp_reshard_after_forward="never", fsdp_reduce_once=True), 1, 1),
     ]
     for parallel, reduced, gathered in cases:
         sent = reported(Topology(dp=ranks), 0, parallel, microbatches=microbatches).sent
