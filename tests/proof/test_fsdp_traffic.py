@@ -44,7 +44,7 @@ def traced(
     return trace.events, [sum(s.weights.numel() for s in group.shards) for group in provider.groups]
 
 
-POLICIES: dict[str, dict[str, bool]] = {"each": {}, "once": {"reduce_once": True}, "host": {"params_cpu": True}}
+POLICIES: dict[str, dict[str, Any]] = {"each": {}, "once": {"reduce_once": True}, "host": {"params_cpu": True}}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ POLICIES: dict[str, dict[str, bool]] = {"each": {}, "once": {"reduce_once": True
 )
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)], ids=["all", "hybrid"])
 def test_what_a_step_sends(reshard: FsdpReshard, policy: str, ranks: int, size: int) -> None:
-    """In elements of the model, times (N - 1) / N: 3M, or M + 1, reduced once 2M + 1, or 2; this rank's part once over the replicas."""
+    """In elements of the model, times (N - 1) / N: 3M, or M + 1; reduced once, 2M + 1 or 2. Over the replicas, each part once."""
     reductions = 1 if policy == "once" else MICROBATCHES
     for events, parts in in_world(Topology(dp=ranks), partial(traced, reshard=reshard, **POLICIES[policy]), size):
         gathered = [(n, dtype) for kind, n, dtype in events if kind == "gather"]
