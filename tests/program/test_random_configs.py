@@ -64,6 +64,7 @@ _WANTED = [
     *("learned_absolute", "group_query_attention", "kv_channels", "use_rope_scaling", "disable_bias_linear", "add_qkv_bias"),
     *("untie_embeddings_and_output_weights", "rampup_batch_size", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
     *("sgd", "adam", "WSD", "cosine", "inverse-square-root", "constant", "train_samples", "iterations_to_skip"),
+    *("loss_chunk_tokens", "z_loss_coeff"),
 ]
 """Settings that are on, and choices, that must occur among the lines that can be run."""
 
@@ -72,7 +73,7 @@ def _looked_for(config: Config) -> Iterator[str]:
     parallel, optimizer = config.parallel, config.optimizer
     yield from (parallel.schedule, parallel.sharding, parallel.pipeline_split, parallel.fsdp_reshard_after_forward)
     yield from (optimizer.optimizer, optimizer.lr_decay_style, config.model.normalization, config.model.position_embedding_type)
-    for topic in (parallel, optimizer, config.model, config.training, config.precision, config.data):
+    for topic in (parallel, optimizer, config.model, config.training, config.precision, config.memory, config.data):
         yield from (field for field, value in vars(topic).items() if value)
 
 

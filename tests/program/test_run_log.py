@@ -210,3 +210,16 @@ def test_norms_do_not_depend_on_the_loss_scale(tmp_path: Path) -> None:
     names = [name for name in single if "norm" in name]
     assert "grad_norm" in names and "grad-norm/embedding" in names
     assert [half[name] for name in names] == pytest.approx([single[name] for name in names], rel=0.01)
+
+
+def test_the_z_loss_has_a_field_of_its_own(tmp_path: Path) -> None:
+    """Of a layout with chunks as of one rank; the loss beside it is the cross entropy."""
+    switches = {"fp64": True, "train_iters": 1, "seq_length": 8, "z_loss_coeff": 0.01}
+    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "loss_chunk_tokens": 3}
+    said = run(arguments(**switches, metrics_file=tmp_path / "one"))
+    run(arguments(**switches, **layout, metrics_file=tmp_path / "four"), 4)
+    run(arguments(**switches | {"z_loss_coeff": 0.0}, metrics_file=tmp_path / "without"))
+    one, four, without = (read_metrics(tmp_path / name)[0] for name in ("one", "four", "without"))
+    assert "z_loss" not in without and one["lm_loss"] == without["lm_loss"]
+    assert four["z_loss"] == pytest.approx(one["z_loss"], rel=1e-12) and four["lm_loss"] == pytest.approx(one["lm_loss"], rel=1e-12)
+    assert f"| z loss: {one['z_loss']:.6E} |" in said

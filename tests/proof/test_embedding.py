@@ -12,16 +12,20 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.model import ModelConfig
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.params import ParamTable, materialize
+from megatron.parallel.products import add_rows
 from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
+from megatron.planner.kernel_memory import CudaKernels
+from megatron.planner.storages import StorageLedger
 from megatron.spec.weights import Init, padded_vocab_size, vocabulary
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
 from tests.support.lone_rank import CPU, lone_rank
-from tests.support.sinks import sink_over
+from tests.support.sinks import sink_over, summed
 from tests.support.warm import run_forked_ranks
 
 HIDDEN, SEQ, BATCH = 4, 6, 2
@@ -150,3 +154,37 @@ def test_rows_are_looked_up_in_any_shape() -> None:
     assert torch.equal(lookup(torch.tensor([[1], [2]]), weight), weight[1:3].unsqueeze(1))
     with pytest.raises(IndexError):
         lookup(torch.tensor([5]), weight)
+
+
+def test_no_tensor_of_the_tables_size_is_made() -> None:
+    """Backward adds rows into the gradient, and writes the same bits each time."""
+    found = []
+    for _ in range(2):
+        with StorageLedger() as ledger:
+            weight = nn.Parameter(torch.zeros(10_000, 16, dtype=torch.bfloat16))
+            weight.grad_sink = sink_over(torch.zeros(10_000, 16))  # type: ignore[attr-defined]
+            ids = torch.randint(10_000, (64, 2), generator=torch.Generator().manual_seed(1)).clamp(max=200)
+            rows = lookup(ids, weight)
+            gradient = torch.linspace(-1, 1, rows.numel()).view(rows.shape).bfloat16()
+            ledger.cut()
+            rows.backward(gradient)
+            assert ledger.cut().peak <= 2 * rows.numel() * 4
+        found.append(summed(weight.grad_sink))  # type: ignore[attr-defined]
+    assert torch.equal(*found) and found[0].any()
+
+
+def test_on_cuda_rows_are_added_in_order_and_nothing_waits() -> None:
+    """By the operation that sorts the ids, without its check, for which the host would wait. (It also runs on CPU.)"""
+    called: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    into, ids, rows = values(5, 3, key=1), torch.tensor([4, 1, 4]), values(3, 3, key=2)
+    expected = into.index_add(0, ids, rows)
+    with Watch(), CudaKernels():
+        add_rows(into, ids, rows)
+    assert called == ["aten::_index_put_impl_"]
+    torch.testing.assert_close(into, expected, rtol=1e-14, atol=1e-14)

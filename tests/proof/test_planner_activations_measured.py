@@ -93,6 +93,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"sequence_parallel": True, "bf16": True, **selective("layernorm", "mlp"), **TP2, **LLAMA},
     ),
+    "gpt, loss in chunks, z-loss": (1, {"loss_chunk_tokens": 300, "z_loss_coeff": 0.1, "vocab_size": 4000}),
+    "gpt, whole loss, z-loss, fp16": (1, {"loss_chunk_tokens": 0, "z_loss_coeff": 0.1, "fp16": True, "vocab_size": 4000}),
+    "llama, loss in chunks, gpipe, bf16": (
+        2,
+        {"loss_chunk_tokens": 256, "vocab_size": 4000, "pipeline_schedule": "gpipe", "bf16": True, **PP2, **LLAMA},
+    ),
+    "gpt, loss in chunks, sequence parallel, zb-h1": (
+        4,
+        {"loss_chunk_tokens": 100, "vocab_size": 4000, "sequence_parallel": True, "pipeline_schedule": "zb-h1", **TP2, **PP2},
+    ),
     "gpt, optim_grads": (2, {SHARDING: "optim_grads"}),
     "llama, optim_grads_params": (2, {SHARDING: "optim_grads_params", **LLAMA}),
 }

@@ -104,6 +104,8 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "fsdp_reduce_once": (True,),
     "fsdp_params_cpu": (True,),
     "overlap_param_gather": (True,),
+    "loss_chunk_tokens": (0, 1, 7),
+    "z_loss_coeff": (0.01,),
     "recompute_granularity": ("full", "selective"),
     "recompute_modules": (("mlp", "mlp_act"), ("layernorm",)),
     "recompute_num_layers": (2, 9),

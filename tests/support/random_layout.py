@@ -64,6 +64,7 @@ def draw_memory(draw: Draw, pp: int, num_layers: int) -> dict[str, Any]:
         settings["recompute_modules"] = one_of(
             draw, None, ("layernorm",), ("layernorm", "mlp_act"), ("core_attn", "layernorm", "mlp")
         )
+    settings["loss_chunk_tokens"] = one_of(draw, None, None, 0, 1, 5, 16, 1000)
     return settings
 
 

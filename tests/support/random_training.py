@@ -21,6 +21,8 @@ def draw_training(draw: Draw, dp: int) -> dict[str, Any]:
     settings |= {"mock_data": True, "num_workers": one_of(draw, 0, 0, 2)}
     settings |= switches(draw, "reset_position_ids", "reset_attention_mask", "eod_mask_loss", one_in=3)
     settings["seed"] = one_of(draw, None, 1, 2)
+    if chance(draw, 3):
+        settings["z_loss_coeff"] = one_of(draw, 1e-4, 0.1)
     if chance(draw, 6):
         settings["iterations_to_skip"] = (1,)
     return settings

@@ -32,7 +32,15 @@ from tools.proofs.small_layout import (
     sizes_of,
     with_pattern,
 )
-from tools.proofs.small_model import Cuts, padding_of, reduced_model, reduced_rates, reduced_training, reduced_vocabulary
+from tools.proofs.small_model import (
+    Cuts,
+    padding_of,
+    reduced_loss,
+    reduced_model,
+    reduced_rates,
+    reduced_training,
+    reduced_vocabulary,
+)
 
 _MOST_BUCKETS = 8
 
@@ -83,10 +91,11 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
         parallel, ddp_bucket_size=_bucket(config, vocab_size, whole, count_parameters(model, rows), sizes)
     )
     after = pattern_of(model, parallel, rows)
+    chunk = reduced_loss(config, vocab_size, whole.tp, training.micro_batch_size * model.seq_length)
     small = dataclasses.replace(
         config,
         model=model,
-        memory=reduced_memory(config.memory, before, after),
+        memory=dataclasses.replace(reduced_memory(config.memory, before, after), loss_chunk_tokens=chunk),
         training=training,
         optimizer=reduced_rates(config, training, steps),
         parallel=parallel,

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
+from megatron.spec.weights import padded_vocab_size
+from megatron.tensor_parallel.chunked_loss import chosen_chunk
 from megatron.verification.reference.training import batch_size
 
 _MOST_QUERIES = 4
@@ -129,6 +131,8 @@ _MOST_CLIP = 0.05
 """The largest norm of the gradient after clipping. Small models have larger norms, so clipping is seen to act."""
 _MOST_SAMPLES = 2
 """The most samples of a microbatch."""
+_MOST_CHUNKS = 3
+"""The most chunks of a loss."""
 
 
 def reduced_training(training: TrainingConfig, pp: int, dp: int, small_pp: int, small_dp: int, steps: int) -> TrainingConfig:
@@ -168,6 +172,21 @@ def reduced_training(training: TrainingConfig, pp: int, dp: int, small_pp: int, 
         exit_interval=None,
         exit_duration_in_mins=None,
     )
+
+
+def reduced_loss(config: Config, vocab_size: int, tp: int, small_tokens: int) -> int | None:
+    """--loss-chunk-tokens of the small run: a whole loss stays whole, and one in chunks has as many, up to three.
+
+    Args:
+        config: before.
+        vocab_size: rows of the word embedding, before.
+        tp: tensor size, before.
+        small_tokens: tokens of a microbatch, after.
+    """
+    given, tokens = config.memory.loss_chunk_tokens, config.training.micro_batch_size * config.model.seq_length
+    columns = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, tp) // tp
+    size = chosen_chunk(tokens, columns) if given is None else given
+    return -(-small_tokens // min(_MOST_CHUNKS, -(-tokens // size))) if size else given
 
 
 def _microbatches(count: int, pp: int, small_pp: int) -> int:

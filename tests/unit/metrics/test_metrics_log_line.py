@@ -35,11 +35,11 @@ def test_line_with_throughput() -> None:
 
 def test_line_with_all_optional_fields_and_a_whole_second() -> None:
     values = VALUES | {"time": datetime(2026, 6, 11, 10, 0, 0), "skipped": 12, "nans": 3, "loss_scale": 65536.0}
-    assert training_log_line(**values, num_zeros=7.0, params_norm=12.3456) == (
+    assert training_log_line(**values, z_loss=0.000123, num_zeros=7.0, params_norm=12.3456) == (
         " [2026-06-11 10:00:00.000000] iteration      100/    1000 | consumed samples:         3200 |"
         " elapsed time per iteration (ms): 250.1 | learning rate: 1.500000E-04 |"
-        " global batch size:    32 | lm loss: 9.123456E+00 | loss scale: 65536.0 | grad norm: 1.234 | num zeros: 7.0 |"
-        " params norm: 12.346 | number of skipped iterations:  12 | number of nan iterations:   3 |"
+        " global batch size:    32 | lm loss: 9.123456E+00 | z loss: 1.230000E-04 | loss scale: 65536.0 | grad norm: 1.234 |"
+        " num zeros: 7.0 | params norm: 12.346 | number of skipped iterations:  12 | number of nan iterations:   3 |"
     )
 
 

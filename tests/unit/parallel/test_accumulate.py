@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
 
-from megatron.parallel.accumulate import GradSink, accumulate, accumulate_product, deferring, now_or_deferred, sink_of, through
+from megatron.parallel import products
+from megatron.parallel.accumulate import (
+    GradSink,
+    accumulate,
+    accumulate_product,
+    accumulate_products,
+    accumulate_rows,
+    deferring,
+    now_or_deferred,
+    sink_of,
+    through,
+)
 from megatron.parallel.products import input_product, linear, weight_product
+from megatron.planner.storages import StorageLedger
 from tests.support.sinks import sink_over, summed
 
 
@@ -54,6 +66,37 @@ def test_products_overwrite_and_add_too(shape: tuple[int, ...]) -> None:
     assert isinstance(expected, torch.Tensor)
     torch.testing.assert_close(summed(sink), expected.view(shape), rtol=1e-14, atol=1e-14)
     assert len(writes) == 2
+
+
+@pytest.mark.parametrize("with_a_sink", [True, False])
+def test_pieces_of_a_product_are_one_write(with_a_sink: bool) -> None:
+    """Their memory is used again; nothing is deferred."""
+    param = nn.Parameter(values(6, 4))
+    sink, writes = with_sink(param) if with_a_sink else (None, [])
+    grad_output, x, memory = values(5, 6, key=1), values(5, 4, key=2), torch.empty(2, 6, dtype=torch.float64)
+
+    def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for rows in (slice(0, 2), slice(2, 4), slice(4, 5)):
+            yield memory[: rows.stop - rows.start].copy_(grad_output[rows]), x[rows]
+
+    for _ in range(2):
+        with deferring() as deferred:
+            accumulate_products(param, pieces())
+        assert not len(deferred)
+    found = summed(sink) if sink is not None else param.grad
+    torch.testing.assert_close(found, 2 * grad_output.t() @ x, rtol=1e-14, atol=1e-14)
+    assert len(writes) == 2 * with_a_sink
+
+
+def test_the_first_rows_of_a_step_make_the_others_zero() -> None:
+    param = nn.Parameter(values(4, 2))
+    sink, writes = with_sink(param)
+    rows = values(3, 2, key=1)
+    accumulate_rows(param, torch.tensor([2, 0, 2]), rows)
+    expected = torch.stack([rows[1], torch.zeros(2), rows[0] + rows[2], torch.zeros(2)])
+    assert torch.equal(summed(sink), expected)
+    accumulate_rows(param, torch.tensor([3]), rows[:1])
+    assert torch.equal(summed(sink), expected + torch.stack([*torch.zeros(3, 2), rows[0]])) and len(writes) == 2
 
 
 @pytest.mark.parametrize("with_a_sink", [True, False])
@@ -202,3 +245,16 @@ def test_weight_products_write_or_add(dtype: torch.dtype, wide: bool, add: bool)
     before = into.data_ptr()
     weight_product(grad_output, x, into, add=add)
     assert into.data_ptr() == before and error(into, exact) <= 2 * ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_a_product_in_other_bits_is_made_in_blocks(add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which take no more memory than they may, and give what the whole gives."""
+    monkeypatch.setattr(products, "_BLOCK_ELEMENTS", 3 * 4)
+    with StorageLedger() as ledger:
+        grad_output, x, into = values(8, 7, key=1).bfloat16(), values(8, 4, key=2).bfloat16(), values(7, 4, key=3).float()
+        exact = grad_output.double().t() @ x.double() + (into.double() if add else 0.0)
+        ledger.cut()
+        weight_product(grad_output, x, into, add=add)
+        assert ledger.cut().peak == 3 * 4 * x.itemsize
+    assert error(into, exact) <= 2 * ROUNDING[torch.bfloat16]

@@ -130,6 +130,30 @@ def test_settings_that_choose_stay() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "chunks"),
+    [
+        ("", None),  # 8,192 tokens of 50,304 columns over two ranks: more than 2^27 logits, in two chunks
+        ("--tensor-model-parallel-size 4", 1),
+        ("--loss-chunk-tokens 0", 1),
+        ("--loss-chunk-tokens 100", 3),
+        ("--loss-chunk-tokens 10000 --z-loss-coeff 1e-4", 1),
+    ],
+)
+def test_a_loss_in_chunks_stays_one(flags: str, chunks: int | None) -> None:
+    """Also one that is in chunks by default."""
+    (first, *_) = shrunk(8, f"--tensor-model-parallel-size 2 {flags}")
+    memory, training = first.config.memory, first.config.training
+    tokens, size = training.micro_batch_size * first.config.model.seq_length, memory.loss_chunk_tokens
+    if chunks is None:
+        assert size == tokens // 2
+    elif "chunk" not in flags:
+        assert size is None
+    else:
+        assert (-(-tokens // size) if size else 1) == chunks and bool(size) == (" 0" not in flags)
+    assert training.z_loss_coeff == (1e-4 if "z-loss" in flags else 0.0)
+
+
+@pytest.mark.parametrize(
     ("whole", "max_ranks", "expected"),
     [
         ((2, 2, 2), 8, [(2, 2, 2)]),
