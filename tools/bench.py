@@ -5,6 +5,7 @@
     python tools/bench.py overlap         exposed communication of two data ranks with overlap off and on, behind a slowed link
     python tools/bench.py optimizer       the optimizer's step against torch's fused AdamW, in processes that update at once
     python tools/bench.py offload         the optimizer's step with all its state in host memory against the update alone
+    python tools/bench.py memory          activations at their peak, planned and measured, and step time, for each way to hold less
     python tools/bench.py executor        what the pipeline executor costs for each operation, and at start
     python tools/bench.py data            preprocessing against the bare tokenizer, indexes of a large dataset, samples, loader
     python tools/bench.py checkpoint      saves and loads against plain writes and reads, what a save in the background holds up
@@ -30,7 +31,7 @@ from megatron.spec.schedules import SCHEDULES
 from tools.benchmarks.shapes import SHAPES, Shape
 
 # Those that fork are first: where there is CUDA, autograd starts threads at its first backward, which do not survive that.
-PARTS = ("bubble", "overlap", "optimizer", "offload", "executor", "checkpoint", "data", "packing", "single", "parallel")
+PARTS = ("bubble", "overlap", "optimizer", "offload", "memory", "executor", "checkpoint", "data", "packing", "single", "parallel")
 # Under optim_grads_params torch's fully_shard communicates, and on gloo it waits for each reduction.
 STRATEGIES: tuple[ShardingStrategy, ...] = ("no_shard", "optim", "optim_grads")
 
@@ -54,7 +55,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
     add("--dtypes", ("single",), nargs="+", default=["float32", "bfloat16"], help="what to train in (float32 bfloat16)")
     add(
         "--pairs",
-        ("single", "executor", "optimizer", "offload", "checkpoint", "data", "packing"),
+        ("single", "executor", "optimizer", "offload", "memory", "checkpoint", "data", "packing"),
         type=count,
         help="turns of the two that are compared (7; checkpoint 15)",
     )
@@ -85,12 +86,11 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
     add("--accumulate", ("overlap",), nargs="+", type=count, default=[1, 4], help="microbatches of a step, one after another (1 4)")
     add(
         "--gpt",
-        ("overlap",),
+        ("overlap", "memory"),
         nargs=6,
         type=count,
-        default=[8, 192, 4, 256, 4, 512],
         metavar=("LAYERS", "HIDDEN", "HEADS", "SEQ", "BATCH", "VOCAB"),
-        help="model and microbatch of a rank (8 192 4 256 4 512)",
+        help="model and microbatch of a rank (8 192 4 256 4 512; memory 12 128 4 1024 1 10240)",
     )
     add(
         "--start-sizes",
@@ -180,7 +180,11 @@ def run(part: str, args: argparse.Namespace) -> bool:
     if part == "overlap":
         from tools.benchmarks import overlap
 
-        return overlap.run(overlap.Settings(Shape(*args.gpt), tuple(args.strategies), tuple(args.accumulate), args.repeats))
+        return overlap.run(
+            overlap.Settings(
+                Shape(*args.gpt or (8, 192, 4, 256, 4, 512)), tuple(args.strategies), tuple(args.accumulate), args.repeats
+            )
+        )
     if part == "optimizer":
         from tools.benchmarks import optimizer
 
@@ -193,6 +197,10 @@ def run(part: str, args: argparse.Namespace) -> bool:
         devices = dict.fromkeys([args.device, *(["cuda"] if torch.cuda.is_available() else [])])
         good = [offload.run(torch.device(device), args.elements, pairs) for device in devices]
         return all(good)
+    if part == "memory":
+        from tools.benchmarks import memory
+
+        return memory.run(Shape(*args.gpt or (12, 128, 4, 1024, 1, 10240)), pairs)
     if part == "executor":
         from tools.benchmarks import executor
 

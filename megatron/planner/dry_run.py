@@ -16,9 +16,9 @@ from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.topology import DATA_AXES, GRADIENT_AXES, Topology
 from megatron.pipeline_parallel.exchange import ReceivePlan
 from megatron.pipeline_parallel.partition import recomputed_chunks, table_of
-from megatron.pipeline_parallel.simulate import simulate
+from megatron.pipeline_parallel.simulate import Timeline, simulate
 from megatron.planner import advice
-from megatron.planner.chunk_trace import Traces, kind_of, trace_chunks
+from megatron.planner.chunk_trace import ChunkTrace, Traces, kind_of, trace_chunks
 from megatron.planner.kinds import (
     Links,
     RankContent,
@@ -29,7 +29,7 @@ from megatron.planner.kinds import (
     parameters_of_stage,
     places_by_content,
 )
-from megatron.planner.peak import peak_activations, receive_plans, step_transfers
+from megatron.planner.peak import Held, held_over_step, peak_activations, receive_plans, step_transfers
 from megatron.planner.plan import Job, Places, Plan, RankKind, chunk_costs, step_work
 from megatron.planner.state_report import layout_of
 from megatron.spec.counts import check_count
@@ -94,6 +94,15 @@ class Sample(NamedTuple):
     """FLOPs that a rank could make between the begin and the end of a step, those of its waiting included."""
     share: float
     """The share of a step's microbatches that the sample has."""
+
+
+class PlannedStep(NamedTuple):
+    """What a rank of one stage does in a step, and what it holds meanwhile."""
+
+    timeline: Timeline
+    """All stages. Its times are FLOPs for one token; messages take none."""
+    held: list[Held]
+    """Beside the model's state and the step's inputs, for each operation of the stage."""
 
 
 class Planner:
@@ -171,6 +180,18 @@ class Planner:
         share = self._schedule.num_microbatches / self._num_microbatches
         return Sample(kinds, longest * tokens / self._topology.tp, share)
 
+    def step(self, stage: int) -> PlannedStep:
+        """How the activations of a stage come and go."""
+        context = connect_fake(self._topology, self._topology.rank(pp=stage), self._config.parallel.fsdp_shard_size)
+        try:
+            model = self._build(context)
+            walked = self._trace(model, context), model, self._config, context, self._schedule, self._receives
+            held = list(held_over_step(*walked, device_type=self._device_type))
+        finally:
+            disconnect()
+        costs = chunk_costs(self._config.model, self._vocab_size, self._table)
+        return PlannedStep(simulate(self._schedule, lambda op: costs[op.chunk].of(op)), held)
+
     def device_bytes(self) -> list[int]:
         """For each stage, what its fullest rank takes of its device."""
         kinds, _ = self._kinds(range(self._topology.pp))
@@ -191,6 +212,17 @@ class Planner:
                 disconnect()
         kinds = make_kinds((found[stage] for stage in sorted(found)), groups, self._links, on_cuda=self._device_type == "cuda")
         return kinds, counted
+
+    def _trace(self, model: Model, context: ParallelContext) -> dict[int, ChunkTrace]:
+        return trace_chunks(
+            model,
+            self._config.data,
+            self._config.training.micro_batch_size,
+            context,
+            splits_backward=SCHEDULES[self._config.parallel.schedule].splits_backward,
+            device_type=self._device_type,
+            cache=self._traces,
+        )
 
     def _build(self, context: ParallelContext) -> Model:
         config = self._config
@@ -217,15 +249,7 @@ class Planner:
         config, ranks = self._config, self._topology.world_size
         parallel, micro_batch_size = config.parallel, config.training.micro_batch_size
         state = OptimizerState(config.optimizer, self._device_type)
-        traces = trace_chunks(
-            model,
-            config.data,
-            micro_batch_size,
-            context,
-            splits_backward=SCHEDULES[parallel.schedule].splits_backward,
-            device_type=self._device_type,
-            cache=self._traces,
-        )
+        traces = self._trace(model, context)
         scalars = [Sending("world", "scalars", 2 * (ranks - 1) * NUM_SCALARS * 8 // ranks)] if ranks > 1 else []
         layouts: dict[object, tuple[dict[RankContent, list[Places]], list[Sending]]] = {}
         for stage in stages:

@@ -90,7 +90,7 @@ class TrainStep:
         self._skip_overflow, self._count_zeros = skip_overflow, count_zeros
         self._wide = torch.promote_types(model.dtype, torch.float32)
         self._timers = timers or Timers(level=0)
-        self._z_loss_sum = torch.zeros((), dtype=torch.float64, device=context.device)
+        self._z_loss_sum: torch.Tensor
         self.before_update: list[Callable[[StepResult], None]] = []
         """Called before each update, when the gradients of the shards are complete but neither unscaled nor clipped."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}

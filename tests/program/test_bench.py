@@ -16,9 +16,10 @@ from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.warm_python import warm_python
-from tools.benchmarks import bubble, overlap
+from tools.benchmarks import bubble, memory, overlap
 from tools.benchmarks.bubble import Result, misses
 from tools.benchmarks.shapes import Shape
+from tools.memory.measure import Measured
 
 SHORT = "--stages 2 --microbatches 3 --forward-ms 1 --input-grad-ms 1 --weight-grad-ms 2 --repeats 1 --hidden 4 1 8".split()
 
@@ -128,6 +129,41 @@ def test_an_update_is_compared_for_each_dtype(words: str, rows: list[tuple[str, 
     assert done.returncode == ("MISSED: " in done.stdout) == ("the bound holds" not in done.stdout)
 
 
+def test_memory_is_as_planned_for_every_way_to_hold_less() -> None:
+    done = spawn_cli("tools/bench.py memory --gpt 3 32 2 64 2 200 --pairs 1".split(), nproc=None)
+    assert not done.stderr
+    number = r"(\d+\.\d+)"
+    row = rf"^(\S.*?) +{number} +{number} +([+-]\d+\.\d+)%   {number} \({number} to {number}\) +{number} \({number} to {number}\)$"
+    rows = {name: [*map(float, numbers)] for name, *numbers in re.findall(row, done.stdout, re.MULTILINE)}
+    assert list(rows) == list(memory.WAYS)
+    for planned, measured, off, *_, ratio, least, most in rows.values():
+        assert abs(off) <= 100 * memory.OFF_BOUND and planned == pytest.approx(measured, abs=0.011)
+        assert least <= ratio <= most
+    peaks = {name: measured for name, (_, measured, *_) in rows.items()}
+    assert peaks["full"] < peaks["selective"] < peaks["none"]
+    found, layers, one, bound = map(
+        float,
+        re.search(rf"last layer: {number} MiB at most; .* = {number} \+ {number} = {number} MiB", done.stdout).groups(),  # type: ignore[union-attr]
+    )
+    assert found <= bound == pytest.approx(layers + one, abs=0.011) and layers == pytest.approx(
+        3 * 64 * 2 * 32 * 4 / 2**20, abs=0.01
+    )
+    assert done.returncode == ("MISSED: " in done.stdout) == ("all bounds hold" not in done.stdout)
+
+
+def test_memory_says_what_is_out_of_bounds() -> None:
+    def result(name: str, peak: int, *ratios: float) -> memory.Result:
+        return memory.Result(name, 1000, Measured((0.0,), (peak,), (), None), (1.0,), ratios)
+
+    assert not memory.misses([result("none", 1004, 1.0), result("full", 996, 1.29, 1.0, 9.0)])
+    told = memory.misses([result("none", 1006, 1.0), result("full", 994, 1.31)])
+    assert len(told) == 3
+    assert told[0].startswith("none: the measured peak is +0.60% off") and told[1].startswith(
+        "full: the measured peak is -0.60% off"
+    )
+    assert told[2] == "full: a step takes 1.31 x the one without; at most 1.30 is asked for"
+
+
 def test_checkpoint_compares_saves_and_loads_with_plain_ones(tmp_path: Path) -> None:
     done = spawn_cli(["tools/bench.py", "checkpoint", *f"--state-mb 1 --pairs 1 --folder {tmp_path}".split()], nproc=None)
     assert not done.stderr
@@ -157,7 +193,7 @@ def test_executor_gives_a_cost_for_each_operation_from_any_folder(tmp_path: Path
     [
         (
             ["parallel", "--pairs", "3"],
-            "--pairs acts in single, executor, optimizer, offload, checkpoint, data, packing, not in parallel",
+            "--pairs acts in single, executor, optimizer, offload, memory, checkpoint, data, packing, not in parallel",
         ),
         (["bubble", "--accumulate", "2"], "--accumulate acts in overlap, not in bubble"),
         (["bubble", "--stages", "0"], "--stages: must be at least 1, not 0"),

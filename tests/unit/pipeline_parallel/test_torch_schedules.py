@@ -99,9 +99,8 @@ def test_every_schedule_is_compared() -> None:
 def test_torch_accepts_the_rounds_that_it_does_not_make(stages: int, microbatches: int, chunks: int) -> None:
     """Its own check and its own dry run with sends and receives, on interleaved schedules of uneven rounds."""
     schedule = make_schedule("interleaved", stages, microbatches, chunks)
-    kinds = {
-        kind: torch_schedules._ComputationType(kind.value) for kind in OpKind if kind is not OpKind.RECOMPUTE
-    }  # torch has none
+    known = [kind for kind in OpKind if kind is not OpKind.RECOMPUTE]  # which torch has not
+    kinds: dict[OpKind, Any] = {kind: torch_schedules._ComputationType(kind.value) for kind in known}
     actions: dict[int, list[Any]] = {
         stage: [torch_schedules._Action(op.chunk, kinds[op.kind], op.microbatch) for op in ops]
         for stage, ops in enumerate(schedule.ops)
