@@ -52,7 +52,7 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
     """
     from megatron.data.tokenizers.tokenizer import planned_rows
     from megatron.planner.dry_run import make_plan
-    from megatron.planner.fit import with_fit_advice
+    from megatron.planner.fit import with_fit_advice, with_least_layers
     from megatron.planner.plan import write_plan
     from megatron.planner.plan_text import format_plan
 
@@ -62,7 +62,8 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
         if job.json_file is not None:
             check_output("--dry-run-json", job.json_file)
         vocab_size = planned_rows(loaded.config.data)
-        plan = with_fit_advice(make_plan(loaded.config, job, vocab_size), loaded.config, job, vocab_size)
+        config = with_least_layers(loaded.config, job, vocab_size)
+        plan = with_fit_advice(make_plan(config, job, vocab_size), config, job, vocab_size)
         print("\n".join([*format_plan(plan), *loaded.notes]), flush=True)
         if job.json_file is not None:
             write_plan(plan, job.json_file)
@@ -88,10 +89,11 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
 
     config = loaded.config
     startup.set_numerics(config.training.deterministic_mode)
+    least_layers = startup.least_layers(config)
     context = connect(config.parallel)
     startup.set_logging(context.rank)
     plan = BatchSizePlan(config.training, context.data_group.size)
-    config = startup.with_batch_size(config, plan)
+    config = startup.with_layers(startup.with_batch_size(config, plan), least_layers, context)
     data = open_data(config, context)
     patience_s = 60 * config.parallel.distributed_timeout_minutes / 2  # before a collective of the other ranks gives up
     saver = Saver(config.checkpoint, context, run_record(config, argv), data.vocab_size, patience_s=patience_s)

@@ -153,6 +153,20 @@ def format_layer_table(chunks: list[Chunk]) -> list[str]:
     return ["stage  layers", *(f"{stage:5d}  {line.rstrip()}" for stage, line in enumerate(lines))]
 
 
+def describe_recompute(table: Sequence[Chunk]) -> list[str]:
+    """A line on the layers that run again in backward, if there are any."""
+    again = [(chunk.stage, len(segment.layers)) for chunk in table for segment in chunk.segments if segment.recomputed]
+    if not again:
+        return []
+    by_stage = [sum(size for at, size in again if at == stage) for stage in range(1 + max(chunk.stage for chunk in table))]
+    longest = max(size for _, size in again)
+    return [
+        f"{sum(by_stage)} of {sum(len(chunk.layers) for chunk in table)} layers keep only their input and run again in backward"
+        + (f", in groups of up to {longest}" if longest > 1 else "")
+        + (f"; by stage {','.join(map(str, by_stage))}" if len(by_stage) > 1 else "")
+    ]
+
+
 def _format_chunk(chunk: Chunk) -> str:
     return LayoutChunk(chunk.first, len(chunk.layers), chunk.last).content(chunk.layers.start) or "no layer"
 

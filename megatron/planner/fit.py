@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.config.checks.finding import Change, change, data_size, without
+from megatron.config.checks.memory import AUTO
 from megatron.config.config import Config
 from megatron.config.given import DryRun, without_gaps
 from megatron.config.rules import violations
@@ -140,6 +141,21 @@ def least_layers(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -
         low = [least if fit else min(number + 1, top) for fit, least, number, top in zip(fits, low, middle, high, strict=True)]
         high = [number if fit else top for fit, number, top in zip(fits, middle, high, strict=True)]
     return tuple(high)
+
+
+def with_least_layers(config: Config, dry_run: DryRun, vocab_size: int) -> Config:
+    """The settings with numbers of layers in place of `--recompute-layers-per-stage auto`, if that is asked for.
+
+    Raises:
+        ValueError: no limit is known, or a stage does not fit with all of its layers computed again.
+    """
+    if config.memory.recompute_layers_per_stage != AUTO:
+        return config
+    limit = memory_limit(config)
+    if limit is None:
+        raise ValueError(f"--recompute-layers-per-stage {AUTO} needs a limit where there is no GPU. Give --device-memory-gb.")
+    numbers = least_layers(config, dry_run, vocab_size, usable(limit))
+    return replace(config, memory=replace(config.memory, recompute_layers_per_stage=",".join(map(str, numbers))))
 
 
 class Search:

@@ -32,6 +32,7 @@ def segments_of(chunks: Sequence[tuple[int, range]], memory: MemoryConfig) -> li
         chunks: stage and layers of each, in the order of the depth.
     """
     by_stage = memory.recomputed_by_stage
+    assert by_stage is not None or memory.recompute_layers_per_stage is None, "auto is replaced by numbers before"
     if memory.recompute != "full" or memory.recompute_method != "block" or by_stage is None:
         return [_segments(layers, memory, memory.recompute_num_layers) for _, layers in chunks]
     found, left = [], list(by_stage)

@@ -5,25 +5,29 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from megatron.checkpoint.global_tensor import dtype_name
+from megatron.config.checks.memory import AUTO
 from megatron.config.config import Config
+from megatron.config.given import DryRun
+from megatron.config.launcher import launched
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import LoggingConfig
 from megatron.config.save import to_dict
 from megatron.config.training import OptimizerConfig, TrainingConfig
+from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.metrics.device_peaks import peak_flops
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.gpt import residual_dtype
 from megatron.optimizer.lr_schedule import schedule_lengths
-from megatron.parallel.collectives import all_reduce, gather_objects
+from megatron.parallel.collectives import all_reduce, broadcast_object, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
-from megatron.pipeline_parallel.partition import Chunk, format_layer_table
+from megatron.pipeline_parallel.partition import describe_recompute, format_layer_table
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
 from megatron.planner.advice import advice
@@ -56,6 +60,47 @@ def with_batch_size(config: Config, plan: BatchSizePlan) -> Config:
     compared when the run is resumed on another number of them."""
     training = dataclasses.replace(config.training, global_batch_size=plan.final_global_batch_size)
     return dataclasses.replace(config, training=training)
+
+
+def least_layers(config: Config) -> Callable[[], str | None]:
+    """Choose numbers for `--recompute-layers-per-stage auto`, on the first rank of the job.
+
+    It is called before the ranks connect, because a plan connects ranks of its own that nobody hears.
+
+    Returns:
+        gives the numbers, None on other ranks and where they are not asked for. It raises ValueError if there are none.
+    """
+    job = launched()
+    if config.memory.recompute_layers_per_stage != AUTO or job.rank > 0:
+        return lambda: None
+    from megatron.planner.fit import with_least_layers
+
+    error: ValueError | None = None
+    numbers = None
+    try:
+        layout = DryRun(job.world_size, _ranks_per_node(job.world_size), None)
+        numbers = with_least_layers(config, layout, planned_rows(config.data)).memory.recompute_layers_per_stage
+    except ValueError as found:
+        error = found
+
+    def give() -> str | None:
+        if error is not None:
+            raise error
+        return numbers
+
+    return give
+
+
+def with_layers(config: Config, least: Callable[[], str | None], context: ParallelContext) -> Config:
+    """The settings with the numbers that the first rank chose (see `least_layers`). All ranks call it together.
+
+    Raises:
+        SetupError: it found none.
+    """
+    numbers = broadcast_object(together(context, least), context.world)
+    if numbers is None:
+        return config
+    return dataclasses.replace(config, memory=dataclasses.replace(config.memory, recompute_layers_per_stage=numbers))
 
 
 def check_parameter_count(config: ModelConfig, vocab_size: int, shards: Sequence[Shard], context: ParallelContext) -> int:
@@ -95,7 +140,7 @@ def describe(
         f"model of {num_parameters:,} parameters in {dtype_name(model.dtype)}, residual stream {dtype_name(kept)}, "
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *format_layer_table(model.layer_table),
-        *_describe_recompute(model.layer_table),
+        *describe_recompute(model.layer_table),
     ]
     schedule = step.schedule(plan.num_microbatches(plan.total_samples))  # after any ramp-up of the batch
     report = state_report(model, context, config.parallel, config.optimizer, schedule)
@@ -108,20 +153,12 @@ def describe(
         for count in dict.fromkeys(plan.num_microbatches(samples) for samples in (consumed_samples, plan.total_samples)):
             lines += _describe_pipeline(step.schedule(count), model, config.training.micro_batch_size, topology.tp)
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
-    return lines + [f"advice: {line}" for line in advice(config, topology.world_size, ranks_per_node, model.vocab_size)]
+    found = advice(config, topology.world_size, _ranks_per_node(topology.world_size), model.vocab_size)
+    return lines + [f"advice: {line}" for line in found]
 
 
-def _describe_recompute(table: Sequence[Chunk]) -> Iterator[str]:
-    """A line on the layers that run again in backward, if there are any."""
-    again = [(chunk.stage, len(segment.layers)) for chunk in table for segment in chunk.segments if segment.recomputed]
-    if again:
-        by_stage = [sum(size for at, size in again if at == stage) for stage in range(1 + max(chunk.stage for chunk in table))]
-        groups = f" in groups of up to {max(size for _, size in again)}" if any(size > 1 for _, size in again) else ""
-        yield (
-            f"{sum(by_stage)} of {sum(len(chunk.layers) for chunk in table)} layers{groups} keep only their input and run again in "
-            f"backward" + (f" ({', '.join(map(str, by_stage))} by stage)" if len(by_stage) > 1 else "")
-        )
+def _ranks_per_node(world_size: int) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def _describe_pipeline(schedule: Schedule, model: Model, micro_batch_size: int, tensor_size: int) -> Iterator[str]:

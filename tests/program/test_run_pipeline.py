@@ -35,6 +35,13 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "zb-v": {"pipeline_schedule": "zb-v"},
     "layout": {"pipeline_model_parallel_layout": "E|ttt||ttL"},
     "balanced": {"pipeline_split": "balanced"},
+    "recompute": {"recompute_granularity": "full", "recompute_num_layers": 2},
+    "recompute by stage": {
+        "pipeline_schedule": "zb-h1",
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_layers_per_stage": "3,1",
+    },
 }
 
 
@@ -121,3 +128,18 @@ def test_a_run_that_ends_too_early_is_not_measured(tmp_path: Path) -> None:
 def test_a_step_that_is_left_out_is_not_measured(tmp_path: Path) -> None:
     said = measure(train_iters=2, profile_step_start=2, profile_dir=tmp_path, iterations_to_skip=2)
     assert "--profile-pipeline has nothing to show: iteration 2 was left out" in said and not list(tmp_path.iterdir())
+
+
+def test_the_layers_that_run_again_are_chosen_by_the_memory_there_is(tmp_path: Path) -> None:
+    """As few of each stage as fit: the first stage of 1F1B keeps two microbatches, the second one. Or the reason why none do."""
+    settings = {**BASE, "num_layers": 4, "bf16": False, "device": "cpu", "seq_length": 64, "micro_batch_size": 4}
+    settings |= {"global_batch_size": 12, "recompute_granularity": "full", "recompute_method": "block", "eval_iters": 0}
+    plan = tmp_path / "plan.json"
+    dry_run = ["--dry-run", "--world-size", "2", "--dry-run-json", str(plan)]
+    run([*arguments(**settings, recompute_layers_per_stage="2,0"), *dry_run])
+    needed = json.loads(plan.read_text())["device_bytes"] / 1e9
+    auto = arguments(**settings, recompute_layers_per_stage="auto")
+    line = "2 of 4 layers keep only their input and run again in backward; by stage 2,0"
+    assert line in run([*auto, "--device-memory-gb", str(1.1 * needed)], 2)
+    ends = launch([*auto, "--device-memory-gb", str(0.1 * needed)], 2)
+    assert all(end.code for end in ends) and "even with all of its layers computed again" in report(ends)

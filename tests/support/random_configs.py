@@ -109,7 +109,7 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "recompute_granularity": ("full", "selective"),
     "recompute_modules": (("mlp", "mlp_act"), ("layernorm",)),
     "recompute_num_layers": (2, 9),
-    "recompute_layers_per_stage": ("1,1", "auto", "2,x"),
+    "recompute_layers_per_stage": ("1,1", "2,x"),
     "swiglu": (True,),
     "squared_relu": (True,),
     "group_query_attention": (True,),

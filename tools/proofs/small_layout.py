@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from megatron.config.checks.memory import AUTO
 from megatron.config.checks.pipeline import COUNT, FIRST, LAST, LAYERS_EACH, LAYOUT, SPLITS, chunks_of, layout_text
 from megatron.config.config import Config
 from megatron.config.flags import flag_for
@@ -197,7 +198,9 @@ def reduced_memory(memory: MemoryConfig, before: Pattern, after: Pattern) -> Mem
 
     number, by_stage = memory.recompute_num_layers, memory.recomputed_by_stage
     stages, old = after.stages, before.stages
-    if by_stage is not None:
+    if memory.recompute_layers_per_stage == AUTO:  # numbers that follow from a device's memory, which nothing small can fill
+        memory = dataclasses.replace(memory, recompute_layers_per_stage=",".join("1" * len(stages)))
+    elif by_stage is not None:
         of = [round(stage * (len(old) - 1) / max(1, len(stages) - 1)) for stage in range(len(stages))]
         numbers = [block(by_stage[at], sum(old[at]), sum(new)) for at, new in zip(of, stages, strict=True)]
         memory = dataclasses.replace(memory, recompute_layers_per_stage=",".join(map(str, numbers)))
