@@ -10,6 +10,7 @@
     python tools/bench.py data            preprocessing against the bare tokenizer, indexes of a large dataset, samples, loader
     python tools/bench.py checkpoint      saves and loads against plain writes and reads, what a save in the background holds up
     python tools/bench.py packing         attention within documents against attention over the whole sample
+    python tools/bench.py loss            the step with its loss in chunks against the step with the whole loss
     python tools/bench.py single          one process, float32 and bfloat16, against a plain PyTorch loop of the same shape
     python tools/bench.py parallel        8 processes at TP=2, PP=2, DP=2 against one, with the share of communication
     python tools/bench.py single --shape 350m --device cuda
@@ -31,7 +32,10 @@ from megatron.spec.schedules import SCHEDULES
 from tools.benchmarks.shapes import SHAPES, Shape
 
 # Those that fork are first: where there is CUDA, autograd starts threads at its first backward, which do not survive that.
-PARTS = ("bubble", "overlap", "optimizer", "offload", "memory", "executor", "checkpoint", "data", "packing", "single", "parallel")
+PARTS = (
+    *("bubble", "overlap", "optimizer", "offload", "memory", "executor", "checkpoint", "data", "packing", "loss"),
+    *("single", "parallel"),
+)
 # Under optim_grads_params torch's fully_shard communicates, and on gloo it waits for each reduction.
 STRATEGIES: tuple[ShardingStrategy, ...] = ("no_shard", "optim", "optim_grads")
 
@@ -48,14 +52,14 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
     add("--shape", ("single", "parallel"), choices=SHAPES, default="small", help="model and batch (small)")
     add(
         "--device",
-        ("single", "offload", "packing"),
+        ("single", "offload", "packing", "loss"),
         default="cpu",
         help="where to train; offload is timed on a GPU too, if there is one (cpu)",
     )
     add("--dtypes", ("single",), nargs="+", default=["float32", "bfloat16"], help="what to train in (float32 bfloat16)")
     add(
         "--pairs",
-        ("single", "executor", "optimizer", "offload", "memory", "checkpoint", "data", "packing"),
+        ("single", "executor", "optimizer", "offload", "memory", "checkpoint", "data", "packing", "loss"),
         type=count,
         help="turns of the two that are compared (7; checkpoint 15)",
     )
@@ -227,6 +231,10 @@ def run(part: str, args: argparse.Namespace) -> bool:
         from tools.benchmarks import packing
 
         return packing.run(turns=pairs, device=args.device)
+    if part == "loss":
+        from tools.benchmarks import loss
+
+        return loss.run(pairs, args.device)
     if part == "single":
         import torch
 

@@ -12,13 +12,14 @@ import pytest
 
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.pipeline_parallel.simulate import simulate
+from megatron.spec.counts import flops_per_token, output_flops
 from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.warm_python import warm_python
-from tools.benchmarks import bubble, memory, overlap
+from tools.benchmarks import bubble, loss, memory, overlap
 from tools.benchmarks.bubble import Result, misses
-from tools.benchmarks.shapes import Shape
+from tools.benchmarks.shapes import SHAPES, Shape
 from tools.memory.measure import Measured
 
 SHORT = "--stages 2 --microbatches 3 --forward-ms 1 --input-grad-ms 1 --weight-grad-ms 2 --repeats 1 --hidden 4 1 8".split()
@@ -164,6 +165,19 @@ def test_memory_says_what_is_out_of_bounds() -> None:
     assert told[2] == "full: a step takes 1.31 x the one without; at most 1.30 is asked for"
 
 
+def test_loss_compares_both_forms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a smaller model; what the bench takes has its output layer for a quarter of the work."""
+    assert 4 * output_flops(loss.SHAPE.model, loss.SHAPE.vocab) == pytest.approx(
+        flops_per_token(loss.SHAPE.model, loss.SHAPE.vocab) / 3, rel=0.01
+    )
+    monkeypatch.setattr(loss, "SHAPE", SHAPES["tiny"])
+    for bound in (1e9, 0.0):
+        monkeypatch.setattr(loss, "BOUND", bound)
+        assert loss.run(1) == (bound > 0.0)
+        said = capsys.readouterr().out
+        assert re.search(r"^loss +in chunks / whole: \d", said, re.MULTILINE) and ("MISSED: " in said) == (bound == 0.0)
+
+
 def test_checkpoint_compares_saves_and_loads_with_plain_ones(tmp_path: Path) -> None:
     done = spawn_cli(["tools/bench.py", "checkpoint", *f"--state-mb 1 --pairs 1 --folder {tmp_path}".split()], nproc=None)
     assert not done.stderr
@@ -193,7 +207,7 @@ def test_executor_gives_a_cost_for_each_operation_from_any_folder(tmp_path: Path
     [
         (
             ["parallel", "--pairs", "3"],
-            "--pairs acts in single, executor, optimizer, offload, memory, checkpoint, data, packing, not in parallel",
+            "--pairs acts in single, executor, optimizer, offload, memory, checkpoint, data, packing, loss, not in parallel",
         ),
         (["bubble", "--accumulate", "2"], "--accumulate acts in overlap, not in bubble"),
         (["bubble", "--stages", "0"], "--stages: must be at least 1, not 0"),

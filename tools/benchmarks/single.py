@@ -21,6 +21,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.metrics.device_peaks import peak_flops
 from megatron.model.build import build_model
 from megatron.model.gpt import ModelInputs
+from megatron.model.output_layer import LossForm
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
@@ -32,10 +33,10 @@ from tools.benchmarks.shapes import Shape
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def our_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Step:
+def our_step(shape: Shape, dtype: torch.dtype, device: torch.device, loss: LossForm = LossForm()) -> Step:  # noqa: B008 (frozen)
     """The step of the plain loop by the framework, in one process."""
     context = make_context(Topology(), 0, device)
-    model = build_model(shape.model, context, dtype=dtype, vocab_size=shape.vocab, sequence_parallel=False, seed=0)
+    model = build_model(shape.model, context, dtype=dtype, vocab_size=shape.vocab, sequence_parallel=False, seed=0, loss=loss)
     train = TrainStep(
         model,
         context,
