@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,11 +24,8 @@ BeforeRemake = Callable[[Sequence[nn.Module]], None]
 """Is called with the modules of a region before it runs again: their parameters must have memory then."""
 
 
-class RegionFunction(Protocol):
-    """Computes a region from its input. `again` is set in a remake, which must call no hooks of modules: they have acted."""
-
-    def __call__(self, *inputs: torch.Tensor, again: bool) -> torch.Tensor:
-        """Run the region."""
+RegionFunction = Callable[..., torch.Tensor]
+"""Computes a region from its inputs. Its argument `again` is set in a remake, which must call no hooks of modules: they have acted."""
 
 
 class _Complete(Exception):

@@ -8,7 +8,7 @@ second stands for those between. That is exact, since each of them begins and en
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -137,7 +137,7 @@ def _trace(
             model, data, micro_batch_size, context, chunk, [chunk.segments[place] for place in run], ledger, device
         )
         chunk_run.run(splits=splits)
-    ops = {}
+    ops: dict[OpKind, MemorySpan] = {}
     for kind, spans in chunk_run.spans.items():
         if kind is OpKind.RECOMPUTE:  # it runs one segment, in one span
             ops[kind] = joined(spans)
@@ -149,7 +149,7 @@ def _trace(
     return ChunkTrace(ops, attention, data.reset_attention_mask and _VARIED_LENGTHS not in ledger.kernels)
 
 
-def segments_that_stand(specs: Sequence[SegmentKind]) -> list[int]:
+def segments_that_stand(specs: Sequence[Hashable]) -> list[int]:
     """For each segment of a chunk, the index of the one that is run in its place, perhaps itself.
 
     A stretch of segments is left out where its neighbours fit together as they do in the whole. So each segment that is run has the
