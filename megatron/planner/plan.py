@@ -160,7 +160,7 @@ def step_work(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], sched
         bubble=idle_share(model, vocab_size, table, schedule),
         again=model.seq_length
         * global_batch_size
-        * sum(recompute_flops(model, one.layers) for chunk in table for one in chunk.segments if one.recomputed),
+        * sum(recompute_flops(model, segment) for chunk in table for segment in chunk.segments),
     )
 
 
@@ -178,9 +178,9 @@ def chunk_costs(model: ModelConfig, vocab_size: int, table: Sequence[Chunk]) -> 
     for chunk in table:
         attention = sum(scores[layer] for layer in chunk.layers)
         products = sum(layers[layer] for layer in chunk.layers) - attention + chunk.last * output_flops(model, vocab_size)
-        again = [recompute_flops(model, segment.layers) for segment in chunk.segments if segment.recomputed]
-        *within, ahead = again or [0]
-        costs.append(Costs(products + attention, products + 2 * attention + sum(within), products, recompute=ahead))
+        again = [recompute_flops(model, segment) for segment in chunk.segments]
+        ahead = next((flops for flops, segment in reversed([*zip(again, chunk.segments, strict=True)]) if segment.recomputed), 0)
+        costs.append(Costs(products + attention, products + 2 * attention + sum(again) - ahead, products, recompute=ahead))
     return costs
 
 

@@ -8,14 +8,15 @@ computed a second time to save memory.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from megatron.config.model import ModelConfig
 from megatron.spec.layers import LayerSpec, alike, layers
+from megatron.spec.segments import Segment
 from megatron.spec.weights import Weight, layer_weights, model_weights, output_matrix
 
-Number = TypeVar("Number", int, float)
+Found = TypeVar("Found")
 
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:
@@ -48,11 +49,14 @@ def attention_flops(model: ModelConfig) -> tuple[int, ...]:
     return _of_layers(model, lambda layer: 2 * (2 * layer.attention.heads * layer.attention.head_size * model.seq_length) // 2)
 
 
-def recompute_flops(model: ModelConfig, numbers: Sequence[int]) -> int:
-    """FLOPs for one token to run neighbouring layers again in backward. The last product's result is not needed, so without it."""
-    matrices = _of_layers(model, lambda layer: 2 * _matrices(model, layer)[-1].numel)
-    forward = layer_flops(model)
-    return sum(forward[number] for number in numbers) - matrices[numbers[-1]]
+def recompute_flops(model: ModelConfig, segment: Segment) -> int:
+    """FLOPs for one token of what backward computes again of neighbouring layers: all but the last product, whose result is not
+    needed; of an MLP alone, its first product. (Probabilities are left out: whether they are kept depends on the kernel.)"""
+    products = _of_layers(model, lambda layer: [2 * weight.numel for weight in _matrices(model, layer)][-2:])
+    if segment.recomputed:
+        forward = layer_flops(model)
+        return sum(forward[number] for number in segment.layers) - products[segment.layers[-1]][-1]
+    return sum(products[number][0] for number in segment.layers) if "mlp" in segment.selective else 0
 
 
 def output_flops(model: ModelConfig, vocab_size: int) -> int:
@@ -112,7 +116,7 @@ def _matrices(model: ModelConfig, layer: LayerSpec) -> list[Weight]:
     return [weight for weight in layer_weights(model, layer, 0) if weight.kind == "matrix"]
 
 
-def _of_layers(model: ModelConfig, count: Callable[[LayerSpec], Number]) -> tuple[Number, ...]:
-    """A count for each layer; equal layers are counted once."""
+def _of_layers(model: ModelConfig, count: Callable[[LayerSpec], Found]) -> tuple[Found, ...]:
+    """What is counted for each layer; equal layers are counted once."""
     counts = {place: number for layer, places in alike(layers(model)).items() for number in [count(layer)] for place in places}
     return tuple(counts[place] for place in range(len(counts)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.config.memory import MemoryConfig
@@ -9,6 +11,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.pipeline_parallel.partition import recomputed_chunks, table_of
 from megatron.spec.counts import layer_flops, recompute_flops
+from megatron.spec.segments import Segment
 
 MODEL = ModelConfig(num_layers=11, hidden_size=8, num_attention_heads=2, seq_length=16)
 TWO = ParallelConfig(pipeline_model_parallel_size=2)
@@ -44,6 +47,10 @@ def test_segments(parallel: ParallelConfig, memory: dict[str, object], expected:
 
 
 def test_what_runs_again_computes() -> None:
-    """A forward of each layer, but for the last product: the down projection of the last one."""
+    """A forward of each layer, but for the last product: the down projection of the last one. Of a part, its own products."""
     forward, last = layer_flops(MODEL), 2 * MODEL.ffn_size * MODEL.hidden_size
-    assert recompute_flops(MODEL, range(3, 6)) == sum(forward[3:6]) - last
+    assert recompute_flops(MODEL, Segment(range(3, 6), recomputed=True)) == sum(forward[3:6]) - last
+    gated = replace(MODEL, swiglu=True)
+    mlp = Segment(range(3, 6), selective=frozenset(("mlp", "layernorm")))
+    assert recompute_flops(gated, mlp) == 3 * 2 * (2 * gated.ffn_size * gated.hidden_size)
+    assert recompute_flops(gated, replace(mlp, selective=frozenset(("layernorm", "mlp_act", "core_attn")))) == 0
