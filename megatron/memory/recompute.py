@@ -25,7 +25,8 @@ BeforeRemake = Callable[[Sequence[nn.Module]], None]
 
 
 RegionFunction = Callable[..., torch.Tensor]
-"""Computes a region from its inputs. Its argument `again` is set in a remake, which must call no hooks of modules: they have acted."""
+"""Computes a region from its inputs. Its argument `again` is set in a remake, which must call no hooks of modules: they have
+acted."""
 
 
 class _Complete(Exception):
