@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from megatron.config.cli import PROGRAM, LoadedConfig, load_or_exit
 from megatron.config.given import DryRun, check_output
 from megatron.config.launcher import launched
 from megatron.config.save import run_record
+
+if TYPE_CHECKING:
+    from megatron.training.failure import Explanations
 
 
 def main(argv: list[str]) -> None:
@@ -20,11 +24,11 @@ def main(argv: list[str]) -> None:
 
     from megatron.training.failure import leave_well, reported_failures
 
-    with reported_failures():
+    with reported_failures() as explanations:
         if loaded.dry_run is not None:
             rehearse(loaded, loaded.dry_run)
         else:
-            pretrain(loaded, argv, started_at)
+            pretrain(loaded, argv, started_at, explanations)
     leave_well()
 
 
@@ -72,7 +76,7 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
         sys.exit(2)
 
 
-def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
+def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanations: Explanations) -> None:
     """The run as a story: context, data, model, optimizer, resume, train."""
     from megatron.model.build import build_model, model_dtype
     from megatron.model.output_layer import LossForm
@@ -82,12 +86,18 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     from megatron.training import startup
     from megatron.training.inputs import open_data
     from megatron.training.loop import Loop
+    from megatron.training.memory_report import MemoryAccount
+    from megatron.training.out_of_memory import Exhaustion, is_out_of_memory
     from megatron.training.progress import BatchSizePlan
+    from megatron.training.rehearsal import Rehearsal
     from megatron.training.resume import resume
     from megatron.training.saver import Saver
     from megatron.training.step import TrainStep
 
     config = loaded.config
+    account = MemoryAccount()
+    explanations.known.append((is_out_of_memory, Exhaustion(config, account).words))
+    rehearsal = Rehearsal(config) if config.logging.memory_interval is not None else None
     startup.set_numerics(config.training.deterministic_mode)
     least_layers = startup.least_layers(config)
     context = connect(config.parallel)
@@ -121,6 +131,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
         count_zeros=config.logging.log_num_zeros_in_grad,
         timers=timers,
     )
+    account.step = step
     num_parameters = startup.check_parameter_count(config.model, data.vocab_size, step.counted_shards, context)
 
     schedule = startup.make_learning_schedule(config.optimizer, config.training, plan)
@@ -132,6 +143,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
     reporter = startup.make_reporter(config, context, model, plan, timers, resumed=resumed.path is not None)
     for line in [
         *loaded.notes,
+        *([] if rehearsal is None else account.expect(rehearsal.plan(context), context)),
         *startup.describe(config, context, step, num_parameters, plan, resumed.progress.consumed_samples),
         *batches.describe(resumed.progress.phases),
         *resumed.notes,
@@ -158,6 +170,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float) -> None:
         valid_batches=batches.validation,
         test_batches=batches.test,
         started_at=started_at,
+        account=account,
         draw=draw,
     ).run(resumed.progress)
     reporter.close()

@@ -78,6 +78,11 @@ class LoggingConfig:
         False, acts=_CURVES, idle=idle_with("only the memory of CUDA devices is measured", device="cpu")
     )
     """Write device memory to TensorBoard too."""
+    log_memory: bool = False
+    """Log, after the first step and every --log-memory-interval steps, what memory each rank takes for what, measured beside
+    planned. Before the first step the job is planned as by --dry-run."""
+    log_memory_interval: int | None = setting(None, at_least=1, unit="steps")
+    """Steps between reports of memory, by default as many as between log lines. Given alone, it asks for them too."""
     wandb_project: str | None = None
     """Project at Weights & Biases (needs the wandb extra)."""
     wandb_exp_name: str | None = setting(None, acts=acts_with(wandb_project=GIVEN))
@@ -94,6 +99,11 @@ class LoggingConfig:
     """Ranks that record."""
     profile_dir: str = setting("profile", acts=_PROFILES)
     """Folder for the Chrome trace and the memory snapshot."""
+
+    @property
+    def memory_interval(self) -> int | None:
+        """Steps between reports of memory; None without."""
+        return self.log_memory_interval or (self.log_interval if self.log_memory else None)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import nn
 from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.bucket import Bucket, BufferPool, Fill, SlicedBucket, WholeBucket, main_grad_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
-from megatron.data_parallel.provider import Inspect, Provider
+from megatron.data_parallel.provider import HeldTensors, Inspect, Provider
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import Granularity, ShardGroup, by_elements
@@ -71,6 +71,11 @@ class Buckets(Provider):
             pool.settle()
         for bucket in self.buckets:
             bucket.join_ends()
+
+    def held(self) -> HeldTensors:
+        """See `Provider`."""
+        passing = [buffer for pool in self._pools.values() for buffer in pool.buffers]
+        return HeldTensors([bucket.weights for bucket in self.buckets], [bucket.own_grads for bucket in self.buckets], passing)
 
     def finish_publishing(self) -> None:
         """See `Provider`."""

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.data_parallel.bucket import Fill, main_grad_dtype
 from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, divided, own_piece, plan_units
-from megatron.data_parallel.provider import Inspect, Provider, check_writes
+from megatron.data_parallel.provider import HeldTensors, Inspect, Provider, check_writes
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
@@ -264,6 +264,12 @@ class FullyShardedParams(Provider):
         for module in modules:
             if isinstance(module, FSDPModule):
                 module.unshard()
+
+    def held(self) -> HeldTensors:
+        """See `Provider`. What passes through is torch's, and is freed before a step ends."""
+        shards = [shard for group in self.groups for shard in group.shards]
+        on_host = any(shard.on_host for shard in shards)
+        return HeldTensors([shard.weights for shard in shards], [shard.grad for shard in shards], [], on_host)
 
     def finish_gradients(self) -> None:
         """See `Provider`. FSDP has waited for its reductions at the end of each chunk's last backward."""

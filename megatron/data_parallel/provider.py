@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,6 +18,18 @@ from megatron.parallel.shards import ShardGroup
 
 Inspect = Callable[[ParamEntry, torch.Tensor], None]
 """Receives a parameter and one gradient of it on this rank: that of one use in one microbatch, in the parameter's local shape."""
+
+
+@dataclass(frozen=True)
+class HeldTensors:
+    """Tensors that keep memory, by what it is for. Several may share a storage."""
+
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    """Memory that gradients pass through."""
+    on_host: bool = False
+    """Whether parameters and gradients are in host memory, which on the CPU is the device's too."""
 
 
 class Provider(ABC):
@@ -50,6 +63,10 @@ class Provider(ABC):
         Raises:
             RuntimeError: a parameter got no gradient, or one too many.
         """
+
+    @abstractmethod
+    def held(self) -> HeldTensors:
+        """The memory that it keeps between two steps."""
 
     def nonfinite(self) -> set[str]:
         """Names of parameters whose gradient, this rank's part of the sum, is not finite."""

@@ -42,6 +42,7 @@ class ShardedOptimizer:
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
         movable = [shard for shard in self.shards if not shard.on_host]
         chosen = {id(movable[index]) for index in choose_offloaded([shard.grad.numel() for shard in movable], fraction)}
+        self._chosen = chosen
         if staged is None:
             staged = context.device.type not in ("cpu", "meta")
         link = Link(context.device) if chosen and staged else None
@@ -60,6 +61,17 @@ class ShardedOptimizer:
                     for (offloaded, rule), shards in together.items()
                 ]
             )
+
+    @property
+    def offloaded(self) -> list[Shard]:
+        """The shards whose main parameters and moments are in host memory."""
+        return [shard for shard in self.shards if shard.on_host or id(shard) in self._chosen]
+
+    @property
+    def staging(self) -> list[torch.Tensor]:
+        """Host memory that gradients and weights of offloaded shards pass through."""
+        on_host = [placed for placements in self._placements for placed in placements if isinstance(placed, OnHost)]
+        return [tensor for placed in on_host for tensor in placed.staging]
 
     @torch.no_grad()
     def step(self, learning_rate: float, weight_decay: float, factor: float) -> None:

@@ -168,6 +168,11 @@ class OnHost(StatePlacement):
         self._link.reserve(room_for(weights) * weights[0].itemsize)
         return lambda: self._link.send(main_params, weights)
 
+    @property
+    def staging(self) -> list[torch.Tensor]:
+        """Memory that gradients and weights pass through."""
+        return [*self._grads, *self._link.buffers]
+
     def finish(self) -> None:
         """Let everything that is issued from now on wait for the weights."""
         self._link.finish()

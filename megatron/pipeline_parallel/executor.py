@@ -83,6 +83,8 @@ class Executor:
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._prepared: dict[int, tuple[list[Step], Schedule]] = {}
         """By id(); the schedules are kept, so that no other one gets the id() of one of them."""
+        self.current: Op | None = None
+        """The operation under way, for messages about errors."""
         self.recorder: Recorder | None = None
         """Called for every operation of a training step, if set."""
         self._deferred_bytes = 0
@@ -95,6 +97,7 @@ class Executor:
         training = any(step.op.kind is not OpKind.FORWARD for step in steps)
         recorder, messenger = self.recorder if training else None, self._messenger
         for step in steps:
+            self.current = step.op
             for message, source in step.posts:
                 messenger.post(message, source)
             if not self._overlap:
@@ -123,6 +126,7 @@ class Executor:
             del received, given  # what was sent is not kept here while the next operation computes
             for message in step.arrived:
                 messenger.settle(message)
+        self.current = None
         messenger.finish()
         assert not self._in_flight, "activations left over"
 

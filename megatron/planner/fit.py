@@ -170,16 +170,19 @@ class Search:
         self._known: dict[Change, Cost | None] = {}
         self._traces: dict[object, Traces] = {}
         """By the settings on which the traces of chunks depend."""
-        table = table_of(config.model, config.parallel, vocab_size)
-        self._most_layers = max(len(chunk.layers) for chunk in table)
+        self._most_layers = most_layers(config, vocab_size)
 
     def best(self, limit: int) -> Fitting | None:
         """The change that costs the least time among those after which no rank needs more than `limit` bytes."""
         base = self.cost(Change())
         assert base is not None, "settings that were loaded are valid"
-        found = [Lever(kind, one, cost) for kind, one in self._levers() if (cost := self.cost(one)) is not None]
-        levers = [lever for lever in found if lever.cost.device < base.device]
-        combined = [(estimate(base, some, limit), some) for some in _together(levers)]
+        found = [
+            Lever(kind, one, cost)
+            for kind, one in levers(self._config, self._dry_run, self._most_layers)
+            if (cost := self.cost(one)) is not None
+        ]
+        useful = [lever for lever in found if lever.cost.device < base.device]
+        combined = [(estimate(base, some, limit), some) for some in _together(useful)]
         fitting: Fitting | None = None
         tried = 0
         for estimated, some in sorted(combined, key=lambda item: (item[0].seconds, len(item[1]))):
@@ -213,40 +216,13 @@ class Search:
         activations = fullest.activations.device
         return Cost(activations, fullest.total.device - activations, computing + waiting)
 
-    def _levers(self) -> Iterator[tuple[str, Change]]:
-        """Each with its kind."""
-        config, parallel, micro = self._config, self._config.parallel, self._config.training.micro_batch_size
-        tensor, data = parallel.tensor_model_parallel_size, data_size(config, self._dry_run.world_size) or 1
-        if config.memory.recompute is None:
-            yield _FULL, change(recompute_granularity="selective", recompute_modules=("layernorm", "mlp_act"))
-        if config.memory.recompute != "full":
-            yield _FULL, self._full(self._most_layers)
-        if tensor > 1 and not parallel.sequence_parallel:
-            yield "tensor", change(sequence_parallel=True)
-        for factor in (2, 4, 8):
-            if data % factor == 0 and self._dry_run.gpus_per_node % (tensor * factor) == 0:
-                split: dict[str, object] = {} if parallel.sequence_parallel else {"sequence_parallel": True}
-                yield "tensor", change(tensor_model_parallel_size=tensor * factor, **split)
-        for strategy in _STRATEGIES[_STRATEGIES.index(parallel.sharding) + 1 :] if data > 1 else ():
-            yield "sharding", change(data_parallel_sharding_strategy=strategy)
-        if not config.optimizer.optimizer_cpu_offload:
-            yield "host", change(optimizer_cpu_offload=True)
-        for part in (2, 4, 8):
-            # Products of fewer rows are slower, by how much is not known: so no smaller ones are proposed.
-            if micro % part == 0 and micro // part * config.model.seq_length >= ENOUGH_TOKENS:
-                yield "batch", change(micro_batch_size=micro // part)
-
-    def _full(self, num_layers: int) -> Change:
-        back = without(self._config, "recompute_activations", "recompute_modules").fields
-        return change(recompute_granularity="full", recompute_method="block", recompute_num_layers=num_layers, **dict(back))
-
     def _least(self, some: Sequence[Lever], base: Cost, limit: int) -> Fitting | None:
         """These levers together, with the fewest layers computed again that are enough, if they fit at all."""
-        full = self._full(self._most_layers)
+        full = recomputed(self._config, self._most_layers)
         rest = [field for lever in some if lever.change != full for field in lever.change.fields]
 
         def with_layers(number: int) -> Change:
-            return Change((*self._full(number).fields, *rest) if number else tuple(rest))
+            return Change((*recomputed(self._config, number).fields, *rest) if number else tuple(rest))
 
         low = high = self._most_layers if any(lever.change == full for lever in some) else 0
         cost = self.cost(with_layers(high))
@@ -261,6 +237,52 @@ class Search:
             else:
                 low = middle + 1
         return Fitting(with_layers(high), cost, cost.seconds / base.seconds - 1)
+
+
+def most_layers(config: Config, vocab_size: int) -> int:
+    """Layers of the largest chunk of the model."""
+    return max(len(chunk.layers) for chunk in table_of(config.model, config.parallel, vocab_size))
+
+
+def recomputed(config: Config, num_layers: int) -> Change:
+    """Full recompute of so many layers of each chunk, in place of what is computed again now."""
+    back = without(config, "recompute_activations", "recompute_modules").fields
+    return change(recompute_granularity="full", recompute_method="block", recompute_num_layers=num_layers, **dict(back))
+
+
+def levers(config: Config, dry_run: DryRun, num_layers: int) -> list[tuple[str, Change]]:
+    """What may be changed to save memory, those first that usually cost little; each with its kind. The rules accept all of it.
+
+    Args:
+        num_layers: layers of the largest chunk.
+    """
+    config = without_gaps(config)
+    return [
+        (kind, one) for kind, one in _levers(config, dry_run, num_layers) if not violations(*one.apply(config, dry_run.world_size))
+    ]
+
+
+def _levers(config: Config, dry_run: DryRun, num_layers: int) -> Iterator[tuple[str, Change]]:
+    parallel, micro = config.parallel, config.training.micro_batch_size
+    tensor, data = parallel.tensor_model_parallel_size, data_size(config, dry_run.world_size) or 1
+    if config.memory.recompute is None:
+        yield _FULL, change(recompute_granularity="selective", recompute_modules=("layernorm", "mlp_act"))
+    for strategy in _STRATEGIES[_STRATEGIES.index(parallel.sharding) + 1 :] if data > 1 else ():
+        yield "sharding", change(data_parallel_sharding_strategy=strategy)
+    if tensor > 1 and not parallel.sequence_parallel:
+        yield "tensor", change(sequence_parallel=True)
+    for part in (2, 4, 8):
+        # Products of fewer rows are slower, by how much is not known: so no smaller ones are proposed.
+        if micro % part == 0 and micro // part * config.model.seq_length >= ENOUGH_TOKENS:
+            yield "batch", change(micro_batch_size=micro // part)
+    if config.memory.recompute != "full":
+        yield _FULL, recomputed(config, num_layers)
+    for factor in (2, 4, 8):
+        if data % factor == 0 and dry_run.gpus_per_node % (tensor * factor) == 0:
+            split: dict[str, object] = {} if parallel.sequence_parallel else {"sequence_parallel": True}
+            yield "tensor", change(tensor_model_parallel_size=tensor * factor, **split)
+    if not config.optimizer.optimizer_cpu_offload:
+        yield "host", change(optimizer_cpu_offload=True)
 
 
 def estimate(base: Cost, some: Sequence[Lever], limit: int) -> Cost:

@@ -145,6 +145,11 @@ class Plan:
     advice: tuple[str, ...] = ()
     """Lines that say what would waste less."""
 
+    def kind_at(self, stage: int, tensor: int, data: int) -> RankKind:
+        """The kind of the rank at this pipeline stage, tensor rank and data rank."""
+        found = (kind for kind in self.kinds if stage in kind.stages)
+        return next(kind for kind in found if any(at.tensor == tensor and data in at.data for at in kind.places))
+
     @property
     def fullest(self) -> int:
         """Index of the kind that keeps most on its device."""

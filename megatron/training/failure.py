@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import NoReturn, Self, TypeVar
 
@@ -145,20 +146,33 @@ _LOST_CONTACT = (
 )
 
 
+@dataclass
+class Explanations:
+    """Words for errors that only the run itself can explain."""
+
+    known: list[tuple[Callable[[BaseException], bool], Callable[[BaseException], str]]] = field(default_factory=list)
+    """Which errors these are, and the words for each."""
+
+    def find(self, error: BaseException) -> str | None:
+        """The words for an error, if any are known."""
+        return next((words(error) for is_one, words in self.known if is_one(error)), None)
+
+
 @contextmanager
-def reported_failures() -> Iterator[None]:
+def reported_failures() -> Iterator[Explanations]:
     """Turn an exception into a message for the user and leave at once: the launcher then ends the other ranks.
 
     The process does not wait for a collective or for the process group's own shutdown, in which it would hang.
     """
+    explanations = Explanations()
     try:
-        yield
+        yield explanations
     except SystemExit:
         raise
     except KeyboardInterrupt:
         _leave(130, "interrupted")
     except BaseException as error:  # noqa: BLE001 - every way to fail ends here
-        _leave(1, _words(error))
+        _leave(1, _words(error, explanations))
 
 
 def leave_well() -> None:
@@ -171,8 +185,10 @@ def leave_well() -> None:
         _leave(0, "")
 
 
-def _words(error: BaseException) -> str:
+def _words(error: BaseException, explanations: Explanations) -> str:
     rank = int(os.environ.get("RANK", 0))
+    if (explained := explanations.find(error)) is not None:
+        return f"rank {rank}: {explained}" if _parallel() else explained
     if isinstance(error, _SHARED):
         return str(error) if rank == 0 else ""
     if isinstance(error, (ValueError, OSError)) and _raised_by_us(error):

@@ -18,6 +18,7 @@ from megatron.optimizer.lr_schedule import learning_rate, weight_decay
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import ExitSignal, NonFiniteError, together
 from megatron.training.inputs import Batches
+from megatron.training.memory_report import MemoryAccount
 from megatron.training.profiler import Draw, PipelineProfiler, StepProfiler
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter, layer_norms, params_norm, places
@@ -49,13 +50,15 @@ class Loop:
     """When the job started, by time.monotonic()."""
     draw: Draw | None = None
     """Draws the timelines of --profile-pipeline; the first rank needs it."""
+    account: MemoryAccount | None = None
+    """What is known of this rank's memory, for the reports of --log-memory."""
 
     def run(self, progress: Progress) -> None:
         """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end."""
         if self.config.training.manual_gc:
             gc.disable()
         began_at = progress.iteration
-        watching = watchers(self.config, self.step, progress, self.reporter.say)
+        watching = watchers(self.config, self.step, progress, self.reporter.say, self.account)
         with ExitSignal() as signal:
             try:
                 stopped = self._train(progress, signal, watching)

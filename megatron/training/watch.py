@@ -14,8 +14,10 @@ from megatron.checkpoint.global_tensor import dtype_name
 from megatron.config.config import Config
 from megatron.config.save import to_dict
 from megatron.model.gpt import ModelInputs
+from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import global_records
 from megatron.training.failure import together
+from megatron.training.memory_report import MemoryAccount, report
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult, TrainStep
 
@@ -187,12 +189,30 @@ class Tracing(Watcher):
             self._writer.close()
 
 
-def watchers(config: Config, step: TrainStep, progress: Progress, say: Callable[[str], None]) -> list[Watcher]:
-    """The trace and the checks of a run, if it has any. All ranks call it together.
+class MemoryReports(Watcher):
+    """--log-memory: tells what memory the ranks take, after the first step and every so many."""
+
+    def __init__(self, account: MemoryAccount, context: ParallelContext, every: int, say: Callable[[str], None]) -> None:
+        self._account, self._context, self._every, self._say = account, context, every, say
+        self._first = True
+
+    def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
+        """Report, if it is time."""
+        if self._first or progress.iteration % self._every == 0:
+            for line in report(self._account, self._context, f"after iteration {progress.iteration}"):
+                self._say(line)
+        self._first = False
+
+
+def watchers(
+    config: Config, step: TrainStep, progress: Progress, say: Callable[[str], None], account: MemoryAccount | None = None
+) -> list[Watcher]:
+    """The trace, the checks and the reports of a run, if it has any. All ranks call it together.
 
     Args:
         progress: at the start.
         say: writes a line into the log, on the first rank.
+        account: for reports of memory, if they are asked for.
 
     Raises:
         SetupError: the trace cannot be written.
@@ -200,4 +220,7 @@ def watchers(config: Config, step: TrainStep, progress: Progress, say: Callable[
     """
     every = config.debug.check_replicas_every
     checks: list[Watcher] = [] if every is None else [RunChecks(step, every, progress.iteration, say)]
+    interval = config.logging.memory_interval
+    if interval is not None and account is not None:
+        checks.append(MemoryReports(account, step.context, interval, say))
     return [*([] if config.debug.save_trace is None else [Tracing(config, step, progress)]), *checks]

@@ -43,7 +43,7 @@ def draw_logging(draw: Draw) -> dict[str, Any]:
     if chance(draw, 4):
         settings["check_replicas_every"] = 1
     settings["device"] = one_of(draw, None, None, "cpu")
-    return settings
+    return settings | switches(draw, "log_memory", one_in=10)
 
 
 def _draw_batch(draw: Draw, dp: int) -> dict[str, Any]:

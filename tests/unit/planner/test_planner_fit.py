@@ -15,7 +15,7 @@ from megatron.config.given import DryRun
 from megatron.config.rules import violations
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.planner.dry_run import Planner, enough_microbatches, make_plan
-from megatron.planner.fit import Cost, Fitting, Lever, Search, estimate, least_layers, memory_limit, usable, with_fit_advice
+from megatron.planner.fit import Cost, Fitting, Lever, Search, estimate, least_layers, levers, memory_limit, usable, with_fit_advice
 from megatron.planner.plan import Plan
 from megatron.spec.operations import OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
@@ -152,7 +152,11 @@ def test_the_cheapest_of_all_levers_is_taken() -> None:
         base = looking.cost(Change())
         assert base is not None
         limit = int(base.device * 0.96)  # most of it is what CUDA takes
-        costs = [cost for _, each in looking._levers() if (cost := looking.cost(each)) is not None and cost.device <= limit]
+        costs = [
+            cost
+            for _, each in levers(looking._config, dry_run, 6)
+            if (cost := looking.cost(each)) is not None and cost.device <= limit
+        ]
         return looking.best(limit), costs, limit
 
     best, alone, _limit = in_own_process(search)

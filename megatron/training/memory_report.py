@@ -1,0 +1,166 @@
+"""What memory a rank takes for what, measured between two steps, and told beside the plan (--log-memory).
+
+The model's state is measured tensor by tensor, by its storages. What else was allocated at the peak are activations, and whatever
+passes within a step. On CUDA that is known from torch's allocator. On the CPU there is only the memory of the whole process, less
+what it had before the model was built.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.data_parallel.state_layout import Bytes, StateMemory
+from megatron.parallel.collectives import gather_objects
+from megatron.parallel.context import ParallelContext
+from megatron.planner.plan import Plan, RankMemory
+from megatron.planner.plan_text import table
+from megatron.planner.state_report import amount
+
+if TYPE_CHECKING:
+    from megatron.training.step import TrainStep
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """The memory of one rank."""
+
+    state: StateMemory
+    """What the model's state takes. Padding is not told apart."""
+    peak: int
+    """The most bytes at once: on CUDA those that the allocator gave out, on the CPU those of the process beyond `before`."""
+    reserved: int
+    """The most bytes that the allocator of CUDA took from the device; 0 on the CPU."""
+    used: int
+    """Bytes of the device that are in use now, by any process; 0 on the CPU."""
+    host: int
+    """The most bytes of host memory that the process had at once."""
+    before: int
+    """Bytes of host memory that it had before the model was built: Python and the libraries."""
+
+    @property
+    def activations(self) -> int:
+        """The rest of the peak: activations and what passes within a step."""
+        on_device = self.state.total.device if self.reserved else self.state.total.total
+        return max(0, self.peak - on_device)
+
+
+def process_bytes() -> int:
+    """The most host memory that this process had at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(step: TrainStep, before: int) -> MeasuredMemory:
+    """Measure this rank, between two steps. It waits for nothing.
+
+    Args:
+        before: see `MeasuredMemory`.
+    """
+    device, state = step.context.device, state_held(step)
+    if device.type != "cuda":
+        return MeasuredMemory(state, max(0, process_bytes() - before), 0, 0, process_bytes(), before)
+    stats = torch.cuda.memory_stats(device)
+    free, total = torch.cuda.mem_get_info(device)
+    peak, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    return MeasuredMemory(state, peak, reserved, total - free, process_bytes(), before)
+
+
+def state_held(step: TrainStep) -> StateMemory:
+    """The bytes of the storages that the model's state lies in, each counted once, for the first purpose that it has."""
+    known: set[int] = set()
+
+    def held(tensors: Iterable[torch.Tensor], *, on_host: bool = False) -> Bytes:
+        device = host = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() in known or not storage.nbytes():
+                continue
+            known.add(storage.data_ptr())
+            if on_host or storage.device.type != step.context.device.type:
+                host += storage.nbytes()
+            else:
+                device += storage.nbytes()
+        return Bytes(device, host)
+
+    providers = [provider.held() for provider in step.providers]
+    away = step.optimizer.offloaded
+    chosen = {id(shard) for shard in away}
+    here = [shard for shard in step.optimizer.shards if id(shard) not in chosen]
+    parameters = sum((held(one.parameters, on_host=one.on_host) for one in providers), Bytes())
+    gradients = sum((held(one.gradients, on_host=one.on_host) for one in providers), Bytes())
+    mains = held(shard.main for shard in here) + held((shard.main for shard in away), on_host=True)
+    moments = held(moment for shard in here for moment in shard.moments.values())
+    moments += held((moment for shard in away for moment in shard.moments.values()), on_host=True)
+    buffers = held(tensor for one in providers for tensor in one.buffers) + held(step.optimizer.staging, on_host=True)
+    return StateMemory(parameters, gradients, mains, moments, buffers)
+
+
+@dataclass
+class MemoryAccount:
+    """What is known of a rank's memory so far; a run fills it in as it begins."""
+
+    before: int = field(default_factory=process_bytes)
+    step: TrainStep | None = None
+    plan: Plan | None = None
+    planned: RankMemory | None = None
+    """What the plan says of this rank."""
+
+    def expect(self, plan: Plan | str, context: ParallelContext) -> list[str]:
+        """Take the plan of the job; gives lines for the start-up log.
+
+        Args:
+            plan: or why there is none.
+        """
+        if isinstance(plan, str):
+            return [f"memory is reported without a plan: {plan}"]
+        at = context.coordinates
+        self.plan = plan
+        self.planned = plan.kind_at(at["pp"], at["tp"], at["cp"] + context.topology.cp * at["dp"]).memory
+        needed = max(kind.memory.total.device for kind in plan.kinds)
+        beyond = [f"advice: {line}" for line in plan.advice if line.startswith("the fullest rank")]
+        return [f"planned: the fullest rank takes {amount(needed)} of its device", *beyond]
+
+    def rows(self) -> list[tuple[str, int, int | None]]:
+        """Bytes of each part on the device and in host memory: its name, measured, and planned if there is a plan."""
+        assert self.step is not None
+        found, planned = measure(self.step, self.before), self.planned
+        rows: list[tuple[str, int, int | None]] = []
+        for name, part in found.state.parts.items():
+            aimed = None if planned is None else planned.parts[name]
+            rows.append((name.replace("_", " "), part.device, None if aimed is None else aimed.device))
+            if part.host or (aimed is not None and aimed.host):
+                rows.append((f"{name.replace('_', ' ')} on the host", part.host, None if aimed is None else aimed.host))
+        rows.append(("activations and the rest", found.activations, None if planned is None else planned.activations.device))
+        if found.reserved:
+            exact = None if planned is None else planned.total.device - planned.cuda.device
+            rows.append(("allocated at the peak", found.peak, exact))
+            rows.append(("reserved at the peak", found.reserved, None))
+            rows.append(("used of the device", found.used, None if planned is None else planned.total.device))
+        rows.append(("Python and libraries", found.before, None))
+        rows.append(("the process at its peak", found.host, None))
+        return rows
+
+
+def report(account: MemoryAccount, context: ParallelContext, when: str) -> list[str]:
+    """Lines of the log: what all ranks take, least and most where they differ. All ranks call it together."""
+    ranks = [{row[0]: row[1:] for row in rows} for rows in gather_objects(account.rows(), context.world)]
+    names = list(dict.fromkeys(name for rows in ranks for name in rows))
+    body = []
+    for name in names:
+        measured = [rows[name][0] if name in rows else 0 for rows in ranks]
+        planned = [rows[name][1] for rows in ranks if name in rows]
+        if any(measured) or any(planned):
+            body.append([f"  {name}", _spread(measured), _spread([one for one in planned if one is not None])])
+    of = f"a rank, least and most of {context.world.size}" if context.world.size > 1 else "this process"
+    return [f"  {line}" for line in table([f"memory {when}, of {of}", "measured", "planned"], body)]
+
+
+def _spread(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return "-"
+    low, high = amount(min(numbers)), amount(max(numbers))
+    return high if low == high else f"{low} - {high}"

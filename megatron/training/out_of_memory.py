@@ -1,0 +1,123 @@
+"""The message of a rank whose memory is exhausted: during which operation, what was allocated for what, what to change first."""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron.config.config import Config
+from megatron.planner.fit import levers, memory_limit, most_layers
+from megatron.planner.state_report import amount
+from megatron.spec.operations import OpKind
+from megatron.training.memory_report import MemoryAccount
+from megatron.training.rehearsal import on_this_device, this_job
+
+_SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed", "failed to cuda calloc")
+"""In the messages of torch's allocators, of CUDA, cuBLAS and NCCL."""
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))")
+_KINDS = {
+    OpKind.FORWARD: "the forward",
+    OpKind.BACKWARD: "the backward",
+    OpKind.INPUT_GRAD: "the input gradients",
+    OpKind.WEIGHT_GRAD: "the weight gradients",
+    OpKind.RECOMPUTE: "the second run of layers",
+}
+_WIDE_GAPS = 0.05  # of what the allocator has; more of it in gaps is worth another setting
+_SHOWN = 6
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of the device or of the host is exhausted."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
+
+
+@dataclass
+class Exhaustion:
+    """Explains that memory is exhausted.
+
+    Args:
+        config: of the run.
+        vocab_size: rows of the word embedding, as far as they are known.
+    """
+
+    config: Config
+    account: MemoryAccount
+    vocab_size: int = 1
+
+    def words(self, error: BaseException) -> str:
+        """The message, without the number of the rank. It takes little memory itself."""
+        traceback.clear_frames(error.__traceback__)  # whose tensors are of no more use
+        lines = [f"out of memory {self._where(error)}{_asked(error)}."]
+        for part in (self._taken, self._cures):
+            try:
+                lines += part()
+            except Exception as other:  # noqa: BLE001 - what is left of the message is still worth more than nothing
+                lines.append(f"  (more cannot be said: {type(other).__name__})")
+        return "\n".join(lines)
+
+    def _where(self, error: BaseException) -> str:
+        step = self.account.step
+        op = None if step is None else step.executor.current
+        if op is not None:
+            stage = "" if step is None or step.context.topology.pp == 1 else f" on stage {step.context.coordinates['pp']}"
+            return f"in {_KINDS[op.kind]} of chunk {op.chunk}, microbatch {op.microbatch}{stage}"
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if f"{os.sep}megatron{os.sep}" in frame.filename]
+        if not frames:
+            return "before the model was built"
+        phase = "while the model's state is allocated" if step is None else "between the operations of the pipeline"
+        return f"{phase}, at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}"
+
+    def _taken(self) -> list[str]:
+        """What was allocated for what."""
+        account = self.account
+        if account.step is None:
+            return []
+        parts = []
+        for name, measured, planned in account.rows():
+            if measured or planned:
+                parts.append(f"{name} {amount(measured)}" + (f" (planned {amount(planned)})" if planned is not None else ""))
+        return [f"  allocated: {', '.join(parts)}", *self._gaps()]
+
+    def _gaps(self) -> Iterator[str]:
+        step = self.account.step
+        if step is None or step.context.device.type != "cuda":
+            return
+        reserved, given = torch.cuda.memory_reserved(step.context.device), torch.cuda.memory_allocated(step.context.device)
+        yield f"  of {amount(reserved)} that torch's allocator has from the device, {amount(reserved - given)} are in no use"
+
+    def _cures(self) -> list[str]:
+        """What to change, the cheapest first."""
+        found = list(self._gap_cure())
+        if self.account.plan is not None:
+            found += [line for line in self.account.plan.advice if line.startswith("the fullest rank")]
+        config, job = on_this_device(self.config), this_job()
+        found += [str(one) for _, one in levers(config, job, most_layers(config, self.vocab_size))][: _SHOWN - len(found)]
+        limit = memory_limit(config)
+        size = "N" if limit is None else f"{limit / 1e9:.4g}"
+        dry_run = f"--dry-run --world-size {job.world_size} --gpus-per-node {job.gpus_per_node} --device-memory-gb {size}"
+        numbered = [f"    {number}. {cure}" for number, cure in enumerate(found, 1)]
+        return [
+            *(["  What to change, the cheapest first:", *numbered] if found else []),
+            f"  The same flags with {dry_run} say which of it is enough.",
+        ]
+
+    def _gap_cure(self) -> Iterator[str]:
+        step = self.account.step
+        if step is None or step.context.device.type != "cuda":
+            return
+        reserved, given = torch.cuda.memory_reserved(step.context.device), torch.cuda.memory_allocated(step.context.device)
+        settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+        if reserved - given > _WIDE_GAPS * reserved and "expandable_segments:True" not in settings:
+            yield "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, against gaps"
+
+
+def _asked(error: BaseException) -> str:
+    found = _ASKED.search(str(error))
+    return f": {found.group(1)} more were asked for" if found else ""
