@@ -90,8 +90,8 @@ activations-checkpoint-method: Use --recompute-granularity full with --recompute
 checkpoint-num-layers activations-checkpoint-num-layers: Use --recompute-granularity full with --recompute-num-layers.
 distribute-saved-activations distribute-checkpointed-activations: Use --sequence-parallel, which divides what recompute keeps over
     the tensor ranks, and more.
-cpu-offloading*: Keeping activations in host memory is not built yet; to save memory use --sequence-parallel, more tensor ranks or a
-    smaller batch.
+cpu-offloading-weights: Gathered parameters are freed by --data-parallel-sharding-strategy optim_grads_params, and optimizer state
+    is kept in host memory by --optimizer-cpu-offload.
 no-pin-cpu-*: What --optimizer-cpu-offload copies to and from a GPU is always pinned.
 fp8* *-fp8-* fp4* kitchen-*: Formats of 8 bits and fewer are not built yet; use --bf16.
 *fsdp*: Sharding of parameters is set by --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size,

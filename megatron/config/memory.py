@@ -20,6 +20,9 @@ def _flash_keeps_none(**others: Any) -> tuple[Beside, ...]:
     return tuple(idle_with(why, every=True, effect=effect, **alone, **{dtype: True}) for dtype in ("bf16", "fp16"))
 
 
+_ONE_MEMORY = idle_with("--device cpu has everything in host memory", effect="saves no memory", device="cpu")
+
+
 @dataclass(frozen=True)
 class MemoryConfig:
     """Recompute and offload of activations, and the loss in pieces."""
@@ -61,6 +64,25 @@ class MemoryConfig:
     """Compute output layer and loss in chunks of so many tokens, each again in backward: logits are there for one chunk at a time.
     0: all tokens of a microbatch at once. By default at once if a rank's part of the logits has at most 2^27 elements, else in
     chunks that have no more."""
+
+    cpu_offload_activations: bool = setting(False, idle=_ONE_MEMORY)
+    """Move what layers save for backward to (pinned) host memory, and back one operation ahead of need. Of layers that run again
+    the input is moved."""
+    cpu_offloading: bool = setting(
+        False, idle=(idle_with("--cpu-offload-activations says the same", cpu_offload_activations=True), _ONE_MEMORY)
+    )
+    """The same as --cpu-offload-activations."""
+    cpu_offloading_num_layers: int = setting(0, at_least=0, unit="layers, 0 for all", idle=_ONE_MEMORY)
+    """Move those of the first so many layers of each chunk only. More than 0 asks for --cpu-offload-activations."""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether saved tensors of some layers are moved to host memory."""
+        return bool(self.cpu_offload_activations or self.cpu_offloading or self.cpu_offloading_num_layers)
+
+    def offloaded(self, layers: range) -> range:
+        """Those layers of a chunk whose saved tensors are moved to host memory."""
+        return layers[: self.cpu_offloading_num_layers or len(layers)] if self.offloads else layers[:0]
 
     @property
     def recomputed_by_stage(self) -> tuple[int, ...] | None:

@@ -13,16 +13,14 @@ are remade within backward, each when backward enters it, so that only one is he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-BeforeRemake = Callable[[Sequence[nn.Module]], None]
-"""Is called with the modules of a region before it runs again: their parameters must have memory then."""
-
+from megatron.memory.kept import current
 
 RegionFunction = Callable[..., torch.Tensor]
 """Computes a region from its inputs. Its argument `again` is set in a remake, which must call no hooks of modules: they have
@@ -38,8 +36,11 @@ class _Region:
 
     def __init__(self, function: RegionFunction, inputs: Sequence[torch.Tensor], modules: Sequence[nn.Module]) -> None:
         self._function, self._modules = function, modules
-        self._inputs: Sequence[torch.Tensor] = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-        self._before_remake = None if _kept is None else _kept.before_remake
+        kept = current()
+        self._before_remake = None if kept is None else kept.before_remake
+        self._on_host = None if kept is None else kept.on_host
+        self._with_gradient = [x.requires_grad for x in inputs]
+        self._inputs: Sequence[Any] = [x.detach() if self._on_host is None else self._on_host.pack(x) for x in inputs]
         self._count = 0
         self._saved: list[torch.Tensor | None] | None = None
 
@@ -56,7 +57,8 @@ class _Region:
         if self._before_remake is not None:
             self._before_remake(self._modules)
         self._saved, _remaking = [], self
-        inputs, self._inputs = self._inputs, ()
+        inputs = [self._input(*one) for one in zip(self._inputs, self._with_gradient, strict=True)]
+        self._inputs = ()
         try:
             if self._count:
                 with torch.enable_grad(), saved_tensors_hooks(self._save, _never):
@@ -72,6 +74,10 @@ class _Region:
         assert self._saved is not None
         if len(self._saved) == self._count - 1:
             self._save(x)
+
+    def _input(self, kept: Any, with_gradient: bool) -> torch.Tensor:
+        x: torch.Tensor = kept if self._on_host is None else self._on_host.unpack(kept)
+        return x.requires_grad_(with_gradient)
 
     def _number(self, tensor: torch.Tensor) -> int:
         self._count += 1
@@ -95,39 +101,8 @@ def _never(saved: None) -> torch.Tensor:
     raise AssertionError("nothing goes backward through a remake")
 
 
-class Kept:
-    """What one microbatch of a chunk keeps in ways of its own.
-
-    Args:
-        before_remake: called before each remake of a region.
-    """
-
-    def __init__(self, before_remake: BeforeRemake | None = None) -> None:
-        self.before_remake = before_remake
-        self.regions: list[_Region] = []
-        """Those that the schedule may remake, in the order of the forward."""
-
-    def remake_last(self) -> None:
-        """Run the region again that backward enters first."""
-        self.regions.pop().remake()
-        self.regions.clear()  # the others live as long as the graph needs them
-
-
-# Set around one forward, and around one remake. Plain globals, as in `megatron.parallel.accumulate`.
-_kept: Kept | None = None
+# Set around one remake. A plain global, as in `megatron.parallel.accumulate`.
 _remaking: _Region | None = None
-
-
-@contextmanager
-def keeping(before_remake: BeforeRemake | None = None) -> Iterator[Kept]:
-    """Around the forward of one microbatch of a chunk: note what it keeps."""
-    global _kept
-    assert _kept is None, "keeping() does not nest"
-    _kept = kept = Kept(before_remake)
-    try:
-        yield kept
-    finally:
-        _kept = None
 
 
 def recomputed(
@@ -144,9 +119,9 @@ def recomputed(
     if not torch.is_grad_enabled():
         return function(*inputs, again=False)
     assert _remaking is None, "a region in a region"
-    region = _Region(function, inputs, modules)
-    if ahead and _kept is not None:
-        _kept.regions.append(region)
+    region, kept = _Region(function, inputs, modules), current()
+    if ahead and kept is not None:
+        kept.remakes.append(region.remake)
     return region.run(inputs)
 
 

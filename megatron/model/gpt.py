@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
+from megatron.memory.offload import chosen_layer
 from megatron.memory.recompute import recomputed
 from megatron.model.attention import RotaryTable
 from megatron.model.block import Block, dropout
@@ -89,6 +90,10 @@ class _Run:
     recomputed: bool
     ahead: bool
     """Whether the schedule runs them again before backward."""
+    offloaded: bool
+    """Whether what they save is moved to host memory until backward."""
+    last_offloaded: bool
+    """Whether they are the last of the chunk of which that is so."""
 
     def __call__(
         self, tables: Mapping[RotarySpec | None, RotaryTable | None], inputs: ModelInputs, x: torch.Tensor, *, again: bool = False
@@ -131,6 +136,7 @@ class GPTChunk(nn.Module):
             for layer in segment.layers
         )
         last = max((place for place, segment in enumerate(segments) if segment.recomputed), default=None)
+        last_offloaded = max((place for place, segment in enumerate(segments) if segment.offloaded), default=None)
         blocks = dict(zip(numbers, self.layers, strict=True))
         self._runs = [
             _Run(
@@ -138,6 +144,8 @@ class GPTChunk(nn.Module):
                 [specs[layer].attention.rotary for layer in segment.layers],
                 segment.recomputed,
                 ahead=place == last,
+                offloaded=segment.offloaded,
+                last_offloaded=place == last_offloaded,
             )
             for place, segment in enumerate(segments)
         ]
@@ -177,9 +185,15 @@ class GPTChunk(nn.Module):
         assert x is not None, "a chunk that is not the first needs hidden states"
         dtype = self.residual_dtype
         tables = {rotary: None if rotary is None else rotary_table(inputs.positions, rotary, dtype) for rotary in self._rotaries}
+        shared = [tensor for table in tables.values() if table is not None for tensor in table]
         for run in self._runs:
             forward = partial(run, tables, inputs)
-            x = recomputed(forward, x, modules=run.blocks, ahead=run.ahead) if run.recomputed else forward(x)
+            if run.recomputed:
+                forward = partial(recomputed, forward, modules=run.blocks, ahead=run.ahead)
+            on_host = None
+            if run.offloaded:
+                on_host = chosen_layer(x, shared=shared, last=run.last_offloaded, remade_ahead=run.ahead)
+            x = forward(x) if on_host is None else on_host.run(forward, x)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,13 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.memory.recompute import BeforeRemake, Kept, keeping
+from megatron.memory.host import HostMemory
+from megatron.memory.kept import BeforeRemake, Kept, keeping
 from megatron.parallel.accumulate import Deferred, deferring
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.exchange import channels
 from megatron.pipeline_parallel.p2p import Boundary, Messenger, Tensors
+from megatron.pipeline_parallel.returns import back_soon, fetched_during
 from megatron.pipeline_parallel.validate import validate
 from megatron.spec.operations import Message, Op, OpKind, Schedule
 
@@ -36,7 +38,7 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """An operation, and the messages before and after it."""
+    """An operation, the messages before and after it, and what moves between device and host meanwhile."""
 
     op: Op
     posts: tuple[tuple[Message, int], ...]
@@ -44,6 +46,10 @@ class Step:
     gives: Message | None
     destination: int
     arrived: tuple[Message, ...]
+    fetches: Op | None
+    """The next operation, if it may need what is in host memory."""
+    back_soon: bool
+    """A forward whose backward begins so soon that what it saves last is not moved."""
 
 
 @dataclass
@@ -66,6 +72,7 @@ class Executor:
         overlap: let messages travel while operations compute; without, wait for each exchange (the same results, bit for bit).
         before_backward: called with the chunk before each of its backwards.
         before_remake: called with the modules of layers before they are run again.
+        host: where the saved tensors go of layers that are chosen for that.
     """
 
     def __init__(
@@ -76,7 +83,9 @@ class Executor:
         overlap: bool = True,
         before_backward: Callable[[int], None] | None = None,
         before_remake: BeforeRemake | None = None,
+        host: HostMemory | None = None,
     ) -> None:
+        self.host = HostMemory(context.device) if host is None else host
         self._stage, self._before_remake = context.group("pp").index, before_remake
         self._boundary, self._overlap, self._before_backward = boundary, overlap, before_backward
         self._messenger = Messenger(context, boundary)
@@ -85,6 +94,8 @@ class Executor:
         """By id(); the schedules are kept, so that no other one gets the id() of one of them."""
         self.current: Op | None = None
         """The operation under way, for messages about errors."""
+        self._leaving: Kept | None = None
+        """What the operation before has moved last, if it was a forward."""
         self.recorder: Recorder | None = None
         """Called for every operation of a training step, if set."""
         self._deferred_bytes = 0
@@ -102,6 +113,8 @@ class Executor:
                 messenger.post(message, source)
             if not self._overlap:
                 messenger.wait()
+            if step.fetches is not None:
+                self._fetch(step.fetches)
             received = {} if step.needs is None else messenger.receive(step.needs)
             if recorder is not None:
                 recorder.begin(step.op)
@@ -116,6 +129,7 @@ class Executor:
                 given = self._backward(step.op, received)
             if recorder is not None:
                 recorder.end(step.op)
+            self._settle(step.op)
             if step.gives is not None:
                 messenger.send(step.gives, step.destination, given)
             # Only now: the result may lie in a buffer that was received.
@@ -141,10 +155,11 @@ class Executor:
         receives, exchanges = validate(schedule)
         self._messenger.connect(channels(schedule))
         plan = (receives if self._overlap else exchanges)[self._stage]
-        steps = []
-        for (op, needs, gives), posts, arrived in zip(schedule.linked_ops[self._stage], plan.before, plan.arrived, strict=True):
+        ops, steps = schedule.ops[self._stage], []
+        soon, linked = back_soon(ops), schedule.linked_ops[self._stage]
+        for (op, needs, gives), posts, arrived, fetches in zip(linked, plan.before, plan.arrived, fetched_during(ops), strict=True):
             destination = self._stage if gives is None else schedule.stage_of_chunk[gives.chunk]
-            steps.append(Step(op, tuple(posts), needs, gives, destination, tuple(arrived)))
+            steps.append(Step(op, tuple(posts), needs, gives, destination, tuple(arrived), fetches, op[1:] in soon))
         self._prepared[id(schedule)] = steps, schedule
         return steps
 
@@ -153,7 +168,7 @@ class Executor:
         inputs = {name: _leaf(t, training and self._boundary[name].requires_grad) for name, t in received.items()}
         if not training:
             return {name: t.detach() for name, t in forward(op.chunk, op.microbatch, inputs).items()}
-        with keeping(self._before_remake) as kept:
+        with keeping(Kept(self._before_remake, self.host, back_soon=step.back_soon, living=inputs.values())) as kept:
             outputs = forward(op.chunk, op.microbatch, inputs)
         roots = {name: t for name, t in outputs.items() if step.gives is None or self._boundary[name].requires_grad}
         edges = {name: get_gradient_edge(t) for name, t in roots.items() if t.requires_grad}
@@ -181,6 +196,19 @@ class Executor:
                 given[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             tensor.grad = None
         return given
+
+    def _fetch(self, op: Op) -> None:
+        state = self._in_flight.get((op.chunk, op.microbatch))
+        if state is not None:  # otherwise its forward comes first, and nothing of it has gone
+            state.kept.fetch(for_remake=op.kind is OpKind.RECOMPUTE)
+
+    def _settle(self, op: Op) -> None:
+        """After an operation: what the forward before it has moved has gone, or is waited for."""
+        if self._leaving is not None:
+            self._leaving.settle()
+        self._leaving = None
+        if op.kind is OpKind.FORWARD and (state := self._in_flight.get((op.chunk, op.microbatch))):
+            self._leaving = state.kept
 
     def _recompute(self, op: Op) -> Tensors:
         self._in_flight[op.chunk, op.microbatch].kept.remake_last()

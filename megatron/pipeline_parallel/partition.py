@@ -167,6 +167,16 @@ def describe_recompute(table: Sequence[Chunk]) -> list[str]:
     ]
 
 
+def describe_offload(table: Sequence[Chunk]) -> list[str]:
+    """A line on the layers whose saved tensors are in host memory between forward and backward, if there are any."""
+    moved = [segment for chunk in table for segment in chunk.segments if segment.offloaded]
+    if not moved:
+        return []
+    what = "inputs" if all(one.recomputed for one in moved) else "saved tensors"
+    layers = f"{sum(len(one.layers) for one in moved)} of {sum(len(chunk.layers) for chunk in table)} layers"
+    return [f"{what} of {layers} are in host memory between forward and backward"]
+
+
 def _format_chunk(chunk: Chunk) -> str:
     return LayoutChunk(chunk.first, len(chunk.layers), chunk.last).content(chunk.layers.start) or "no layer"
 

@@ -8,8 +8,8 @@ second stands for those between. That is exact, since each of them begins and en
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,8 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.config.data import DataConfig
 from megatron.config.memory import RecomputeModule
 from megatron.data_parallel.bucket import main_grad_dtype
-from megatron.memory.recompute import keeping
+from megatron.memory.host import HostBuffer, HostMemory
+from megatron.memory.kept import Kept, keeping
 from megatron.model.build import Model
 from megatron.model.document_attention import ByLength, Documents
 from megatron.model.gpt import GPTChunk, ModelInputs
@@ -59,6 +60,34 @@ class ChunkTrace:
     """The kernel that computes attention, in words; empty without layers."""
     sorts_documents: bool
     """Whether attention keeps the order of the tokens by the lengths of their documents."""
+    leaving: int = 0
+    """Bytes that the forward has moved to the host last: they are free on the device when the next operation has ended."""
+    fetched: dict[OpKind, int] = field(default_factory=dict)
+    """Bytes that come back to the device for an operation while the one before it runs."""
+    away: tuple[tuple[int, ...], ...] = ()
+    """Bytes of each storage that is moved to the host, for each layer that is chosen for that, in the order of the forward."""
+    last_remade_ahead: bool = False
+    """Whether the last of these runs again in an operation of its own."""
+    soon: ChunkTrace | None = None
+    """The same for a microbatch that comes back so soon that its last chosen layer stays on the device."""
+
+
+class _CountedHost(HostMemory):
+    """Takes no memory; what comes back does."""
+
+    def move(self, source: torch.Tensor) -> HostBuffer:
+        """See `HostMemory`."""
+        return HostBuffer(source.new_empty(0))
+
+    def moved(self) -> None:
+        """See `HostMemory`."""
+
+    def bring(self, buffers: Sequence[HostBuffer], sizes: Sequence[int]) -> tuple[list[torch.Tensor], None]:
+        """See `HostMemory`."""
+        return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes], None
+
+    def wait(self, mark: object) -> None:
+        """See `HostMemory`."""
 
 
 Traces = dict[object, ChunkTrace]
@@ -100,14 +129,18 @@ def trace_chunks(
         chunk = model.layer_table[index]
         key = kind_of(chunk, specs)
         if key not in cache:
-            cache[key] = _trace(model, data, micro_batch_size, context, chunk, splits_backward, device_type)
+            trace = partial(_trace, model, data, micro_batch_size, context, chunk, splits_backward, device_type)
+            cache[key] = trace()
+            if any(segment.offloaded for segment in chunk.segments):
+                cache[key] = replace(cache[key], soon=trace(back_soon=True))
         found[index] = cache[key]
     return found
 
 
-SegmentKind = tuple[tuple[LayerSpec, ...], frozenset[RecomputeModule], bool, bool]
+SegmentKind = tuple[tuple[LayerSpec, ...], frozenset[RecomputeModule], bool, bool, str]
 """What a segment is: its layers, the parts of each that are computed again, whether the layers as a whole are run again in
-backward, and whether that is done ahead of it."""
+backward, whether that is done ahead of it, and of those moved to the host, which it is: the last may stay, and of the first a
+received input does."""
 
 
 def kind_of(chunk: Chunk, specs: Sequence[LayerSpec]) -> tuple[bool, bool, tuple[SegmentKind, ...]]:
@@ -117,15 +150,30 @@ def kind_of(chunk: Chunk, specs: Sequence[LayerSpec]) -> tuple[bool, bool, tuple
         specs: those of all layers of the model.
     """
     again = [segment for segment in chunk.segments if segment.recomputed]
+    moved = [segment for segment in chunk.segments if segment.offloaded]
     kinds = (
-        (tuple(specs[layer] for layer in segment.layers), segment.selective, segment.recomputed, segment in again[-1:])
+        (
+            tuple(specs[layer] for layer in segment.layers),
+            segment.selective,
+            segment.recomputed,
+            segment in again[-1:],
+            "last" if segment in moved[-1:] else "first" if segment in moved[:1] else "moved" if segment in moved else "",
+        )
         for segment in chunk.segments
     )
     return chunk.first, chunk.last, tuple(kinds)
 
 
 def _trace(
-    model: Model, data: DataConfig, micro_batch_size: int, context: ParallelContext, chunk: Chunk, splits: bool, device_type: str
+    model: Model,
+    data: DataConfig,
+    micro_batch_size: int,
+    context: ParallelContext,
+    chunk: Chunk,
+    splits: bool,
+    device_type: str,
+    *,
+    back_soon: bool = False,
 ) -> ChunkTrace:
     on_cuda = device_type == "cuda"
     stand_ins = segments_that_stand(kind_of(chunk, layers(model.config))[-1])
@@ -136,7 +184,7 @@ def _trace(
         chunk_run = ChunkRun(
             model, data, micro_batch_size, context, chunk, [chunk.segments[place] for place in run], ledger, device
         )
-        chunk_run.run(splits=splits)
+        chunk_run.run(splits=splits, back_soon=back_soon)
     ops: dict[OpKind, MemorySpan] = {}
     for kind, spans in chunk_run.spans.items():
         if kind is OpKind.RECOMPUTE:  # it runs one segment, in one span
@@ -146,7 +194,17 @@ def _trace(
         of_segment = dict(zip(run[::step], spans[1:], strict=True))
         ops[kind] = joined([spans[0], *(of_segment[place] for place in stand_ins[::step])])
     attention = ", ".join(words for name, words in _ATTENTION.items() if name in ledger.kernels)
-    return ChunkTrace(ops, attention, data.reset_attention_mask and _VARIED_LENGTHS not in ledger.kernels)
+    moved = iter(chunk_run.away)
+    of_moved = {place: next(moved) for place in run if chunk.segments[place].offloaded}
+    return ChunkTrace(
+        ops,
+        attention,
+        data.reset_attention_mask and _VARIED_LENGTHS not in ledger.kernels,
+        chunk_run.leaving,
+        chunk_run.fetched,
+        tuple(of_moved[stand_ins[place]] for place, segment in enumerate(chunk.segments) if segment.offloaded),
+        chunk_run.last_remade_ahead,
+    )
 
 
 def segments_that_stand(specs: Sequence[Hashable]) -> list[int]:
@@ -210,6 +268,11 @@ class ChunkRun:
         self._scale = torch.ones((), dtype=torch.promote_types(model.dtype, torch.float32), device=device)
         self.spans: dict[OpKind, list[MemorySpan]] = {}
         """The spans of each operation that has run."""
+        self.leaving, self.last_remade_ahead = 0, False
+        self.fetched: dict[OpKind, int] = {}
+        self.away: list[tuple[int, ...]] = []
+        """As in `ChunkTrace`, of the segments that run."""
+        self._host = _CountedHost(device)
         self._kind = OpKind.FORWARD
         self._first_products = {f"layers.{segment.layers[-1]}.mlp.down.weight" for segment in segments}
         place = 0
@@ -219,22 +282,30 @@ class ChunkRun:
             blocks[-1].register_forward_hook(self._after_segment)
             place += len(segment.layers)
 
-    def run(self, *, splits: bool) -> None:
+    def run(self, *, splits: bool, back_soon: bool) -> None:
         """Run all operations.
 
         Args:
             splits: backward is an input gradient and a weight gradient, as in zero-bubble schedules.
+            back_soon: the last layer that is chosen to be moved to the host stays.
         """
-        with self._operation(OpKind.FORWARD), keeping() as kept:
+        backward = OpKind.INPUT_GRAD if splits else OpKind.BACKWARD
+        kept = Kept(host=self._host, back_soon=back_soon, living=[] if self._received is None else [self._received])
+        with self._operation(OpKind.FORWARD), keeping(kept):
             out = self._module(self._inputs, self._received)
             # As the executor does: only the gradient edge is kept.
             edge = get_gradient_edge(out if self._gradient is not None else minimised(out) * self._scale)
             del out
-        if kept.regions:
+        self.away = [tuple(layer.sizes) for layer in kept.layers]
+        self.last_remade_ahead = bool(kept.layers) and kept.layers[-1].remade_ahead
+        self.leaving = -self._change(kept.settle)
+        if kept.remakes:
+            self.fetched[OpKind.RECOMPUTE] = self._change(partial(kept.fetch, for_remake=True))
             with self._operation(OpKind.RECOMPUTE):
                 kept.remake_last()
+        self.fetched[backward] = self._change(partial(kept.fetch, for_remake=False))
         with (
-            self._operation(OpKind.INPUT_GRAD if splits else OpKind.BACKWARD),
+            self._operation(backward),
             deferring() if splits else contextlib.nullcontext() as deferred,
         ):
             torch.autograd.backward([edge], [self._gradient])
@@ -243,6 +314,12 @@ class ChunkRun:
         if deferred is not None:
             with self._operation(OpKind.WEIGHT_GRAD):
                 deferred.run()
+
+    def _change(self, action: Callable[[], None]) -> int:
+        """Bytes alive after it less those alive before."""
+        self._ledger.cut()
+        action()
+        return self._ledger.cut().change
 
     @contextlib.contextmanager
     def _operation(self, kind: OpKind) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megatron.config.config import Config
 from megatron.config.given import DryRun
+from megatron.data_parallel.state_layout import Bytes
 from megatron.data_parallel.traffic import NUM_SCALARS
 from megatron.model.build import Model, build_model, model_dtype
 from megatron.model.output_layer import LossForm
@@ -276,7 +277,7 @@ class Planner:
             )
             transfers = step_transfers(its, model, micro_batch_size, here, self._schedule)
             passed_on = [Sending(one.over, "activations", one.bytes, one.peer) for one in transfers]
-            yield stage, StagePlan(stage, places, activations.total, [*sent, *passed_on, *scalars])
+            yield stage, StagePlan(stage, places, Bytes(activations.total, activations.host), [*sent, *passed_on, *scalars])
 
     def _job(self) -> Job:
         config, topology = self._config, self._topology

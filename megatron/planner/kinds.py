@@ -39,13 +39,13 @@ class StagePlan:
 
     stage: int
     contents: Mapping[RankContent, Sequence[Places]]
-    activations: int
-    """Bytes of activations at the peak, the same on all ranks of the stage."""
+    activations: Bytes
+    """Activations at the peak, the same on all ranks of the stage."""
     sent: Sequence[Sending]
     """What one rank sends, the same on all ranks of the stage."""
 
 
-_Look = tuple[object, int, tuple[tuple[str, str, int], ...], tuple[Allowance, ...]]
+_Look = tuple[object, Bytes, tuple[tuple[str, str, int], ...], tuple[Allowance, ...]]
 """What decides whether stages are alike: what their ranks hold, activations, what they send, what CUDA takes."""
 NamedGroups = Mapping[str, tuple[int, Callable[[int], "Crossing"]]]
 """For each group that ranks send over: how many take part, and which ranks of a stage send to another node."""
@@ -83,7 +83,7 @@ def make_kinds(stages: Iterable[StagePlan], groups: NamedGroups, links: Links, *
             places=tuple(places),
             first_rank=links.first_rank(same[0].stage, places[0].data.start, places[0].tensor),
             parameters=parameters,
-            memory=RankMemory(**memory.parts, activations=Bytes(activations), cuda=Bytes(sum(one.bytes for one in taken))),
+            memory=RankMemory(**memory.parts, activations=activations, cuda=Bytes(sum(one.bytes for one in taken))),
             sent=tuple(_traffic(same, places, *amount, groups, links) for amount in amounts),
             allowances=taken,
         )

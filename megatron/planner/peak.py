@@ -6,13 +6,16 @@ Messages between stages follow the rules of the executor and the messenger, but 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.config.config import Config
+from megatron.memory.host import buffer_size
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.exchange import ReceivePlan, plan_exchanges, plan_receives
+from megatron.pipeline_parallel.returns import back_soon, fetched_during
 from megatron.planner.chunk_trace import ChunkTrace, input_bytes
 from megatron.planner.storages import Transfer, added
 from megatron.spec.operations import Message, Op, OpKind, Schedule
@@ -26,10 +29,12 @@ class Activations(NamedTuple):
     others: int
     """What microbatches keep between forward and backward, and deferred weight gradients; what passes within the operation at the
     peak; and messages between stages that are received, or not known to have arrived."""
+    host: int = 0
+    """Host memory for what is moved there between forward and backward: buffers, which are never given free."""
 
     @property
     def total(self) -> int:
-        """All together."""
+        """All together on the device."""
         return self.inputs + self.others
 
 
@@ -46,6 +51,8 @@ class Held(NamedTuple):
     """The most at once while it runs."""
     after: int
     """What it leaves."""
+    host: int
+    """Bytes of all buffers in host memory that are there after it."""
 
 
 def peak_activations(
@@ -67,8 +74,8 @@ def peak_activations(
     sorts = any(trace.sorts_documents for trace in traces.values())
     num_sequences = (num_microbatches or schedule.num_microbatches) * config.training.micro_batch_size
     inputs = input_bytes(model, config.data, num_sequences, sorts_documents=sorts)
-    held = held_over_step(traces, model, config, context, schedule, plans, device_type=device_type)
-    return Activations(inputs, max((one.peak for one in held), default=0))
+    held = list(held_over_step(traces, model, config, context, schedule, plans, device_type=device_type))
+    return Activations(inputs, max((one.peak for one in held), default=0), held[-1].host if held else 0)
 
 
 def held_over_step(
@@ -87,19 +94,30 @@ def held_over_step(
         traces: those of this rank's chunks.
         plans: the result of `receive_plans`.
         device_type: type of the job's devices, cpu or cuda.
-        num_microbatches: those of a step, of which the schedule may have only the first; by default all that it has.
     """
     stage, micro_batch_size = context.group("pp").index, config.training.micro_batch_size
     size, overlap = _message_bytes(model, micro_batch_size, context), config.parallel.overlap_p2p_communication
     mail = Mail(schedule, stage, plans[stage], size, overlap=overlap, notices=device_type == "cuda")
-    kept = 0
-    for place, op in enumerate(schedule.ops[stage]):
-        span = traces[op.chunk].ops[op.kind]
+    ops, host = schedule.ops[stage], HostBuffers()
+    soon = back_soon(ops)
+
+    def trace_of(op: Op) -> ChunkTrace:
+        trace = traces[op.chunk]
+        return trace.soon if trace.soon is not None and op[1:] in soon else trace
+
+    kept = leaving = 0
+    for place, (op, following) in enumerate(zip(ops, fetched_during(ops), strict=True)):
+        trace = trace_of(op)
         mail.before(place)
-        peak = kept + span.peak + mail.bytes
-        kept += span.change
+        if following is not None:
+            kept += trace_of(following).fetched[following.kind]
+            host.before(following, trace_of(following))
+        peak = kept + trace.ops[op.kind].peak + mail.bytes
+        kept += trace.ops[op.kind].change - leaving
+        leaving = trace.leaving if op.kind is OpKind.FORWARD else 0
+        host.within(op, trace)
         mail.after(place)
-        yield Held(op, peak, kept + mail.bytes)
+        yield Held(op, peak, kept + mail.bytes, host.bytes)
 
 
 def step_transfers(
@@ -118,6 +136,42 @@ def step_transfers(
 def _message_bytes(model: Model, micro_batch_size: int, context: ParallelContext) -> int:
     hidden = model.boundary(micro_batch_size, context.topology.tp)["hidden"]
     return math.prod(hidden.shape) * hidden.dtype.itemsize
+
+
+class HostBuffers:
+    """The buffers in host memory that layers are moved to, by the rules of `megatron.memory.offload`."""
+
+    def __init__(self) -> None:
+        self._used: Counter[int] = Counter()
+        self._made: Counter[int] = Counter()
+        self._last_is_back: set[tuple[int, int]] = set()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all that were made."""
+        return sum(size * count for size, count in self._made.items())
+
+    def before(self, op: Op, trace: ChunkTrace) -> None:
+        """What an operation needs first comes back while the one before it runs."""
+        if trace.away and op[1:] not in self._last_is_back and (trace.last_remade_ahead or op.kind is not OpKind.RECOMPUTE):
+            self._last_is_back.add(op[1:])
+            self._give(trace.away[-1])
+
+    def within(self, op: Op, trace: ChunkTrace) -> None:
+        """What an operation itself moves, or brings back."""
+        if op.kind is OpKind.FORWARD:
+            for sizes in trace.away:
+                self._used.update(map(buffer_size, sizes))
+            self._made |= self._used
+        elif op.kind is OpKind.RECOMPUTE and trace.last_remade_ahead:
+            for sizes in trace.away[-2:-1]:
+                self._give(sizes)
+        elif op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD):
+            for sizes in trace.away[: -2 if trace.last_remade_ahead else -1]:
+                self._give(sizes)
+
+    def _give(self, sizes: Sequence[int]) -> None:
+        self._used.subtract(map(buffer_size, sizes))
 
 
 class Mail:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.pipeline_parallel.partition import Chunk, describe_recompute
+from megatron.pipeline_parallel.partition import Chunk, describe_offload, describe_recompute
 from megatron.planner.plan import Plan, RankKind
 from megatron.planner.state_report import amount, device_parts, host_parts, in_units
 
@@ -121,6 +121,7 @@ def _job(plan: Plan) -> Iterator[str]:
         f"schedule {job.schedule}" + (f" with {job.chunks_per_stage} chunks a stage" if job.chunks_per_stage > 1 else "")
     )
     yield from describe_recompute(plan.layers)
+    yield from describe_offload(plan.layers)
 
 
 def _memory_table(plan: Plan, rows: Sequence[Row]) -> list[str]:

@@ -1,9 +1,9 @@
-"""How the layers of a chunk are treated between forward and backward: kept, or run again."""
+"""How the layers of a chunk are treated between forward and backward: kept, run again, or moved to host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.config.memory import MemoryConfig, RecomputeModule
 
@@ -18,6 +18,8 @@ class Segment:
     """Whether they are run again in backward; of their forward only the input is kept then."""
     selective: frozenset[RecomputeModule] = frozenset()
     """Parts of each layer that are computed again by themselves."""
+    offloaded: bool = False
+    """Whether what is kept of them is moved to host memory until backward."""
 
 
 def kept_whole(layers: Iterable[int], selective: Iterable[RecomputeModule] = ()) -> tuple[Segment, ...]:
@@ -28,9 +30,20 @@ def kept_whole(layers: Iterable[int], selective: Iterable[RecomputeModule] = ())
 def segments_of(chunks: Sequence[tuple[int, range]], memory: MemoryConfig) -> list[tuple[Segment, ...]]:
     """The segments of each chunk, in the order of the forward.
 
+    Layers that run again together are moved to host memory if the first of them is chosen: their input is all that moves.
+
     Args:
         chunks: stage and layers of each, in the order of the depth.
     """
+    found = _kept_or_run_again(chunks, memory)
+    chosen = [memory.offloaded(layers) for _, layers in chunks]
+    return [
+        tuple(replace(segment, offloaded=segment.layers.start in of_chunk) for segment in segments)
+        for segments, of_chunk in zip(found, chosen, strict=True)
+    ]
+
+
+def _kept_or_run_again(chunks: Sequence[tuple[int, range]], memory: MemoryConfig) -> list[tuple[Segment, ...]]:
     by_stage = memory.recomputed_by_stage
     assert by_stage is not None or memory.recompute_layers_per_stage is None, "auto is replaced by numbers before"
     if memory.recompute != "full" or memory.recompute_method != "block" or by_stage is None:

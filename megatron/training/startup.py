@@ -27,7 +27,7 @@ from megatron.optimizer.lr_schedule import schedule_lengths
 from megatron.parallel.collectives import all_reduce, broadcast_object, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
-from megatron.pipeline_parallel.partition import describe_recompute, format_layer_table
+from megatron.pipeline_parallel.partition import describe_offload, describe_recompute, format_layer_table
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
 from megatron.planner.advice import advice
@@ -141,6 +141,7 @@ def describe(
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *format_layer_table(model.layer_table),
         *describe_recompute(model.layer_table),
+        *describe_offload(model.layer_table),
     ]
     schedule = step.schedule(plan.num_microbatches(plan.total_samples))  # after any ramp-up of the batch
     report = state_report(model, context, config.parallel, config.optimizer, schedule)

@@ -84,6 +84,10 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         )
     if optimizer.optimizer_cpu_offload:
         replaced.append("--optimizer-cpu-offload: on a CPU there is one memory. Not run: what moves between host and device")
+    if config.memory.offloads:
+        replaced.append(
+            "activations in host memory: copies are made, and run at once. Not run: streams that run beside computation"
+        )
     if optimizer.use_apex:
         replaced.append("--use-apex: torch's optimizer, which does the same on a CPU")
     if optimizer.optimizer == "adam" and optimizer.adam_eps < LEAST_EPS:

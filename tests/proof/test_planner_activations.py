@@ -15,10 +15,17 @@ from megatron.planner.peak import Mail
 from megatron.planner.storages import StorageLedger
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule
-from tests.proof.test_planner_activations_measured import DROPOUT, LLAMA, PACKED, PP2, TP2
+from tests.proof.test_planner_activations_measured import DROPOUT, FULL, LLAMA, OFFLOAD, PACKED, PP2, TP2
 from tests.support.activation_runs import build_step, plan_rank, settings
 from tests.support.mixed_layers import mix_layers
 from tests.support.warm import run_forked_ranks
+
+CHANGES: list[dict[str, Any]] = [
+    {"bf16": True, **DROPOUT},
+    {"pipeline_schedule": "zb-h1", "sequence_parallel": True, **LLAMA},
+    {"bf16": True, **OFFLOAD, **LLAMA},
+    {"pipeline_schedule": "zb-h1", **FULL, "cpu_offloading_num_layers": 4},
+]
 
 
 def test_storages_are_counted_once_and_until_their_end() -> None:
@@ -52,12 +59,14 @@ def test_a_sum_of_gradients_is_made_in_place_where_nobody_else_holds_the_first()
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("changes", [{"bf16": True, **DROPOUT}, {"pipeline_schedule": "zb-h1", "sequence_parallel": True, **LLAMA}])
+@pytest.mark.parametrize("changes", CHANGES)
 def test_repeated_layers_are_as_all_layers_run(device_type: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes and collectives of every operation, to the last byte; and nothing is left when all have run."""
     config = settings(4, num_layers=10, **PP2, **TP2, **changes)
     repeated = [plan_rank(config, 4, rank, device_type=device_type).traces for rank in (0, 3)]
-    assert all(sum(op.change for op in trace.ops.values()) == 0 for traces in repeated for trace in traces.values())
+    traces = [one for traces in repeated for trace in traces.values() for one in (trace, trace.soon) if one is not None]
+    assert len(traces) == 2 + 2 * config.memory.offloads
+    assert all(sum(op.change for op in one.ops.values()) + sum(one.fetched.values()) == one.leaving for one in traces)
     monkeypatch.setattr(chunk_trace, "segments_that_stand", lambda specs: list(range(len(specs))))
     assert [plan_rank(config, 4, rank, device_type=device_type).traces for rank in (0, 3)] == repeated
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import megatron.data_parallel.fsdp  # noqa: F401  # as well
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.data.samples import DocumentRules
+from megatron.memory.host import HostMemory
 from megatron.model.build import Model, build_model, model_dtype
 from megatron.model.gpt import ModelInputs
 from megatron.model.output_layer import LossForm
@@ -90,20 +91,31 @@ def plan_rank(config: Config, world_size: int, rank: int = 0, *, device_type: st
         disconnect()
 
 
-def measure(config: Config, world_size: int) -> list[int]:
-    """Bytes that each rank's allocator gave out at the peak of the first step, beside what was there before it."""
+class Measured(NamedTuple):
+    """Of one rank."""
 
-    def rank_run(rank: int) -> int:
+    device: int
+    """Bytes that its allocator gave out at the peak of the first step, beside what was there before it."""
+    host: int
+    """Bytes of buffers for activations in host memory, which the allocator does not see here."""
+
+
+def measure(config: Config, world_size: int) -> list[Measured]:
+    """What each rank took."""
+
+    def rank_run(rank: int) -> Measured:
         _free_on_this_thread()
+        HostMemory.allocate = lambda self, size: torch.from_numpy(np.empty(size, dtype=np.uint8))  # type: ignore[method-assign]
         step, batch = build_step(config, world_size, rank)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
             step.gradients(batch)
         _together()
         assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        return int(np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).max())
+        peak = int(np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).max())
+        return Measured(peak, step.executor.host.num_bytes)
 
-    found: list[int] = run_ranks(world_size, rank_run)
+    found: list[Measured] = run_ranks(world_size, rank_run)
     return found
 
 

@@ -18,7 +18,7 @@ from megatron.config.parallel import FsdpReshard, ParallelConfig
 from megatron.data_parallel.fsdp import FullyShardedParams
 from megatron.data_parallel.fsdp_plan import FsdpPolicy, is_fully_sharded
 from megatron.data_parallel.provider import Inspect
-from megatron.memory.recompute import keeping
+from megatron.memory.kept import Kept, keeping
 from megatron.model.build import Model, build_model
 from megatron.model.gpt import ModelInputs
 from megatron.model.init import fill
@@ -103,9 +103,9 @@ def step(
     """Gradients of a step, the loss of each microbatch times a factor."""
     provider.start_step(len(batch), inspect=inspect)
     for microbatch, factor in zip(batch, factors, strict=False):
-        with keeping(provider.before_remake) as kept:
+        with keeping(Kept(provider.before_remake)) as kept:
             loss = model.chunks[0](microbatch) * factor
-        if kept.regions:
+        if kept.remakes:
             kept.remake_last()
         backward(provider, loss)
 

@@ -110,6 +110,8 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "recompute_modules": (("mlp", "mlp_act"), ("layernorm",)),
     "recompute_num_layers": (2, 9),
     "recompute_layers_per_stage": ("1,1", "2,x"),
+    "cpu_offload_activations": (True,),
+    "cpu_offloading_num_layers": (1, 9),
     "swiglu": (True,),
     "squared_relu": (True,),
     "group_query_attention": (True,),

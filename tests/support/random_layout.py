@@ -65,6 +65,9 @@ def draw_memory(draw: Draw, pp: int, num_layers: int) -> dict[str, Any]:
             draw, None, ("layernorm",), ("layernorm", "mlp_act"), ("core_attn", "layernorm", "mlp")
         )
     settings["loss_chunk_tokens"] = one_of(draw, None, None, 0, 1, 5, 16, 1000)
+    if chance(draw, 3):
+        flag = one_of(draw, "cpu_offload_activations", "cpu_offloading")
+        settings |= one_of(draw, {flag: True}, {"cpu_offloading_num_layers": number(draw, 1, min(3, num_layers))})
     return settings
 
 

@@ -231,7 +231,7 @@ def test_parallel_state_is_passed_on() -> None:
             if isinstance(node, ast.Global) and file.parts[1] != "data":
                 found.add(f"{file} global {', '.join(node.names)}")
     assert found == {
-        "megatron/memory/recompute.py global _kept",
+        "megatron/memory/kept.py global _kept",
         "megatron/memory/recompute.py global _remaking",
         "megatron/parallel/accumulate.py global _deferred",
         "megatron/training/failure.py get_world_size",  # when all is lost, the context too

@@ -191,7 +191,7 @@ def _makes(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, patter
 
 
 def reduced_memory(memory: MemoryConfig, before: Pattern, after: Pattern) -> MemoryConfig:
-    """Recompute of fewer layers on fewer stages: where some layers of a chunk were kept, one is kept if the chunk has two."""
+    """Recompute and offload of fewer layers on fewer stages: where some of a chunk's were left, one is if it has two."""
 
     def block(number: int, most_before: int, most_after: int) -> int:
         return most_after if number >= most_before else min(number, max(1, most_after - 1))
@@ -206,7 +206,12 @@ def reduced_memory(memory: MemoryConfig, before: Pattern, after: Pattern) -> Mem
         memory = dataclasses.replace(memory, recompute_layers_per_stage=",".join(map(str, numbers)))
     elif memory.recompute_method == "block":
         number = block(number, max(before.sizes), max(after.sizes))
-    return dataclasses.replace(memory, recompute_num_layers=max(1, min(number, sum(after.sizes))))
+    moved = memory.cpu_offloading_num_layers
+    return dataclasses.replace(
+        memory,
+        recompute_num_layers=max(1, min(number, sum(after.sizes))),
+        cpu_offloading_num_layers=block(moved, max(before.sizes), max(after.sizes)) if moved else 0,
+    )
 
 
 def _kept(kinds: Sequence[tuple[int, ...]], count: int) -> list[int]:

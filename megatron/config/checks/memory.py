@@ -13,6 +13,7 @@ _BY_STAGE = "recompute_layers_per_stage"
 _MODULES = "recompute_modules"
 
 groups_within_the_model = at_most("recompute_num_layers", "num_layers", "The model has no more layers to compute again.")
+moved_within_the_model = at_most("cpu_offloading_num_layers", "num_layers", "The model has no more layers to move to host memory.")
 
 
 @rule(_BY_STAGE, "pipeline_model_parallel_size", reads=("num_layers",))

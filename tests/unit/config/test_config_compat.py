@@ -32,7 +32,7 @@ decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers account-for-e
 account-for-loss-in-pipeline-split pipeline-model-parallel-layout no-overlap-p2p-communication context-parallel-size
 expert-model-parallel-size sequence-parallel data-parallel-sharding-strategy use-distributed-optimizer overlap-grad-reduce
 overlap-param-gather ddp-bucket-size optimizer-cpu-offload optimizer-offload-fraction
-recompute-activations recompute-granularity recompute-method recompute-num-layers recompute-modules
+recompute-activations recompute-granularity recompute-method recompute-num-layers recompute-modules cpu-offloading-num-layers
 distributed-backend distributed-timeout-minutes use-tp-pp-dp-mapping
 
 fp16 bf16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis fp32-residual-connection
@@ -54,7 +54,7 @@ REFUSED = shlex.split("""
 microbatch-group-size-per-virtual-pipeline-stage delay-wgrad-compute
 num-distributed-optimizer-instances fsdp-double-buffer torch-fsdp2-no-reshard-after-forward
 checkpoint-activations checkpoint-num-layers activations-checkpoint-method distribute-saved-activations
-cpu-offloading-num-layers no-pin-cpu-grads offload-optimizer-states suggested-communication-unit-size
+no-pin-cpu-grads offload-optimizer-states suggested-communication-unit-size
 multiple-validation-sets full-validation
 fp8-format fp8-recipe fp8-margin moe-router-topk moe-layer-freq moe-grouped-gemm num-experts multi-latent-attention
 batch-size use-rotary-position-embeddings use-legacy-models init-method-xavier-uniform apply-layernorm-1p

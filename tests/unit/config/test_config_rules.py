@@ -477,6 +477,13 @@ CASES: list[Case] = [
         ["--recompute-granularity selective"],
     ),
     (
+        "--cpu-offloading --cpu-offloading-num-layers 5",
+        1,
+        {"--cpu-offloading-num-layers", "--num-layers"},
+        ["no more layers to move"],
+        ["--cpu-offloading-num-layers 4"],
+    ),
+    (
         "--recompute-granularity full --recompute-activations",
         1,
         {"--recompute-activations", "--recompute-granularity"},
@@ -661,6 +668,7 @@ VALID = [
     ("--fp16 --initial-loss-scale 4 --min-loss-scale 4 --hysteresis 1 --loss-scale-window 10", 1),
     ("--fp16 --loss-scale 8", 1),
     ("--recompute-granularity full --recompute-num-layers 4", 1),
+    ("--cpu-offload-activations --cpu-offloading-num-layers 4", 1),
     ("--recompute-activations --recompute-modules core_attn layernorm mlp", 1),
     ("--recompute-granularity selective --recompute-modules mlp_act", 1),
     ("--recompute-granularity full --recompute-method block --recompute-layers-per-stage 4,0 --pipeline-model-parallel-size 2", 2),

@@ -164,6 +164,8 @@ def test_what_is_named_is_left_to_buckets(name: str, layout: str) -> None:
         ),
         (f"{ALL} --fsdp-reshard-after-forward never", 1, [f"{ALL} hardly", "--fsdp-reshard-after-forward never has no effect: "]),
         ("--optimizer-cpu-offload --device cpu", 1, ["--optimizer-cpu-offload saves no memory: "]),
+        ("--cpu-offload-activations --device cpu", 1, ["--cpu-offload-activations saves no memory: "]),
+        ("--cpu-offload-activations --cpu-offloading --device cuda", 1, ["--cpu-offloading has no effect: "]),
         (f"{ALL} {SIZE} 2 --fsdp-reshard-after-forward never", 4, []),
         (f"{ALL} {SIZE} 1 --fsdp-reduce-once", 2, [f"{SIZE} 1 leaves", "--fsdp-reduce-once has no effect: every data rank holds"]),
         (f"{ALL} --fsdp-params-cpu --device cpu", 2, ["--fsdp-params-cpu saves no memory: --device cpu has everything"]),

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.memory.recompute import keeping, recomputed
+from megatron.memory.kept import Kept, keeping
+from megatron.memory.recompute import recomputed
 from megatron.parallel.context import make_context
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.topology import Topology
@@ -68,7 +69,7 @@ def test_without_a_gradient_nothing_is_kept_or_repeated() -> None:
 def test_modules_are_named_before_they_run_again() -> None:
     module, named = torch.nn.Linear(3, 3), []
     x = torch.ones(2, 3, requires_grad=True)
-    with keeping(lambda modules: named.append(list(modules))):
+    with keeping(Kept(lambda modules: named.append(list(modules)))):
         y = recomputed(lambda x, again: module(x), x, modules=[module])
     assert not named
     y.sum().backward()

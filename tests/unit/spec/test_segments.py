@@ -54,3 +54,18 @@ def test_what_runs_again_computes() -> None:
     mlp = Segment(range(3, 6), selective=frozenset(("mlp", "layernorm")))
     assert recompute_flops(gated, mlp) == 3 * 2 * (2 * gated.ffn_size * gated.hidden_size)
     assert recompute_flops(gated, replace(mlp, selective=frozenset(("layernorm", "mlp_act", "core_attn")))) == 0
+
+
+def test_layers_that_are_chosen_for_host_memory() -> None:
+    """The first of each chunk; of those that run again together, all if the first one is chosen."""
+
+    def pattern(**memory: object) -> str:
+        table = table_of(MODEL, TWO, 100, MemoryConfig(**memory))  # type: ignore[arg-type]
+        return " ".join("".join("h" if one.offloaded else "." for one in chunk.segments) for chunk in table)
+
+    assert pattern() == "...... ....."
+    for flag in ("cpu_offload_activations", "cpu_offloading"):
+        assert pattern(**{flag: True}) == "hhhhhh hhhhh"
+        assert pattern(**{flag: True}, cpu_offloading_num_layers=2) == "hh.... hh..."
+    assert pattern(cpu_offloading_num_layers=11) == "hhhhhh hhhhh"
+    assert pattern(cpu_offloading_num_layers=3, recompute_granularity="full", recompute_num_layers=2) == "hh. hh."
