@@ -32,6 +32,15 @@ class LossForm:
         """As the settings say."""
         return cls(memory.loss_chunk_tokens, training.z_loss_coeff)
 
+    def chunk(self, tokens: int, columns: int) -> int:
+        """Tokens of a chunk, 0 for the whole loss.
+
+        Args:
+            tokens: of a microbatch.
+            columns: of the vocabulary on a rank, padding included.
+        """
+        return chosen_chunk(tokens, columns) if self.chunk_tokens is None else self.chunk_tokens
+
 
 class OutputLayer(nn.Module):
     """Computes the sum of the loss. The vocabulary is split over the tensor group; the weight may be the word embedding's.
@@ -49,7 +58,7 @@ class OutputLayer(nn.Module):
             self.weight = scope.table.share(weight.name, self, "weight")
         else:
             scope.parameter(self, "weight", weight)
-        self.gather, self.vocab_size, self.chunk_tokens = scope.sequence_parallel, weight.shape[0], form.chunk_tokens
+        self.gather, self.vocab_size, self.form = scope.sequence_parallel, weight.shape[0], form
         self.rows = len(self.weight)
         first = scope.tp.index * self.rows
         self.columns = Columns(scope.tp, first, max(0, min(self.rows, self.vocab_size - first)), form.z_coeff)
@@ -59,9 +68,7 @@ class OutputLayer(nn.Module):
 
         With a z-loss there are two sums, [2]: that of the cross entropy and that of the z-loss.
         """
-        chosen = self.chunk_tokens
-        size = chosen_chunk(labels.numel(), self.rows) if chosen is None else chosen
-        if size:
+        if size := self.form.chunk(labels.numel(), self.rows):
             return chunked_loss(x, self.weight, labels, mask, self.columns, gathers=self.gather, size=size)
         return vocab_parallel_cross_entropy(self._logits(x), labels, mask, self.columns)
 

@@ -12,7 +12,7 @@ from megatron.config.checks.finding import Change, change, data_size, shown, wit
 from megatron.config.config import Config
 from megatron.config.rules import violations
 from megatron.pipeline_parallel.partition import recomputed_chunks, split_advice, table_of
-from megatron.planner.plan import idle_share
+from megatron.planner.plan import idle_share, loss_again
 from megatron.spec.counts import count_parameters
 from megatron.spec.schedules import make_schedule, names_that_split_backward
 from megatron.spec.weights import padded_vocab_size
@@ -52,7 +52,7 @@ def bubble_share(config: Config, world_size: int, vocab_size: int) -> float:
     table = table_of(config.model, config.parallel, vocab_size, config.memory)
     stages, batch = config.parallel.pipeline_model_parallel_size, num_microbatches(config, world_size)
     schedule = make_schedule(config.parallel.schedule, stages, batch, len(table) // stages, recomputed=recomputed_chunks(table))
-    return idle_share(config.model, vocab_size, table, schedule)
+    return idle_share(config.model, vocab_size, table, schedule, loss_again=loss_again(config, vocab_size))
 
 
 def _forwards(config: Config, world_size: int) -> int:

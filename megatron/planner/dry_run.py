@@ -31,11 +31,11 @@ from megatron.planner.kinds import (
     places_by_content,
 )
 from megatron.planner.peak import Held, held_over_step, peak_activations, receive_plans, step_transfers
-from megatron.planner.plan import Job, Places, Plan, RankKind, chunk_costs, step_work
+from megatron.planner.plan import Job, Places, Plan, RankKind, chunk_costs, loss_again, step_work
 from megatron.planner.state_report import layout_of
 from megatron.spec.counts import check_count
 from megatron.spec.layers import alike, layers
-from megatron.spec.operations import OpKind, Schedule
+from megatron.spec.operations import Costs, OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.spec.weights import padded_vocab_size
 
@@ -164,7 +164,14 @@ class Planner:
             parameters=parameters,
             parameters_by_stage=tuple(counted[stage] for stage in stages),
             kinds=kinds,
-            work=step_work(config.model, self._vocab_size, self._table, self._schedule, self._global_batch_size),
+            work=step_work(
+                config.model,
+                self._vocab_size,
+                self._table,
+                self._schedule,
+                self._global_batch_size,
+                loss_again=loss_again(config, self._vocab_size),
+            ),
             notes=(_NOT_COUNTED[self._device_type], f"attention is taken to be computed by {' and '.join(attention)}", *_NOTES),
             advice=tuple(advice.advice(config, self._dry_run.world_size, self._dry_run.gpus_per_node, self._vocab_size)),
         )
@@ -173,7 +180,7 @@ class Planner:
         """The ends of all stages that look alike."""
         ends = {stage for same in self._stages_alike() for stage in (same[0], same[-1])}
         kinds, _ = self._kinds(ends)
-        costs = chunk_costs(self._config.model, self._vocab_size, self._table)
+        costs = self._costs()
         line = simulate(self._schedule, lambda op: costs[op.chunk].of(op))
         missing = self._num_microbatches - self._schedule.num_microbatches
         longest = line.step_time + missing * max(line.busy) / self._schedule.num_microbatches
@@ -190,8 +197,12 @@ class Planner:
             held = list(held_over_step(*walked, device_type=self._device_type))
         finally:
             disconnect()
-        costs = chunk_costs(self._config.model, self._vocab_size, self._table)
+        costs = self._costs()
         return PlannedStep(simulate(self._schedule, lambda op: costs[op.chunk].of(op)), held)
+
+    def _costs(self) -> list[Costs]:
+        again = loss_again(self._config, self._vocab_size)
+        return chunk_costs(self._config.model, self._vocab_size, self._table, loss_again=again)
 
     def device_bytes(self) -> list[int]:
         """For each stage, what its fullest rank takes of its device."""

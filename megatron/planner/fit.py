@@ -1,9 +1,10 @@
 """Which change of settings brings a job that does not fit under a limit of device memory, at the least extra time.
 
-A lever is one thing to change: what is computed again, how far state is sharded, how many tensor ranks there are. Each lever that
-the rules accept is planned by itself. So it is known what it saves and costs, and those of different kinds are taken together, in
-the order of their cost, until a plan of them fits. Memory is that of the plan. Time is compared, not predicted: FLOPs, with those
-that are computed again and those of waiting, and what is sent and not hidden behind them, at the speeds that the plan's text names.
+A lever is one thing to change: what is computed again (layers, or the logits of a loss in chunks), how far state is sharded, how
+many tensor ranks there are. Each lever that the rules accept is planned by itself. So it is known what it saves and costs, and
+those of different kinds are taken together, in the order of their cost, until a plan of them fits. Memory is that of the plan. Time
+is compared, not predicted: FLOPs, with those that are computed again and those of waiting, and what is sent and not hidden behind
+them, at the speeds that the plan's text names.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron.pipeline_parallel.partition import table_of
 from megatron.planner.advice import ENOUGH_TOKENS
 from megatron.planner.chunk_trace import ChunkTrace, Traces
 from megatron.planner.dry_run import Planner
-from megatron.planner.plan import Plan, RankKind
+from megatron.planner.plan import Plan, RankKind, loss_chunk
 from megatron.planner.plan_text import BETWEEN_PER_S, FLOPS_PER_S, INSIDE_PER_S, SPARE
 from megatron.planner.state_report import amount
 
@@ -100,7 +101,10 @@ def with_fit_advice(plan: Plan, config: Config, dry_run: DryRun, vocab_size: int
     )
     found = Search(config, dry_run, vocab_size).best(usable(limit))
     if found is None:
-        cure = "Nothing that was tried of recompute, sharding, offload and more tensor ranks brings it under that; take more ranks"
+        cure = (
+            "Nothing that was tried of recompute, a loss in chunks, sharding, offload and more tensor ranks brings it under that; "
+            "take more ranks"
+        )
     else:
         time = f"{found.extra:.1%} {'more' if found.extra > 0 else 'less'} time for a step"
         cure = f"It fits with {found.change} ({amount(found.cost.device)}, about {time.replace('-', '')})"
@@ -178,7 +182,7 @@ class Search:
         assert base is not None, "settings that were loaded are valid"
         found = [
             Lever(kind, one, cost)
-            for kind, one in levers(self._config, self._dry_run, self._most_layers)
+            for kind, one in levers(self._config, self._dry_run, self._vocab_size, self._most_layers)
             if (cost := self.cost(one)) is not None
         ]
         useful = [lever for lever in found if lever.cost.device < base.device]
@@ -250,20 +254,23 @@ def recomputed(config: Config, num_layers: int) -> Change:
     return change(recompute_granularity="full", recompute_method="block", recompute_num_layers=num_layers, **dict(back))
 
 
-def levers(config: Config, dry_run: DryRun, num_layers: int) -> list[tuple[str, Change]]:
+def levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -> list[tuple[str, Change]]:
     """What may be changed to save memory, those first that usually cost little; each with its kind. The rules accept all of it.
 
     Args:
         num_layers: layers of the largest chunk.
     """
     config = without_gaps(config)
-    return [
-        (kind, one) for kind, one in _levers(config, dry_run, num_layers) if not violations(*one.apply(config, dry_run.world_size))
-    ]
+    found = _levers(config, dry_run, vocab_size, num_layers)
+    return [(kind, one) for kind, one in found if not violations(*one.apply(config, dry_run.world_size))]
 
 
-def _levers(config: Config, dry_run: DryRun, num_layers: int) -> Iterator[tuple[str, Change]]:
+def _levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -> Iterator[tuple[str, Change]]:
     parallel, micro = config.parallel, config.training.micro_batch_size
+    chunk = min(ENOUGH_TOKENS, micro * config.model.seq_length)
+    chunked = [("loss", change(loss_chunk_tokens=chunk))] if (loss_chunk(config, vocab_size) or math.inf) > chunk else []
+    asked_whole = config.memory.loss_chunk_tokens == 0  # otherwise it is whole because the logits are few
+    yield from chunked if asked_whole else ()
     tensor, data = parallel.tensor_model_parallel_size, data_size(config, dry_run.world_size) or 1
     if config.memory.recompute is None:
         yield _FULL, change(recompute_granularity="selective", recompute_modules=("layernorm", "mlp_act"))
@@ -281,6 +288,7 @@ def _levers(config: Config, dry_run: DryRun, num_layers: int) -> Iterator[tuple[
         if data % factor == 0 and dry_run.gpus_per_node % (tensor * factor) == 0:
             split: dict[str, object] = {} if parallel.sequence_parallel else {"sequence_parallel": True}
             yield "tensor", change(tensor_model_parallel_size=tensor * factor, **split)
+    yield from () if asked_whole else chunked
     if not config.optimizer.optimizer_cpu_offload:
         yield "host", change(optimizer_cpu_offload=True)
 

@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.data_parallel.state_layout import Bytes, StateMemory
+from megatron.model.output_layer import LossForm
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.planner.allowances import Allowance
 from megatron.spec.counts import attention_flops, flops_per_step, flops_per_token, layer_flops, output_flops, recompute_flops
 from megatron.spec.operations import Costs, Schedule
+from megatron.spec.weights import padded_vocab_size
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class Work:
     bubble: float
     """The share of all ranks' time in which they wait in the pipeline, if time is FLOPs and messages take none."""
     again: float = 0.0
-    """FLOPs beside `flops` that compute layers again in backward."""
+    """FLOPs beside `flops` that compute layers and logits again in backward."""
 
     def flops_per_rank(self, world_size: int) -> float:
         """FLOPs of one rank in a step, on average."""
@@ -156,36 +159,63 @@ class Plan:
         return max(range(len(self.kinds)), key=lambda index: self.kinds[index].memory.total.device)
 
 
-def step_work(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], schedule: Schedule, global_batch_size: int) -> Work:
-    """The work of a step of `global_batch_size` sequences, each of them one document."""
+def step_work(
+    model: ModelConfig,
+    vocab_size: int,
+    table: Sequence[Chunk],
+    schedule: Schedule,
+    global_batch_size: int,
+    *,
+    loss_again: bool = False,
+) -> Work:
+    """The work of a step of `global_batch_size` sequences, each of them one document.
+
+    Args:
+        loss_again: backward computes the logits again.
+    """
+    again = sum(recompute_flops(model, segment) for chunk in table for segment in chunk.segments)
     return Work(
         tokens=model.seq_length * global_batch_size,
         flops_per_token=flops_per_token(model, vocab_size),
         flops=flops_per_step(model, vocab_size, global_batch_size),
-        bubble=idle_share(model, vocab_size, table, schedule),
-        again=model.seq_length
-        * global_batch_size
-        * sum(recompute_flops(model, segment) for chunk in table for segment in chunk.segments),
+        bubble=idle_share(model, vocab_size, table, schedule, loss_again=loss_again),
+        again=model.seq_length * global_batch_size * (again + loss_again * output_flops(model, vocab_size)),
     )
 
 
-def idle_share(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], schedule: Schedule) -> float:
+def loss_again(config: Config, vocab_size: int) -> bool:
+    """Whether backward computes the logits again."""
+    return loss_chunk(config, vocab_size) > 0
+
+
+def loss_chunk(config: Config, vocab_size: int) -> int:
+    """Tokens of a chunk of the loss, 0 where it is whole."""
+    model, training, ranks = config.model, config.training, config.parallel.tensor_model_parallel_size
+    columns = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, ranks) // ranks
+    return LossForm.of(config.memory, training).chunk(training.micro_batch_size * model.seq_length, columns)
+
+
+def idle_share(
+    model: ModelConfig, vocab_size: int, table: Sequence[Chunk], schedule: Schedule, *, loss_again: bool = False
+) -> float:
     """The share of their time in which stages wait, for each other and for the slowest of them."""
-    costs = chunk_costs(model, vocab_size, table)
+    costs = chunk_costs(model, vocab_size, table, loss_again=loss_again)
     return simulate(schedule, lambda op: costs[op.chunk].of(op)).bubble_share
 
 
-def chunk_costs(model: ModelConfig, vocab_size: int, table: Sequence[Chunk]) -> list[Costs]:
+def chunk_costs(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], *, loss_again: bool = False) -> list[Costs]:
     """FLOPs of the operations on each chunk for one token. The two products in attention have no weights, so both their gradients
-    count as input gradients, and so does what is computed again within backward."""
+    count as input gradients, and so do the weight gradient of the output layer, which is not deferred, and what is computed again
+    within backward."""
     layers, scores = layer_flops(model), attention_flops(model)
     costs = []
     for chunk in table:
         attention = sum(scores[layer] for layer in chunk.layers)
-        products = sum(layers[layer] for layer in chunk.layers) - attention + chunk.last * output_flops(model, vocab_size)
+        products, output = sum(layers[layer] for layer in chunk.layers) - attention, chunk.last * output_flops(model, vocab_size)
         again = [recompute_flops(model, segment) for segment in chunk.segments]
         ahead = next((flops for flops, segment in reversed([*zip(again, chunk.segments, strict=True)]) if segment.recomputed), 0)
-        costs.append(Costs(products + attention, products + 2 * attention + sum(again) - ahead, products, recompute=ahead))
+        input_grad = products + 2 * attention + sum(again) - ahead + (3 if loss_again else 2) * output
+        costs.append(Costs(products + attention + output, input_grad, products, recompute=ahead))
     return costs
 
 

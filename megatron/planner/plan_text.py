@@ -84,7 +84,7 @@ def _time(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     job, work = plan.job, plan.work
     each = work.flops_per_rank(job.world_size)
     idle = f"; {work.bubble:.1%} of the time idle in the pipeline" if job.pipeline > 1 else ""
-    again = f" and {work.again / work.flops:.1%} more to compute layers again" if work.again else ""
+    again = f" and {work.again / work.flops:.1%} more to compute layers or logits again" if work.again else ""
     yield f"a step: {work.tokens:,} tokens, {_flops(work.flops)}, {_flops(each)} on each rank{again}{idle}"
     if job.world_size == 1:
         return

@@ -98,7 +98,9 @@ class Exhaustion:
         if self.account.plan is not None:
             found += [line for line in self.account.plan.advice if line.startswith("the fullest rank")]
         config, job = on_this_device(self.config), this_job()
-        found += [str(one) for _, one in levers(config, job, most_layers(config, self.vocab_size))][: _SHOWN - len(found)]
+        found += [str(one) for _, one in levers(config, job, self.vocab_size, most_layers(config, self.vocab_size))][
+            : _SHOWN - len(found)
+        ]
         limit = memory_limit(config)
         size = "N" if limit is None else f"{limit / 1e9:.4g}"
         dry_run = f"--dry-run --world-size {job.world_size} --gpus-per-node {job.gpus_per_node} --device-memory-gb {size}"

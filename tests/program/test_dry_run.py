@@ -135,13 +135,12 @@ def test_idle_time_is_the_simulators(schedule: str) -> None:
 
     def duration(op: Op) -> float:
         chunk = table[op.chunk]
-        weights = product * len(chunk.layers) + loss * chunk.last
-        scores = attention * len(chunk.layers)
+        weights, scores, output = product * len(chunk.layers), attention * len(chunk.layers), loss * chunk.last
         parts = {
-            OpKind.FORWARD: weights + scores,
-            OpKind.INPUT_GRAD: weights + 2 * scores,
+            OpKind.FORWARD: weights + scores + output,
+            OpKind.INPUT_GRAD: weights + 2 * scores + 2 * output,
             OpKind.WEIGHT_GRAD: weights,
-            OpKind.BACKWARD: 2 * weights + 2 * scores,
+            OpKind.BACKWARD: 2 * weights + 2 * scores + 2 * output,
         }
         return parts[op.kind]
 
@@ -161,6 +160,10 @@ def test_work_is_that_of_the_metrics() -> None:
     costs = chunk_costs(model, 100, again)
     more = sum(one.forward + one.recompute + one.input_grad + one.weight_grad for one in costs) - flops_per_token(model, 100)
     assert step_work(model, 100, again, make_schedule("1f1b", 2, 4), 24).again == more * found.tokens > 0
+    costs = chunk_costs(model, 100, table, loss_again=True)
+    more = sum(one.forward + one.input_grad + one.weight_grad for one in costs) - flops_per_token(model, 100)
+    work = step_work(model, 100, table, make_schedule("1f1b", 2, 4), 24, loss_again=True)
+    assert work.again == more * work.tokens > 0 and work.flops == found.flops and work.bubble > found.bubble
     even = step_work(dataclasses.replace(model, num_layers=2), 0, layer_table(2, (0, 1)), make_schedule("1f1b", 2, 4), 8)
     assert even.bubble == pytest.approx(1 / 5)  # (p - 1) / (m + p - 1), where no stage has more to do
 

@@ -91,7 +91,7 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
         parallel, ddp_bucket_size=_bucket(config, vocab_size, whole, count_parameters(model, rows), sizes)
     )
     after = pattern_of(model, parallel, rows)
-    chunk = reduced_loss(config, vocab_size, whole.tp, training.micro_batch_size * model.seq_length)
+    chunk = reduced_loss(config, vocab_size, training.micro_batch_size * model.seq_length)
     small = dataclasses.replace(
         config,
         model=model,

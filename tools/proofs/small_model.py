@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
-from megatron.spec.weights import padded_vocab_size
-from megatron.tensor_parallel.chunked_loss import chosen_chunk
+from megatron.planner.plan import loss_chunk
 from megatron.verification.reference.training import batch_size
 
 _MOST_QUERIES = 4
@@ -174,19 +173,16 @@ def reduced_training(training: TrainingConfig, pp: int, dp: int, small_pp: int, 
     )
 
 
-def reduced_loss(config: Config, vocab_size: int, tp: int, small_tokens: int) -> int | None:
+def reduced_loss(config: Config, vocab_size: int, small_tokens: int) -> int | None:
     """--loss-chunk-tokens of the small run: a whole loss stays whole, and one in chunks has as many, up to three.
 
     Args:
         config: before.
         vocab_size: rows of the word embedding, before.
-        tp: tensor size, before.
         small_tokens: tokens of a microbatch, after.
     """
-    given, tokens = config.memory.loss_chunk_tokens, config.training.micro_batch_size * config.model.seq_length
-    columns = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, tp) // tp
-    size = chosen_chunk(tokens, columns) if given is None else given
-    return -(-small_tokens // min(_MOST_CHUNKS, -(-tokens // size))) if size else given
+    tokens, size = config.training.micro_batch_size * config.model.seq_length, loss_chunk(config, vocab_size)
+    return -(-small_tokens // min(_MOST_CHUNKS, -(-tokens // size))) if size else config.memory.loss_chunk_tokens
 
 
 def _microbatches(count: int, pp: int, small_pp: int) -> int:

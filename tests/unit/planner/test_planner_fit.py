@@ -154,13 +154,30 @@ def test_the_cheapest_of_all_levers_is_taken() -> None:
         limit = int(base.device * 0.96)  # most of it is what CUDA takes
         costs = [
             cost
-            for _, each in levers(looking._config, dry_run, 6)
+            for _, each in levers(looking._config, dry_run, rows, 6)
             if (cost := looking.cost(each)) is not None and cost.device <= limit
         ]
         return looking.best(limit), costs, limit
 
     best, alone, _limit = in_own_process(search)
     assert best is not None and len(alone) > 2 and best.cost.seconds <= min(cost.seconds for cost in alone)
+
+
+def test_a_loss_in_chunks_is_a_lever_where_it_is_whole() -> None:
+    """It saves what microbatches keep of their logits, for the time of one more product; where they are in chunks there is none."""
+    heavy = {**WIDE, "vocab_size": 30_000, "pipeline_schedule": "gpipe"}
+
+    def search(**changes: Any) -> tuple[list[Change], list[Cost | None]]:
+        one, dry_run, rows = job(1, **heavy, **changes)
+        looking = Search(one.config, dry_run, rows)
+        found = [each for kind, each in levers(one.config, dry_run, rows, 6) if kind == "loss"]
+        return found, [looking.cost(Change()), *map(looking.cost, found)]
+
+    (lever,), (base, chunked) = in_own_process(search)
+    assert dict(lever.fields) == {"loss_chunk_tokens": 4 * 256} and base is not None and chunked is not None
+    assert base.activations - chunked.activations > 6 * 4 * 256 * 30_000 * 2  # of 7 of 8 microbatches, and more
+    assert base.seconds < chunked.seconds < 1.3 * base.seconds
+    assert in_own_process(lambda: search(loss_chunk_tokens=1024))[0] == []
 
 
 def test_levers_together_are_estimated_by_parts() -> None:
