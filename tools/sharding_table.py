@@ -105,7 +105,7 @@ class Reports:
     by_strategy: dict[str, StateReport]
 
 
-_OFFLOADED = "optim, offloaded"
+_OFFLOADED, _ON_HOST = "optim, offloaded", "optim_grads_params, host"
 
 
 def reports_of(published: Published, data_size: int) -> Reports:
@@ -132,12 +132,13 @@ def reports_of(published: Published, data_size: int) -> Reports:
         )
         schedule = make_schedule(parallel.schedule, stages, published.num_microbatches)
 
-        def under(strategy: ShardingStrategy, optimizer: OptimizerConfig) -> StateReport:
-            sharded = replace(parallel, data_parallel_sharding_strategy=strategy)
+        def under(strategy: ShardingStrategy, optimizer: OptimizerConfig, *, params_cpu: bool = False) -> StateReport:
+            sharded = replace(parallel, data_parallel_sharding_strategy=strategy, fsdp_params_cpu=params_cpu)
             return state_report(built, context, sharded, optimizer, schedule)
 
         found: dict[str, StateReport] = {strategy: under(strategy, OptimizerConfig()) for strategy in STRATEGIES}
         found[_OFFLOADED] = under("optim", OptimizerConfig(optimizer_cpu_offload=True))
+        found[_ON_HOST] = under("optim_grads_params", OptimizerConfig(), params_cpu=True)
     finally:
         disconnect()
     return Reports(published, data_size, found)

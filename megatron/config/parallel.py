@@ -106,7 +106,9 @@ class ParallelConfig:
     fsdp_reshard_after_forward: FsdpReshard = setting("always", acts=_FSDP, idle=_WHOLE)
     """Under optim_grads_params: free the parameters of a block after its forward and gather them again for backward (always), or
     keep them from their first use in a step to their last (never: sends less, but in between all of this rank's are in memory)."""
-    fsdp_reduce_once: bool = setting(False, acts=_FSDP, idle=_WHOLE)
+    fsdp_reduce_once: bool = setting(
+        False, acts=_FSDP, idle=(_WHOLE, idle_with("a step has one microbatch on each data rank", microbatches=1))
+    )
     """Under optim_grads_params: keep gradients whole until the last microbatch of a step and reduce them then (sends less, but in
     between all of this rank's are in memory)."""
     fsdp_params_cpu: bool = setting(

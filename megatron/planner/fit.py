@@ -23,7 +23,7 @@ from megatron.config.config import Config
 from megatron.config.given import DryRun, without_gaps
 from megatron.config.rules import violations
 from megatron.pipeline_parallel.partition import table_of
-from megatron.planner.advice import ENOUGH_TOKENS
+from megatron.planner.advice import ENOUGH_TOKENS, num_microbatches
 from megatron.planner.chunk_trace import ChunkTrace, Traces
 from megatron.planner.dry_run import Planner
 from megatron.planner.plan import Plan, RankKind, loss_chunk
@@ -216,6 +216,7 @@ class Search:
         sample = Planner(config, self._dry_run, self._vocab_size, few=True, traces=traces).sample()
         computing = sample.flops / FLOPS_PER_S
         waiting = max(_exposed_s(kind, config, computing, sample.share) for kind in sample.kinds)
+        waiting += max(kind.memory.parameters.host for kind in sample.kinds) * _crossings(config, world_size) / _HOST_PER_S
         fullest = max(sample.kinds, key=lambda kind: kind.memory.total.device).memory
         activations = fullest.activations.device
         return Cost(activations, fullest.total.device - activations, computing + waiting)
@@ -289,6 +290,8 @@ def _levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -
             split: dict[str, object] = {} if parallel.sequence_parallel else {"sequence_parallel": True}
             yield "tensor", change(tensor_model_parallel_size=tensor * factor, **split)
     yield from () if asked_whole else chunked
+    if data > 1 and not parallel.fsdp_params_cpu:
+        yield "sharding", change(data_parallel_sharding_strategy=_STRATEGIES[-1], fsdp_params_cpu=True)
     if not config.optimizer.optimizer_cpu_offload:
         yield "host", change(optimizer_cpu_offload=True)
 
@@ -320,6 +323,13 @@ def _together(levers: Sequence[Lever]) -> Iterator[tuple[Lever, ...]]:
                 yield some
 
 
+def _crossings(config: Config, world_size: int) -> int:
+    """How often a step moves a rank's parameters in host memory to the device, and gradients of them back."""
+    parallel, batches = config.parallel, num_microbatches(config, world_size)
+    gathers = 2 * batches if parallel.fsdp_reshard_after_forward == "always" else 1
+    return gathers + (1 if parallel.fsdp_reduce_once else batches)
+
+
 def _exposed_s(kind: RankKind, config: Config, computing_s: float, share: float) -> float:
     """Seconds in which a rank waits for what it sends in a step, at the most: all that its layers send over the tensor group; of
     gradients and parameters what computing does not hide.
@@ -330,10 +340,14 @@ def _exposed_s(kind: RankKind, config: Config, computing_s: float, share: float)
     parallel = config.parallel
     by_layers = parallel.sharding == "optim_grads_params"
     hidden = {"gradients": parallel.overlap_grad_reduce or by_layers, "parameters": parallel.overlap_param_gather or by_layers}
+    each_microbatch = {
+        "gradients": parallel.sharding == "optim_grads" or (by_layers and not parallel.fsdp_reduce_once),
+        "parameters": by_layers and parallel.fsdp_reshard_after_forward == "always",
+    }
     beside = shown = 0.0
     for one in kind.sent:
         seconds = one.bytes * ((1 - one.between_nodes) / INSIDE_PER_S + one.between_nodes / BETWEEN_PER_S)
-        if one.what == "gradients" and parallel.sharding == "optim_grads":
+        if each_microbatch.get(one.what):
             seconds /= share
         if one.over == "tp":
             shown += seconds / share

@@ -61,6 +61,33 @@ TRILLION = {
 # ---- jobs that no machine here could run
 
 
+@pytest.mark.parametrize(("world_size", "most"), [(96, 0.008), (384, 0.06)])
+def test_sharded_over_ranks_that_divide_no_dimension(world_size: int, most: float) -> None:
+    """A Llama 2 of 7 billion: 4,096 rows over 96 ranks are 42 2/3 each, so 43; over 384 they are 11, and the last 11 have none."""
+    model: dict[str, Any] = {
+        "hidden_size": 4096,
+        "ffn_hidden_size": 11008,
+        "num_attention_heads": 32,
+        "num_layers": 32,
+        "swiglu": True,
+    }
+    llama: dict[str, Any] = {"position_embedding_type": "rope", "normalization": "RMSNorm", "disable_bias_linear": True}
+    sharded: dict[str, Any] = {
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "untie_embeddings_and_output_weights": True,
+        "bf16": True,
+    }
+    one = settings(world_size, **model, **llama, **sharded, vocab_size=31999, seq_length=4096, device=None, global_batch_size=None)
+    (plan,) = plans_of([one])
+    assert sum(kind.ranks for kind in plan.kinds) == world_size
+    assert sum(kind.ranks * kind.parameters for kind in plan.kinds) == world_size * plan.parameters
+    held = sum(kind.ranks * (kind.memory.parameters.total - kind.memory.parameters.padding) for kind in plan.kinds)
+    padding = sum(kind.ranks * kind.memory.parameters.padding for kind in plan.kinds)
+    assert held == 4 * plan.parameters and 0 < padding < most * held
+    last = next(kind for kind in plan.kinds if world_size - 1 in kind.places[0].data)
+    assert last.memory.gradients.total < plan.kinds[0].memory.gradients.total
+
+
 def test_a_job_of_3072_ranks_on_a_laptop(tmp_path: Path, full: bool) -> None:
     """In less than 2 GB; counted by the stages, it has the model's parameters.
 

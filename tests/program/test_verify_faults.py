@@ -158,6 +158,19 @@ FAULTS = {
         None,
         ("elements over ranks 0, 1", "it was written to before it had left"),
     ),
+    "gradients that are reduced once, without the first microbatches": Fault(
+        (
+            (
+                "self._writes[number] < self._microbatches:\n            return",
+                "self._writes[number] < self._microbatches:\n            self._sinks[number].written = False\n            return",
+            ),
+        ),
+        "--world-size 2 --data-parallel-sharding-strategy optim_grads_params --fsdp-reduce-once",
+        "gradient",
+        "final_norm.bias",
+        None,
+        ("only the last microbatch is in it: each overwrites those before it",),
+    ),
     "dropout on in evaluation": Fault(
         (
             (

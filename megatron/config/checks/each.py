@@ -85,7 +85,8 @@ def notes(config: Config, world_size: int) -> list[str]:
     parallel = config.parallel
     data_ranks = data_size(config, world_size) or 1
     chunks = parallel.pipeline_model_parallel_size * parallel.chunks_per_stage(config.model.num_layers)
-    look_up = _look_up(config, data_ranks=data_ranks, chunks=chunks)
+    microbatches = config.training.final_batch_size(data_ranks) // (config.training.micro_batch_size * data_ranks)
+    look_up = _look_up(config, data_ranks=data_ranks, chunks=chunks, microbatches=microbatches)
     found = [
         f"{shown(config, flag.field)} {idle.effect}: {idle.words}."
         for flag in flags().values()

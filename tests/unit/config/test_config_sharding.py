@@ -29,6 +29,7 @@ ALL = f"{STRATEGY} optim_grads_params"
 UNTIED, UNIT = "--untie-embeddings-and-output-weights", "--make-vocab-size-divisible-by"
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 SCHEDULE, COUNT = "--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank"
+BATCH = "--global-batch-size 16"
 WEAKER = f"{STRATEGY} optim_grads"
 
 CASES: list[Case] = [
@@ -167,11 +168,16 @@ def test_what_is_named_is_left_to_buckets(name: str, layout: str) -> None:
         ("--cpu-offload-activations --device cpu", 1, ["--cpu-offload-activations saves no memory: "]),
         ("--cpu-offload-activations --cpu-offloading --device cuda", 1, ["--cpu-offloading has no effect: "]),
         (f"{ALL} {SIZE} 2 --fsdp-reshard-after-forward never", 4, []),
-        (f"{ALL} {SIZE} 1 --fsdp-reduce-once", 2, [f"{SIZE} 1 leaves", "--fsdp-reduce-once has no effect: every data rank holds"]),
+        (f"{ALL} --fsdp-reduce-once", 2, ["--fsdp-reduce-once has no effect: a step has one microbatch on each data rank."]),
+        (
+            f"{ALL} {SIZE} 1 --fsdp-reduce-once {BATCH}",
+            2,
+            [f"{SIZE} 1 leaves", "--fsdp-reduce-once has no effect: every data rank holds"],
+        ),
         (f"{ALL} --fsdp-params-cpu --device cpu", 2, ["--fsdp-params-cpu saves no memory: --device cpu has everything"]),
         (f"{ALL} --fsdp-params-cpu --optimizer-cpu-offload", 4, ["--optimizer-cpu-offload acts only on the tied word embedding: "]),
         (f"{ALL} {UNTIED} --fsdp-params-cpu --optimizer-cpu-offload", 4, ["--optimizer-cpu-offload has no effect: "]),
-        (f"{ALL} --fsdp-params-cpu --fsdp-reduce-once", 4, []),
+        (f"{ALL} --fsdp-params-cpu --fsdp-reduce-once {BATCH}", 4, []),
         ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000", 2, []),
         (f"{WEAKER} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000", 2, []),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --device cuda", 1, []),
