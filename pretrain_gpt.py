@@ -89,7 +89,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     from megatron.training.memory_report import MemoryAccount
     from megatron.training.out_of_memory import Exhaustion, is_out_of_memory
     from megatron.training.progress import BatchSizePlan
-    from megatron.training.rehearsal import Rehearsal
+    from megatron.training.rehearsal import Rehearsal, choose_layers, with_layers
     from megatron.training.resume import resume
     from megatron.training.saver import Saver
     from megatron.training.step import TrainStep
@@ -99,11 +99,11 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     explanations.known.append((is_out_of_memory, Exhaustion(config, account).words))
     rehearsal = Rehearsal(config) if config.logging.memory_interval is not None else None
     startup.set_numerics(config.training.deterministic_mode)
-    least_layers = startup.least_layers(config)
+    chosen = choose_layers(config)
     context = connect(config.parallel)
     startup.set_logging(context.rank)
     plan = BatchSizePlan(config.training, context.data_group.size)
-    config = startup.with_layers(startup.with_batch_size(config, plan), least_layers, context)
+    config = with_layers(startup.with_batch_size(config, plan), chosen, context)
     data = open_data(config, context)
     patience_s = 60 * config.parallel.distributed_timeout_minutes / 2  # before a collective of the other ranks gives up
     saver = Saver(config.checkpoint, context, run_record(config, argv), data.vocab_size, patience_s=patience_s)

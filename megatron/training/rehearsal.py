@@ -9,9 +9,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 
+from megatron.config.checks.memory import AUTO
 from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.config.launcher import launched
@@ -21,6 +24,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.planner.dry_run import make_plan
 from megatron.planner.fit import with_fit_advice, with_least_layers
 from megatron.planner.plan import Plan
+from megatron.training.failure import together
 
 
 class Rehearsal:
@@ -49,7 +53,7 @@ def this_job() -> DryRun:
 
 def on_this_device(config: Config) -> Config:
     """The settings with --device written out: what `auto` finds here."""
-    device = "cpu" if config.parallel.device == "cpu" or not torch.cuda.is_available() else "cuda"
+    device: Literal["cpu", "cuda"] = "cpu" if config.parallel.device == "cpu" or not torch.cuda.is_available() else "cuda"
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, device=device))
 
 
@@ -71,3 +75,40 @@ def _plan_beside(config: Config) -> tuple[int, int]:
             pipe.write(pickle.dumps(told))
     finally:
         os._exit(0)
+
+
+def choose_layers(config: Config) -> Callable[[], str | None]:
+    """Choose numbers for `--recompute-layers-per-stage auto`, on the first rank of the job.
+
+    It is called before the ranks connect, because a plan connects ranks of its own that nobody hears.
+
+    Returns:
+        gives the numbers, None on other ranks and where they are not asked for. It raises ValueError if there are none.
+    """
+    if config.memory.recompute_layers_per_stage != AUTO or launched().rank > 0:
+        return lambda: None
+    error: ValueError | None = None
+    numbers = None
+    try:
+        numbers = with_least_layers(on_this_device(config), this_job(), planned_rows(config.data)).memory.recompute_layers_per_stage
+    except ValueError as found:
+        error = found
+
+    def give() -> str | None:
+        if error is not None:
+            raise error
+        return numbers
+
+    return give
+
+
+def with_layers(config: Config, chosen: Callable[[], str | None], context: ParallelContext) -> Config:
+    """The settings with the numbers that the first rank chose (see `choose_layers`). All ranks call it together.
+
+    Raises:
+        SetupError: it found none.
+    """
+    numbers = broadcast_object(together(context, chosen), context.world)
+    if numbers is None:
+        return config
+    return dataclasses.replace(config, memory=dataclasses.replace(config.memory, recompute_layers_per_stage=numbers))

@@ -5,26 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from megatron.checkpoint.global_tensor import dtype_name
-from megatron.config.checks.memory import AUTO
 from megatron.config.config import Config
-from megatron.config.given import DryRun
-from megatron.config.launcher import launched
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import LoggingConfig
 from megatron.config.save import to_dict
 from megatron.config.training import OptimizerConfig, TrainingConfig
-from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.metrics.device_peaks import peak_flops
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.gpt import residual_dtype
 from megatron.optimizer.lr_schedule import schedule_lengths
-from megatron.parallel.collectives import all_reduce, broadcast_object, gather_objects
+from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
 from megatron.pipeline_parallel.partition import describe_offload, describe_recompute, format_layer_table
@@ -36,6 +32,7 @@ from megatron.spec.counts import check_count, kept_per_token
 from megatron.spec.operations import Costs, Schedule
 from megatron.training.failure import together
 from megatron.training.progress import BatchSizePlan
+from megatron.training.rehearsal import this_job
 from megatron.training.reporter import Reporter
 from megatron.training.saver import LearningSchedule
 from megatron.training.step import TrainStep
@@ -60,47 +57,6 @@ def with_batch_size(config: Config, plan: BatchSizePlan) -> Config:
     compared when the run is resumed on another number of them."""
     training = dataclasses.replace(config.training, global_batch_size=plan.final_global_batch_size)
     return dataclasses.replace(config, training=training)
-
-
-def least_layers(config: Config) -> Callable[[], str | None]:
-    """Choose numbers for `--recompute-layers-per-stage auto`, on the first rank of the job.
-
-    It is called before the ranks connect, because a plan connects ranks of its own that nobody hears.
-
-    Returns:
-        gives the numbers, None on other ranks and where they are not asked for. It raises ValueError if there are none.
-    """
-    job = launched()
-    if config.memory.recompute_layers_per_stage != AUTO or job.rank > 0:
-        return lambda: None
-    from megatron.planner.fit import with_least_layers
-
-    error: ValueError | None = None
-    numbers = None
-    try:
-        layout = DryRun(job.world_size, _ranks_per_node(job.world_size), None)
-        numbers = with_least_layers(config, layout, planned_rows(config.data)).memory.recompute_layers_per_stage
-    except ValueError as found:
-        error = found
-
-    def give() -> str | None:
-        if error is not None:
-            raise error
-        return numbers
-
-    return give
-
-
-def with_layers(config: Config, least: Callable[[], str | None], context: ParallelContext) -> Config:
-    """The settings with the numbers that the first rank chose (see `least_layers`). All ranks call it together.
-
-    Raises:
-        SetupError: it found none.
-    """
-    numbers = broadcast_object(together(context, least), context.world)
-    if numbers is None:
-        return config
-    return dataclasses.replace(config, memory=dataclasses.replace(config.memory, recompute_layers_per_stage=numbers))
 
 
 def check_parameter_count(config: ModelConfig, vocab_size: int, shards: Sequence[Shard], context: ParallelContext) -> int:
@@ -154,12 +110,8 @@ def describe(
         for count in dict.fromkeys(plan.num_microbatches(samples) for samples in (consumed_samples, plan.total_samples)):
             lines += _describe_pipeline(step.schedule(count), model, config.training.micro_batch_size, topology.tp)
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
-    found = advice(config, topology.world_size, _ranks_per_node(topology.world_size), model.vocab_size)
+    found = advice(config, topology.world_size, this_job().gpus_per_node, model.vocab_size)
     return lines + [f"advice: {line}" for line in found]
-
-
-def _ranks_per_node(world_size: int) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def _describe_pipeline(schedule: Schedule, model: Model, micro_batch_size: int, tensor_size: int) -> Iterator[str]:
