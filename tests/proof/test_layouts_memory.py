@@ -27,11 +27,10 @@ MEMORIES = {
     "the first of each chunk": MemoryConfig("full", recompute_method="block"),
     "three of the first stage, one of the second": MemoryConfig("full", recompute_method="block", recompute_layers_per_stage="3,1"),
     "norms and activations": MemoryConfig("selective", recompute_modules=("layernorm", "mlp_act")),
-    "norms and the mlp": MemoryConfig("selective", recompute_modules=("layernorm", "mlp")),
     "host memory": MemoryConfig(cpu_offload_activations=True),
     "full, host memory": MemoryConfig("full", cpu_offload_activations=True),
-    "one layer of each chunk in host memory, the mlp recomputed": MemoryConfig(
-        "selective", recompute_modules=("mlp",), cpu_offloading_num_layers=1
+    "norms and the mlp, one layer of each chunk in host memory": MemoryConfig(
+        "selective", recompute_modules=("layernorm", "mlp"), cpu_offloading_num_layers=1
     ),
 }
 """Settings that change no bit of a run at the same layout."""
