@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.memory import MemoryConfig
 from megatron.data.samples import DocumentRules
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.spec.schedules import SCHEDULES
@@ -101,7 +102,7 @@ def test_every_form_of_the_loss_equals_one_plain_process(case: dict[str, Any], f
         micro_batch_size=1,
         bucket_size=700,
         virtual_stages=chunks,
-        loss_chunk_tokens=case["chunk"],
+        memory=MemoryConfig(loss_chunk_tokens=case["chunk"]),
         **{name: case[name] for name in ("sequence_parallel", "schedule", "sharding")},
     )
     assert_equal_runs(run_layout(recipe(*key), layout), reference(*key))
@@ -126,7 +127,7 @@ def test_the_z_loss_is_told_apart() -> None:
     log_z = logits(r.shape, r.weights, tokens).logsumexp(-1)
     z_loss = (0.05 * log_z.square() * mask).sum() / mask.sum()
     for chunk in (0, 3):
-        layout = Layout(tp=2, pp=2, dp=2, micro_batch_size=1, sequence_parallel=True, loss_chunk_tokens=chunk)
+        layout = Layout(tp=2, pp=2, dp=2, micro_batch_size=1, sequence_parallel=True, memory=MemoryConfig(loss_chunk_tokens=chunk))
         for loss, found, evaluated in run_warm_ranks(8, _step_results, r, layout, timeout=120.0):
             assert found == pytest.approx(z_loss.item(), rel=1e-12)
             assert loss == pytest.approx(evaluated, rel=1e-12) == pytest.approx(reference(*key).losses[0], rel=1e-12)
@@ -140,7 +141,7 @@ def test_chunks_train_as_the_whole_in_fewer_bits(dtype: torch.dtype) -> None:
     allows."""
     r = replace(recipe("llama", 2, 4, 2, 0.01, False), scaler=GradScaler(256.0 if dtype == torch.float16 else 1.0))
     one = Layout(tp=2, micro_batch_size=2, sequence_parallel=True, dtype=dtype)
-    whole, chunked = (run_layout(r, replace(one, loss_chunk_tokens=chunk)) for chunk in (0, 5))
+    whole, chunked = (run_layout(r, replace(one, memory=MemoryConfig(loss_chunk_tokens=chunk))) for chunk in (0, 5))
     rounding = torch.finfo(dtype).eps
     assert chunked.losses == pytest.approx(whole.losses, rel=4 * rounding)
     for name, gradient in whole.first_gradients.items():

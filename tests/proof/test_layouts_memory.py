@@ -44,6 +44,7 @@ AXES: dict[str, list[Any]] = {
     "tied": [True, False],
     "documents": [False, True],
     "sharding": ["no_shard", "optim_grads", "optim_grads_params"],
+    "loss_chunk": [0, 4],  # tokens; 10 are in a microbatch
 }
 
 
@@ -82,7 +83,14 @@ def without(layout: Layout, *key: Any) -> LayoutRun:
 
 def name(case: dict[str, Any]) -> str:
     tp, pp, dp = case["sizes"]
-    words = [case["memory"], f"tp{tp}-pp{pp}-dp{dp}", case["schedule"], case["style"], case["sharding"]]
+    words = [
+        case["memory"],
+        f"tp{tp}-pp{pp}-dp{dp}",
+        case["schedule"],
+        case["style"],
+        case["sharding"],
+        f"loss{case['loss_chunk']}",
+    ]
     return "-".join([*words, *(flag for flag in ("sequence_parallel", "tied", "documents") if case[flag])])
 
 
@@ -105,9 +113,10 @@ def test_what_is_done_with_activations_changes_nothing(case: dict[str, Any], ful
         sharding=case["sharding"],
         micro_batch_size=1,
         bucket_size=1500,
+        memory=MemoryConfig(loss_chunk_tokens=case["loss_chunk"]),
     )
     microbatches = 3 if pp > 1 else 2
     key = (case["style"], case["tied"], case["documents"], 2 * pp * chunks + 1, microbatches * dp, 2 if full else 3)
-    found = run_layout(recipe(*key), replace(plain, memory=MEMORIES[case["memory"]]))
+    found = run_layout(recipe(*key), replace(plain, memory=replace(MEMORIES[case["memory"]], loss_chunk_tokens=case["loss_chunk"])))
     assert_equal_runs(found, reference(*key))
     assert_same_bits(found, without(plain, *key))

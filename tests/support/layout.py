@@ -59,7 +59,6 @@ class Layout:
     overlap_param_gather: bool = False
     fsdp_shard_size: int | None = None
     fsdp_reshard: FsdpReshard = "always"
-    loss_chunk_tokens: int | None = None
     reduce_once: bool = False
     params_cpu: bool = False
     offload: float | None = None
@@ -181,7 +180,7 @@ def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> M
         seed=1,
         table=table_of(config, parallel_config(layout), recipe.shape.vocab, layout.memory),
         materialized=False,
-        loss=LossForm(layout.loss_chunk_tokens, recipe.shape.z_loss),
+        loss=LossForm(layout.memory.loss_chunk_tokens, recipe.shape.z_loss),
     )
 
 
