@@ -2,6 +2,7 @@
 
     python tools/bench.py                 all of what follows
     python tools/bench.py bubble          the step of every pipeline schedule against the simulator, with sleeping operations
+    python tools/bench.py activations     a step whose saved tensors go to the host and back over a slow link, against one without
     python tools/bench.py overlap         exposed communication of two data ranks with overlap off and on, behind a slowed link
     python tools/bench.py optimizer       the optimizer's step against torch's fused AdamW, in processes that update at once
     python tools/bench.py offload         the optimizer's step with all its state in host memory against the update alone
@@ -33,7 +34,7 @@ from tools.benchmarks.shapes import SHAPES, Shape
 
 # Those that fork are first: where there is CUDA, autograd starts threads at its first backward, which do not survive that.
 PARTS = (
-    *("bubble", "overlap", "optimizer", "offload", "memory", "executor", "checkpoint", "data", "packing", "loss"),
+    *("bubble", "activations", "overlap", "optimizer", "offload", "memory", "executor", "checkpoint", "data", "packing", "loss"),
     *("single", "parallel"),
 )
 # Under optim_grads_params torch's fully_shard communicates, and on gloo it waits for each reduction.
@@ -81,11 +82,12 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
     add("--no-overlap-p2p", ("bubble",), action="store_true", help="wait for each exchange of messages before computing on")
     add(
         "--repeats",
-        ("bubble", "overlap"),
+        ("bubble", "overlap", "activations"),
         type=count,
         default=5,
         help="measurements of each schedule or strategy, after a first (5)",
     )
+    add("--link-share", ("activations",), type=share, default=0.8, help="time of a layer's copy over that of its forward (0.8)")
     add("--strategies", ("overlap",), nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="of sharding (all)")
     add("--accumulate", ("overlap",), nargs="+", type=count, default=[1, 4], help="microbatches of a step, one after another (1 4)")
     add(
@@ -137,6 +139,14 @@ def milliseconds(text: str) -> float:
     return number
 
 
+def share(text: str) -> float:
+    """A share above 0."""
+    number = float(text)
+    if not 0.0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
 def gigabytes(text: str) -> float:
     """A size above 0."""
     number = float(text)
@@ -181,6 +191,10 @@ def run(part: str, args: argparse.Namespace) -> bool:
             repeats=args.repeats,
         )
         return bubble.run(settings)
+    if part == "activations":
+        from tools.benchmarks import activations
+
+        return activations.run(activations.Settings(share=args.link_share, repeats=args.repeats))
     if part == "overlap":
         from tools.benchmarks import overlap
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.pipeline_parallel.simulate import simulate
@@ -17,7 +18,7 @@ from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.warm_python import warm_python
-from tools.benchmarks import bubble, loss, memory, overlap
+from tools.benchmarks import activations, bubble, loss, memory, overlap
 from tools.benchmarks.bubble import Result, misses
 from tools.benchmarks.shapes import SHAPES, Shape
 from tools.memory.measure import Measured
@@ -63,6 +64,26 @@ def test_bubble_tells_the_executor_whether_to_overlap(overlap: bool, monkeypatch
     monkeypatch.setattr(bubble, "Executor", refuse)
     with pytest.raises(RuntimeError, match=f"asked for {overlap}"):
         bubble.measure(bubble.Settings(stages=1, overlap=overlap))
+
+
+def test_activations_move_beside_computation_or_make_it_wait() -> None:
+    """Both do, however long it takes; and what is told of too long steps."""
+    moved = {True: 0, False: 0}
+
+    class Counted(activations.SlowHost):
+        def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+            moved[self._beside] += 1
+            super().copy(to, source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "SlowHost", Counted)
+        results = activations.measure(activations.Settings(forward_s=0.0002, repeats=1))
+    assert [one.name for one in results] == ["1f1b", "gpipe"] and all(len(one.beside) == len(one.waiting) == 1 for one in results)
+    # Two steps of four microbatches, there and back: five of six layers where backward follows at once, else all six.
+    assert set(moved.values()) == {2 * 2 * (4 * 5 + 4 * 6)}
+    assert not activations.misses([activations.Result("1f1b", [1.0, 2.0, 1.0], [1.04, 2.0, 9.0], [3.0] * 3)])
+    (told,) = activations.misses([activations.Result("1f1b", [1.0], [1.06], [3.0])])
+    assert told.startswith("1f1b: a step takes 1.06 x the one without copies; at most 1.05")
 
 
 def test_overlap_gives_a_line_for_each_strategy() -> None:

@@ -38,6 +38,8 @@ WAYS = {
     PLAIN: Way(""),
     "selective": Way("--recompute-granularity selective --recompute-modules layernorm mlp_act", bound=1.06),
     FULL: Way("--recompute-granularity full", bound=1.30),
+    "host": Way("--cpu-offload-activations"),
+    "full, host": Way("--recompute-granularity full --cpu-offload-activations"),
     "chunked loss": Way(f"{_LOSS} 128", bound=1.10),
     "full, chunked": Way(f"--recompute-granularity full {_LOSS} 128"),
 }
