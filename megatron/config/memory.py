@@ -13,11 +13,12 @@ RecomputeModule = Literal["core_attn", "mlp", "layernorm", "mlp_act"]
 
 
 def _flash_keeps_none(**others: Any) -> tuple[Beside, ...]:
-    """Where selective recompute takes attention alone, and flash attention computes it on every device."""
-    why = "flash attention, which runs in 16 bits without dropout, keeps none; --recompute-modules names other parts"
+    """Where selective recompute takes attention alone, and flash attention computes it."""
+    why = "flash attention, which runs without dropout in 16 bits and on a CPU, keeps none; --recompute-modules names other parts"
     effect = "frees nothing where attention's kernel keeps no probabilities"
     alone = {**others, "recompute_modules": (("core_attn",),), "attention_dropout": 0.0}
-    return tuple(idle_with(why, every=True, effect=effect, **alone, **{dtype: True}) for dtype in ("bf16", "fp16"))
+    where: tuple[dict[str, Any], ...] = ({"bf16": True}, {"fp16": True}, {"device": "cpu", "bf16": False, "fp16": False})
+    return tuple(idle_with(why, every=True, effect=effect, **alone, **one) for one in where)
 
 
 _ONE_MEMORY = idle_with("--device cpu has everything in host memory", effect="saves no memory", device="cpu")

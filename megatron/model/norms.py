@@ -30,7 +30,11 @@ class Norm(nn.Module):
         return self._normalise(self._kept(x))
 
     def remade(self, x: torch.Tensor) -> Remade:
-        """The same for a linear layer, which then keeps nothing: in backward it normalises again what the norm keeps."""
+        """The same for a linear layer, which then keeps nothing: in backward it normalises again what the norm keeps.
+
+        Sharded parameters are there for that: it happens while backward is in the layer, since schedules that put weight gradients
+        off are refused for them (`late_gradients_find_their_block`).
+        """
         return Remade.of(self._normalise, self._kept(x))
 
     def _kept(self, x: torch.Tensor) -> torch.Tensor:

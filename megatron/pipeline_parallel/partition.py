@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 
-from megatron.config.memory import MemoryConfig
+from megatron.config.memory import MemoryConfig, RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import LayoutChunk, parse_layout
@@ -153,8 +153,21 @@ def format_layer_table(chunks: list[Chunk]) -> list[str]:
     return ["stage  layers", *(f"{stage:5d}  {line.rstrip()}" for stage, line in enumerate(lines))]
 
 
+_PARTS: dict[RecomputeModule, str] = {
+    "layernorm": "norms",
+    "core_attn": "probabilities of attention that its kernel would keep",
+    "mlp_act": "activations of the MLP",
+    "mlp": "the MLP",
+}
+
+
 def describe_recompute(table: Sequence[Chunk]) -> list[str]:
-    """A line on the layers that run again in backward, if there are any."""
+    """A line on the layers that run again in backward, or of which parts do, if there are any."""
+    chosen = [segment for chunk in table for segment in chunk.segments if segment.selective]
+    if chosen:
+        parts = [words for part, words in _PARTS.items() if any(part in segment.selective for segment in chosen)]
+        layers = f"{sum(len(segment.layers) for segment in chosen)} of {sum(len(chunk.layers) for chunk in table)} layers"
+        return [f"{layers} compute {' and '.join(filter(None, (', '.join(parts[:-1]), parts[-1])))} again in backward"]
     again = [(chunk.stage, len(segment.layers)) for chunk in table for segment in chunk.segments if segment.recomputed]
     if not again:
         return []

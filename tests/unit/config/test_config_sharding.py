@@ -167,6 +167,14 @@ def test_what_is_named_is_left_to_buckets(name: str, layout: str) -> None:
         ("--optimizer-cpu-offload --device cpu", 1, ["--optimizer-cpu-offload saves no memory: "]),
         ("--cpu-offload-activations --device cpu", 1, ["--cpu-offload-activations saves no memory: "]),
         ("--cpu-offload-activations --cpu-offloading --device cuda", 1, ["--cpu-offloading has no effect: "]),
+        (
+            "--recompute-granularity selective --bf16 --attention-dropout 0",
+            1,
+            ["--recompute-granularity selective frees nothing where attention's kernel keeps no probabilities: "],
+        ),
+        ("--recompute-activations --device cpu --attention-dropout 0", 1, ["--recompute-activations frees nothing where "]),
+        ("--recompute-activations --device cpu --attention-dropout 0.1", 1, []),
+        ("--recompute-activations --recompute-modules layernorm --bf16 --attention-dropout 0", 1, []),
         (f"{ALL} {SIZE} 2 --fsdp-reshard-after-forward never", 4, []),
         (f"{ALL} --fsdp-reduce-once", 2, ["--fsdp-reduce-once has no effect: a step has one microbatch on each data rank."]),
         (

@@ -9,7 +9,7 @@ import pytest
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.pipeline_parallel.partition import recomputed_chunks, table_of
+from megatron.pipeline_parallel.partition import describe_recompute, recomputed_chunks, table_of
 from megatron.spec.counts import layer_flops, recompute_flops
 from megatron.spec.segments import Segment
 
@@ -69,3 +69,19 @@ def test_layers_that_are_chosen_for_host_memory() -> None:
         assert pattern(**{flag: True}, cpu_offloading_num_layers=2) == "hh.... hh..."
     assert pattern(cpu_offloading_num_layers=11) == "hhhhhh hhhhh"
     assert pattern(cpu_offloading_num_layers=3, recompute_granularity="full", recompute_num_layers=2) == "hh. hh."
+
+
+def test_what_runs_again_is_told() -> None:
+    def told(memory: MemoryConfig) -> list[str]:
+        return describe_recompute(table_of(MODEL, TWO, 100, memory))
+
+    assert told(MemoryConfig()) == []
+    parts = MemoryConfig(recompute_activations=True, recompute_modules=("mlp_act", "core_attn", "layernorm"))
+    assert told(parts) == [
+        "11 of 11 layers compute norms, probabilities of attention that its kernel would keep and activations of the MLP again in "
+        "backward"
+    ]
+    assert told(MemoryConfig("selective", recompute_modules=("mlp",))) == ["11 of 11 layers compute the MLP again in backward"]
+    assert told(MemoryConfig("full", recompute_num_layers=3)) == [
+        "11 of 11 layers keep only their input and run again in backward, in groups of up to 3; by stage 6,5"
+    ]
