@@ -96,7 +96,8 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
 
     config = loaded.config
     account = MemoryAccount()
-    explanations.known.append((is_out_of_memory, Exhaustion(config, account).words))
+    exhaustion = Exhaustion(config, account)
+    explanations.known.append((is_out_of_memory, exhaustion.words))
     rehearsal = Rehearsal(config) if config.logging.memory_interval is not None else None
     startup.set_numerics(config.training.deterministic_mode)
     chosen = choose_layers(config)
@@ -105,6 +106,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     plan = BatchSizePlan(config.training, context.data_group.size)
     config = with_layers(startup.with_batch_size(config, plan), chosen, context)
     data = open_data(config, context)
+    exhaustion.vocab_size = data.vocab_size
     patience_s = 60 * config.parallel.distributed_timeout_minutes / 2  # before a collective of the other ranks gives up
     saver = Saver(config.checkpoint, context, run_record(config, argv), data.vocab_size, patience_s=patience_s)
     timers = startup.make_timers(config.logging, context)

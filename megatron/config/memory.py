@@ -58,8 +58,8 @@ class MemoryConfig:
     made again from the residual stream; mlp_act: the result of the MLP's activation, made again from its input; mlp: the whole MLP
     with the norm before it, but for its last product. The first three cost almost no time."""
     device_memory_gb: float | None = setting(None, above=0, unit="GB of 10^9 bytes")
-    """Memory of a device, for what is planned: a dry run of a job that needs more says what to change. By default that of this
-    machine's GPU, if it has one."""
+    """Memory of a device, for what is planned: a dry run of a job that needs more says what to change, and so does a run that
+    reports its memory or has none left. By default that of this machine's GPU, if it has one."""
 
     loss_chunk_tokens: int | None = setting(None, at_least=0, unit="tokens")
     """Compute output layer and loss in chunks of so many tokens, each again in backward: logits are there for one chunk at a time.

@@ -31,9 +31,9 @@ from megatron.planner.plan_text import BETWEEN_PER_S, FLOPS_PER_S, INSIDE_PER_S,
 from megatron.planner.state_report import amount
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-_MOST_TOGETHER = 3
+_MOST_TOGETHER = 4
 _MOST_TRIED = 8  # combinations of levers that are planned; those before are the likelier ones
-_CLOSE = 1.1  # levers are planned together if they may fit, by what each of them saves
+_CLOSE, _FAR = 1.1, 1.6  # levers that may fit together, by what each of them saves, are planned first; then those that hardly may
 _FULL = "layers"  # the kind of lever that takes a number of layers, as few as are enough
 _HOST_PER_S = 25e9
 """Bytes that a rank moves between device and host in a second, and reads and writes there: PCIe 4.0 x16 has 31.5 GB/s, and 8 ranks
@@ -187,17 +187,18 @@ class Search:
         ]
         useful = [lever for lever in found if lever.cost.device < base.device]
         combined = [(estimate(base, some, limit), some) for some in _together(useful)]
+        likely = [item for item in combined if item[0].device <= limit * _CLOSE]
+        unlikely = [item for item in combined if limit * _CLOSE < item[0].device <= limit * _FAR]
         fitting: Fitting | None = None
-        tried = 0
-        for estimated, some in sorted(combined, key=lambda item: (item[0].seconds, len(item[1]))):
-            if tried == _MOST_TRIED or (fitting is not None and estimated.seconds >= fitting.cost.seconds):
-                break
-            if estimated.device > limit * _CLOSE:
-                continue
-            tried += len(some) > 1
-            made = self._least(some, base, limit)
-            if made is not None and (fitting is None or made.cost.seconds < fitting.cost.seconds):
-                fitting = made
+        for group in (likely, unlikely):
+            tried = 0
+            for estimated, some in sorted(group, key=lambda item: (item[0].seconds, len(item[1]))):
+                if tried == _MOST_TRIED or (fitting is not None and estimated.seconds >= fitting.cost.seconds):
+                    break
+                tried += len(some) > 1
+                made = self._least(some, base, limit)
+                if made is not None and (fitting is None or made.cost.seconds < fitting.cost.seconds):
+                    fitting = made
         return fitting
 
     def cost(self, one: Change) -> Cost | None:
@@ -215,7 +216,8 @@ class Search:
         traces = self._traces.setdefault((layout, config.memory), {})
         sample = Planner(config, self._dry_run, self._vocab_size, few=True, traces=traces).sample()
         computing = sample.flops / FLOPS_PER_S
-        waiting = max(_exposed_s(kind, config, computing, sample.share) for kind in sample.kinds)
+        batches = num_microbatches(config, world_size)
+        waiting = max(_exposed_s(kind, config, computing, sample.share, batches) for kind in sample.kinds)
         waiting += max(kind.memory.parameters.host for kind in sample.kinds) * _crossings(config, world_size) / _HOST_PER_S
         fullest = max(sample.kinds, key=lambda kind: kind.memory.total.device).memory
         activations = fullest.activations.device
@@ -292,6 +294,8 @@ def _levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -
     yield from () if asked_whole else chunked
     if data > 1 and not parallel.fsdp_params_cpu:
         yield "sharding", change(data_parallel_sharding_strategy=_STRATEGIES[-1], fsdp_params_cpu=True)
+    if not config.memory.offloads and parallel.device != "cpu":
+        yield "offload", change(cpu_offload_activations=True)
     if not config.optimizer.optimizer_cpu_offload:
         yield "host", change(optimizer_cpu_offload=True)
 
@@ -330,12 +334,13 @@ def _crossings(config: Config, world_size: int) -> int:
     return gathers + (1 if parallel.fsdp_reduce_once else batches)
 
 
-def _exposed_s(kind: RankKind, config: Config, computing_s: float, share: float) -> float:
+def _exposed_s(kind: RankKind, config: Config, computing_s: float, share: float, batches: int) -> float:
     """Seconds in which a rank waits for what it sends in a step, at the most: all that its layers send over the tensor group; of
-    gradients and parameters what computing does not hide.
+    gradients and parameters, and of activations that are moved to the host, what computing does not hide.
 
     Args:
         share: of a step's microbatches, in which the kind's activations were counted.
+        batches: microbatches of a step.
     """
     parallel = config.parallel
     by_layers = parallel.sharding == "optim_grads_params"
@@ -355,4 +360,9 @@ def _exposed_s(kind: RankKind, config: Config, computing_s: float, share: float)
             beside += seconds if one.over != "pipeline" else 0.0
         else:
             shown += seconds
-    return shown + max(0.0, beside - computing_s) + 2 * kind.memory.total.host / _HOST_PER_S
+    # Of activations the host holds those of the microbatches between forward and backward; all go there and come back.
+    alive = batches if parallel.schedule == "gpipe" else min(batches, parallel.pipeline_model_parallel_size)
+    moved = kind.memory.activations.host
+    away = 2 * moved * batches / alive / _HOST_PER_S
+    updated = 2 * (kind.memory.total.host - moved) / _HOST_PER_S
+    return shown + max(0.0, beside - computing_s) + max(0.0, away - computing_s) + updated

@@ -39,13 +39,15 @@ class MeasuredMemory:
     """Bytes of the device that are in use now, by any process; 0 on the CPU."""
     host: int
     """The most bytes of host memory that the process had at once."""
+    moved: int
+    """Bytes of host memory for activations between forward and backward."""
     before: int
     """Bytes of host memory that it had before the model was built: Python and the libraries."""
 
     @property
     def activations(self) -> int:
         """The rest of the peak: activations and what passes within a step."""
-        on_device = self.state.total.device if self.reserved else self.state.total.total
+        on_device = self.state.total.device if self.reserved else self.state.total.total + self.moved
         return max(0, self.peak - on_device)
 
 
@@ -60,13 +62,13 @@ def measure(step: TrainStep, before: int) -> MeasuredMemory:
     Args:
         before: see `MeasuredMemory`.
     """
-    device, state = step.context.device, state_held(step)
+    device, state, moved = step.context.device, state_held(step), step.executor.host.num_bytes
     if device.type != "cuda":
-        return MeasuredMemory(state, max(0, process_bytes() - before), 0, 0, process_bytes(), before)
+        return MeasuredMemory(state, max(0, process_bytes() - before), 0, 0, process_bytes(), moved, before)
     stats = torch.cuda.memory_stats(device)
     free, total = torch.cuda.mem_get_info(device)
     peak, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-    return MeasuredMemory(state, peak, reserved, total - free, process_bytes(), before)
+    return MeasuredMemory(state, peak, reserved, total - free, process_bytes(), moved, before)
 
 
 def state_held(step: TrainStep) -> StateMemory:
@@ -135,6 +137,9 @@ class MemoryAccount:
             if part.host or (aimed is not None and aimed.host):
                 rows.append((f"{name.replace('_', ' ')} on the host", part.host, None if aimed is None else aimed.host))
         rows.append(("activations and the rest", found.activations, None if planned is None else planned.activations.device))
+        aside = None if planned is None else planned.activations.host
+        if found.moved or aside:
+            rows.append(("activations on the host", found.moved, aside))
         if found.reserved:
             exact = None if planned is None else planned.total.device - planned.cuda.device
             rows.append(("allocated at the peak", found.peak, exact))

@@ -34,6 +34,7 @@ def reports(said: str) -> list[dict[str, tuple[str, str]]]:
         {**STAGES, "bf16": True, "data_parallel_sharding_strategy": "optim_grads", "ddp_bucket_size": 3000},
         {"data_parallel_sharding_strategy": "optim_grads_params", "bf16": True, "device": "cpu"},
         {"data_parallel_sharding_strategy": "optim_grads_params", "bf16": True, "device": "cpu", "fsdp_params_cpu": True},
+        {"cpu_offload_activations": True, "device": "cpu"},
         {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "device": "cpu"},
     ],
 )
@@ -48,6 +49,9 @@ def test_state_is_measured_as_planned(layout: dict[str, Any]) -> None:
     where = " on the host" if layout.get("fsdp_params_cpu") else ""
     assert {f"parameters{where}", f"gradients{where}"} < set(state) and ("moments" in state or "moments on the host" in state)
     assert all(measured == planned for measured, planned in state.values()), state
+    if "cpu_offload_activations" in layout:
+        measured, planned = first["activations on the host"]
+        assert measured == planned, first
     assert first["activations and the rest"][1] != "-" and first["the process at its peak"][1] == "-"
     assert f"planned: the fullest rank takes {planned_total(said)} of its device" in said
 

@@ -238,3 +238,20 @@ def test_the_limit_is_what_the_user_says() -> None:
     one = settings(1, device_memory_gb=80.0)
     assert memory_limit(one.config) == 80 * 10**9 and usable(80 * 10**9) == 76 * 10**9
     assert memory_limit(settings(1).config) is None, "a CPU's memory is no limit"
+
+
+def test_moving_activations_to_the_host_is_priced_by_what_it_moves() -> None:
+    """Proposed where there is a device, and its copies cost time where computing does not hide them."""
+    one, dry_run, rows = job(1, **WIDE)
+
+    def search() -> tuple[Cost | None, Cost | None]:
+        looking = Search(one.config, dry_run, rows)
+        return looking.cost(Change()), looking.cost(change(cpu_offload_activations=True))
+
+    kept, moved = in_own_process(search)
+    assert kept is not None and moved is not None
+    assert moved.activations < kept.activations and moved.seconds > 2 * kept.seconds, "the layers are tiny, so copies take longer"
+    offered = [each for kind, each in levers(one.config, dry_run, rows, 6) if kind == "offload"]
+    assert offered == [change(cpu_offload_activations=True)]
+    on_cpu = job(1, **{**WIDE, "device": "cpu"})[0]
+    assert not [each for kind, each in levers(on_cpu.config, dry_run, rows, 6) if kind == "offload"]
