@@ -217,7 +217,7 @@ class Search:
         sample = Planner(config, self._dry_run, self._vocab_size, few=True, traces=traces).sample()
         computing = sample.flops / FLOPS_PER_S
         batches = num_microbatches(config, world_size)
-        waiting = max(_exposed_s(kind, config, computing, sample.share, batches) for kind in sample.kinds)
+        waiting = max(exposed_s(kind, config, computing, sample.share, batches) for kind in sample.kinds)
         waiting += max(kind.memory.parameters.host for kind in sample.kinds) * _crossings(config, world_size) / _HOST_PER_S
         fullest = max(sample.kinds, key=lambda kind: kind.memory.total.device).memory
         activations = fullest.activations.device
@@ -334,7 +334,7 @@ def _crossings(config: Config, world_size: int) -> int:
     return gathers + (1 if parallel.fsdp_reduce_once else batches)
 
 
-def _exposed_s(kind: RankKind, config: Config, computing_s: float, share: float, batches: int) -> float:
+def exposed_s(kind: RankKind, config: Config, computing_s: float, share: float, batches: int) -> float:
     """Seconds in which a rank waits for what it sends in a step, at the most: all that its layers send over the tensor group; of
     gradients and parameters, and of activations that are moved to the host, what computing does not hide.
 
@@ -345,14 +345,10 @@ def _exposed_s(kind: RankKind, config: Config, computing_s: float, share: float,
     parallel = config.parallel
     by_layers = parallel.sharding == "optim_grads_params"
     hidden = {"gradients": parallel.overlap_grad_reduce or by_layers, "parameters": parallel.overlap_param_gather or by_layers}
-    each_microbatch = {
-        "gradients": parallel.sharding == "optim_grads" or (by_layers and not parallel.fsdp_reduce_once),
-        "parameters": by_layers and parallel.fsdp_reshard_after_forward == "always",
-    }
     beside = shown = 0.0
     for one in kind.sent:
         seconds = one.bytes * ((1 - one.between_nodes) / INSIDE_PER_S + one.between_nodes / BETWEEN_PER_S)
-        if each_microbatch.get(one.what):
+        if one.what == "gradients" and parallel.sharding == "optim_grads":  # as the sample's microbatches write them
             seconds /= share
         if one.over == "tp":
             shown += seconds / share

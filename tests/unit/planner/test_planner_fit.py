@@ -14,8 +14,20 @@ from megatron.config.cli import LoadedConfig, load
 from megatron.config.given import DryRun
 from megatron.config.rules import violations
 from megatron.data.tokenizers.tokenizer import planned_rows
-from megatron.planner.dry_run import Planner, enough_microbatches, make_plan
-from megatron.planner.fit import Cost, Fitting, Lever, Search, estimate, least_layers, levers, memory_limit, usable, with_fit_advice
+from megatron.planner.dry_run import Planner, Sample, enough_microbatches, make_plan
+from megatron.planner.fit import (
+    Cost,
+    Fitting,
+    Lever,
+    Search,
+    estimate,
+    exposed_s,
+    least_layers,
+    levers,
+    memory_limit,
+    usable,
+    with_fit_advice,
+)
 from megatron.planner.plan import Plan
 from megatron.spec.operations import OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
@@ -255,3 +267,18 @@ def test_moving_activations_to_the_host_is_priced_by_what_it_moves() -> None:
     assert offered == [change(cpu_offload_activations=True)]
     on_cpu = job(1, **{**WIDE, "device": "cpu"})[0]
     assert not [each for kind, each in levers(on_cpu.config, dry_run, rows, 6) if kind == "offload"]
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_what_a_sample_sends_is_priced_as_the_whole_step(strategy: str) -> None:
+    """Some of it is counted for the sample's microbatches, some for all: the price is that of all."""
+    layout = {"data_parallel_sharding_strategy": strategy, "tensor_model_parallel_size": 2, "bf16": True, "device": None}
+    one, dry_run, rows = job(4, **layout, micro_batch_size=1, global_batch_size=64, hidden_size=64)
+
+    def both() -> tuple[Sample, Plan]:
+        return Planner(one.config, dry_run, rows, few=True).sample(), make_plan(one.config, dry_run, rows)
+
+    sample, plan = in_own_process(both)
+    assert sample.share < 0.1
+    few, whole = exposed_s(sample.kinds[0], one.config, 0, sample.share, 32), exposed_s(plan.kinds[0], one.config, 0, 1, 32)
+    assert few == pytest.approx(whole, rel=0.03) and whole > 0
