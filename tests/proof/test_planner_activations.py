@@ -15,7 +15,7 @@ from megatron.planner.peak import Mail
 from megatron.planner.storages import StorageLedger
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule
-from tests.proof.test_planner_activations_measured import DROPOUT, FULL, LLAMA, OFFLOAD, PACKED, PP2, TP2
+from tests.proof.test_planner_activations_measured import DROPOUT, FULL, LLAMA, OFFLOAD, PACKED, PP2, TP2, selective
 from tests.support.activation_runs import build_step, plan_rank, settings
 from tests.support.mixed_layers import mix_layers
 from tests.support.warm import run_forked_ranks
@@ -100,6 +100,32 @@ def test_a_layer_keeps_what_korthikanti_et_al_count(tensor_size: int, sequence_p
     attention = 4 * rows * heads // tensor_size
     seeds = five - four - factor * rows * 128 - norms - attention
     assert 0 <= seeds <= 64
+
+
+def test_what_each_part_frees_that_is_computed_again() -> None:
+    """In numbers a token, of widths h and f: two norms' results; the activation's; with the MLP its two first results, a norm's and
+    the statistics of that; and what attention keeps for each pair of tokens, where it is computed by plain products."""
+    h, tokens, heads = 64, 256 * 4, 4
+
+    def freed(device_type: str, *modules: str, **changes: Any) -> float:
+        kept = [
+            plan_rank(settings(1, num_layers=1, **changes, **again), 1, device_type=device_type)
+            .traces[0]
+            .ops[OpKind.FORWARD]
+            .change
+            for again in ({}, selective(*modules))
+        ]
+        return (kept[0] - kept[1]) / tokens / (2 if changes.get("bf16") else 4)
+
+    gpt, llama = {"bf16": True, "squared_relu": True}, {"bf16": True, **LLAMA}
+    assert freed("cpu", "layernorm", **llama) == freed("cuda", "layernorm", **gpt) == 2 * h
+    assert freed("cpu", "layernorm", "mlp_act", **gpt) == 2 * h + 256
+    assert freed("cuda", "layernorm", "mlp_act", **llama) == 2 * h + 128
+    assert freed("cuda", "mlp", **gpt) == 2 * 256 + h + 2 * 2
+    assert freed("cuda", "mlp", **llama) == 3 * 128 + h + 2
+    assert freed("cuda", "core_attn", **llama) == freed("cpu", "core_attn", **llama) == 0
+    assert freed("cuda", "core_attn", **LLAMA) > heads * 256 - h, "less what is kept to compute them again"
+    assert freed("cpu", "core_attn", attention_dropout=0.1) > 3 * heads * 256
 
 
 @pytest.mark.parametrize(
