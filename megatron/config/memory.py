@@ -56,7 +56,7 @@ class MemoryConfig:
     """Parts of each layer that selective recompute takes. core_attn: the probabilities of attention, where its kernel keeps them
     (on CPU with dropout; on a GPU in 32 and 64 bits, by head size); layernorm: the results of the norms before attention and MLP,
     made again from the residual stream; mlp_act: the result of the MLP's activation, made again from its input; mlp: the whole MLP
-    with the norm before it, but for its last product. The first three cost almost no time."""
+    with the norm before it, but for its last product. layernorm and mlp_act cost almost no time."""
     device_memory_gb: float | None = setting(None, above=0, unit="GB of 10^9 bytes")
     """Memory of a device, for what is planned: a dry run of a job that needs more says what to change, and so does a run that
     reports its memory or has none left. By default that of this machine's GPU, if it has one."""
