@@ -12,8 +12,9 @@ new memory and becomes the parameter's `.grad`, where FSDP finds it once backwar
 ranks, and adds this rank's part to a buffer that is allocated once. With --fsdp-reduce-once the sink adds up a step's gradients,
 and FSDP finds none before the last microbatch.
 
-With --fsdp-params-cpu this rank's parts of parameters, gradients and moments are in host memory (pinned, but for the last two).
-To gather, a part is copied to the device and rounded there. The host waits for each part of a reduced gradient, to add it.
+With --fsdp-params-cpu this rank's parts of parameters, gradients and moments are in host memory. To gather, a part is copied to the
+device and rounded there. The first gradient of a step that is reduced crosses to the host while backward goes on, and is taken into
+the buffer at the end. For further ones FSDP waits on the host, to add them: there are none with --fsdp-reduce-once.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class FsdpUnit:
         self._gathered = [entry.param for entry in plan.entries]
         self._sinks = [self._attach(number, param) for number, param in enumerate(self._gathered)]
         self.module.reshard()
+        self._sharded = [entry.param for entry in plan.entries]
 
         sizes = [_local(entry).numel() for entry in plan.entries]
         self.grads = torch.zeros(sum(sizes), dtype=self._main_dtype, device=home)
@@ -106,6 +108,9 @@ class FsdpUnit:
         for param, sink in zip(self._gathered, self._sinks, strict=True):
             param.grad = sink.main_grad = None
             sink.written = False
+        if self._policy.params_cpu:
+            for sharded in self._sharded:
+                sharded.grad = None
 
     def before_backward(self) -> None:
         """Called before each backward that goes through the unit."""
@@ -114,6 +119,14 @@ class FsdpUnit:
     def counts(self) -> list[tuple[str, int, int]]:
         """(name, gradients that reached it in this step, gradients that should have) of each parameter."""
         return [(entry.record.name, found, self._microbatches) for entry, found in zip(self._entries, self._writes, strict=True)]
+
+    def finish_gradients(self) -> None:
+        """Take in the gradients that have come to host memory. FSDP has waited for them at the end of the last backward."""
+        if self._policy.params_cpu:
+            arrived = [cast(DTensor, sharded.grad).to_local().view(-1) for sharded in self._sharded]
+            torch._foreach_copy_([shard.grad for shard in self.group.shards], arrived)
+            for sharded in self._sharded:
+                sharded.grad = None
 
     def _wrap(self, plan: UnitPlan, mesh: DeviceMesh, outside: set[nn.Parameter]) -> FSDPModule:
         on_host = CPUOffloadPolicy(pin_memory=self._context.device.type != "cpu")
@@ -141,9 +154,16 @@ class FsdpUnit:
     def _make_shard(self, entry: ParamEntry, grad: torch.Tensor) -> Shard:
         param, local = entry.param, _local(entry)
         assert isinstance(param, DTensor) and local.is_contiguous()
-        # FSDP adds in place to a gradient that exists. (`DTensor.from_local` would take it away from the host.)
-        param.grad = DTensor(grad.view(local.shape), param._spec, requires_grad=False)
-        param.register_post_accumulate_grad_hook(self._added)
+        if not self._policy.params_cpu:  # FSDP adds in place to a gradient that exists; on the host that, and a hook, make it wait
+            param.grad = DTensor.from_local(
+                grad.view(local.shape),
+                param.device_mesh,
+                param.placements,
+                run_check=False,
+                shape=param.shape,
+                stride=param.stride(),
+            )
+            param.register_post_accumulate_grad_hook(self._added)
         here, piece = range(local.numel()), own_piece(entry, self._context.fsdp_shard)
         counts = entry.record.counts_at(self._context) and self._context.fsdp_replica.index == 0
         counted, copied = (here, range(0)) if counts else (range(0), here)
@@ -274,6 +294,8 @@ class FullyShardedParams(Provider):
     def finish_gradients(self) -> None:
         """See `Provider`. FSDP has waited for its reductions at the end of each chunk's last backward."""
         check_writes(self._rank, [count for unit in self._units for count in unit.counts()])
+        for unit in self._units:
+            unit.finish_gradients()
 
     def finish_evaluation(self) -> None:
         """See `Provider`."""

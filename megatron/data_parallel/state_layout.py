@@ -165,7 +165,7 @@ class UnitsPart:
         With replicas, such parts of all units wait for the end of the step, to be summed over the replicas. Gradients that are
         reduced once wait in their stead: as a whole, those of all units that the last backward of a step has not left.
 
-        On its way to host memory, a part of a gradient is there twice.
+        In host memory a part of a gradient is there twice: where it arrives, and where it is kept.
         """
         group, main = replace(self.shard, index=index), main_grad_dtype(self.dtype)
         keeps, on_host = self.policy.reshard == "never", self.policy.params_cpu
@@ -190,8 +190,7 @@ class UnitsPart:
         parameters, gradients = _padded(parts, shards, main), Bytes(sum(shard.numel for shard in shards) * main.itemsize)
         if not on_host:
             return StateMemory(parameters, gradients, buffers=Bytes(passing)), shards
-        arriving = max((shard.numel for shard in shards), default=0) * main.itemsize
-        return StateMemory(parameters.on_host, gradients.on_host, buffers=Bytes(passing, arriving)), shards
+        return StateMemory(parameters.on_host, gradients.on_host, buffers=Bytes(passing, gradients.total)), shards
 
     def cuts(self) -> set[int]:
         """Places at which the sizes of the pieces may change: where all rows of a parameter have been given away."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ from tests.support.fsdp_world import MICROBATCHES, NUM_UNITS, Trace, backward, b
 from tests.support.lone_rank import lone_rank
 
 
-def two_steps(context: ParallelContext) -> tuple[bool, list[tuple[int, bool]]]:
+def two_steps(context: ParallelContext, **policy: bool) -> tuple[bool, list[tuple[int, bool]]]:
     """Whether the second of two equal steps gave the same in the same memory; and of each group, how often it was announced in that
     step, and whether its gradients were final then."""
     model = build(context)
-    provider = shard(model, context)
+    provider = shard(model, context, **policy)
     batch = inputs(context)
     shards = [s for group in provider.groups for s in group.shards]
     step(model, provider, batch)
@@ -49,10 +50,12 @@ def two_steps(context: ParallelContext) -> tuple[bool, list[tuple[int, bool]]]:
     return same, heard
 
 
+@pytest.mark.parametrize("policy", [{}, {"reduce_once": True}, {"params_cpu": True}], ids=["", "once", "host"])
 @pytest.mark.parametrize("size", [4, 2], ids=["all", "hybrid"])
-def test_a_step_begins_anew_in_the_same_memory_and_says_when_a_unit_is_reduced(size: int) -> None:
-    for same, heard in in_world(Topology(dp=4), two_steps, size):
-        assert same and heard == [(1, True)] * NUM_UNITS
+def test_a_step_begins_anew_in_the_same_memory_and_says_when_a_unit_is_reduced(size: int, policy: dict[str, Any]) -> None:
+    """But for what comes to host memory: there nobody has to know."""
+    for same, heard in in_world(Topology(dp=4), partial(two_steps, **policy), size):
+        assert same and heard == [(0 if "params_cpu" in policy else 1, True)] * NUM_UNITS
 
 
 def test_each_element_counts_once_in_the_world() -> None:

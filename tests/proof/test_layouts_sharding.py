@@ -92,11 +92,12 @@ def test_ranks_without_a_shard(sharding: str) -> None:
         assert shards[0] > shards[2] > shards[3] == 0
 
 
-@pytest.mark.parametrize(("shard_size", "reshard"), [(None, "always"), (4, "never")])
-def test_fewer_rows_than_ranks(shard_size: int | None, reshard: str) -> None:
+@pytest.mark.parametrize(("shard_size", "reshard", "host"), [(None, "always", False), (4, "never", True)])
+def test_fewer_rows_than_ranks(shard_size: int | None, reshard: str, host: bool) -> None:
     """Of some parameters the last ranks hold nothing but padding, of vectors of 4 elements and of a table of 3 rows too."""
     shape = gpt2_like(num_layers=1, hidden=4, ffn=6, heads=2, kv_heads=2, head_size=2, vocab=3, seq=3, tied=False)
-    check(layout("optim_grads_params", dp=8, fsdp_shard_size=shard_size, fsdp_reshard=reshard), shape, 8, 16)
+    settings = layout("optim_grads_params", dp=8, fsdp_shard_size=shard_size, fsdp_reshard=reshard, params_cpu=host)
+    check(settings, shape, 8, 16)
 
 
 @pytest.mark.parametrize("sharding", SHARDED)

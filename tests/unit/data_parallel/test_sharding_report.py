@@ -203,8 +203,8 @@ def test_what_is_sharded_in_host_memory() -> None:
         assert (memory.moments.total, memory.main_params.total) == (here.moments.total, here.main_params.total)
         offloaded = optimizer.optimizer_cpu_offload
         assert (memory.moments.device, memory.main_params.device) == ((0, 0) if offloaded else (2 * table, table))
-        largest = 4 * MODEL.hidden_size**2 // 4 * 4  # a gradient on its way
-        assert memory.buffers == Bytes(here.buffers.device, largest + (table if offloaded else 0))
+        arriving = memory.gradients.host
+        assert memory.buffers == Bytes(here.buffers.device, arriving + (table if offloaded else 0))
 
 
 # ---- what is sent
