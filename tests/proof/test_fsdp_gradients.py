@@ -18,7 +18,7 @@ from tests.support.fsdp_world import MICROBATCHES, NUM_UNITS, Trace, backward, b
 from tests.support.lone_rank import lone_rank
 
 
-def two_steps(context: ParallelContext, **policy: bool) -> tuple[bool, list[tuple[int, bool]]]:
+def two_steps(context: ParallelContext, **policy: Any) -> tuple[bool, list[tuple[int, bool]]]:
     """Whether the second of two equal steps gave the same in the same memory; and of each group, how often it was announced in that
     step, and whether its gradients were final then."""
     model = build(context)

@@ -61,7 +61,7 @@ def build(
     )
 
 
-def shard(model: Model, context: ParallelContext, reshard: FsdpReshard = "always", **policy: bool) -> FullyShardedParams:
+def shard(model: Model, context: ParallelContext, reshard: FsdpReshard = "always", **policy: Any) -> FullyShardedParams:
     entries = [entry for entry in model.params if is_fully_sharded(entry, context)]
     chunks = {number: (chunk, chunk.units()) for number, chunk in model.chunks.items()}
     return FullyShardedParams(
