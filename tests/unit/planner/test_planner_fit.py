@@ -65,7 +65,7 @@ def test_a_few_microbatches_show_the_peak_and_the_time_of_all(schedule: str, chu
     stages: dict[str, Any] = {"device": None, "pipeline_model_parallel_size": 3, "num_layers": 6, "pipeline_schedule": schedule}
     if schedule == "interleaved":
         stages["num_virtual_stages_per_pipeline_rank"] = chunks
-    for again in ({}, FULL):
+    for again in ({}, FULL) if schedule in ("1f1b", "zb-v") else ({},):
         one, dry_run, rows = job(3, **stages, **again, global_batch_size=2 * batches)
 
         def both(config: Any = one.config, dry_run: DryRun = dry_run, rows: int = rows) -> tuple[Plan, list[int], Any]:
@@ -112,7 +112,6 @@ def test_a_few_microbatches_show_the_peak_at_every_number_of_stages() -> None:
 
 WIDE = {"num_layers": 6, "micro_batch_size": 4, "global_batch_size": 32, "bf16": True, "device": None, "hidden_size": 256}
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, WIDE),
     "tensor": (4, {**WIDE, "tensor_model_parallel_size": 2, "use_distributed_optimizer": True}),
     "stages": (4, {**WIDE, "pipeline_model_parallel_size": 2}),
 }
@@ -203,14 +202,15 @@ def test_levers_together_are_estimated_by_parts() -> None:
 
 def test_each_stage_computes_as_little_again_as_it_can() -> None:
     """Under 1F1B later stages keep fewer microbatches, so they need less."""
-    one, dry_run, rows = job(3, pipeline_model_parallel_size=3, num_layers=9, global_batch_size=16, **FULL)
+    stages: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 6, "device": None}
+    one, dry_run, rows = job(2, **stages, global_batch_size=16, **FULL)
 
     def search() -> tuple[tuple[int, ...], list[list[int]], int]:
         def needed(numbers: tuple[int, ...]) -> list[int]:
-            config, _ = change(recompute_layers_per_stage=",".join(map(str, numbers))).apply(one.config, 3)
+            config, _ = change(recompute_layers_per_stage=",".join(map(str, numbers))).apply(one.config, 2)
             return Planner(config, dry_run, rows, few=True).device_bytes()
 
-        limit = (needed((0, 0, 0))[1] + needed((3, 3, 3))[1]) // 2
+        limit = (needed((0, 0))[0] + 2 * needed((3, 3))[0]) // 3
         found = least_layers(one.config, dry_run, rows, limit)
         fewer = tuple(max(0, number - 1) for number in found)
         return found, [needed(found), needed(fewer)], limit
@@ -240,8 +240,6 @@ def test_the_line_of_advice_can_be_followed() -> None:
         flags = line.split("It fits with ")[1].split(" (")[0]
         again = load([*arguments(**GIVEN, **WIDE, train_iters=1), *shlex.split(flags)], 4)
         assert again.config != one.config and told(again, needed / 1e9) == ()
-        (line,) = told(one, 1e-6)
-        assert "Nothing that was tried" in line
 
     in_own_process(search)
 
