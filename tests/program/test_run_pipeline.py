@@ -42,6 +42,8 @@ PIPELINES: dict[str, dict[str, Any]] = {
         "recompute_method": "block",
         "recompute_layers_per_stage": "3,1",
     },
+    "host memory": {"pipeline_schedule": "gpipe", "cpu_offload_activations": True},
+    "host memory, recompute, zb-v": {"pipeline_schedule": "zb-v", "cpu_offloading": True, "recompute_granularity": "full"},
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.pipeline_parallel.partition import describe_recompute, recomputed_chunks, table_of
+from megatron.pipeline_parallel.partition import describe_offload, describe_recompute, recomputed_chunks, table_of
 from megatron.spec.counts import layer_flops, recompute_flops
 from megatron.spec.segments import Segment
 
@@ -68,6 +68,11 @@ def test_layers_that_are_chosen_for_host_memory() -> None:
         assert pattern(**{flag: True}) == "hhhhhh hhhhh"
         assert pattern(**{flag: True}, cpu_offloading_num_layers=2) == "hh.... hh..."
     assert pattern(cpu_offloading_num_layers=11) == "hhhhhh hhhhh"
+    told = " of 11 layers are in host memory between forward and backward"
+    assert describe_offload(table_of(MODEL, TWO, 100, MemoryConfig())) == []
+    assert describe_offload(table_of(MODEL, TWO, 100, MemoryConfig(cpu_offloading_num_layers=2))) == [f"saved tensors of 4{told}"]
+    both = MemoryConfig("full", cpu_offload_activations=True)
+    assert describe_offload(table_of(MODEL, TWO, 100, both)) == [f"inputs of 11{told}"]
     assert pattern(cpu_offloading_num_layers=3, recompute_granularity="full", recompute_num_layers=2) == "hh. hh."
 
 
