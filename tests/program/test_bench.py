@@ -155,10 +155,12 @@ def test_memory_is_as_planned_for_every_way_to_hold_less() -> None:
     done = spawn_cli("tools/bench.py memory --gpt 3 32 2 64 2 200 --pairs 1".split(), nproc=None)
     assert not done.stderr
     number = r"(\d+\.\d+)"
-    row = rf"^(\S.*?) +{number} +{number} +([+-]\d+\.\d+)%   {number} \({number} to {number}\) +{number} \({number} to {number}\)$"
+    spread = rf"{number} \({number} to {number}\)"
+    row = rf"^(\S.*?) +{number} +{number} +([+-]\d+\.\d+)% +{number}   {spread} +{spread} +{number}$"
     rows = {name: [*map(float, numbers)] for name, *numbers in re.findall(row, done.stdout, re.MULTILINE)}
     assert list(rows) == list(memory.WAYS)
-    for planned, measured, off, *_, ratio, least, most in rows.values():
+    for name, (planned, measured, off, host, *_, ratio, least, most, processor) in rows.items():
+        assert (host > 0) == ("host" in name) and processor > 0
         assert abs(off) <= 100 * memory.OFF_BOUND and planned == pytest.approx(measured, abs=0.011)
         assert least <= ratio <= most
     peaks = {name: measured for name, (_, measured, *_) in rows.items()}
@@ -175,7 +177,7 @@ def test_memory_is_as_planned_for_every_way_to_hold_less() -> None:
 
 def test_memory_says_what_is_out_of_bounds() -> None:
     def result(name: str, peak: int, *ratios: float) -> memory.Result:
-        return memory.Result(name, 1000, Measured((0.0,), (peak,), (), None), (1.0,), ratios)
+        return memory.Result(name, 1000, Measured((0.0,), (peak,), (), None), (1.0,), ratios, 1.0)
 
     assert not memory.misses([result("none", 1004, 1.0), result("full", 996, 1.29, 1.0, 9.0)])
     told = memory.misses([result("none", 1006, 1.0), result("full", 994, 1.31)])

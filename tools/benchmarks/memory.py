@@ -60,6 +60,10 @@ class Result:
     """Of the step in each turn."""
     ratios: tuple[float, ...]
     """To the step without, in each turn."""
+    processor: float
+    """The median ratio of the processor's times, which other programs of the machine hardly change."""
+    planned_host: int = 0
+    """Bytes of buffers in host memory."""
 
     @property
     def off(self) -> float:
@@ -94,8 +98,8 @@ def run(shape: Shape, turns: int) -> bool:
     measured = {name: measure(one.config, 1)[0] for name, one in loaded.items()}
     (one_layer,) = measure(settings(Shape(**{**vars(shape), "layers": 1}), WAYS[PLAIN]).config, 1)
     times = _in_turns({name: _stepper(one) for name, one in loaded.items()}, turns)
-    results = [Result(name, planned[name], measured[name], tuple(times[name]), _ratios(times[name], times[PLAIN])) for name in WAYS]
-    print(f"{'':16}{'planned MiB':>12}{'measured MiB':>14}{'off':>9}   {'step ms':28}/ {PLAIN}")
+    results = [_result(name, *planned[name], measured[name], times) for name in WAYS]
+    print(f"{'':14}{'planned MiB':>12}{'measured MiB':>14}{'off':>8}{'on host':>9}   {'step ms':28}{f'/ {PLAIN}':24}processor")
     for result in results:
         print(_line(result))
     missed = misses(results)
@@ -119,6 +123,11 @@ def misses(results: Sequence[Result]) -> list[str]:
         for one in results
         if abs(one.off) > OFF_BOUND
     ]
+    found += [
+        f"{one.name}: {one.measured.host:,} bytes of host memory are taken; planned are {one.planned_host:,}"
+        for one in results
+        if one.measured.host != one.planned_host
+    ]
     for one in results:
         ratio, bound = statistics.median(one.ratios), WAYS[one.name].bound
         if bound is not None and ratio > bound:
@@ -126,11 +135,17 @@ def misses(results: Sequence[Result]) -> list[str]:
     return found
 
 
-def _planned(one: LoadedConfig) -> int:
-    """In a process of its own, which may be a rank of any world."""
+def _result(name: str, planned: int, host: int, measured: Measured, times: dict[str, list[tuple[float, float]]]) -> Result:
+    mine, plain = (list(zip(*times[which], strict=True)) for which in (name, PLAIN))
+    wall, processor = (tuple(a / b for a, b in zip(*both, strict=True)) for both in zip(mine, plain, strict=True))
+    return Result(name, planned, measured, tuple(mine[0]), wall, statistics.median(processor), host)
+
+
+def _planned(one: LoadedConfig) -> tuple[int, int]:
+    """Bytes on the device and in host memory. Worked out in a process of its own, which may be a rank of any world."""
     job = DryRun(1, 1, None)
     (held,) = run_ranks(1, lambda _: Planner(one.config, job, planned_rows(one.config.data)).step(0).held, init=False)
-    return max(op.peak for op in held)
+    return max(op.peak for op in held), held[-1].host
 
 
 def _in_layers(measured: Measured) -> int:
@@ -143,25 +158,23 @@ def _stepper(one: LoadedConfig) -> Callable[[], object]:
     return lambda: step.run(batch, iteration=1, learning_rate=1e-3, weight_decay=0.0)
 
 
-def _in_turns(actions: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
-    """Seconds of each in each turn, after one to warm up; every other turn goes backwards."""
-    found: dict[str, list[float]] = {name: [] for name in actions}
+def _in_turns(actions: dict[str, Callable[[], object]], turns: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of each in each turn, by the clock and of the processor, after a turn to warm up; every other turn goes backwards."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
     for turn in range(-1, turns):
         for name in reversed(actions) if turn % 2 else actions:
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             actions[name]()
             if turn >= 0:
-                found[name].append(time.perf_counter() - began)
+                found[name].append((time.perf_counter() - began, time.process_time() - busy))
     return found
-
-
-def _ratios(seconds: Sequence[float], plain: Sequence[float]) -> tuple[float, ...]:
-    return tuple(mine / its for mine, its in zip(seconds, plain, strict=True))
 
 
 def _line(result: Result) -> str:
     ms = [1e3 * seconds for seconds in result.seconds]
     time_text = f"{statistics.median(ms):.1f} ({min(ms):.1f} to {max(ms):.1f})"
     ratio = f"{statistics.median(result.ratios):.3f} ({min(result.ratios):.3f} to {max(result.ratios):.3f})"
-    sizes = f"{result.planned / 2**20:12.2f}{result.measured.peak / 2**20:14.2f}{result.off:+9.2%}"
-    return f"{result.name:16}{sizes}   {time_text:28}{ratio}"
+    sizes = (
+        f"{result.planned / 2**20:12.2f}{result.measured.peak / 2**20:14.2f}{result.off:+8.2%}{result.measured.host / 2**20:9.2f}"
+    )
+    return f"{result.name:14}{sizes}   {time_text:28}{ratio:24}{result.processor:9.3f}"

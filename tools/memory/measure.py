@@ -41,6 +41,8 @@ class Measured:
     spans: tuple[OpSpan, ...]
     in_layers: float | None
     """When a gradient first comes to the last layer of the model, where this rank has it."""
+    host: int = 0
+    """Bytes of buffers for what is moved to host memory. On a CPU they lie beside all else; they are not in `allocated`."""
 
     @property
     def peak(self) -> int:
@@ -59,8 +61,8 @@ class Measured:
 
 
 def measure(config: Config, world_size: int) -> list[Measured]:
-    """The first step of all ranks, on local processes. Call it before this process has run a backward
-    on a machine with CUDA.
+    """The first step of all ranks, on local processes. Call it before this process has run a backward on a machine
+    with CUDA.
 
     Raises:
         RanksError: a rank failed.
@@ -125,6 +127,7 @@ def measured_step(step: TrainStep, batch: Sequence[ModelInputs]) -> Measured:
         allocated=tuple(itertools.accumulate(event.nbytes() for event in memory)),
         spans=tuple(OpSpan(marks.ops[one.name()], ms(one.start_ns()), ms(one.start_ns() + one.duration_ns())) for one in spans),
         in_layers=in_layers,
+        host=step.executor.host.num_bytes,
     )
 
 

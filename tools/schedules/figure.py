@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,16 @@ def write_figure(panels: Sequence[Panel], path: Path) -> None:
         ModuleNotFoundError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
+    save_figure(lambda: _draw(panels), path)
+
+
+def save_figure(draw: Callable[[], Figure], path: Path) -> None:
+    """Write what `draw` makes, which is the same file, byte for byte, whenever it draws the same.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
     require_matplotlib()
     import matplotlib
 
@@ -85,7 +95,7 @@ def write_figure(panels: Sequence[Panel], path: Path) -> None:
         matplotlib.rcParams.update({"svg.hashsalt": "megatron", "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]})
         is_svg = path.suffix.lower() == ".svg"
         no_versions = {"Date": None, "Creator": None} if is_svg else {"Software": None}
-        _draw(panels).savefig(path, dpi=_DOTS_AN_INCH, metadata=no_versions)
+        draw().savefig(path, dpi=_DOTS_AN_INCH, metadata=no_versions)
 
 
 def _draw(panels: Sequence[Panel]) -> Figure:

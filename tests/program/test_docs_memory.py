@@ -1,0 +1,100 @@
+"""The commands of docs/memory.md do what the page says, and its numbers are those of the plan."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.config.cli import load
+from megatron.config.given import DryRun
+from megatron.planner.dry_run import Planner
+from megatron.verification.local_ranks import run_ranks
+from tests.program.test_plot_schedule import words_of
+from tests.program.test_readme import commands
+from tests.support.cli import ROOT
+from tests.support.runs import arguments
+from tools import plot_memory
+
+PAGE = (ROOT / "docs/memory.md").read_text()
+GPT = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": True, "device": "cpu", "dry_run": True}
+LLAMA = {
+    **GPT,
+    "swiglu": True,
+    "ffn_hidden_size": 11008,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "seq_length": 2048, "micro_batch_size": 1, "global_batch_size": 1}
+
+
+def test_the_picture_and_the_table_of_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As planned and as measured now."""
+    pytest.importorskip("matplotlib")
+    (command,) = [command for command in commands(PAGE) if "plot_memory" in command]
+    words = shlex.split(command)[2:]
+    at = words.index("--output") + 1
+    kept, words[at] = ROOT / words[at], str(tmp_path / "memory.svg")
+    assert plot_memory.main(words) == 0
+    assert capsys.readouterr().out.strip() == PAGE.split("```text\n")[1].split("```")[0].strip()
+    assert words_of(kept) == words_of(tmp_path / "memory.svg"), f"{kept} is old: {command}"
+    assert kept.relative_to(ROOT / "docs").as_posix() in re.findall(r"!\[[^]]*\]\(([^)]+)\)", PAGE)
+
+
+def kept_by_a_layer(words: Sequence[str]) -> float:
+    """What is left after the forward, in tensors of s b h numbers of 16 bits."""
+    after = []
+    for layers in ("2", "4"):
+        config = load([*words, "--num-layers", layers], 1).config
+        after.append(Planner(config, DryRun(1, 1, None), 60).step(0).held[0].after)
+    whole = config.model.seq_length * config.training.micro_batch_size * config.model.hidden_size * 2
+    return (after[1] - after[0]) / 2 / whole
+
+
+def test_what_a_layer_keeps() -> None:
+    """Each row of the table that gives numbers."""
+    rows = re.findall(r"^\| (none|`--recompute[^`]*`) \| (\d+)(?: \(Llama: ([\d.]+)\))? \|", PAGE, re.MULTILINE)
+    told = {flags.strip("`").replace("none", ""): (gpt, llama or gpt) for flags, gpt, llama in rows}
+    assert len(told) == 4
+    styles = [arguments(**{**SIZES, **settings, "train_iters": 1, "num_layers": None}) for settings in (GPT, LLAMA)]
+    (command,) = [command for command in commands(PAGE) if "plot_memory" in command]
+    example = shlex.split(re.sub("--num-layers 6|--pipeline-model-parallel-size 2|--measure.*", "", command))[2:]
+
+    def planned(rank: int) -> dict[str, list[float]]:
+        found = {flags: [kept_by_a_layer([*style, *shlex.split(flags)]) for style in styles] for flags in told}
+        return found | {"example": [kept_by_a_layer([*example, "--device", "cpu"])]}
+
+    (found,) = run_ranks(1, planned, init=False)
+    (by_hand,) = re.findall(r"2 x 3 x (\S+) x 0.524 MB", PAGE)
+    assert found["example"] == [pytest.approx(float(by_hand), abs=0.005)]
+    for flags, numbers in told.items():
+        assert found[flags] == pytest.approx([*map(float, numbers)], abs=0.1), flags
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--stage", "--stage takes one value"),
+        ("--stage 2 --pipeline-model-parallel-size 2", "--stage 2: there are 2 stages, counted from 0"),
+        ("--stage x", "--stage x: --stage takes one whole number from 0 on"),
+        ("--world-size 0", "--world-size 0: --world-size takes one whole number from 1 on"),
+        ("--output a.pdf", "--output a.pdf: a picture is a .svg or .png file"),
+        ("--with --sequence-paralel", "--sequence-paralel"),
+        ("--hidden-sise 3", "--hidden-sise"),
+    ],
+)
+def test_what_is_wrong_is_said(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plot_memory.main([*arguments(train_iters=1), *words.split()]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and captured.err.startswith("plot_memory.py: ") and told in captured.err
+
+
+def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plot_memory.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"--{name} " in out for name in ("world-size", "stage", "with", "measure", "output"))
