@@ -27,7 +27,7 @@ from megatron.planner.advice import ENOUGH_TOKENS, num_microbatches
 from megatron.planner.chunk_trace import ChunkTrace, Traces
 from megatron.planner.dry_run import Planner
 from megatron.planner.plan import Plan, RankKind, loss_chunk
-from megatron.planner.plan_text import BETWEEN_PER_S, FLOPS_PER_S, INSIDE_PER_S, SPARE
+from megatron.planner.plan_text import BETWEEN_PER_S, FLOPS_PER_S, GPU_MEMORY_GB, INSIDE_PER_S, SPARE
 from megatron.planner.state_report import amount
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -93,6 +93,8 @@ def usable(limit: int) -> int:
 def with_fit_advice(plan: Plan, config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
     """The plan with a line of advice before the others if the job does not fit: what to change."""
     limit, needed = memory_limit(config), plan.kinds[plan.fullest].memory.total.device
+    if limit is None and plan.job.device != "cpu":
+        limit = int(GPU_MEMORY_GB[-1] * 1e9)
     if limit is None or needed <= usable(limit):
         return plan
     beyond = (

@@ -58,7 +58,7 @@ class Loop:
         if self.config.training.manual_gc:
             gc.disable()
         began_at = progress.iteration
-        watching = watchers(self.config, self.step, progress, self.reporter.say, self.account)
+        watching = watchers(self.config, self.step, progress, self.reporter, self.account)
         with ExitSignal() as signal:
             try:
                 stopped = self._train(progress, signal, watching)

@@ -150,18 +150,20 @@ class MemoryAccount:
         return rows
 
 
-def report(account: MemoryAccount, context: ParallelContext, when: str) -> list[str]:
-    """Lines of the log: what all ranks take, least and most where they differ. All ranks call it together."""
+def report(account: MemoryAccount, context: ParallelContext, when: str) -> tuple[list[str], dict[str, float]]:
+    """What all ranks take, least and most where they differ, as lines of the log; and by name the most measured, in bytes. All
+    ranks call it together."""
     ranks = [{row[0]: row[1:] for row in rows} for rows in gather_objects(account.rows(), context.world)]
     names = list(dict.fromkeys(name for rows in ranks for name in rows))
-    body = []
+    body, most = [], {}
     for name in names:
         measured = [rows[name][0] if name in rows else 0 for rows in ranks]
         planned = [rows[name][1] for rows in ranks if name in rows]
         if any(measured) or any(planned):
+            most[f"memory/{name.replace(' ', '-')}"] = float(max(measured))
             body.append([f"  {name}", _spread(measured), _spread([one for one in planned if one is not None])])
     of = f"a rank, least and most of {context.world.size}" if context.world.size > 1 else "this process"
-    return [f"  {line}" for line in table([f"memory {when}, of {of}", "measured", "planned"], body)]
+    return [f"  {line}" for line in table([f"memory {when}, of {of}", "measured", "planned"], body)], most
 
 
 def _spread(numbers: Sequence[int]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,11 +52,12 @@ class Exhaustion:
 
     def words(self, error: BaseException) -> str:
         """The message, without the number of the rank. It takes little memory itself."""
-        traceback.clear_frames(error.__traceback__)  # whose tensors are of no more use
         lines = [f"out of memory {self._where(error)}{_asked(error)}."]
+        reserved = self._reserved()
+        traceback.clear_frames(error.__traceback__)  # whose tensors are of no more use
         for part in (self._taken, self._cures):
             try:
-                lines += part()
+                lines += part(*reserved)
             except Exception as other:  # noqa: BLE001 - what is left of the message is still worth more than nothing
                 lines.append(f"  (more cannot be said: {type(other).__name__})")
         return "\n".join(lines)
@@ -74,7 +74,15 @@ class Exhaustion:
         phase = "while the model's state is allocated" if step is None else "between the operations of the pipeline"
         return f"{phase}, at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}"
 
-    def _taken(self) -> list[str]:
+    def _reserved(self) -> tuple[int, int]:
+        """Bytes that torch's allocator has from the device, and those of them that are in no use; 0 on the CPU."""
+        step = self.account.step
+        if step is None or step.context.device.type != "cuda":
+            return 0, 0
+        reserved = torch.cuda.memory_reserved(step.context.device)
+        return reserved, reserved - torch.cuda.memory_allocated(step.context.device)
+
+    def _taken(self, reserved: int, unused: int) -> list[str]:
         """What was allocated for what."""
         account = self.account
         if account.step is None:
@@ -83,18 +91,15 @@ class Exhaustion:
         for name, measured, planned in account.rows():
             if measured or planned:
                 parts.append(f"{name} {amount(measured)}" + (f" (planned {amount(planned)})" if planned is not None else ""))
-        return [f"  allocated: {', '.join(parts)}", *self._gaps()]
+        gaps = [f"  of {amount(reserved)} that torch's allocator has from the device, {amount(unused)} are in no use"]
+        return [f"  allocated: {', '.join(parts)}", *(gaps if reserved else [])]
 
-    def _gaps(self) -> Iterator[str]:
-        step = self.account.step
-        if step is None or step.context.device.type != "cuda":
-            return
-        reserved, given = torch.cuda.memory_reserved(step.context.device), torch.cuda.memory_allocated(step.context.device)
-        yield f"  of {amount(reserved)} that torch's allocator has from the device, {amount(reserved - given)} are in no use"
-
-    def _cures(self) -> list[str]:
+    def _cures(self, reserved: int, unused: int) -> list[str]:
         """What to change, the cheapest first."""
-        found = list(self._gap_cure())
+        settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+        found = []
+        if unused > _WIDE_GAPS * reserved and "expandable_segments:True" not in settings:
+            found.append("PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, against gaps")
         if self.account.plan is not None:
             found += [line for line in self.account.plan.advice if line.startswith("the fullest rank")]
         config, job = on_this_device(self.config), this_job()
@@ -109,15 +114,6 @@ class Exhaustion:
             *(["  What to change, the cheapest first:", *numbered] if found else []),
             f"  The same flags with {dry_run} say which of it is enough.",
         ]
-
-    def _gap_cure(self) -> Iterator[str]:
-        step = self.account.step
-        if step is None or step.context.device.type != "cuda":
-            return
-        reserved, given = torch.cuda.memory_reserved(step.context.device), torch.cuda.memory_allocated(step.context.device)
-        settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
-        if reserved - given > _WIDE_GAPS * reserved and "expandable_segments:True" not in settings:
-            yield "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, against gaps"
 
 
 def _asked(error: BaseException) -> str:

@@ -111,6 +111,10 @@ class Reporter:
             self.say(line)
         self._write(self._sinks, progress, {f"{split}_loss": loss})
 
+    def measured(self, progress: Progress, values: Mapping[str, float]) -> None:
+        """Write further numbers to the metrics file and the curves."""
+        self._write(self._sinks, progress, values)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """While it is entered, time does not count for the steps."""

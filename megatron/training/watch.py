@@ -19,6 +19,7 @@ from megatron.parallel.params import global_records
 from megatron.training.failure import together
 from megatron.training.memory_report import MemoryAccount, report
 from megatron.training.progress import Progress
+from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult, TrainStep
 
 _ADVICE = "Training stops before the update. tools/verify_layout.py with the same settings tells where the fault is."
@@ -192,26 +193,28 @@ class Tracing(Watcher):
 class MemoryReports(Watcher):
     """--log-memory: tells what memory the ranks take, after the first step and every so many."""
 
-    def __init__(self, account: MemoryAccount, context: ParallelContext, every: int, say: Callable[[str], None]) -> None:
-        self._account, self._context, self._every, self._say = account, context, every, say
+    def __init__(self, account: MemoryAccount, context: ParallelContext, every: int, reporter: Reporter) -> None:
+        self._account, self._context, self._every, self._reporter = account, context, every, reporter
         self._first = True
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
         """Report, if it is time."""
         if self._first or progress.iteration % self._every == 0:
-            for line in report(self._account, self._context, f"after iteration {progress.iteration}"):
-                self._say(line)
+            lines, most = report(self._account, self._context, f"after iteration {progress.iteration}")
+            for line in lines:
+                self._reporter.say(line)
+            self._reporter.measured(progress, most)
         self._first = False
 
 
 def watchers(
-    config: Config, step: TrainStep, progress: Progress, say: Callable[[str], None], account: MemoryAccount | None = None
+    config: Config, step: TrainStep, progress: Progress, reporter: Reporter, account: MemoryAccount | None = None
 ) -> list[Watcher]:
     """The trace, the checks and the reports of a run, if it has any. All ranks call it together.
 
     Args:
         progress: at the start.
-        say: writes a line into the log, on the first rank.
+        reporter: writes lines into the log, on the first rank.
         account: for reports of memory, if they are asked for.
 
     Raises:
@@ -219,8 +222,8 @@ def watchers(
         AuditError: ranks do not begin with the same weights.
     """
     every = config.debug.check_replicas_every
-    checks: list[Watcher] = [] if every is None else [RunChecks(step, every, progress.iteration, say)]
+    checks: list[Watcher] = [] if every is None else [RunChecks(step, every, progress.iteration, reporter.say)]
     interval = config.logging.memory_interval
     if interval is not None and account is not None:
-        checks.append(MemoryReports(account, step.context, interval, say))
+        checks.append(MemoryReports(account, step.context, interval, reporter))
     return [*([] if config.debug.save_trace is None else [Tracing(config, step, progress)]), *checks]

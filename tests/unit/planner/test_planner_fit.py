@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -280,3 +281,18 @@ def test_what_a_sample_sends_is_priced_as_the_whole_step(strategy: str) -> None:
     assert sample.share < 0.1
     few, whole = exposed_s(sample.kinds[0], one.config, 0, sample.share, 32), exposed_s(plan.kinds[0], one.config, 0, 1, 32)
     assert few == pytest.approx(whole, rel=0.03) and whole > 0
+
+
+def test_a_job_for_no_gpu_at_all_is_told_what_fits_the_largest() -> None:
+    """Without a limit too: 13 billion parameters on one rank."""
+    giant = {"num_layers": 2, "hidden_size": 25600, "num_attention_heads": 8, "bf16": True, "micro_batch_size": 1}
+    one, dry_run, rows = job(1, **giant, device=None)
+
+    def told() -> tuple[str, ...]:
+        plan = make_plan(one.config, dry_run, rows)
+        return with_fit_advice(plan, one.config, dry_run, rows).advice
+
+    assert any(
+        re.match(r"the fullest rank needs 28\d GB, but of a device of 288 GB it may take 274 GB", line)
+        for line in in_own_process(told)
+    )

@@ -57,7 +57,9 @@ def test_storages_count_once_and_where_they_are(monkeypatch: pytest.MonkeyPatch)
 def test_a_report_on_cuda_has_the_allocators_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     Card(monkeypatch)
     world: Any = SimpleNamespace(world=SimpleNamespace(size=1))
-    text = "\n".join(report(MemoryAccount(step=step_of()), world, "after iteration 7"))
+    lines, most = report(MemoryAccount(step=step_of()), world, "after iteration 7")
+    text = "\n".join(lines)
+    assert most["memory/reserved-at-the-peak"] == 70e9 and most["memory/parameters-on-the-host"] == 4000
     assert text.startswith("  memory after iteration 7, of this process")
     for name, amount in (
         ("allocated at the peak", "60 GB"),
