@@ -57,7 +57,7 @@ def build(
         sequence_parallel=sequence_parallel,
         seed=SEED,
         materialized=materialized,
-        table=table_of(config, ParallelConfig(), shape.vocab, memory),
+        table=table_of(config, ParallelConfig(pipeline_model_parallel_size=context.topology.pp), shape.vocab, memory),
     )
 
 
