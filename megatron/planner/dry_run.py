@@ -288,7 +288,12 @@ class Planner:
             )
             transfers = step_transfers(its, model, micro_batch_size, here, self._schedule)
             passed_on = [Sending(one.over, "activations", one.bytes, one.peer) for one in transfers]
-            yield stage, StagePlan(stage, places, Bytes(activations.total, activations.host), [*sent, *passed_on, *scalars])
+            yield (
+                stage,
+                StagePlan(
+                    stage, places, Bytes(activations.total, activations.host), activations.to_host, [*sent, *passed_on, *scalars]
+                ),
+            )
 
     def _job(self) -> Job:
         config, topology = self._config, self._topology

@@ -27,7 +27,7 @@ from megatron.planner.advice import ENOUGH_TOKENS, num_microbatches
 from megatron.planner.chunk_trace import ChunkTrace, Traces
 from megatron.planner.dry_run import Planner
 from megatron.planner.plan import Plan, RankKind, loss_chunk
-from megatron.planner.plan_text import BETWEEN_PER_S, FLOPS_PER_S, GPU_MEMORY_GB, INSIDE_PER_S, SPARE
+from megatron.planner.plan_text import BETWEEN_PER_S, FLOPS_PER_S, GPU_MEMORY_GB, HOST_PER_S, INSIDE_PER_S, SPARE
 from megatron.planner.state_report import amount
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -35,9 +35,6 @@ _MOST_TOGETHER = 4
 _MOST_TRIED = 8  # combinations of levers that are planned; those before are the likelier ones
 _CLOSE, _FAR = 1.1, 1.6  # levers that may fit together, by what each of them saves, are planned first; then those that hardly may
 _FULL = "layers"  # the kind of lever that takes a number of layers, as few as are enough
-_HOST_PER_S = 25e9
-"""Bytes that a rank moves between device and host in a second, and reads and writes there: PCIe 4.0 x16 has 31.5 GB/s, and 8 ranks
-share some 200 GB/s of a node's memory."""
 
 
 class Cost(NamedTuple):
@@ -218,9 +215,8 @@ class Search:
         traces = self._traces.setdefault((layout, config.memory), {})
         sample = Planner(config, self._dry_run, self._vocab_size, few=True, traces=traces).sample()
         computing = sample.flops / FLOPS_PER_S
-        batches = num_microbatches(config, world_size)
-        waiting = max(exposed_s(kind, config, computing, sample.share, batches) for kind in sample.kinds)
-        waiting += max(kind.memory.parameters.host for kind in sample.kinds) * _crossings(config, world_size) / _HOST_PER_S
+        waiting = max(exposed_s(kind, config, computing, sample.share) for kind in sample.kinds)
+        waiting += max(kind.memory.parameters.host for kind in sample.kinds) * _crossings(config, world_size) / HOST_PER_S
         fullest = max(sample.kinds, key=lambda kind: kind.memory.total.device).memory
         activations = fullest.activations.device
         return Cost(activations, fullest.total.device - activations, computing + waiting)
@@ -336,13 +332,12 @@ def _crossings(config: Config, world_size: int) -> int:
     return gathers + (1 if parallel.fsdp_reduce_once else batches)
 
 
-def exposed_s(kind: RankKind, config: Config, computing_s: float, share: float, batches: int) -> float:
+def exposed_s(kind: RankKind, config: Config, computing_s: float, share: float) -> float:
     """Seconds in which a rank waits for what it sends in a step, at the most: all that its layers send over the tensor group; of
     gradients and parameters, and of activations that are moved to the host, what computing does not hide.
 
     Args:
         share: of a step's microbatches, in which the kind's activations were counted.
-        batches: microbatches of a step.
     """
     parallel = config.parallel
     by_layers = parallel.sharding == "optim_grads_params"
@@ -358,9 +353,6 @@ def exposed_s(kind: RankKind, config: Config, computing_s: float, share: float, 
             beside += seconds if one.over != "pipeline" else 0.0
         else:
             shown += seconds
-    # Of activations the host holds those of the microbatches between forward and backward; all go there and come back.
-    alive = batches if parallel.schedule == "gpipe" else min(batches, parallel.pipeline_model_parallel_size)
-    moved = kind.memory.activations.host
-    away = 2 * moved * batches / alive / _HOST_PER_S
-    updated = 2 * (kind.memory.total.host - moved) / _HOST_PER_S
+    away = 2 * kind.to_host / share / HOST_PER_S
+    updated = 2 * (kind.memory.total.host - kind.memory.activations.host) / HOST_PER_S
     return shown + max(0.0, beside - computing_s) + max(0.0, away - computing_s) + updated

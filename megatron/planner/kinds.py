@@ -41,11 +41,13 @@ class StagePlan:
     contents: Mapping[RankContent, Sequence[Places]]
     activations: Bytes
     """Activations at the peak, the same on all ranks of the stage."""
+    to_host: int
+    """Bytes of them that a step moves to the host, and back."""
     sent: Sequence[Sending]
     """What one rank sends, the same on all ranks of the stage."""
 
 
-_Look = tuple[object, Bytes, tuple[tuple[str, str, int], ...], tuple[Allowance, ...]]
+_Look = tuple[object, tuple[Bytes, int], tuple[tuple[str, str, int], ...], tuple[Allowance, ...]]
 """What decides whether stages are alike: what their ranks hold, activations, what they send, what CUDA takes."""
 NamedGroups = Mapping[str, tuple[int, Callable[[int], "Crossing"]]]
 """For each group that ranks send over: how many take part, and which ranks of a stage send to another node."""
@@ -76,7 +78,7 @@ def make_kinds(stages: Iterable[StagePlan], groups: NamedGroups, links: Links, *
     for stage in stages:
         contents = tuple((held, tuple(places)) for held, places in stage.contents.items())
         taken = _allowances(stage, groups, links) if on_cuda else ()
-        alike.setdefault((contents, stage.activations, _amounts(stage.sent), taken), []).append(stage)
+        alike.setdefault((contents, (stage.activations, stage.to_host), _amounts(stage.sent), taken), []).append(stage)
     return tuple(
         RankKind(
             stages=tuple(stage.stage for stage in same),
@@ -86,8 +88,9 @@ def make_kinds(stages: Iterable[StagePlan], groups: NamedGroups, links: Links, *
             memory=RankMemory(**memory.parts, activations=activations, cuda=Bytes(sum(one.bytes for one in taken))),
             sent=tuple(_traffic(same, places, *amount, groups, links) for amount in amounts),
             allowances=taken,
+            to_host=to_host,
         )
-        for (_, activations, amounts, taken), same in alike.items()
+        for (_, (activations, to_host), amounts, taken), same in alike.items()
         for (parameters, memory), places in same[0].contents.items()
     )
 

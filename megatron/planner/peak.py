@@ -31,6 +31,8 @@ class Activations(NamedTuple):
     peak; and messages between stages that are received, or not known to have arrived."""
     host: int = 0
     """Host memory for what is moved there between forward and backward: buffers, which are never given free."""
+    to_host: int = 0
+    """Bytes that a step moves there, and back."""
 
     @property
     def total(self) -> int:
@@ -53,6 +55,8 @@ class Held(NamedTuple):
     """What it leaves."""
     host: int
     """Bytes of all buffers in host memory that are there after it."""
+    to_host: int = 0
+    """Bytes that it moves there."""
 
 
 def peak_activations(
@@ -75,7 +79,8 @@ def peak_activations(
     num_sequences = (num_microbatches or schedule.num_microbatches) * config.training.micro_batch_size
     inputs = input_bytes(model, config.data, num_sequences, sorts_documents=sorts)
     held = list(held_over_step(traces, model, config, context, schedule, plans, device_type=device_type))
-    return Activations(inputs, max((one.peak for one in held), default=0), held[-1].host if held else 0)
+    peak, host = max((one.peak for one in held), default=0), max((one.host for one in held), default=0)
+    return Activations(inputs, peak, host, sum(one.to_host for one in held))
 
 
 def held_over_step(
@@ -117,7 +122,8 @@ def held_over_step(
         leaving = trace.leaving if op.kind is OpKind.FORWARD else 0
         host.within(op, trace)
         mail.after(place)
-        yield Held(op, peak, kept + mail.bytes, host.bytes)
+        to_host = sum(map(sum, trace.away)) if op.kind is OpKind.FORWARD else 0
+        yield Held(op, peak, kept + mail.bytes, host.bytes, to_host)
 
 
 def step_transfers(

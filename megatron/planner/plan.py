@@ -91,6 +91,8 @@ class RankKind:
     sent: tuple[Traffic, ...]
     allowances: tuple[Allowance, ...] = ()
     """What CUDA takes for itself on such a rank; empty on the CPU."""
+    to_host: int = 0
+    """Bytes of activations that such a rank moves to the host in a step, and back."""
 
     @property
     def ranks(self) -> int:
@@ -282,6 +284,7 @@ def _kind(kind: RankKind) -> dict[str, Any]:
         "device_bytes": kind.memory.total.device,
         "host_bytes": kind.memory.total.host,
         "sent": [asdict(one) for one in kind.sent],
+        "activations_to_host_bytes": kind.to_host,
         "links": _links(kind),
     }
 

@@ -18,6 +18,9 @@ allowances for CUDA leave out."""
 FLOPS_PER_S, INSIDE_PER_S, BETWEEN_PER_S = 500e12, 300e9, 25e9
 """Speeds of one rank, to compare the parts of a step: about half the peak of an H100 in bfloat16 (FLOP/s), and what long messages
 reach on its links inside a node and between nodes (bytes/s)."""
+HOST_PER_S = 25e9
+"""Bytes that a rank moves between device and host in a second, and reads and writes there: PCIe 4.0 x16 has 31.5 GB/s, and 8 ranks
+share some 200 GB/s of a node's memory."""
 _COLUMNS = 6
 """Stages side by side in the table of what is sent."""
 
@@ -86,6 +89,13 @@ def _time(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     idle = f"; {work.bubble:.1%} of the time idle in the pipeline" if job.pipeline > 1 else ""
     again = f" and {work.again / work.flops:.1%} more to compute layers or logits again" if work.again else ""
     yield f"a step: {work.tokens:,} tokens, {_flops(work.flops)}, {_flops(each)} on each rank{again}{idle}"
+    computing = (each + work.again / job.world_size) / FLOPS_PER_S
+    moved = max(kind.to_host for kind in plan.kinds)
+    if moved and job.device != "cpu":
+        yield (
+            f"  a rank moves up to {amount(moved)} of activations to host memory and back: {_seconds(moved / HOST_PER_S)} each way "
+            f"at {amount(HOST_PER_S)}/s, beside {_seconds(computing)} of computing at {_flops(FLOPS_PER_S)}/s"
+        )
     if job.world_size == 1:
         return
     busiest = max(rows, key=lambda row: sum(bytes_sent(row)))
@@ -93,7 +103,6 @@ def _time(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     yield f"  a rank of {busiest.name} sends {amount(inside)} inside its node and {amount(between)} to other nodes"
     if job.device == "cpu":
         return
-    computing = (each + work.again / job.world_size) / FLOPS_PER_S
     yield (
         f"  to compare: {_seconds(computing)} of computing at {_flops(FLOPS_PER_S)}/s"
         + (f", {_seconds(computing / (1 - work.bubble) - computing)} of waiting" if job.pipeline > 1 else "")

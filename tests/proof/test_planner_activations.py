@@ -213,3 +213,20 @@ def test_inputs_take_what_they_take(changes: dict[str, Any]) -> None:
 
     for rank, found in enumerate(run_forked_ranks(3, rank_run)):
         assert plan_rank(config, 3, rank).activations.inputs == found
+
+
+def test_a_step_moves_to_the_host_what_each_microbatch_saves() -> None:
+    """Under 1F1B on two stages: of the last stage's layers the last never moves. GPipe moves all, but for what comes back soon."""
+    config = settings(2, num_layers=8, global_batch_size=24, **OFFLOAD, **PP2, **LLAMA)
+    first, last = (plan_rank(config, 2, rank) for rank in range(2))
+    (trace,) = last.traces.values()
+    assert trace.soon is not None and trace.soon.away[:-1] == trace.away[:-1] and trace.soon.away[-1] == ()
+    assert last.activations.to_host == 6 * sum(map(sum, trace.soon.away))
+    (trace,) = first.traces.values()
+    assert trace.soon is not None
+    # F F B F B ...: the first microbatch comes back after one other operation, and the last one's backward after one other too.
+    assert first.activations.to_host == 6 * sum(map(sum, trace.away)) - 2 * sum(trace.away[-1])
+    everything = settings(1, num_layers=8, pipeline_schedule="gpipe", global_batch_size=24, **OFFLOAD, **LLAMA)
+    alone = plan_rank(everything, 1)
+    (trace,) = alone.traces.values()
+    assert alone.activations.to_host == 6 * sum(map(sum, trace.away))

@@ -104,7 +104,8 @@ def _draw_planned(axes: Axes, panel: Panel, base: float) -> None:
     """A line at the most of each operation, and at what is left until the next. Where nothing was measured, areas below it."""
     times: list[float] = []
     levels: list[float] = []
-    for (op, peak, after, _), span, until in zip(panel.held, panel.spans, _untils(panel.spans), strict=True):
+    for held, span, until in zip(panel.held, panel.spans, _untils(panel.spans), strict=True):
+        op, peak, after = held.op, held.peak, held.after
         times += [span.start, span.end, span.end, until]
         levels += [base + size / _MB for size in (peak, peak, after, after)]
         if panel.measured is None:

@@ -279,7 +279,7 @@ def test_what_a_sample_sends_is_priced_as_the_whole_step(strategy: str) -> None:
 
     sample, plan = in_own_process(both)
     assert sample.share < 0.1
-    few, whole = exposed_s(sample.kinds[0], one.config, 0, sample.share, 32), exposed_s(plan.kinds[0], one.config, 0, 1, 32)
+    few, whole = exposed_s(sample.kinds[0], one.config, 0, sample.share), exposed_s(plan.kinds[0], one.config, 0, 1)
     assert few == pytest.approx(whole, rel=0.03) and whole > 0
 
 
