@@ -251,8 +251,22 @@ def most_layers(config: Config, vocab_size: int) -> int:
 
 def recomputed(config: Config, num_layers: int) -> Change:
     """Full recompute of so many layers of each chunk, in place of what is computed again now."""
-    back = without(config, "recompute_activations", "recompute_modules").fields
+    back = without(config, "recompute_activations", "recompute_modules", "recompute_layers_per_stage").fields
     return change(recompute_granularity="full", recompute_method="block", recompute_num_layers=num_layers, **dict(back))
+
+
+def each_runs_again(config: Config, num_layers: int) -> bool:
+    """Whether each layer of the model is computed again by itself, so that there are no more to take.
+
+    Args:
+        num_layers: layers of the largest chunk.
+    """
+    memory = config.memory
+    if memory.recompute != "full":
+        return False
+    if memory.recompute_method == "uniform":
+        return memory.recompute_num_layers == 1  # a larger group is held whole while it runs again
+    return memory.recompute_layers_per_stage is None and memory.recompute_num_layers >= num_layers
 
 
 def levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -> list[tuple[str, Change]]:
@@ -283,7 +297,7 @@ def _levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -
         # Products of fewer rows are slower, by how much is not known: so no smaller ones are proposed.
         if micro % part == 0 and micro // part * config.model.seq_length >= ENOUGH_TOKENS:
             yield "batch", change(micro_batch_size=micro // part)
-    if config.memory.recompute != "full":
+    if not each_runs_again(config, num_layers):
         yield _FULL, recomputed(config, num_layers)
     for factor in (2, 4, 8):
         if data % factor == 0 and dry_run.gpus_per_node % (tensor * factor) == 0:

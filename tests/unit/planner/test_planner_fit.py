@@ -223,6 +223,27 @@ def test_each_stage_computes_as_little_again_as_it_can() -> None:
         in_own_process(lambda: least_layers(one.config, dry_run, rows, 1000))
 
 
+@pytest.mark.parametrize(
+    ("given", "proposed"),
+    [
+        ({"recompute_num_layers": 1}, True),
+        ({"recompute_layers_per_stage": "1,0"}, True),
+        ({"recompute_method": "uniform", "recompute_num_layers": 4}, True),
+        ({"recompute_num_layers": 4}, False),
+        ({"recompute_method": "uniform", "recompute_num_layers": 1}, False),
+    ],
+)
+def test_layers_are_a_lever_until_each_runs_again_by_itself(given: dict[str, Any], proposed: bool) -> None:
+    """Of 8 layers on two stages; what is proposed is accepted as it is typed."""
+    stages: dict[str, Any] = {"num_layers": 8, "pipeline_model_parallel_size": 2, **FULL, **given}
+    one, dry_run, rows = job(2, **stages)
+    full = [str(each) for kind, each in levers(one.config, dry_run, rows, 4) if kind == "layers"]
+    assert len(full) == proposed, full
+    for flags in full:
+        again = load([*arguments(**GIVEN, **stages, train_iters=1), *shlex.split(flags)], 2).config.memory
+        assert (again.recompute_method, again.recompute_num_layers, again.recompute_layers_per_stage) == ("block", 4, None)
+
+
 def test_the_line_of_advice_can_be_followed() -> None:
     """Its flags are accepted, and then there is no such line; without a limit, or within it, there is none at all."""
     one, dry_run, rows = job(4, **WIDE)
