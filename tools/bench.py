@@ -71,6 +71,13 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
     for what in ("forward", "input-grad", "weight-grad"):
         add(f"--{what}-ms", ("bubble",), type=milliseconds, default=40.0, help="time on a whole stage, which its chunks share (40)")
     add(
+        "--recompute-ms",
+        ("bubble",),
+        type=milliseconds,
+        default=0.0,
+        help="time to run a stage's layers again ahead of backward (0)",
+    )
+    add(
         "--hidden",
         ("bubble",),
         nargs=3,
@@ -185,7 +192,7 @@ def run(part: str, args: argparse.Namespace) -> bool:
             schedules=tuple(args.schedules),
             stages=args.stages,
             microbatches=args.microbatches,
-            costs=Costs(*(ms / 1e3 for ms in (args.forward_ms, args.input_grad_ms, args.weight_grad_ms))),
+            costs=Costs(*(ms / 1e3 for ms in (args.forward_ms, args.input_grad_ms, args.weight_grad_ms, 0.0, args.recompute_ms))),
             hidden=tuple(args.hidden),
             overlap=not args.no_overlap_p2p,
             repeats=args.repeats,

@@ -26,7 +26,7 @@ from tools.memory.measure import Measured
 SHORT = "--stages 2 --microbatches 3 --forward-ms 1 --input-grad-ms 1 --weight-grad-ms 2 --repeats 1 --hidden 4 1 8".split()
 
 
-@pytest.mark.parametrize("more", [[], ["--no-overlap-p2p"]], ids=["overlap", "no overlap"])
+@pytest.mark.parametrize("more", [["--recompute-ms", "2"], ["--no-overlap-p2p"]], ids=["recompute", "no overlap"])
 def test_bubble_gives_a_line_for_each_schedule(more: list[str]) -> None:
     done = spawn_cli(["tools/bench.py", "bubble", *SHORT, *more], nproc=None)
     assert not done.stderr
@@ -38,12 +38,14 @@ def test_bubble_gives_a_line_for_each_schedule(more: list[str]) -> None:
     assert [name for name, *_ in rows] == list(SCHEDULES)
     for name, simulated, median, least, most, against in rows:
         chunks = SCHEDULES[name].chunks_per_stage or 2
-        assert float(simulated) == simulate(make_schedule(name, 2, 3, chunks), Costs(1, 1, 2).divided(chunks)).step_time
+        again = 2 if "--recompute-ms" in more else 0
+        schedule = make_schedule(name, 2, 3, chunks, recomputed=range(2 * chunks) if again else ())
+        assert float(simulated) == simulate(schedule, Costs(1, 1, 2, recompute=again).divided(chunks)).step_time
         assert float(simulated) <= float(least) <= float(median) <= float(most)
         assert name != "1f1b" or float(against) == 0.0
-    assert ("not overlapped" in done.stdout) == bool(more)
+    assert ("not overlapped" in done.stdout) == ("--no-overlap-p2p" in more) == ("run layers again" not in done.stdout)
     missed, held = "MISSED: " in done.stdout, "all bounds hold" in done.stdout
-    assert missed + held == (not more), "bounds are asked of overlapped steps only"
+    assert missed + held == ("--no-overlap-p2p" not in more), "bounds are asked of overlapped steps only"
     assert done.returncode == missed
 
 

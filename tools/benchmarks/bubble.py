@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.memory.recompute import recomputed
 from megatron.parallel.accumulate import now_or_deferred
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
@@ -54,8 +55,10 @@ class Settings:
         return SCHEDULES[name].chunks_per_stage or 2
 
     def schedule(self, name: str) -> Schedule:
-        """The schedule of this name."""
-        return make_schedule(name, self.stages, self.microbatches, self.chunks_per_stage(name))
+        """The schedule of this name. Where recompute takes time, all chunks have it."""
+        chunks = self.chunks_per_stage(name)
+        recomputed = range(self.stages * chunks) if self.costs.recompute else ()
+        return make_schedule(name, self.stages, self.microbatches, chunks, recomputed=recomputed)
 
     def chunk_costs(self, name: str) -> Costs:
         """Costs of one chunk under the schedule of this name."""
@@ -101,19 +104,20 @@ class _Sleep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, costs: Costs, clock: _Clock) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, costs: Costs, clock: _Clock, again: bool) -> torch.Tensor:  # type: ignore[override]
         ctx.costs, ctx.clock = costs, clock
+        ctx.save_for_backward(x)
         out = x + 1
-        _sleep_until(clock.began + costs.forward)
+        _sleep_until(clock.began + (costs.recompute if again else costs.forward))
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        weight_grad = ctx.costs.weight_grad
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
+        weight_grad, _ = ctx.costs.weight_grad, ctx.saved_tensors
         grad_in = grad.clone()
         _sleep_until(ctx.clock.began + ctx.costs.input_grad)
         now_or_deferred(lambda: _sleep_until(time.perf_counter() + weight_grad))
-        return grad_in, None, None, None
+        return grad_in, None, None, None, None
 
 
 def _sleep_until(end: float) -> None:
@@ -152,7 +156,11 @@ def _stage(rank: int, settings: Settings, timeout: float) -> list[list[tuple[flo
 
             def forward(chunk: int, microbatch: int, received: Tensors, costs: Costs = costs, last: int = last) -> Tensors:
                 x = received["hidden"] if received else torch.full(settings.hidden, float(microbatch))
-                out = _Sleep.apply(x, weight, costs, clock)
+
+                def sleeps(x: torch.Tensor, *, again: bool) -> torch.Tensor:
+                    return _Sleep.apply(x, weight, costs, clock, again)
+
+                out = recomputed(sleeps, x, ahead=True) if costs.recompute else sleeps(x, again=False)
                 if chunk < last:
                     return {"hidden": out}
                 value = out.view(-1)[-1].item()
@@ -202,10 +210,12 @@ def run(settings: Settings) -> bool:
     They are asked of steps with overlap only: without, some schedules must wait for messages that the simulator lets travel.
     """
     costs = [f"{1e3 * cost:g}" for cost in (settings.costs.forward, settings.costs.input_grad, settings.costs.weight_grad)]
+    again = f"; {1e3 * settings.costs.recompute:g} ms to run layers again ahead of it" if settings.costs.recompute else ""
     size = 4 * math.prod(settings.hidden) / 2**20
     print(
         f"{settings.stages} stages, {settings.microbatches} microbatches; a stage's forward, input gradient, weight gradient: "
-        f"{', '.join(costs)} ms, shared by its chunks\nmessages of {size:.3g} MiB, {'' if settings.overlap else 'not '}overlapped; "
+        f"{', '.join(costs)} ms{again}, shared by its chunks\n"
+        f"messages of {size:.3g} MiB, {'' if settings.overlap else 'not '}overlapped; "
         f"median of {settings.repeats} steps; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
