@@ -18,6 +18,7 @@ from tests.program.test_readme import commands
 from tests.support.cli import ROOT
 from tests.support.runs import arguments
 from tools import plot_memory
+from tools.benchmarks import memory
 
 PAGE = (ROOT / "docs/memory.md").read_text()
 GPT = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": True, "device": "cpu", "dry_run": True}
@@ -44,6 +45,15 @@ def test_the_picture_and_the_table_of_the_page(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.strip() == PAGE.split("```text\n")[1].split("```")[0].strip()
     assert words_of(kept) == words_of(tmp_path / "memory.svg"), f"{kept} is old: {command}"
     assert kept.relative_to(ROOT / "docs").as_posix() in re.findall(r"!\[[^]]*\]\(([^)]+)\)", PAGE)
+
+
+def test_the_bench_of_the_page_has_every_way() -> None:
+    """Its times are of one run; what it plans is the same on every machine, and the sentences below it are about these numbers."""
+    rows = re.findall(r"^(\S.*?)  +([\d.]+) +([\d.]+) +[+-][\d.]+%", PAGE, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(memory.WAYS)
+    assert all(planned == measured for _, planned, measured in rows)
+    planned = {name: float(number) for name, number, _ in rows}
+    assert f"holds {planned['full, chunked'] / planned['none']:.0%} of what".replace("%", " %") in PAGE
 
 
 def kept_by_a_layer(words: Sequence[str]) -> float:

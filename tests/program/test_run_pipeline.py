@@ -99,17 +99,18 @@ def test_the_start_up_log_tells_of_the_pipeline() -> None:
 def test_the_pipeline_is_measured(tmp_path: Path) -> None:
     """Planned and measured, each operation once on each; the measured ones of a stage follow each other."""
     folder = tmp_path / "profile"
-    said = measure(train_iters=2, profile_step_start=2, profile_dir=folder, pipeline_schedule="zb-v")
+    recompute = {"recompute_granularity": "full"}
+    said = measure(train_iters=2, profile_step_start=2, profile_dir=folder, pipeline_schedule="zb-v", **recompute)
     assert sorted(path.name for path in folder.iterdir()) == [f"pipeline_step2.{suffix}" for suffix in ("json", "svg", "txt")]
     text = (folder / "pipeline_step2.txt").read_text()
-    assert "zb-v, planned" in text and "zb-v, measured in iteration 2" in text
+    assert "zb-v, planned" in text and "zb-v, measured in iteration 2" in text and "R recompute" in text
     events = [event for event in json.loads((folder / "pipeline_step2.json").read_text())["traceEvents"] if event["ph"] == "X"]
-    assert len(events) == 2 * 2 * 2 * 3 * 3, "panels x stages x chunks x kinds x microbatches"
+    assert len(events) == 2 * 2 * 2 * 4 * 3, "panels x stages x chunks x kinds x microbatches"
     rows: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for event in events:
         rows.setdefault((event["pid"], event["tid"]), []).append(event)
     for row in rows.values():
-        assert len(row) == 2 * 3 * 3
+        assert len(row) == 2 * 4 * 3
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in itertools.pairwise(row)), "microseconds"
     assert "weight gradients put off keep at most (MiB, stage by stage): " in said
 
