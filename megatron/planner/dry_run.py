@@ -52,14 +52,15 @@ _NOTES = ("idle time is simulated with FLOPs for time and messages that take non
 
 
 def enough_microbatches(schedule: str, num_stages: int, num_microbatches: int) -> int:
-    """How many of a step's microbatches make a schedule that reaches its peak of memory: each stage is then in the steady state.
+    """How many of a step's microbatches make a schedule that reaches its peak of memory: each stage is then in the steady state,
+    and has been for long enough to borrow all buffers that gradients pass through.
 
     GPipe has none, and the rounds of an interleaved schedule depend on the number where that does not divide by the stages.
     """
     remainder = num_microbatches % num_stages
     if schedule == "gpipe" or (schedule == "interleaved" and remainder):
         return num_microbatches
-    return min(num_microbatches, 2 * num_stages + remainder)
+    return min(num_microbatches, 3 * num_stages + remainder)
 
 
 def make_plan(config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
