@@ -64,10 +64,12 @@ def test_every_tensor_is_read_bit_for_bit() -> None:
 
 
 def test_training_goes_on_as_it_did(tmp_path: Path) -> None:
-    """Bit for bit where torch and the kind of CPU are those of the time; elsewhere matrix libraries round otherwise."""
+    """Bit for bit where torch and the kind of CPU are those of the time; elsewhere matrix libraries round otherwise. Not in float32:
+    the gradient of an embedding was summed over each microbatch before it was added, and is now added row by row."""
     same_machine = (torch.__version__, torch.backends.cpu.get_cpu_capability()) == (EXPECTED["torch"], EXPECTED["cpu"])
     for name, settings in MODELS.items():
-        tolerance = 0.0 if same_machine else 1e-5 if name.startswith("fp32") else 1e-2
+        same_bits = same_machine and not name.startswith("fp32")
+        tolerance = 0.0 if same_bits else 1e-5 if name.startswith("fp32") else 1e-2
         for ranks, layout in ((1, {}), (2, ON_TWO.get(name, {}))):
             expected, save = EXPECTED["runs"][name]["continued_on"][str(ranks)], tmp_path / f"{name}-{ranks}"
             metrics = tmp_path / f"{name}-{ranks}.jsonl"
@@ -75,6 +77,6 @@ def test_training_goes_on_as_it_did(tmp_path: Path) -> None:
             norms = [line["grad_norm"] for line in read_metrics(metrics) if "grad_norm" in line]
             problems = number_differences("losses", losses(metrics), expected["losses"], tolerance)
             problems += number_differences("norms", norms, expected["grad_norms"], tolerance)
-            if same_machine and read_manifest(checkpoint(save, STEPS)).content_digest != expected["content_digest"]:
+            if same_bits and read_manifest(checkpoint(save, STEPS)).content_digest != expected["content_digest"]:
                 problems.append("the content of the last checkpoint is another one")
             assert not problems, f"{name} on {ranks} ranks: {problems}"
