@@ -64,8 +64,10 @@ def test_every_tensor_is_read_bit_for_bit() -> None:
 
 
 def test_training_goes_on_as_it_did(tmp_path: Path) -> None:
-    """Bit for bit where torch and the kind of CPU are those of the time; elsewhere matrix libraries round otherwise. Not in float32:
-    the gradient of an embedding was summed over each microbatch before it was added, and is now added row by row."""
+    """Bit for bit where torch and the kind of CPU are those of the time; elsewhere matrix libraries round otherwise.
+
+    Not in float32: an embedding's gradient was summed over each microbatch before it was added. Now it is added row by row.
+    """
     same_machine = (torch.__version__, torch.backends.cpu.get_cpu_capability()) == (EXPECTED["torch"], EXPECTED["cpu"])
     for name, settings in MODELS.items():
         same_bits = same_machine and not name.startswith("fp32")
