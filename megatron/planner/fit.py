@@ -98,16 +98,20 @@ def with_fit_advice(plan: Plan, config: Config, dry_run: DryRun, vocab_size: int
         f"the fullest rank needs {amount(needed)}, but of a device of {amount(limit)} it may take {amount(usable(limit))} "
         f"({SPARE:.0%} are left for gaps)"
     )
-    found = Search(config, dry_run, vocab_size).best(usable(limit))
+    cure = _cure(config, dry_run, vocab_size, usable(limit))
+    return replace(plan, advice=(f"{beyond}. {cure}", *plan.advice))
+
+
+def _cure(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -> str:
+    """A sentence that says what to change."""
+    found = Search(config, dry_run, vocab_size).best(limit)
     if found is None:
-        cure = (
+        return (
             "Nothing that was tried of recompute, a loss in chunks, sharding, offload and more tensor ranks brings it under that; "
             "take more ranks"
         )
-    else:
-        time = f"{found.extra:.1%} {'more' if found.extra > 0 else 'less'} time for a step"
-        cure = f"It fits with {found.change} ({amount(found.cost.device)}, about {time.replace('-', '')})"
-    return replace(plan, advice=(f"{beyond}. {cure}", *plan.advice))
+    time = f"{found.extra:.1%} {'more' if found.extra > 0 else 'less'} time for a step"
+    return f"It fits with {found.change} ({amount(found.cost.device)}, about {time.replace('-', '')})"
 
 
 def least_layers(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -> tuple[int, ...]:
@@ -134,8 +138,7 @@ def least_layers(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -
         if bytes_ > limit:
             raise ValueError(
                 f"stage {stage} needs {amount(bytes_)} even with all of its layers computed again, but may take {amount(limit)} of "
-                "its device. Shard more (--data-parallel-sharding-strategy), or take more tensor ranks or a smaller "
-                "--micro-batch-size."
+                "its device."
             )
     low, high = [0] * len(most), most  # with `high` each stage fits, with fewer than `low` it does not
     while low != high:
@@ -150,14 +153,19 @@ def with_least_layers(config: Config, dry_run: DryRun, vocab_size: int) -> Confi
     """The settings with numbers of layers in place of `--recompute-layers-per-stage auto`, if that is asked for.
 
     Raises:
-        ValueError: no limit is known, or a stage does not fit with all of its layers computed again.
+        ValueError: no limit is known, or a stage does not fit with all of its layers computed again; then it says what to change
+            too.
     """
     if config.memory.recompute_layers_per_stage != AUTO:
         return config
     limit = memory_limit(config)
     if limit is None:
         raise ValueError(f"--recompute-layers-per-stage {AUTO} needs a limit where there is no GPU. Give --device-memory-gb.")
-    numbers = least_layers(config, dry_run, vocab_size, usable(limit))
+    try:
+        numbers = least_layers(config, dry_run, vocab_size, usable(limit))
+    except ValueError as error:
+        all_again, _ = recomputed(config, most_layers(config, vocab_size)).apply(config, dry_run.world_size)
+        raise ValueError(f"{error} {_cure(all_again, dry_run, vocab_size, usable(limit))}.") from None
     return replace(config, memory=replace(config.memory, recompute_layers_per_stage=",".join(map(str, numbers))))
 
 

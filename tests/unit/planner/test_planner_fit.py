@@ -28,6 +28,7 @@ from megatron.planner.fit import (
     memory_limit,
     usable,
     with_fit_advice,
+    with_least_layers,
 )
 from megatron.planner.plan import Plan
 from megatron.spec.operations import OpKind, Schedule
@@ -233,6 +234,23 @@ def test_each_stage_computes_as_little_again_as_it_can() -> None:
     assert max(fit) <= limit and all(bytes_ > limit for bytes_, number in zip(fewer, found, strict=True) if number)
     with pytest.raises(RanksError, match=r"stage 0 needs .* even with all of its layers computed again"):
         in_own_process(lambda: least_layers(one.config, dry_run, rows, 1000))
+
+
+def test_where_all_layers_are_not_enough_it_says_what_else_to_change() -> None:
+    """Beside auto, which then finds numbers."""
+    stages: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 6, "device": None, **FULL}
+    one, dry_run, rows = job(4, **stages, recompute_num_layers=3)
+
+    def search() -> None:
+        needed = max(Planner(one.config, dry_run, rows, few=True).device_bytes())
+        auto = {**stages, "recompute_layers_per_stage": "auto", "device_memory_gb": (needed - 1000) / 0.95e9}
+        with pytest.raises(ValueError, match=r"^stage 0 needs .* with all of its layers computed again.* It fits with ") as error:
+            with_least_layers(job(4, **auto)[0].config, dry_run, rows)
+        flags = str(error.value).split("It fits with ")[1].split(" (")[0]
+        again = load([*arguments(**GIVEN, **auto, train_iters=1, micro_batch_size=2), *shlex.split(flags)], 4).config
+        assert with_least_layers(again, dry_run, rows).memory.recomputed_by_stage is not None
+
+    in_own_process(search)
 
 
 @pytest.mark.parametrize(
