@@ -14,7 +14,7 @@
 #   Flags behind the name are added, or count instead of those here. More variables: examples/launch.sh.
 #
 # By the dry run (DRY_RUN=1):
-#   memory per GPU       33.8 GB
+#   memory per GPU       33.6 GB
 #   tokens per step      3,145,728
 #   pipeline idle        4.6 %
 set -euo pipefail

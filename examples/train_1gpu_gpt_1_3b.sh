@@ -8,7 +8,7 @@
 #   More variables: examples/launch.sh.
 #
 # By the dry run (DRY_RUN=1):
-#   memory per GPU       52.4 GB
+#   memory per GPU       50.7 GB
 #   tokens per step      1,048,576
 #   pipeline idle        0.0 %
 set -euo pipefail

@@ -14,7 +14,7 @@
 #   Flags behind the name are added, or count instead of those here. More variables: examples/launch.sh.
 #
 # By the dry run (DRY_RUN=1):
-#   memory per GPU       60.9 GB
+#   memory per GPU       59.7 GB
 #   tokens per step      6,291,456
 #   pipeline idle        12.5 %
 set -euo pipefail
