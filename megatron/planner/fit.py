@@ -110,8 +110,8 @@ def _cure(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -> str:
             "Nothing that was tried of recompute, a loss in chunks, sharding, offload and more tensor ranks brings it under that; "
             "take more ranks"
         )
-    time = f"{found.extra:.1%} {'more' if found.extra > 0 else 'less'} time for a step"
-    return f"It fits with {found.change} ({amount(found.cost.device)}, about {time.replace('-', '')})"
+    time = f"{abs(found.extra):.1%} {'more' if found.extra > 0 else 'less'}" if abs(found.extra) >= 5e-4 else "as much"
+    return f"It fits with {found.change} ({amount(found.cost.device)}, about {time} time for a step)"
 
 
 def least_layers(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -> tuple[int, ...]:
