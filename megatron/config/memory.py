@@ -14,10 +14,12 @@ RecomputeModule = Literal["core_attn", "mlp", "layernorm", "mlp_act"]
 
 def _flash_keeps_none(**others: Any) -> tuple[Beside, ...]:
     """Where selective recompute takes attention alone, and flash attention computes it."""
-    why = "flash attention, which runs without dropout in 16 bits and on a CPU, keeps none; --recompute-modules names other parts"
+    why = (
+        "flash attention, which a GPU runs in 16 bits and a CPU without dropout, keeps none; --recompute-modules names other parts"
+    )
     effect = "frees nothing where attention's kernel keeps no probabilities"
-    alone = {**others, "recompute_modules": (("core_attn",),), "attention_dropout": 0.0}
-    where: tuple[dict[str, Any], ...] = ({"bf16": True}, {"fp16": True}, {"device": "cpu", "bf16": False, "fp16": False})
+    alone, gpu = {**others, "recompute_modules": (("core_attn",),)}, {"device": ("auto", "cuda")}
+    where: tuple[dict[str, Any], ...] = ({"bf16": True, **gpu}, {"fp16": True, **gpu}, {"device": "cpu", "attention_dropout": 0.0})
     return tuple(idle_with(why, every=True, effect=effect, **alone, **one) for one in where)
 
 
