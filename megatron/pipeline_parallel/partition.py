@@ -155,7 +155,7 @@ def format_layer_table(chunks: list[Chunk]) -> list[str]:
 
 _PARTS: dict[RecomputeModule, str] = {
     "layernorm": "norms",
-    "core_attn": "probabilities of attention that its kernel would keep",
+    "core_attn": "probabilities of attention (where its kernel keeps them)",
     "mlp_act": "activations of the MLP",
     "mlp": "the MLP",
 }

@@ -88,8 +88,9 @@ def usable(limit: int) -> int:
 
 
 def with_fit_advice(plan: Plan, config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
-    """The plan with a line of advice before the others if the job does not fit: what to change."""
+    """The plan with what a device has, and a line of advice before the others if the job does not fit: what to change."""
     limit, needed = memory_limit(config), plan.kinds[plan.fullest].memory.total.device
+    plan = replace(plan, limit=limit)
     if limit is None and plan.job.device != "cpu":
         limit = int(GPU_MEMORY_GB[-1] * 1e9)
     if limit is None or needed <= usable(limit):

@@ -149,6 +149,8 @@ class Plan:
     """Assumptions behind the numbers."""
     advice: tuple[str, ...] = ()
     """Lines that say what would waste less."""
+    limit: int | None = None
+    """Bytes of a device's memory, if that is known."""
 
     def kind_at(self, stage: int, tensor: int, data: int) -> RankKind:
         """The kind of the rank at this pipeline stage, tensor rank and data rank."""

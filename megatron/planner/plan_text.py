@@ -66,6 +66,12 @@ def _estimates(plan: Plan) -> Iterator[str]:
 
 
 def _fits(plan: Plan, needed: int) -> str:
+    if plan.limit is not None:
+        spare = plan.limit - needed
+        if spare < 0:
+            return f": more than a device of {amount(plan.limit)} has"
+        found = "fits" if spare >= SPARE * plan.limit else "too tight for"
+        return f": {found} a device of {amount(plan.limit)}, with {amount(spare)} to spare"
     if plan.job.device == "cpu":
         return ""
     too_small = [size for size in GPU_MEMORY_GB if size * 1e9 <= needed]

@@ -33,6 +33,7 @@ from megatron.planner.plan import (
     write_plan,
 )
 from megatron.planner.plan_text import format_plan
+from megatron.planner.state_report import amount
 from megatron.spec.counts import count_parameters, flops_per_step, flops_per_token
 from megatron.spec.operations import Op, OpKind
 from megatron.spec.schedules import make_schedule
@@ -367,3 +368,8 @@ def test_what_the_plan_does_not_count_must_fit_too(needed: int, words: str) -> N
     memory = RankMemory(Bytes(needed), *(Bytes() for _ in range(5)))
     kinds = tuple(dataclasses.replace(kind, memory=memory) for kind in plan().kinds)
     assert format_plan(plan(kinds=kinds))[0].endswith(f" of device memory{words}")
+    for limit, known in ((2, "fits a device of {}, with {} to spare"), (1.01, "too tight for a device of {}, with {} to spare")):
+        limit = int(limit * needed)
+        told = format_plan(plan(kinds=kinds, limit=limit))[0]
+        assert told.endswith(f": {known.format(amount(limit), amount(limit - needed))}"), told
+    assert format_plan(plan(kinds=kinds, limit=needed - 1))[0].endswith(f": more than a device of {amount(needed - 1)} has")

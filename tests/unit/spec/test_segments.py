@@ -83,8 +83,8 @@ def test_what_runs_again_is_told() -> None:
     assert told(MemoryConfig()) == []
     parts = MemoryConfig(recompute_activations=True, recompute_modules=("mlp_act", "core_attn", "layernorm"))
     assert told(parts) == [
-        "11 of 11 layers compute norms, probabilities of attention that its kernel would keep and activations of the MLP again in "
-        "backward"
+        "11 of 11 layers compute norms, probabilities of attention (where its kernel keeps them) and activations of the MLP "
+        "again in backward"
     ]
     assert told(MemoryConfig("selective", recompute_modules=("mlp",))) == ["11 of 11 layers compute the MLP again in backward"]
     assert told(MemoryConfig("full", recompute_num_layers=3)) == [
