@@ -40,9 +40,12 @@ AXES: dict[str, list[Any]] = {
     "sizes": [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
     "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"],
     "sequence_parallel": [False, True],
-    "style": ["gpt2", "llama"],
-    "tied": [True, False],
-    "documents": [False, True],
+    "model": [
+        ("gpt2", "tied", "samples"),
+        ("gpt2", "untied", "documents"),
+        ("llama", "tied", "documents"),
+        ("llama", "untied", "samples"),
+    ],
     "sharding": ["no_shard", "optim_grads", "optim_grads_params"],
     "loss_chunk": [0, 4],  # tokens; 10 are in a microbatch
 }
@@ -61,7 +64,8 @@ def fits(case: dict[str, Any]) -> bool:
 
 
 @functools.cache
-def recipe(style: str, tied: bool, packed: bool, layers: int, batch: int, steps: int) -> Recipe:
+def recipe(style: str, tie: str, samples: str, layers: int, batch: int, steps: int) -> Recipe:
+    packed, tied = samples == "documents", tie == "tied"
     like = llama_like if style == "llama" else gpt2_like
     shape = like(num_layers=layers, hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, vocab=VOCAB, seq=SEQ, tied=tied)
     batches = documents(steps, batch) if packed else random_batches(shape, steps, batch, 1, seed=6)
@@ -87,11 +91,11 @@ def name(case: dict[str, Any]) -> str:
         case["memory"],
         f"tp{tp}-pp{pp}-dp{dp}",
         case["schedule"],
-        case["style"],
+        *case["model"],
         case["sharding"],
         f"loss{case['loss_chunk']}",
     ]
-    return "-".join([*words, *(flag for flag in ("sequence_parallel", "tied", "documents") if case[flag])])
+    return "-".join([*words, *(["sequence_parallel"] if case["sequence_parallel"] else [])])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -116,7 +120,7 @@ def test_what_is_done_with_activations_changes_nothing(case: dict[str, Any], ful
         memory=MemoryConfig(loss_chunk_tokens=case["loss_chunk"]),
     )
     microbatches = 3 if pp > 1 else 2
-    key = (case["style"], case["tied"], case["documents"], 2 * pp * chunks + 1, microbatches * dp, 2 if full else 3)
+    key = (*case["model"], 2 * pp * chunks + 1, microbatches * dp, 2 if full else 3)
     found = run_layout(recipe(*key), replace(plain, memory=replace(MEMORIES[case["memory"]], loss_chunk_tokens=case["loss_chunk"])))
     assert_equal_runs(found, reference(*key))
     assert_same_bits(found, without(plain, *key))
