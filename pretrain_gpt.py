@@ -78,11 +78,8 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
 
 def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanations: Explanations) -> None:
     """The run as a story: context, data, model, optimizer, resume, train."""
-    from megatron.model.build import build_model, model_dtype
-    from megatron.model.output_layer import LossForm
-    from megatron.optimizer.grad_scaler import make_grad_scaler
+    from megatron.model.build import model_of
     from megatron.parallel.context import connect, disconnect
-    from megatron.pipeline_parallel.partition import table_of
     from megatron.training import startup
     from megatron.training.inputs import open_data
     from megatron.training.loop import Loop
@@ -111,28 +108,8 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     saver = Saver(config.checkpoint, context, run_record(config, argv), data.vocab_size, patience_s=patience_s)
     timers = startup.make_timers(config.logging, context)
 
-    model = build_model(
-        config.model,
-        context,
-        dtype=model_dtype(config.precision),
-        vocab_size=data.vocab_size,
-        sequence_parallel=config.parallel.sequence_parallel,
-        seed=config.training.seed,
-        table=table_of(config.model, config.parallel, data.vocab_size, config.memory),
-        materialized=False,
-        loss=LossForm.of(config.memory, config.training),
-    )
-    step = TrainStep(
-        model,
-        context,
-        make_grad_scaler(config.precision),
-        parallel=config.parallel,
-        optimizer=config.optimizer,
-        micro_batch_size=config.training.micro_batch_size,
-        skip_overflow=config.precision.fp16,
-        count_zeros=config.logging.log_num_zeros_in_grad,
-        timers=timers,
-    )
+    model = model_of(config, context, data.vocab_size)
+    step = TrainStep.of(config, model, context, count_zeros=config.logging.log_num_zeros_in_grad, timers=timers)
     account.step = step
     num_parameters = startup.check_parameter_count(config.model, data.vocab_size, step.counted_shards, context)
 

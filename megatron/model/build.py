@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.training import PrecisionConfig
 from megatron.model.gpt import GPTChunk, residual_dtype
@@ -15,7 +16,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.p2p import Boundary, TensorSpec
-from megatron.pipeline_parallel.partition import Chunk, layer_table
+from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
 from megatron.spec.operations import loop
 from megatron.spec.weights import model_weights
 
@@ -57,6 +58,29 @@ def model_dtype(precision: PrecisionConfig) -> torch.dtype:
     if precision.bf16:
         return torch.bfloat16
     return torch.float64 if precision.fp64 else torch.float32
+
+
+def model_of(config: Config, context: ParallelContext, vocab_size: int, dtype: torch.dtype | None = None) -> Model:
+    """The model of a run on this rank, on the meta device: a training step gives each rank its part of the parameters.
+
+    Args:
+        vocab_size: rows of the word embedding, without padding.
+        dtype: in place of the one that the settings ask for.
+
+    Raises:
+        ValueError: the layers cannot be placed on the stages.
+    """
+    return build_model(
+        config.model,
+        context,
+        dtype=model_dtype(config.precision) if dtype is None else dtype,
+        vocab_size=vocab_size,
+        sequence_parallel=config.parallel.sequence_parallel,
+        seed=config.training.seed,
+        table=table_of(config.model, config.parallel, vocab_size, config.memory),
+        materialized=False,
+        loss=LossForm.of(config.memory, config.training),
+    )
 
 
 def build_model(

@@ -10,8 +10,7 @@ from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.data_parallel.state_layout import Bytes
 from megatron.data_parallel.traffic import NUM_SCALARS
-from megatron.model.build import Model, build_model, model_dtype
-from megatron.model.output_layer import LossForm
+from megatron.model.build import Model, model_dtype, model_of
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.topology import DATA_AXES, GRADIENT_AXES, Topology
@@ -193,7 +192,7 @@ class Planner:
         """How the activations of a stage come and go."""
         context = connect_fake(self._topology, self._topology.rank(pp=stage), self._config.parallel.fsdp_shard_size)
         try:
-            model = self._build(context)
+            model = model_of(self._config, context, self._vocab_size)
             walked = self._trace(model, context), model, self._config, context, self._schedule, self._receives
             held = list(held_over_step(*walked, device_type=self._device_type))
         finally:
@@ -218,7 +217,7 @@ class Planner:
             context = connect_fake(self._topology, self._topology.rank(pp=same[0]), self._config.parallel.fsdp_shard_size)
             try:
                 groups = named_groups(context, self._links)
-                model = self._build(context)
+                model = model_of(self._config, context, self._vocab_size)
                 counted |= dict.fromkeys(same, parameters_of_stage(model, context))
                 found |= self._lay_out([stage for stage in same if stage in stages], model, context)
             finally:
@@ -235,20 +234,6 @@ class Planner:
             splits_backward=SCHEDULES[self._config.parallel.schedule].splits_backward,
             device_type=self._device_type,
             cache=self._traces,
-        )
-
-    def _build(self, context: ParallelContext) -> Model:
-        config = self._config
-        return build_model(
-            config.model,
-            context,
-            dtype=model_dtype(config.precision),
-            vocab_size=self._vocab_size,
-            sequence_parallel=config.parallel.sequence_parallel,
-            seed=config.training.seed,
-            table=self._table,
-            materialized=False,
-            loss=LossForm.of(config.memory, config.training),
         )
 
     def _stages_alike(self) -> Iterable[list[int]]:

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.buckets import Buckets
@@ -20,7 +21,7 @@ from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.gpt import ModelInputs
 from megatron.model.init import fill
-from megatron.optimizer.grad_scaler import GradScaler
+from megatron.optimizer.grad_scaler import GradScaler, make_grad_scaler
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.optimizer.rules import granularity_of
@@ -111,6 +112,23 @@ class TrainStep:
         self._copied_grads = [shard.copied_grad for shard in self.optimizer.shards if shard.copied]
         self._num_padding = sum(
             len(s.counted) - sum(placed.box.numel for placed in s.counted_boxes(context)) for s in self.counted_shards
+        )
+
+    @classmethod
+    def of(
+        cls, config: Config, model: Model, context: ParallelContext, *, count_zeros: bool = False, timers: Timers | None = None
+    ) -> TrainStep:
+        """The training step of a run."""
+        return cls(
+            model,
+            context,
+            make_grad_scaler(config.precision),
+            parallel=config.parallel,
+            optimizer=config.optimizer,
+            micro_batch_size=config.training.micro_batch_size,
+            skip_overflow=config.precision.fp16,
+            count_zeros=count_zeros,
+            timers=timers,
         )
 
     def run(

@@ -10,12 +10,9 @@ import torch
 
 from megatron.config.config import Config
 from megatron.metrics.timers import Timers
-from megatron.model.build import build_model
+from megatron.model.build import model_of
 from megatron.model.gpt import ModelInputs
-from megatron.model.output_layer import LossForm
-from megatron.optimizer.grad_scaler import make_grad_scaler
 from megatron.parallel.context import ParallelContext, connect
-from megatron.pipeline_parallel.partition import table_of
 from megatron.training import startup
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.loop import Loop, evaluate
@@ -70,26 +67,8 @@ def observe_rank(rank: int, task: ProofTask) -> RankObservation:
 
 
 def _build_step(task: ProofTask, config: Config, context: ParallelContext) -> TrainStep:
-    model = build_model(
-        config.model,
-        context,
-        dtype=torch.float64,
-        vocab_size=task.vocab_size,
-        sequence_parallel=config.parallel.sequence_parallel,
-        seed=config.training.seed,
-        table=table_of(config.model, config.parallel, task.vocab_size, config.memory),
-        materialized=False,
-        loss=LossForm.of(config.memory, config.training),
-    )
-    return TrainStep(
-        model,
-        context,
-        make_grad_scaler(config.precision),
-        parallel=config.parallel,
-        optimizer=config.optimizer,
-        micro_batch_size=config.training.micro_batch_size,
-        skip_overflow=config.precision.fp16,
-    )
+    model = model_of(config, context, task.vocab_size, torch.float64)
+    return TrainStep.of(config, model, context)
 
 
 class _Feed:

@@ -17,14 +17,12 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.data.samples import DocumentRules
 from megatron.memory.host import HostMemory
-from megatron.model.build import Model, build_model, model_dtype
+from megatron.model.build import Model, model_of
 from megatron.model.gpt import ModelInputs
-from megatron.model.output_layer import LossForm
-from megatron.optimizer.grad_scaler import make_grad_scaler
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect, make_context
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.partition import recomputed_chunks, table_of
+from megatron.pipeline_parallel.partition import recomputed_chunks
 from megatron.planner.chunk_trace import ChunkTrace, trace_chunks
 from megatron.planner.peak import Activations, peak_activations, receive_plans, step_transfers
 from megatron.planner.state_report import state_report
@@ -140,15 +138,7 @@ def build_step(config: Config, world_size: int, rank: int) -> tuple[TrainStep, l
         _topology(config, world_size), rank, torch.device("cpu"), fsdp_shard_size=config.parallel.fsdp_shard_size
     )
     model = build(config, context)
-    step = TrainStep(
-        model,
-        context,
-        make_grad_scaler(config.precision),
-        parallel=config.parallel,
-        optimizer=config.optimizer,
-        micro_batch_size=config.training.micro_batch_size,
-        skip_overflow=config.precision.fp16,
-    )
+    step = TrainStep.of(config, model, context)
     step.prepare(_num_microbatches(config, context))
     batch = next(_batches(config, context, model))
     _together()
@@ -157,17 +147,7 @@ def build_step(config: Config, world_size: int, rank: int) -> tuple[TrainStep, l
 
 def build(config: Config, context: ParallelContext) -> Model:
     """A rank's part of the model, without memory."""
-    return build_model(
-        config.model,
-        context,
-        dtype=model_dtype(config.precision),
-        vocab_size=_vocabulary(config),
-        sequence_parallel=config.parallel.sequence_parallel,
-        seed=1,
-        table=table_of(config.model, config.parallel, _vocabulary(config), config.memory),
-        materialized=False,
-        loss=LossForm.of(config.memory, config.training),
-    )
+    return model_of(config, context, _vocabulary(config))
 
 
 def _batches(config: Config, context: ParallelContext, model: Model) -> Any:

@@ -10,12 +10,9 @@ import torch
 from megatron.config.cli import LoadedConfig, load
 from megatron.config.config import Config
 from megatron.data.tokenizers.tokenizer import planned_rows
-from megatron.model.build import Model, build_model, model_dtype
-from megatron.model.output_layer import LossForm
-from megatron.optimizer.grad_scaler import make_grad_scaler
+from megatron.model.build import Model, model_of
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.partition import table_of
 from megatron.planner.dry_run import make_plan
 from megatron.planner.plan import Plan, RankKind
 from megatron.training.step import TrainStep
@@ -71,28 +68,9 @@ def real_context(config: Config, rank: int, world_size: int) -> ParallelContext:
 
 def real_model(config: Config, context: ParallelContext) -> Model:
     """The model of a run on this rank, without memory."""
-    vocab_size = planned_rows(config.data)
-    return build_model(
-        config.model,
-        context,
-        dtype=model_dtype(config.precision),
-        vocab_size=vocab_size,
-        sequence_parallel=config.parallel.sequence_parallel,
-        seed=1,
-        table=table_of(config.model, config.parallel, vocab_size, config.memory),
-        materialized=False,
-        loss=LossForm.of(config.memory, config.training),
-    )
+    return model_of(config, context, planned_rows(config.data))
 
 
 def real_step(config: Config, context: ParallelContext) -> TrainStep:
     """The training step of a run on this rank: everything that it keeps is allocated."""
-    return TrainStep(
-        real_model(config, context),
-        context,
-        make_grad_scaler(config.precision),
-        parallel=config.parallel,
-        optimizer=config.optimizer,
-        micro_batch_size=config.training.micro_batch_size,
-        skip_overflow=config.precision.fp16,
-    )
+    return TrainStep.of(config, real_model(config, context), context)

@@ -12,12 +12,9 @@ import torch
 from torch import nn
 
 from megatron.config.config import Config
-from megatron.model.build import build_model, model_dtype
+from megatron.model.build import model_of
 from megatron.model.gpt import ModelInputs
-from megatron.model.output_layer import LossForm
-from megatron.optimizer.grad_scaler import make_grad_scaler
 from megatron.parallel.context import connect
-from megatron.pipeline_parallel.partition import table_of
 from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import Op
 from megatron.training.inputs import open_data
@@ -77,25 +74,8 @@ def prepare(config: Config) -> tuple[TrainStep, Sequence[ModelInputs]]:
     plan = BatchSizePlan(config.training, context.data_group.size)
     config = with_batch_size(config, plan)
     data = open_data(config, context)
-    model = build_model(
-        config.model,
-        context,
-        dtype=model_dtype(config.precision),
-        vocab_size=data.vocab_size,
-        sequence_parallel=config.parallel.sequence_parallel,
-        seed=config.training.seed,
-        table=table_of(config.model, config.parallel, data.vocab_size, config.memory),
-        loss=LossForm.of(config.memory, config.training),
-    )
-    step = TrainStep(
-        model,
-        context,
-        make_grad_scaler(config.precision),
-        parallel=config.parallel,
-        optimizer=config.optimizer,
-        micro_batch_size=config.training.micro_batch_size,
-        skip_overflow=config.precision.fp16,
-    )
+    model = model_of(config, context, data.vocab_size)
+    step = TrainStep.of(config, model, context)
     step.prepare(plan.num_microbatches(0))
     batches = data.at(Progress(), plan, context).training(0)
     batch = next(batches)
