@@ -16,8 +16,8 @@ meeting=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdz
 # Otherwise ranks that torchrun starts again would find in its store the addresses of those that have ended, and wait for them.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
-# The allocator of CUDA memory grows its segments instead of adding new ones, so that hardly any of it is lost in gaps. (What the user
-# has set counts, also by the name that torch gave it before 2.9.)
+# The allocator of CUDA memory grows its segments instead of adding new ones, so that hardly any of it is lost in gaps. (What
+# the user has set counts, also by the name that torch gave it before 2.9.)
 if [[ -z ${PYTORCH_CUDA_ALLOC_CONF-} ]]; then
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 fi
