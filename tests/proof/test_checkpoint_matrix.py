@@ -39,8 +39,9 @@ DEPTHS: dict[str, dict[str, Any]] = {
     "uneven": {"pp": 2, "first_stage_layers": 3},
 }
 SIZES: dict[str, tuple[Any, ...]] = {"tp": (1, 2, 4), "depth": tuple(DEPTHS), "dp": (1, 2)}
+ON_HOST = "optim_grads_params on the host"
 REST: dict[str, tuple[Any, ...]] = {
-    "sharding": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    "sharding": ("no_shard", "optim", "optim_grads", "optim_grads_params", ON_HOST),
     "sequence_parallel": (False, True),
 }
 MOST_RANKS, MOST_RANKS_IN_FULL = 4, 8
@@ -58,6 +59,8 @@ def recipe() -> Recipe:
 def layout_of(case: Case) -> Layout:
     """The layout that a case describes."""
     own = dict(case)
+    if own["sharding"] == ON_HOST:
+        own |= {"sharding": "optim_grads_params", "params_cpu": True, "reduce_once": True}
     return Layout(micro_batch_size=1, bucket_size=1500, **DEPTHS[own.pop("depth")], **own)
 
 
@@ -99,7 +102,7 @@ def _name(layout: Layout) -> str:
         else f" ({layout.first_stage_layers})" * bool(layout.first_stage_layers)
     )
     sequence = " sp" * layout.sequence_parallel
-    return f"tp{layout.tp}{sequence} pp{layout.pp}{chunks} dp{layout.dp} {layout.sharding}"
+    return f"tp{layout.tp}{sequence} pp{layout.pp}{chunks} dp{layout.dp} {layout.sharding}{' host' * layout.params_cpu}"
 
 
 def stretch(rank: int, layout: Layout, done: int, steps: int, source: Path | None, folder: Path) -> list[float]:
