@@ -141,7 +141,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_within_five_percent_of_the_measured_peak(world_size: int, changes: dict[str, Any]) -> None:
     """On every rank."""
     config = settings(world_size, **changes)
-    measured = measure(config, world_size)
+    # A sharded unit's gather ends on a thread of gloo, and what that thread frees goes unseen: a measurement is too high at times,
+    # never too low. The lowest of a few is the truth.
+    repeats = 4 if SHARDING in changes else 1
+    measured = [min(found) for found in zip(*(measure(config, world_size) for _ in range(repeats)), strict=True)]
     plans = [plan_rank(config, world_size, rank) for rank in range(world_size)]
     planned = [plan.beside_inputs for plan in plans]
     ratios = [plan / found.device for plan, found in zip(planned, measured, strict=True)]
