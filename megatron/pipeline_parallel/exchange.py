@@ -12,7 +12,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.pipeline_parallel.simulate import OpSpan, simulate
-from megatron.spec.operations import Message, Schedule
+from megatron.spec.operations import Message, OpKind, Schedule
+
+AHEAD = 2
+"""How many operations a receive is posted before the one that needs it, where nothing forbids it: the operation before may be a
+short weight gradient; more gained nothing."""
 
 
 class ReceivePlan(NamedTuple):
@@ -33,11 +37,12 @@ class _Delivery(NamedTuple):
     message: Message
 
 
-def plan_receives(schedule: Schedule, *, ahead: int = 2) -> list[ReceivePlan]:
+def plan_receives(schedule: Schedule, *, ahead: int = AHEAD) -> list[ReceivePlan]:
     """Overlap: each stage posts what an operation needs `ahead` operations earlier, so that messages travel while others compute.
 
-    A message moves once both its ends have posted it. `ahead` is two because the operation before may be a short weight gradient;
-    more gained nothing. Within a channel the order is the sender's, so what is sent earlier but needed later is posted on the way.
+    A message moves once both its ends have posted it. Within a channel the order is the sender's, so what is sent earlier but
+    needed later is posted on the way. A recompute counts with the operation behind it: so where layers run again, messages are
+    posted in the order in which they would be without, and no later.
     """
     settled = _arrivals(schedule)
     return [ReceivePlan(_posts(schedule, stage, found, ahead), settled[stage]) for stage, found in enumerate(deliveries(schedule))]
@@ -98,17 +103,29 @@ def _posts(schedule: Schedule, stage: int, arriving: list[_Delivery], ahead: int
         place[message] = (source, len(channel))
         channel.append(message)
     posted = dict.fromkeys(order, 0)
-    mine = schedule.linked_ops[stage]
-    before: list[list[tuple[Message, int]]] = []
-    for i in range(len(mine)):
-        due: list[tuple[Message, int]] = []
-        for _, needed, _ in mine[i + ahead : i + ahead + 1] if i else mine[: ahead + 1]:
+    before: list[list[tuple[Message, int]]] = [[] for _ in schedule.linked_ops[stage]]
+    places, needs = _units(schedule, stage)
+    for i, at_place in enumerate(places):
+        for needed in needs[i + ahead : i + ahead + 1] if i else needs[: ahead + 1]:
             if needed in place:
                 source, at = place[needed]
-                due += [(message, source) for message in order[source][posted[source] : at + 1]]
+                before[at_place] += [(message, source) for message in order[source][posted[source] : at + 1]]
                 posted[source] = max(posted[source], at + 1)
-        before.append(due)
     return before
+
+
+def _units(schedule: Schedule, stage: int) -> tuple[list[int], list[Message | None]]:
+    """The operations of a stage but for recomputes, each with one that stands right before it: where they begin, what they need."""
+    places: list[int] = []
+    needs: list[Message | None] = []
+    begin: int | None = None
+    for place, (op, needed, _) in enumerate(schedule.linked_ops[stage]):
+        begin = place if begin is None else begin
+        if op.kind is not OpKind.RECOMPUTE:
+            places.append(begin)
+            needs.append(needed)
+            begin = None
+    return places, needs
 
 
 def _arrivals(schedule: Schedule) -> list[list[list[Message]]]:

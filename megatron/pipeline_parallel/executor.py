@@ -88,7 +88,7 @@ class Executor:
         self.host = HostMemory(context.device) if host is None else host
         self._stage, self._before_remake = context.group("pp").index, before_remake
         self._boundary, self._overlap, self._before_backward = boundary, overlap, before_backward
-        self._messenger = Messenger(context, boundary)
+        self._messenger, self._device_type = Messenger(context, boundary), context.device.type
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._prepared: dict[int, tuple[list[Step], Schedule]] = {}
         """By id(); the schedules are kept, so that no other one gets the id() of one of them."""
@@ -152,7 +152,7 @@ class Executor:
         """
         if id(schedule) in self._prepared:
             return self._prepared[id(schedule)][0]
-        receives, exchanges = validate(schedule)
+        receives, exchanges = validate(schedule, self._device_type)
         self._messenger.connect(channels(schedule))
         plan = (receives if self._overlap else exchanges)[self._stage]
         ops, steps = schedule.ops[self._stage], []

@@ -9,16 +9,20 @@ from operator import itemgetter
 from typing import TypeVar
 
 from megatron.pipeline_parallel.exchange import ReceivePlan, deliveries, plan_exchanges, plan_receives
+from megatron.pipeline_parallel.queues import look_ahead, stuck
 from megatron.pipeline_parallel.simulate import walk
 from megatron.spec.operations import Message, Op, OpKind, Schedule
 
 Number = TypeVar("Number", int, float)
 
 
-def validate(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
+def validate(schedule: Schedule, device_type: str = "cpu") -> tuple[list[ReceivePlan], list[ReceivePlan]]:
     """Walk all stages at once, each as far as its messages allow. Then prove the plans of its messages: both ends of every channel
     follow one order; and exchanges cannot deadlock: they are simulated with messages that let neither end go on before the other
-    has come.
+    has come. On CUDA both are proved where all streams of a device share one hardware queue (`queues`).
+
+    Args:
+        device_type: of the job's devices.
 
     Returns:
         the plan of each stage with overlap (`plan_receives`), and without (`plan_exchanges`).
@@ -26,7 +30,8 @@ def validate(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
     Raises:
         ValueError: an operation is missing, doubled or on the wrong stage; some microbatches of a chunk have a recompute and others
             none; a backward or a recompute stands before its forward, a backward before its recompute, a weight gradient before its
-            input gradient; the stages wait for each other, or the ends of a channel do not agree on the order.
+            input gradient; the stages wait for each other, in a hardware queue too, or the ends of a channel do not agree on the
+            order.
     """
     _check_complete(schedule)
     done: set[Op] = set()
@@ -34,10 +39,14 @@ def validate(schedule: Schedule) -> tuple[list[ReceivePlan], list[ReceivePlan]]:
     for _, (op, _, _) in walk(schedule):
         _check_order(op, done, recomputed)
         done.add(op)
-    receives, exchanges = plan_receives(schedule), plan_exchanges(schedule)
+    receives, exchanges = plan_receives(schedule, ahead=look_ahead(schedule, device_type)), plan_exchanges(schedule)
     for plans in (receives, exchanges):
         _check_channels(schedule, plans)
     _check_exchanges(schedule, exchanges)
+    if device_type == "cuda" and (lost := stuck(schedule, exchanges, exchanges=True)):
+        raise ValueError(
+            f"schedule {schedule.name} locks up in one hardware queue when sends and receives wait for each other: {lost[0]}"
+        )
     return receives, exchanges
 
 

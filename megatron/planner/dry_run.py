@@ -78,11 +78,17 @@ def make_plan(config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
 
 @functools.lru_cache(maxsize=4)
 def _scheduled(
-    name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int, recomputed: tuple[int, ...], overlap: bool
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    chunks_per_stage: int,
+    recomputed: tuple[int, ...],
+    overlap: bool,
+    device_type: str,
 ) -> tuple[Schedule, list[ReceivePlan]]:
     """A schedule with its receives. A search asks for the same ones again and again."""
     schedule = make_schedule(name, num_stages, num_microbatches, chunks_per_stage, recomputed=recomputed)
-    return schedule, receive_plans(schedule, overlap=overlap)
+    return schedule, receive_plans(schedule, overlap=overlap, device_type=device_type)
 
 
 class Sample(NamedTuple):
@@ -138,6 +144,7 @@ class Planner:
             )
         self._global_batch_size = num_microbatches * config.training.micro_batch_size * self._topology.size(*DATA_AXES)
         chunks_per_stage = len(self._table) // self._topology.pp
+        self._device_type = "cpu" if parallel.device == "cpu" else "cuda"
         self._num_microbatches = num_microbatches
         laid_out = enough_microbatches(parallel.schedule, self._topology.pp, num_microbatches) if few else num_microbatches
         self._schedule, self._receives = _scheduled(
@@ -147,8 +154,8 @@ class Planner:
             chunks_per_stage,
             tuple(recomputed_chunks(self._table)),
             parallel.overlap_p2p_communication,
+            self._device_type,
         )
-        self._device_type = "cpu" if parallel.device == "cpu" else "cuda"
         self._traces = {} if traces is None else traces
 
     def plan(self) -> Plan:

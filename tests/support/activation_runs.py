@@ -78,7 +78,7 @@ def plan_rank(config: Config, world_size: int, rank: int = 0, *, device_type: st
         schedule = _schedule(config, context, model)
         size, splits = config.training.micro_batch_size, SCHEDULES[config.parallel.schedule].splits_backward
         traces = trace_chunks(model, config.data, size, context, splits_backward=splits, device_type=device_type)
-        receives = receive_plans(schedule, overlap=config.parallel.overlap_p2p_communication)
+        receives = receive_plans(schedule, overlap=config.parallel.overlap_p2p_communication, device_type=device_type)
         return Planned(
             peak_activations(traces, model, config, context, schedule, receives, device_type=device_type),
             step_transfers(traces, model, size, context, schedule),

@@ -14,7 +14,7 @@ from megatron.pipeline_parallel.simulate import simulate, walk
 from megatron.pipeline_parallel.validate import validate
 from megatron.spec.operations import Message, Op, Schedule, forward_only
 from megatron.spec.schedules import SCHEDULES, make_schedule, one_f_one_b
-from tests.support.schedule_examples import B, generated_schedules, greedy, random_schedules
+from tests.support.schedule_examples import B, R, generated_schedules, greedy, random_schedules
 
 # ---- the plan of receives
 
@@ -47,10 +47,11 @@ def test_every_message_is_posted_once_in_the_senders_order_and_in_time(schedule:
 
 @given(schedules)
 def test_what_is_not_needed_soon_is_not_posted_soon(schedule: Schedule) -> None:
-    """Each posted message is needed by this or the next two operations, or comes in its channel before one that is: few buffers."""
+    """Each posted message is needed by this or the next two operations, or comes in its channel before one that is: few buffers.
+    A recompute counts with the operation behind it."""
     for stage, ops in enumerate(schedule.ops):
         for i, due in enumerate(plan_receives(schedule)[stage].before):
-            wanted = {schedule.needs(op) for op in ops[i : i + 3]}
+            wanted = {schedule.needs(op) for op in [op for op in ops[i:] if op.kind is not R][:3]}
             last_of_channel = {source: message for message, source in due}
             assert set(last_of_channel.values()) <= wanted
 

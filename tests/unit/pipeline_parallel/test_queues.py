@@ -1,0 +1,145 @@
+"""Messages where the streams of a device share hardware queues that keep order: no number of queues and no sharing hangs a run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.pipeline_parallel import validate as validating
+from megatron.pipeline_parallel.exchange import AHEAD, plan_exchanges, plan_receives
+from megatron.pipeline_parallel.queues import QueueOf, describe_look_ahead, look_ahead, stuck
+from megatron.pipeline_parallel.validate import validate
+from megatron.spec.operations import Message, Op, Schedule, forward_only
+from megatron.spec.schedules import SCHEDULES, make_schedule
+from tests.support.covering import Case, covering, product
+from tests.support.schedule_examples import B, F, generated_schedules, random_schedules
+
+QUEUES = (1, 2, 4, 8)
+AXES = {
+    "name": tuple(SCHEDULES),
+    "stages": (1, 2, 3, 4, 5, 8),
+    "microbatches": (1, 2, 3, 4, 7, 8, 16, 21),
+    "chunks": (2, 3, 4),
+    "recompute": ("none", "first", "all"),
+    "training": (True, False),
+}
+
+
+def _makes_sense(case: Case) -> bool:
+    return SCHEDULES[case["name"]].chunks_per_stage is None or case["chunks"] == 2
+
+
+def _schedule(case: Case) -> Schedule:
+    chunks = SCHEDULES[case["name"]].chunks_per_stage or case["chunks"]
+    again = {"none": (), "first": (0,), "all": range(case["stages"] * chunks)}[case["recompute"]]
+    made = make_schedule(case["name"], case["stages"], case["microbatches"], chunks, recomputed=again)
+    return made if case["training"] else forward_only(made)
+
+
+def in_turn(queues: int) -> QueueOf:
+    """Streams take queues in turn, in the order in which they are made."""
+    return lambda stage, stream: stream % queues
+
+
+def at_random(queues: int, seed: int) -> QueueOf:
+    """Every stream of every stage takes any queue."""
+    return lambda stage, stream: random.Random(f"{seed} {stage} {stream}").randrange(queues)
+
+
+def test_no_schedule_hangs_at_any_number_of_queues(full: bool) -> None:
+    """Any mapping is proved by the one queue; others are replayed here too, and exchanges that wait beside."""
+    cases = product(AXES, _makes_sense) if full else covering(AXES, 5, _makes_sense)
+    chosen = set()
+    for number, case in enumerate(cases):
+        schedule = _schedule(case)
+        validate(schedule, "cuda")
+        ahead = look_ahead(schedule, "cuda")
+        plans, waiting = plan_receives(schedule, ahead=ahead), plan_exchanges(schedule)
+        for queues in QUEUES:
+            for mapping in (in_turn(queues), at_random(queues, number)):
+                assert not stuck(schedule, plans, mapping), (case, queues)
+                assert not stuck(schedule, waiting, mapping, exchanges=True), (case, queues)
+        chosen.add(ahead)
+        if ahead < AHEAD:
+            assert stuck(schedule, plan_receives(schedule, ahead=ahead + 1)), f"{case}: more is safe too"
+    assert chosen == {1, 2}
+
+
+def test_two_ahead_hangs_in_one_queue_and_one_ahead_never() -> None:
+    """The reason for the choice."""
+    hung = dict.fromkeys(SCHEDULES, 0)
+    for name, stages, times in itertools.product(SCHEDULES, (2, 4, 8), (1, 2, 4)):
+        schedule = make_schedule(name, stages, times * stages, SCHEDULES[name].chunks_per_stage or 2)
+        hung[name] += bool(stuck(schedule, plan_receives(schedule, ahead=2)))
+        assert not stuck(schedule, plan_receives(schedule, ahead=1))
+        assert look_ahead(schedule, "cpu") == AHEAD
+    assert hung == {"gpipe": 9, "1f1b": 0, "interleaved": 9, "zb-h1": 0, "zb-v": 1}
+
+
+def test_gpipe_by_hand() -> None:
+    """Stage 0 posts two gradients before its last forward. The second stands behind the first, and that waits for the forward."""
+    schedule = make_schedule("gpipe", 2, 2)
+    lost = stuck(schedule, plan_receives(schedule, ahead=2))
+    assert lost == [Message(False, 1, 1), Message(True, 0, 0), Message(True, 0, 1)]
+    assert not stuck(schedule, plan_receives(schedule, ahead=2), in_turn(3)), "gradients have a queue of their own"
+    assert look_ahead(schedule, "cuda") == 1
+
+
+def test_a_recompute_does_not_delay_what_is_posted() -> None:
+    """It counts with the backward behind it. Counted by itself it would bring gradients too late for the other stage's queue."""
+    schedule = make_schedule("interleaved", 2, 4, 2, recomputed=range(4))
+    plain = make_schedule("interleaved", 2, 4, 2)
+    for ahead in (0, 1, 2):
+        for again, without in zip(plan_receives(schedule, ahead=ahead), plan_receives(plain, ahead=ahead), strict=True):
+            assert [due for due in again.before if due] == [due for due in without.before if due]
+
+
+def test_receives_may_come_too_late_as_well() -> None:
+    """Posted just before they are needed, they stand behind sends that wait for the other stage to post its own."""
+    schedule = make_schedule("zb-v", 2, 4, 2)
+    assert stuck(schedule, plan_receives(schedule, ahead=0)) and not stuck(schedule, plan_receives(schedule, ahead=1))
+    assert not stuck(schedule, plan_receives(schedule, ahead=0), in_turn(3))
+
+
+@given(st.one_of(random_schedules(), generated_schedules()), st.integers(0, 3), st.sampled_from(QUEUES), st.integers(0, 99))
+def test_what_passes_in_one_queue_passes_in_any(schedule: Schedule, ahead: int, queues: int, seed: int) -> None:
+    """More sharing only adds waits: the argument on which the choice rests."""
+    plans = plan_receives(schedule, ahead=ahead)
+    if not stuck(schedule, plans):
+        assert not stuck(schedule, plans, in_turn(queues)) and not stuck(schedule, plans, at_random(queues, seed))
+
+
+@given(st.one_of(random_schedules(), generated_schedules()))
+def test_a_queue_for_every_stream_never_hangs(schedule: Schedule) -> None:
+    assert not stuck(schedule, plan_receives(schedule), lambda stage, stream: stream)
+
+
+def test_a_schedule_that_no_look_ahead_saves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.pipeline_parallel.queues.stuck", lambda schedule, plans: [Message(True, 0, 0)])
+    look_ahead.cache_clear()
+    with pytest.raises(ValueError, match="locks up where all streams of a device share one hardware queue"):
+        look_ahead(make_schedule("1f1b", 2, 2), "cuda")
+    look_ahead.cache_clear()
+
+
+def test_exchanges_are_proved_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = make_schedule("1f1b", 2, 2)
+    lost = [Message(True, 0, 0)]
+    monkeypatch.setattr(validating, "stuck", lambda schedule, plans, *, exchanges: lost if exchanges else [])
+    with pytest.raises(ValueError, match="locks up in one hardware queue when sends and receives wait"):
+        validate(schedule, "cuda")
+    assert Op(F, 0, 0) in schedule.ops[0] and Op(B, 1, 1) in schedule.ops[1]
+
+
+def test_the_log_tells_the_choice_and_the_environment() -> None:
+    gpipe, plain = make_schedule("gpipe", 2, 4), make_schedule("1f1b", 2, 4)
+    assert describe_look_ahead(gpipe, "cpu", "1") == "stages post their receives 2 operations ahead"
+    assert describe_look_ahead(plain, "cuda", None).endswith(
+        "2 operations ahead: safe at any CUDA_DEVICE_MAX_CONNECTIONS (not set)"
+    )
+    told = describe_look_ahead(gpipe, "cuda", "1")
+    assert "1 operation ahead: safe at any CUDA_DEVICE_MAX_CONNECTIONS (1); 2 could hang" in told
