@@ -20,7 +20,8 @@ from megatron.parallel.products import slow_half
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.scope import Scope
 from megatron.spec.layers import AttentionSpec, NormSpec
-from megatron.tensor_parallel.linear import ColumnParallelLinear, Remade, RowParallelLinear
+from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.tensor_parallel.linear import Remade
 
 RotaryTable = tuple[torch.Tensor, torch.Tensor]
 

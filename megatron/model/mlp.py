@@ -13,7 +13,8 @@ from torch import nn
 from megatron.parallel.scope import Scope
 from megatron.spec.activations import ActivationName
 from megatron.spec.layers import MLPSpec
-from megatron.tensor_parallel.linear import ColumnParallelLinear, Remade, RowParallelLinear
+from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.tensor_parallel.linear import Remade
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Column- and row-parallel linear layers (Shoeybi et al. 2019, section 3): thin over one operation.
+"""The linear operation under column- and row-parallel layers (Shoeybi et al. 2019, section 3).
 
 Shapes: `s` sequence, `b` microbatch, `n` tensor ranks. Under sequence parallelism a column layer takes [s/n, b, in] and a row layer
 gives [s/n, b, out].
@@ -35,9 +35,11 @@ than the input (the two halves of a gated MLP), it makes the input before it is 
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -50,7 +52,6 @@ from megatron.parallel.accumulate import (
     accumulate_products,
     grad_dtype,
     is_deferring,
-    through,
 )
 from megatron.parallel.collectives import (
     Pending,
@@ -63,7 +64,6 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.context import Group
 from megatron.parallel.products import input_product, linear
-from megatron.parallel.scope import Scope
 
 InputMode = Literal["plain", "copy", "gather"]
 OutputMode = Literal["plain", "sum", "scatter"]
@@ -86,79 +86,198 @@ class Remade:
         return cls(make(source), source.detach(), make)
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Everything about a linear layer that is not a tensor."""
+
+    group: Group
+    input_mode: InputMode = "plain"
+    output_mode: OutputMode = "plain"
+    defers: bool = True
+    """Whether the weight gradient may be deferred."""
+
+
+def _forward(form: Form, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product with the communication on both sides."""
+    whole = all_gather(x, form.group) if form.input_mode == "gather" else x
+    y = linear(whole, weight.flatten(0, -2), None if bias is None else bias.flatten())
+    if form.output_mode == "sum":
+        return all_reduce(y, form.group)
+    if form.output_mode == "scatter":
+        return reduce_scatter(y, form.group)
+    return y
+
+
+def _backward(
+    form: Form,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    grad_output: torch.Tensor,
+    kept: torch.Tensor,
+    make: Make | None = None,
+    *,
+    source_is_larger: bool = False,
+    gives_input: bool = True,
+) -> torch.Tensor | None:
+    """Add the gradients of weight and bias where they go, now or deferred, and return that of the input.
+
+    Args:
+        kept: the input, or what `make` makes it of.
+        gives_input: whether the input has a gradient.
+    """
+    group, make = form.group, make or _as_it_is
+    deferring = form.defers and is_deferring()
+    if deferring and source_is_larger:
+        kept, make = make(kept), _as_it_is
+    gathers_dy, gathers_x = form.output_mode == "scatter", form.input_mode == "gather"
+    # A deferred weight gradient keeps only the local part of a gathered input, and gathers it again.
+    local = grad_output
+    if gathers_dy:
+        grad_output = all_gather(grad_output, group)
+    whole_x = start_all_gather(make(kept), group) if gathers_x and not deferring else None
+    pending = None
+    if gives_input:
+        grad_input = input_product(grad_output, weight.flatten(0, -2))
+        if form.input_mode == "copy":
+            pending = start_all_reduce(grad_input, group)
+        elif gathers_x:
+            pending = start_reduce_scatter(grad_input, group)
+        else:
+            pending = Pending(grad_input)
+    if bias is not None:
+        # In the precision of its destination: a 16-bit sum over all tokens would lose digits, or overflow.
+        accumulate(bias, grad_output.flatten(0, -2).sum(0, dtype=grad_dtype(bias)).view_as(bias))
+    if not deferring:
+        x = make(kept) if whole_x is None else whole_x.wait()
+        accumulate_products(weight, [(grad_output.flatten(0, -2), x.flatten(0, -2))])
+    elif gathers_dy or gathers_x:
+
+        def start() -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+            dy = start_all_gather(local, group) if gathers_dy else Pending(local)
+            x = start_all_gather(make(kept), group) if gathers_x else None
+            return lambda: (dy.wait(), make(kept) if x is None else x.wait())
+
+        accumulate_product(weight, local, kept, start)
+    else:
+        accumulate_product(weight, grad_output, kept, make=make)
+    return None if pending is None else pending.wait()
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 class _Linear(torch.autograd.Function):
+    """The operation in eager mode."""
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         x: torch.Tensor,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        group: Group,
-        input_mode: InputMode,
-        output_mode: OutputMode,
+        form: Form,
         source: torch.Tensor | None,
         make: Make | None,
-        defers: bool,
     ) -> torch.Tensor:
         kept = x if source is None else source
         about_to_save(kept)
         ctx.save_for_backward(kept)
         ctx.make, ctx.source_is_larger = make, kept.nbytes > x.nbytes
         # Parameters are leaves and outlive the graph, so they need no saving; their identity is what finds their sink.
-        ctx.weight, ctx.bias, ctx.group, ctx.modes, ctx.defers = weight, bias, group, (input_mode, output_mode), defers
-        whole = all_gather(x, group) if input_mode == "gather" else x
-        y = linear(whole, weight.flatten(0, -2), None if bias is None else bias.flatten())
-        if output_mode == "sum":
-            return all_reduce(y, group)
-        if output_mode == "scatter":
-            return reduce_scatter(y, group)
-        return y
+        ctx.form, ctx.weight, ctx.bias = form, weight, bias
+        return _forward(form, x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, *tuple[None, ...]]:  # type: ignore[override]
         (kept,) = ctx.saved_tensors
-        make: Make = ctx.make or _as_it_is
-        deferring = ctx.defers and is_deferring()
-        if deferring and ctx.source_is_larger:
-            kept, make = make(kept), _as_it_is
-        weight, bias, group = ctx.weight, ctx.bias, ctx.group
-        input_mode, output_mode = ctx.modes
-        gathers_dy, gathers_x = output_mode == "scatter", input_mode == "gather"
-        # A deferred weight gradient keeps only the local part of a gathered input, and gathers it again.
-        local = grad_output
-        if gathers_dy:
-            grad_output = all_gather(grad_output, group)
-        whole_x = start_all_gather(make(kept), group) if gathers_x and not deferring else None
-        pending = None
-        if ctx.needs_input_grad[0]:
-            grad_input = input_product(grad_output, weight.flatten(0, -2))
-            if input_mode == "copy":
-                pending = start_all_reduce(grad_input, group)
-            elif input_mode == "gather":
-                pending = start_reduce_scatter(grad_input, group)
-            else:
-                pending = Pending(grad_input)
-        if bias is not None:
-            # In the precision of its destination: a 16-bit sum over all tokens would lose digits, or overflow.
-            accumulate(bias, grad_output.flatten(0, -2).sum(0, dtype=grad_dtype(bias)).view_as(bias))
-        if not deferring:
-            x = make(kept) if whole_x is None else whole_x.wait()
-            accumulate_products(weight, [(grad_output.flatten(0, -2), x.flatten(0, -2))])
-        elif gathers_dy or gathers_x:
-
-            def start() -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-                dy = start_all_gather(local, group) if gathers_dy else Pending(local)
-                x = start_all_gather(make(kept), group) if gathers_x else None
-                return lambda: (dy.wait(), make(kept) if x is None else x.wait())
-
-            accumulate_product(weight, local, kept, start)
-        else:
-            accumulate_product(weight, grad_output, kept, make=make)
-        return (None if pending is None else pending.wait()), *(None,) * 8
+        grad_input = _backward(
+            ctx.form,
+            ctx.weight,
+            ctx.bias,
+            grad_output,
+            kept,
+            ctx.make,
+            source_is_larger=ctx.source_is_larger,
+            gives_input=ctx.needs_input_grad[0],
+        )
+        return grad_input, *(None,) * 5
 
 
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
+# The same as operations that a compiler takes as they are. A layer comes in as the number of its handle, in a tensor of the graph's
+# inputs: so equal layers share one compilation. Shapes are arguments, since a compiler knows no tensor's value.
+
+
+class Handled(Protocol):
+    """A layer that a handle names. Its parameters are looked up at each use: others take their place when they are sharded."""
+
+    form: Form
+    weight: nn.Parameter
+
+    @property
+    def used_bias(self) -> nn.Parameter | None:
+        """The bias, where it is a part of the product."""
+
+
+_holders: weakref.WeakValueDictionary[int, Handled] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def handle_of(layer: Handled) -> torch.Tensor:
+    """A new handle of a layer, int64, 0-d, on the host. It does not keep the layer alive."""
+    number = next(_numbers)
+    _holders[number] = layer
+    return torch.tensor(number)
+
+
+def _holder(handle: torch.Tensor) -> Handled:
+    return _holders[int(handle)]
+
+
+@torch.library.custom_op("megatron::linear", mutates_args=())
+def linear_by_handle(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor, gather: int, scatter: int
+) -> torch.Tensor:
+    """The forward of the layer that the handle names.
+
+    Args:
+        gather, scatter: number of ranks over which the sequence is joined before the product, or cut after it.
+    """
+    return _forward(_holder(handle).form, x, weight, bias)
+
+
+@linear_by_handle.register_fake
+def _(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor, gather: int, scatter: int
+) -> torch.Tensor:
+    outputs = weight.numel() // weight.shape[-1]
+    return x.new_empty((x.shape[0] * gather // scatter, *x.shape[1:-1], outputs))
+
+
+@torch.library.custom_op("megatron::linear_backward", mutates_args=())
+def _linear_backward(grad_output: torch.Tensor, kept: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    """The gradient of the input. The gradients of weight and bias go where they belong: a side effect that no compiler sees, and
+    that none drops, since in a block the gradient of each layer's input is needed."""
+    holder = _holder(handle)
+    grad_input = _backward(holder.form, holder.weight, holder.used_bias, grad_output, kept)
+    assert grad_input is not None
+    return grad_input
+
+
+@_linear_backward.register_fake
+def _(grad_output: torch.Tensor, kept: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    return kept.new_empty(kept.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[0], inputs[3])
+
+
+def _differentiate(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, *tuple[None, ...]]:
+    return _linear_backward(grad_output, *ctx.saved_tensors), *(None,) * 5
+
+
+linear_by_handle.register_autograd(_differentiate, setup_context=_save)
 
 
 def parallel_linear(
@@ -182,50 +301,11 @@ def parallel_linear(
     Returns:
         [s, b, out], or [s/n, b, out] with output mode scatter.
     """
-    assert bias is None or output_mode == "plain", "a bias added before a sum would count once a rank"
+    return linear_of(Form(group, input_mode, output_mode, defers), x, weight, bias)
+
+
+def linear_of(form: Form, x: torch.Tensor | Remade, weight: nn.Parameter, bias: nn.Parameter | None) -> torch.Tensor:
+    """The operation of a layer of this form."""
+    assert bias is None or form.output_mode == "plain", "a bias added before a sum would count once a rank"
     value, source, make = (x.value, x.source, x.make) if isinstance(x, Remade) else (x, None, None)
-    return _Linear.apply(value, weight, bias, group, input_mode, output_mode, source, make, defers)
-
-
-class ColumnParallelLinear(nn.Module):
-    """Output features are split: each rank computes [s, b, out/n].
-
-    The weight is [out, in]; with `halves` > 1 it is [halves, out, in] and the output [s, b, halves, out/n]: the halves of a gated
-    MLP, each split by itself, so that a tensor rank's part is one slice of one dimension.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, scope: Scope) -> None:
-        super().__init__()
-        self.group = scope.tp
-        self.input_mode: InputMode = "gather" if scope.sequence_parallel else "copy"
-        scope.parameter(self, "weight")
-        scope.optional(self, "bias")
-        self.halves = len(self.weight) if self.weight.dim() == 3 else 1
-
-    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
-        """Map x [s, b, in] (or [s/n, b, in]) to [s, b, out/n] (or [s, b, halves, out/n])."""
-        y = parallel_linear(x, self.weight, self.bias, self.group, input_mode=self.input_mode)
-        return y.unflatten(-1, (self.halves, -1)) if self.halves > 1 else y
-
-
-class RowParallelLinear(nn.Module):
-    """Input features are split: each rank multiplies its part, and the products are summed over the ranks. The bias counts once."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, scope: Scope) -> None:
-        super().__init__()
-        self.group, self.scatter = scope.tp, scope.sequence_parallel
-        scope.parameter(self, "weight")
-        scope.optional(self, "bias")
-
-    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
-        """Map x [s, b, in/n] to [s, b, out] (or [s/n, b, out])."""
-        if self.group.size == 1:
-            return parallel_linear(x, self.weight, self.bias, self.group)
-        y = parallel_linear(x, self.weight, None, self.group, output_mode="scatter" if self.scatter else "sum")
-        return y if self.bias is None else y + through(self.bias)
+    return _Linear.apply(value, weight, bias, form, source, make)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron.parallel.accumulate import deferring
 from megatron.parallel.context import SELF_GROUP, ParallelContext, make_context
@@ -20,7 +21,8 @@ from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
 from megatron.spec.weights import column, row
 from megatron.tensor_parallel import linear
-from megatron.tensor_parallel.linear import ColumnParallelLinear, Remade, RowParallelLinear, parallel_linear
+from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.tensor_parallel.linear import Remade, parallel_linear
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over
 from tests.support.warm import run_forked_ranks
@@ -348,3 +350,21 @@ def test_float16_products_on_a_cpu_are_made_in_float32() -> None:
             with Watch():
                 parallel_linear(x, weight, bias, SELF_GROUP).float().square().sum().backward()
     assert seen == {torch.float32}
+
+
+def test_compiled_layers_share_one_graph_and_have_the_same_bits() -> None:
+    """A layer enters its compiled operation as a handle: a second one takes the first one's graph, and its own parameters."""
+    graphs = CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+    for number in range(2):
+        layer, table = layer_of(Case("column", bias=True, sequence_parallel=False), lone_rank())
+        layer.compile(backend=graphs, fullgraph=True)
+        leaf, found = values(SEQ, BATCH, IN, key=7 + number).requires_grad_(), []
+        for forward in (layer.forward, layer):
+            for entry in table:
+                entry.param.grad_sink = sink_over(torch.empty_like(entry.param))  # type: ignore[attr-defined]
+            forward(leaf.tanh()).sin().sum().backward()
+            found.append([leaf.grad, *(entry.param.grad_sink.main_grad.clone() for entry in table)])  # type: ignore[attr-defined]
+            leaf.grad = None
+        assert all(torch.equal(eager, compiled) for eager, compiled in zip(*found, strict=True)), "not the same bits"
+    assert graphs.frame_count == 1

@@ -1,0 +1,73 @@
+"""Column- and row-parallel linear layers (Shoeybi et al. 2019, section 3): thin over the linear operation.
+
+Shapes: `s` sequence, `b` microbatch, `n` tensor ranks. Under sequence parallelism a column layer takes [s/n, b, in] and a row layer
+gives [s/n, b, out].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.parallel.accumulate import through
+from megatron.parallel.scope import Scope
+from megatron.tensor_parallel.linear import Form, OutputMode, Remade, handle_of, linear_by_handle, linear_of
+
+
+class LinearLayer(nn.Module):
+    """What column- and row-parallel layers share: parameters, a form, and a handle by which a compiled block's operations find
+    them."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, scope: Scope, form: Form) -> None:
+        super().__init__()
+        self.form = form
+        scope.parameter(self, "weight")
+        scope.optional(self, "bias")
+        self.handle = handle_of(self)
+        self.gather = form.group.size if form.input_mode == "gather" else 1
+        self.scatter = form.group.size if form.output_mode == "scatter" else 1
+
+    @property
+    def used_bias(self) -> nn.Parameter | None:
+        """The bias, where it is a part of the product."""
+        return self.bias if self.form.output_mode == "plain" else None
+
+    def product(self, x: torch.Tensor | Remade) -> torch.Tensor:
+        """The linear operation of this layer."""
+        if torch.compiler.is_compiling():
+            assert isinstance(x, torch.Tensor)
+            return linear_by_handle(x, self.weight, self.used_bias, self.handle, self.gather, self.scatter)
+        return linear_of(self.form, x, self.weight, self.used_bias)
+
+
+class ColumnParallelLinear(LinearLayer):
+    """Output features are split: each rank computes [s, b, out/n].
+
+    The weight is [out, in]; with `halves` > 1 it is [halves, out, in] and the output [s, b, halves, out/n]: the halves of a gated
+    MLP, each split by itself, so that a tensor rank's part is one slice of one dimension.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope, Form(scope.tp, input_mode="gather" if scope.sequence_parallel else "copy"))
+        self.halves = len(self.weight) if self.weight.dim() == 3 else 1
+
+    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
+        """Map x [s, b, in] (or [s/n, b, in]) to [s, b, out/n] (or [s, b, halves, out/n])."""
+        y = self.product(x)
+        return y.unflatten(-1, (self.halves, -1)) if self.halves > 1 else y
+
+
+class RowParallelLinear(LinearLayer):
+    """Input features are split: each rank multiplies its part, and the products are summed over the ranks. The bias counts once."""
+
+    def __init__(self, scope: Scope) -> None:
+        over_ranks: OutputMode = "scatter" if scope.sequence_parallel else "sum"
+        super().__init__(scope, Form(scope.tp, output_mode="plain" if scope.tp.size == 1 else over_ranks))
+
+    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
+        """Map x [s, b, in/n] to [s, b, out] (or [s/n, b, out])."""
+        y = self.product(x)
+        return y if self.bias is None or self.used_bias is not None else y + through(self.bias)
