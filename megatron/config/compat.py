@@ -161,7 +161,7 @@ no-manual-gc-eval: With --manual-gc garbage is always collected around evaluatio
 defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute: {_DEFERRED}
 pipeline-model-parallel-comm-backend disable-gloo-process-groups: All groups use one backend (--distributed-backend).
 distributed-timeout-seconds-after-init: One time limit holds throughout (--distributed-timeout-minutes).
-high-priority-stream-groups: Stream priorities are not a setting.
+high-priority-stream-groups: Messages between pipeline stages always have streams of high priority; there is nothing to set.
 use-ring-exchange-p2p: How tensors travel between pipeline stages is not a setting.
 local-rank rank lazy-mpu-init: The launcher gives it in the environment (RANK, LOCAL_RANK, WORLD_SIZE).
 log-progress: Use --metrics-file, one JSON object a line.

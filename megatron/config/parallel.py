@@ -127,7 +127,7 @@ class ParallelConfig:
     ddp_bucket_size: int | None = setting(None, at_least=1, unit="elements")
     """Elements in a gradient bucket; by default 1,000,000 x DP, but from 40,000,000 to 160,000,000."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
-    """Communication library; by default nccl on CUDA and gloo on CPU."""
+    """Communication library for tensors; by default nccl on CUDA and gloo on CPU. Beside nccl, gloo carries what the hosts say."""
     distributed_timeout_minutes: int = setting(10, at_least=1, unit="minutes")
     """Give up on a collective after this long."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

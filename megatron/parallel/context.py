@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron.config.launcher import launched
 from megatron.config.parallel import ParallelConfig
+from megatron.parallel.backends import communicator, options, world_backend
 from megatron.parallel.topology import AXES, DATA_AXES, GRADIENT_AXES, Topology
 
 # Groups that the framework asks for. Made eagerly and in this order, because every rank must take part in making every group.
@@ -49,6 +50,7 @@ class ParallelContext:
     rank: int
     device: torch.device
     backend: str | None = None
+    """torch's word for the libraries that the world speaks."""
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
 
     @property
@@ -87,8 +89,8 @@ class ParallelContext:
     def pipeline_channel(self, source: int, destination: int) -> Group:
         """The group for messages from one pipeline rank (position on the pp axis) to another.
 
-        Messages towards higher and towards lower ranks have a group each. NCCL runs the sends and receives of a pair in the order
-        in which they were issued, so two directions on one communicator could wait for each other.
+        Messages towards higher and towards lower ranks have a group each, of tensors only. NCCL runs the sends and receives of a
+        pair in the order in which they were issued, so two directions on one communicator could wait for each other.
         """
         return self._groups[("pp_up",) if source < destination else ("pp_down",)]
 
@@ -146,7 +148,10 @@ def make_context(
             elif len(ranks) == topology.world_size and not own_communicator:
                 process_group = dist.group.WORLD
             else:
-                process_group = dist.new_group(list(ranks), timeout=timeout, group_desc=name)
+                made_of = communicator(key, context.backend)
+                process_group = dist.new_group(
+                    list(ranks), timeout=timeout, backend=made_of.backend, pg_options=options(made_of), group_desc=name
+                )
             if not own_communicator:
                 made[ranks] = process_group
             if rank in ranks:
@@ -186,7 +191,7 @@ def connect(config: ParallelConfig) -> ParallelContext:
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
         # No device_id: with it, NCCL would make every group at once, by a split of the whole world each. Without, a communicator is
         # made at its first use by its own ranks, and each pair of pipeline neighbours has one of its own in each direction.
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(world_backend(backend), timeout=timeout)
     topology = Topology.from_world(
         job.world_size,
         tp=config.tensor_model_parallel_size,

@@ -5,8 +5,10 @@ All else in a plan is exact to the byte. So these stand apart, as one part of a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from megatron.parallel.backends import MESSAGE_CHANNELS
 
 _MIB = 2**20
 
@@ -43,21 +45,21 @@ ROUNDING = Allowance(
 _NCCL = (
     "NCCL, src/init.cc: a connection keeps 0.5 (LL) + 4.7 (LL128) + 4 MiB (NCCL_BUFFSIZE) a channel; with pages of 2 MiB and two "
     "blocks of flags that is 14 MiB, the 3.28 GB of 7 peers and 32 channels of github.com/NVIDIA/nccl/issues/1685. Channels: 16 of "
-    "a ring (issues/892), to a peer 32 inside a node (issues/1685) and 2 between nodes (issues/1189)"
+    f"a ring (issues/892), and the {MESSAGE_CHANNELS} that are allowed for messages to a peer"
 )
 _PER_CHANNEL = 14 * _MIB
-_RING_CHANNELS, _PEER_CHANNELS, _FAR_PEER_CHANNELS = 16, 32, 2
+_RING_CHANNELS = 16
 
 
-def allowances(rings: Mapping[str, int], peers: Sequence[bool], world_size: int) -> tuple[Allowance, ...]:
+def allowances(rings: Mapping[str, int], num_peers: int, world_size: int) -> tuple[Allowance, ...]:
     """What CUDA takes on one rank.
 
     Args:
         rings: the groups of its collectives, with their sizes. Each is a communicator; two of all ranks are one.
-        peers: for each stage that it exchanges messages with, whether that lies on another node. Each direction has a communicator
-            of its own, which is one half of a connection.
+        num_peers: stages that it exchanges messages with. Each direction has a communicator of its own, which is one half of a
+            connection.
     """
     made = {name if size < world_size else "world" for name, size in rings.items() if size > 1}
-    channels = _RING_CHANNELS * len(made) + sum(_FAR_PEER_CHANNELS if far else _PEER_CHANNELS for far in peers)
+    channels = _RING_CHANNELS * len(made) + MESSAGE_CHANNELS * num_peers
     nccl = [Allowance("NCCL buffers", channels * _PER_CHANNEL, _NCCL)] if channels else []
     return (CONTEXT, WORKSPACES, *nccl, ROUNDING)

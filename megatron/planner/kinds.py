@@ -96,10 +96,9 @@ def make_kinds(stages: Iterable[StagePlan], groups: NamedGroups, links: Links, *
 
 
 def _allowances(stage: StagePlan, groups: NamedGroups, links: Links) -> tuple[Allowance, ...]:
-    """What CUDA takes on the ranks of a stage. Neighbours count as far only where they are so for each of its ranks."""
+    """What CUDA takes on the ranks of a stage."""
     rings = {one.over: groups[one.over][0] for one in stage.sent if one.peer is None}
-    peers = sorted({one.peer for one in stage.sent if one.peer is not None})
-    return allowances(rings, [bool(links.between(stage.stage, peer).all()) for peer in peers], links.world_size)
+    return allowances(rings, len({one.peer for one in stage.sent if one.peer is not None}), links.world_size)
 
 
 def _amounts(sent: Sequence[Sending]) -> tuple[tuple[str, str, int], ...]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.parallel.backends import world_backend
 from megatron.parallel.context import choose_device
 
 _BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}
@@ -43,7 +44,7 @@ def measure(report: Callable[[dict[str, Any]], None], wanted: str, limit_s: floa
         found["free"], found["memory"] = torch.cuda.mem_get_info(device)
     report({"at": "joining the other ranks"})
     timeout = datetime.timedelta(seconds=limit_s)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    dist.init_process_group(world_backend("nccl" if device.type == "cuda" else "gloo"), timeout=timeout)
     report({"at": "a sum over all ranks"})
     total = torch.full((1 << 10,), rank + 1.0, dtype=torch.float64, device=device)
     dist.all_reduce(total)

@@ -1,0 +1,87 @@
+"""Which libraries a group speaks: decided without CUDA, and made by a torch that has no NCCL through a stand-in for its options."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron.parallel.backends import MESSAGE_CHANNELS, Communicator, communicator, options, world_backend
+from megatron.parallel.context import make_context
+from megatron.parallel.topology import Topology
+from megatron.verification.local_ranks import run_ranks
+from tests.support.lone_rank import CPU
+
+BOTH = "cpu:gloo,cuda:nccl"
+
+
+class Options:
+    """Stands for ProcessGroupNCCL.Options of a torch with NCCL."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=None)
+
+
+def test_where_tensors_go_over_nccl_the_hosts_speak_gloo() -> None:
+    assert world_backend("nccl") == BOTH
+    assert world_backend("gloo") == "gloo"
+    for name in (("tp",), ("pp",), ("dp",), ("tp", "cp", "dp", "pp"), ("ends",)):
+        assert communicator(name, BOTH) == Communicator(), f"{name} is made as the world is"
+    for name in (("fsdp_shard",), ("fsdp_replica",)):
+        assert communicator(name, BOTH) == Communicator("nccl")
+    for name in (("pp_up",), ("pp_down",)):
+        assert communicator(name, BOTH) == Communicator("nccl", high_priority=True, max_channels=MESSAGE_CHANNELS)
+        assert communicator(name, "gloo") == communicator(name, "fake") == communicator(name, None) == Communicator()
+
+
+def test_options_are_what_was_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options(Communicator()) is None and options(Communicator("nccl")) is None
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    found = options(communicator(("pp_up",), BOTH))
+    assert found.is_high_priority_stream and found.config.max_ctas == MESSAGE_CHANNELS
+
+
+def test_options_of_a_torch_whose_nccl_has_no_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = SimpleNamespace(Options=lambda is_high_priority_stream: SimpleNamespace(high=is_high_priority_stream))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", old, raising=False)
+    assert vars(options(Communicator("nccl", high_priority=True, max_channels=2))) == {"high": True}
+
+
+def test_every_group_of_a_job_on_cuda_but_those_of_tensors_alone_speaks_gloo_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch is asked for them, for all ranks' groups."""
+    made: list[tuple[str, Any, Any]] = []
+
+    def new_group(ranks: list[int], *, timeout: Any, backend: str | None, pg_options: Any, group_desc: str) -> object:
+        made.append((group_desc, backend, pg_options))
+        return object()
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: BOTH)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    make_context(Topology(tp=2, pp=3, dp=4), 0, CPU, fsdp_shard_size=2)
+    backends = {name: {backend for desc, backend, _ in made if desc == name} for name, _, _ in made}
+    only = {"pp_up", "pp_down", "fsdp_shard", "fsdp_replica"}
+    assert backends == {name: {"nccl"} if name in only else {None} for name in backends} and only < backends.keys()
+    assert {name for name, _, given in made if given is not None} == {"pp_up", "pp_down"}
+    assert all(given.is_high_priority_stream for _, _, given in made if given is not None)
+
+
+def said(rank: int) -> tuple[str, str, list[str]]:
+    """In a world of two libraries, as on CUDA: which one torch takes for objects and barriers."""
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:gloo,cuda:gloo")
+    context = make_context(Topology(pp=2), rank, CPU)
+    chosen = [
+        dist.distributed_c10d._get_object_coll_device(group) for group in (dist.group.WORLD, context.group("pp").process_group)
+    ]
+    dist.barrier()
+    return dist.get_backend(), str(context.backend), chosen
+
+
+def test_objects_go_over_the_library_of_the_cpu_where_a_group_has_two() -> None:
+    for backend, known, chosen in run_ranks(2, said, timeout=60.0):
+        assert backend == known == "cpu:gloo,cuda:gloo" and chosen == ["cpu", "cpu"]
