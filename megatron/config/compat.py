@@ -159,7 +159,8 @@ empty-unused-memory-level: Buffers are allocated once, so the memory cache is ne
 train-sync-interval: The host already waits for the device once an iteration.
 no-manual-gc-eval: With --manual-gc garbage is always collected around evaluations and saves.
 defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute: {_DEFERRED}
-pipeline-model-parallel-comm-backend disable-gloo-process-groups: All groups use one backend (--distributed-backend).
+pipeline-model-parallel-comm-backend: Messages between pipeline stages go over --distributed-backend.
+disable-gloo-process-groups: Beside NCCL, gloo always carries what the hosts say to each other.
 distributed-timeout-seconds-after-init: One time limit holds throughout (--distributed-timeout-minutes).
 high-priority-stream-groups: Messages between pipeline stages always have streams of high priority; there is nothing to set.
 use-ring-exchange-p2p: How tensors travel between pipeline stages is not a setting.
