@@ -97,7 +97,8 @@ fp8* *-fp8-* fp4* kitchen-*: Formats of 8 bits and fewer are not built yet; use 
 *fsdp*: Sharding of parameters is set by --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size,
     --fsdp-reshard-after-forward, --fsdp-reduce-once and --fsdp-params-cpu.
 muon-*: The optimizers are --optimizer adam and sgd.
-tp-comm-* disable-tp-comm-*: The input gradient's all-reduce always overlaps the weight gradient; there is nothing to set.
+tp-comm-overlap-cfg tp-comm-overlap-rs-dgrad tp-comm-bootstrap-backend disable-tp-comm-*: Use --tp-comm-overlap alone; how each
+    product overlaps is not a setting.
 *cuda-graph*: CUDA graphs are not built yet.
 ckpt-* dist-ckpt-* distrib-optim-*: There is one checkpoint format, which fits every layout.
 non-persistent-* replication*: There is one kind of checkpoint (--save, --save-interval, --keep-last).

@@ -51,6 +51,11 @@ class ParallelConfig:
     """Ranks that split the experts (EP). Only 1 so far."""
     sequence_parallel: bool = setting(False, idle=idle_with("there is one tensor rank", tensor_model_parallel_size=1))
     """Split norms, dropout and residual along the sequence over the tensor ranks (saves activation memory)."""
+    tp_comm_overlap: bool = setting(
+        False, acts=acts_with(sequence_parallel=True), idle=idle_with("there is one tensor rank", tensor_model_parallel_size=1)
+    )
+    """Under sequence parallelism: gather and reduce-scatter in pieces, each while another is multiplied. Inside a node of GPUs the
+    pieces are read out of the peers' memory; elsewhere they go round a ring."""
     use_tp_pp_dp_mapping: bool = setting(
         False, idle=idle_with("both numberings of the ranks are the same here", data_ranks=1, pipeline_model_parallel_size=1)
     )

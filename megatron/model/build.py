@@ -8,11 +8,13 @@ import torch
 
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.training import PrecisionConfig
 from megatron.model.gpt import GPTChunk, residual_dtype
 from megatron.model.init import initialize
 from megatron.model.output_layer import LossForm
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.overlap import Overlap, choose
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.p2p import Boundary, TensorSpec
@@ -38,6 +40,8 @@ class Model:
     """Seed of the initial values."""
     loss: LossForm
     """How the last chunk computes its loss."""
+    overlap: Overlap | None = None
+    """How products overlap with the tensor ranks' communication, if they do."""
 
     @property
     def computes_loss(self) -> bool:
@@ -51,6 +55,11 @@ class Model:
         return {"hidden": TensorSpec(shape, residual_dtype(self.config, self.dtype))}
 
 
+def overlaps(parallel: ParallelConfig) -> bool:
+    """Whether products overlap with communication of tensor ranks."""
+    return parallel.tp_comm_overlap and parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
+
+
 def model_dtype(precision: PrecisionConfig) -> torch.dtype:
     """Dtype of parameters and activations."""
     if precision.fp16:
@@ -60,12 +69,19 @@ def model_dtype(precision: PrecisionConfig) -> torch.dtype:
     return torch.float64 if precision.fp64 else torch.float32
 
 
-def model_of(config: Config, context: ParallelContext, vocab_size: int, dtype: torch.dtype | None = None) -> Model:
+def model_of(
+    config: Config,
+    context: ParallelContext,
+    vocab_size: int,
+    dtype: torch.dtype | None = None,
+    overlap: Overlap | None = None,
+) -> Model:
     """The model of a run on this rank, on the meta device: a training step gives each rank its part of the parameters.
 
     Args:
         vocab_size: rows of the word embedding, without padding.
         dtype: in place of the one that the settings ask for.
+        overlap: the way that --tp-comm-overlap takes, in place of the one that these ranks can take.
 
     Raises:
         ValueError: the layers cannot be placed on the stages.
@@ -76,6 +92,7 @@ def model_of(config: Config, context: ParallelContext, vocab_size: int, dtype: t
         dtype=model_dtype(config.precision) if dtype is None else dtype,
         vocab_size=vocab_size,
         sequence_parallel=config.parallel.sequence_parallel,
+        overlap=(overlap or choose(context.group("tp"), context.device)) if overlaps(config.parallel) else None,
         seed=config.training.seed,
         table=table_of(config.model, config.parallel, vocab_size, config.memory),
         materialized=False,
@@ -91,6 +108,7 @@ def build_model(
     vocab_size: int,
     sequence_parallel: bool,
     seed: int,
+    overlap: Overlap | None = None,
     table: list[Chunk] | None = None,
     materialized: bool = True,
     loss: LossForm = LossForm(),  # noqa: B008 (frozen)
@@ -98,6 +116,7 @@ def build_model(
     """Build this rank's chunks on the meta device, then give them memory and initial values.
 
     Args:
+        overlap: how products overlap with the collectives of sequence parallelism; None: they take turns.
         table: which stage holds which layers; by default as many layers in each pipeline stage, one chunk a stage.
         materialized: False leaves the parameters on the meta device: a training step then gives each rank its part of them.
         loss: how the last chunk computes its loss.
@@ -106,7 +125,7 @@ def build_model(
     params = ParamTable()
     sequence_parallel = sequence_parallel and context.topology.tp > 1
     weights = {weight.name: weight for weight in model_weights(config, vocab_size)}
-    scope = Scope(context, params, weights, dtype, sequence_parallel, num_chunks=len(table))
+    scope = Scope(context, params, weights, dtype, sequence_parallel, overlap, num_chunks=len(table))
     chunks = {
         chunk.index: GPTChunk(replace(scope, chunk=chunk.index), config, chunk, loss=loss)
         for chunk in table
@@ -117,4 +136,4 @@ def build_model(
             materialize(module, params, context.device)
         for entry in params:
             initialize(entry.param, entry.record, context, seed)
-    return Model(config, dtype, vocab_size, table, chunks, params, sequence_parallel, seed, loss)
+    return Model(config, dtype, vocab_size, table, chunks, params, sequence_parallel, seed, loss, overlap)

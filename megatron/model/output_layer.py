@@ -58,6 +58,7 @@ class OutputLayer(nn.Module):
             self.weight = scope.table.share(weight.name, self, "weight")
         else:
             scope.parameter(self, "weight", weight)
+        self.overlap = scope.overlap
         self.gather, self.vocab_size, self.form = scope.sequence_parallel, weight.shape[0], form
         self.rows = len(self.weight)
         first = scope.tp.index * self.rows
@@ -80,4 +81,4 @@ class OutputLayer(nn.Module):
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's columns of the logits, padding included: [s, b, v/n]."""
         mode: InputMode = "gather" if self.gather else "copy"
-        return parallel_linear(x, self.weight, None, self.columns.group, input_mode=mode, defers=False)
+        return parallel_linear(x, self.weight, None, self.columns.group, input_mode=mode, defers=False, overlap=self.overlap)

@@ -6,6 +6,7 @@ are contiguous. Reductions are sums; any scaling is the caller's and explicit. N
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class Pending:
         reads: what it reads until then. (Backends hold on to it too; here it is seen, and counted, whatever the backend.)
     """
 
-    def __init__(self, result: torch.Tensor, work: dist.Work | None = None, reads: torch.Tensor | None = None) -> None:
+    def __init__(self, result: torch.Tensor, work: dist.Work | _Works | None = None, reads: torch.Tensor | None = None) -> None:
         self._result, self._work, self._reads = result, work, reads
 
     def wait(self) -> torch.Tensor:
@@ -67,6 +68,35 @@ def start_reduce_scatter(tensor: torch.Tensor, group: Group, out: torch.Tensor |
     part = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:])) if out is None else out
     tensor = tensor.contiguous()
     return Pending(part, _reduce_scatter(part, tensor, group=group.process_group, async_op=True), tensor)
+
+
+class _Works:
+    """Several works that are waited for as one."""
+
+    def __init__(self, works: Sequence[dist.Work | None]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for each."""
+        for work in self._works:
+            assert work is not None, "this rank is not in the group"
+            work.wait()
+
+
+def start_pass_on(tensor: torch.Tensor, group: Group, out: torch.Tensor | None = None) -> Pending:
+    """Begin to send to the next rank of the group's ring, and to receive as much from the one before.
+
+    Args:
+        out: the result, what is received.
+    """
+    received = torch.empty_like(tensor) if out is None else out
+    place, ranks, over = group.index, group.ranks, group.process_group
+    to, source = ranks[(place + 1) % group.size], ranks[place - 1]
+    if tensor.device.type == "cuda":
+        # One operation for NCCL. Of two, the receive could run first on every rank, and wait for a send that is behind a receive.
+        send, receive = dist.P2POp(dist.isend, tensor, to, over), dist.P2POp(dist.irecv, received, source, over)
+        return Pending(received, _Works(dist.batch_isend_irecv([send, receive])), tensor)
+    return Pending(received, _Works([dist.isend(tensor, to, group=over), dist.irecv(received, source, group=over)]), tensor)
 
 
 def all_reduce(tensor: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:

@@ -25,11 +25,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
-def product_into(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Write x matrix to `out`: [n, k] and [k, m] to [n, m]. Outside of autograd."""
+def product_into(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Write x matrix + bias to `out`: [n, k] and [k, m] to [n, m]. Outside of autograd."""
     if slow_half(x):
-        return out.copy_(x.float() @ matrix.float())
-    return torch.mm(x, matrix, out=out)
+        product = x.float() @ matrix.float()
+        return out.copy_(product if bias is None else product.add_(bias))
+    return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
 
 
 def input_product(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

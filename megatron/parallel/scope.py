@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron.parallel.context import Group, ParallelContext
+from megatron.parallel.overlap import Overlap
 from megatron.parallel.params import ParamRecord, ParamTable
 from megatron.spec.weights import Weight
 
@@ -23,6 +24,8 @@ class Scope:
     """The weights of the whole model in the spec, by global name."""
     dtype: torch.dtype
     sequence_parallel: bool = False
+    overlap: Overlap | None = None
+    """How products overlap with the collectives along the sequence; None: they take turns."""
     prefix: str = ""
     chunk: int = 0
     num_chunks: int = 1

@@ -250,7 +250,16 @@ class ChunkRun:
         self._ledger = ledger
         table = ParamTable()
         weights = {weight.name: weight for weight in model_weights(model.config, model.vocab_size)}
-        scope = Scope(context, table, weights, model.dtype, model.sequence_parallel, chunk=chunk.index, num_chunks=chunk.num_chunks)
+        scope = Scope(
+            context,
+            table,
+            weights,
+            model.dtype,
+            model.sequence_parallel,
+            model.overlap,
+            chunk=chunk.index,
+            num_chunks=chunk.num_chunks,
+        )
         self._module = GPTChunk(scope, model.config, chunk, segments, loss=model.loss)
         if device.type != "meta":
             materialize(self._module, table, device)

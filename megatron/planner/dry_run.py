@@ -13,6 +13,7 @@ from megatron.data_parallel.traffic import NUM_SCALARS
 from megatron.model.build import Model, model_dtype, model_of
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
+from megatron.parallel.overlap import Overlap, Pieces, SymmetricMemory
 from megatron.parallel.topology import DATA_AXES, GRADIENT_AXES, Topology
 from megatron.pipeline_parallel.exchange import ReceivePlan
 from megatron.pipeline_parallel.partition import recomputed_chunks, table_of
@@ -103,6 +104,11 @@ class Sample(NamedTuple):
     """The share of a step's microbatches that the sample has."""
 
 
+def _likely_overlap(device_type: str, tensor_size: int, gpus_per_node: int) -> Overlap:
+    """The way that --tp-comm-overlap will take, if the GPUs of a node reach each other's memory."""
+    return SymmetricMemory() if device_type == "cuda" and gpus_per_node % tensor_size == 0 else Pieces()
+
+
 class PlannedStep(NamedTuple):
     """What a rank of one stage does in a step, and what it holds meanwhile."""
 
@@ -156,6 +162,7 @@ class Planner:
             parallel.overlap_p2p_communication,
             self._device_type,
         )
+        self._overlap = _likely_overlap(self._device_type, self._topology.tp, dry_run.gpus_per_node)
         self._traces = {} if traces is None else traces
 
     def plan(self) -> Plan:
@@ -199,7 +206,7 @@ class Planner:
         """How the activations of a stage come and go."""
         context = connect_fake(self._topology, self._topology.rank(pp=stage), self._config.parallel.fsdp_shard_size)
         try:
-            model = model_of(self._config, context, self._vocab_size)
+            model = model_of(self._config, context, self._vocab_size, overlap=self._overlap)
             walked = self._trace(model, context), model, self._config, context, self._schedule, self._receives
             held = list(held_over_step(*walked, device_type=self._device_type))
         finally:
@@ -224,7 +231,7 @@ class Planner:
             context = connect_fake(self._topology, self._topology.rank(pp=same[0]), self._config.parallel.fsdp_shard_size)
             try:
                 groups = named_groups(context, self._links)
-                model = model_of(self._config, context, self._vocab_size)
+                model = model_of(self._config, context, self._vocab_size, overlap=self._overlap)
                 counted |= dict.fromkeys(same, parameters_of_stage(model, context))
                 found |= self._lay_out([stage for stage in same if stage in stages], model, context)
             finally:

@@ -5,7 +5,7 @@ where the layers call such an operation, we put the one in its place that a GPU 
 conditions of torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, layer_norm_kernel.cu, Dropout.cpp).
 
 Memory within a kernel is listed only where it counts beside activations. Sources: the kernels of torch 2.13 (aten/src/ATen/native:
-ReduceOps.cpp, cuda/Indexing.cu, transformers/cuda/flash_attn/flash_api.cpp), and on CPU its
+ReduceOps.cpp, cuda/Indexing.cu, transformers/cuda/flash_attn/flash_api.cpp; torch/distributed/_symmetric_memory), and on CPU its
 allocator's events.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -70,6 +71,26 @@ def _flash_gradients(q: torch.Tensor, k: torch.Tensor, rows: int) -> int:
     return wide + (0 if heads == k.shape[1] else 2 * q.nbytes)
 
 
+def resolved(name: Any) -> dist.ProcessGroup:
+    """The group of this name."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def gathered_bytes(x: torch.Tensor, matrices: list[torch.Tensor], dim: int, group: str) -> int:
+    """What a product along with a gather gathers."""
+    return x.nbytes * resolved(group).size()
+
+
+def scattered_bytes(x: torch.Tensor, matrix: torch.Tensor, *_: Any) -> int:
+    """What a product along with a reduce-scatter sums: the parts for all ranks, which are there at once."""
+    return x.nbytes // x.shape[-1] * matrix.shape[-1]
+
+
+def _gathered(*args: Any, return_A: bool = True) -> int:
+    """A gathered input that is not asked for is there while it is multiplied."""
+    return 0 if return_A else gathered_bytes(*args)
+
+
 _OWN_MEMORY: dict[str, Callable[..., int]] = {
     "aten::logsumexp": _exponentials,
     "aten::logsumexp.out": _exponentials,
@@ -78,6 +99,8 @@ _OWN_MEMORY: dict[str, Callable[..., int]] = {
     "aten::_index_put_impl_": _sorted_ids,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "torch_attn::_varlen_attn_backward": _varied_flash_backward,
+    "symm_mem::fused_all_gather_matmul": _gathered,
+    "symm_mem::fused_matmul_reduce_scatter": scattered_bytes,
 }
 
 

@@ -7,7 +7,7 @@ Storages are counted, not tensors: a view costs nothing, and what several graphs
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,16 +16,18 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.planner.kernel_memory import bytes_inside
+from megatron.planner.kernel_memory import bytes_inside, gathered_bytes, resolved, scattered_bytes
 
 Operation = Literal["all-reduce", "all-gather", "reduce-scatter", "send"]
 
-_OPERATIONS: dict[str, tuple[Operation, int]] = {
-    "c10d::allreduce_": ("all-reduce", 2),
-    "c10d::_allgather_base_": ("all-gather", 1),
-    "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
+_OPERATIONS: dict[str, tuple[Operation, int, Callable[..., int]]] = {
+    "c10d::allreduce_": ("all-reduce", 2, lambda tensors, *_: tensors[0].nbytes),
+    "c10d::_allgather_base_": ("all-gather", 1, lambda out, *_: out.nbytes),
+    "c10d::_reduce_scatter_base_": ("reduce-scatter", 1, lambda out, tensor, *_: tensor.nbytes),
+    "symm_mem::fused_all_gather_matmul": ("all-gather", 1, gathered_bytes),
+    "symm_mem::fused_matmul_reduce_scatter": ("reduce-scatter", 1, scattered_bytes),
 }
-"""For each collective, how often the whole tensor goes round the ring."""
+"""For each collective, how often the whole tensor goes round the ring, and the bytes of that."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class StorageLedger(TorchDispatchMode):
         if func.namespace == "prim":  # this asks for a tensor's device
             return out
         self.kernels.add(func.name())
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "symm_mem") and func.name() != "c10d::recv_":
             self._sent.append(self._transfer(func.name(), args))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -139,16 +141,18 @@ class StorageLedger(TorchDispatchMode):
         self.alive -= num_bytes
 
     def _transfer(self, name: str, args: Any) -> Transfer:
-        """What this rank sends in a collective: in a ring of n ranks, (n - 1)/n of the whole tensor each time it goes round.
+        """What this rank sends: a message, or in a collective of a ring of n ranks (n - 1)/n of the whole tensor each time it goes
+        round.
 
         Raises:
             NotImplementedError: no layer of a model has used this collective so far.
         """
-        if name not in _OPERATIONS:
+        if name not in (*_OPERATIONS, "c10d::send"):
             raise NotImplementedError(f"what {name} sends is not known")
-        operation, rounds = _OPERATIONS[name]
-        group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+        boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+        group = resolved(args[-1]) if boxed is None else dist.ProcessGroup.unbox(boxed)
         assert group == self._tensor_group, "a layer communicates outside of its tensor group"
-        # all-reduce: a list of one tensor; the others: output, input. The larger one is the whole.
-        whole = max(tensor.nbytes for tensor in (args[0] if isinstance(args[0], list) else args[:2]))
-        return Transfer("tp", operation, 1, rounds * (group.size() - 1) * whole // group.size())
+        if name == "c10d::send":
+            return Transfer("tp", "send", 1, args[0][0].nbytes)
+        operation, rounds, whole = _OPERATIONS[name]
+        return Transfer("tp", operation, 1, rounds * (group.size() - 1) * whole(*args) // group.size())

@@ -51,7 +51,7 @@ class ColumnParallelLinear(LinearLayer):
     """
 
     def __init__(self, scope: Scope) -> None:
-        super().__init__(scope, Form(scope.tp, input_mode="gather" if scope.sequence_parallel else "copy"))
+        super().__init__(scope, Form(scope.tp, "gather" if scope.sequence_parallel else "copy", overlap=scope.overlap))
         self.halves = len(self.weight) if self.weight.dim() == 3 else 1
 
     def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
@@ -65,7 +65,7 @@ class RowParallelLinear(LinearLayer):
 
     def __init__(self, scope: Scope) -> None:
         over_ranks: OutputMode = "scatter" if scope.sequence_parallel else "sum"
-        super().__init__(scope, Form(scope.tp, output_mode="plain" if scope.tp.size == 1 else over_ranks))
+        super().__init__(scope, Form(scope.tp, output_mode="plain" if scope.tp.size == 1 else over_ranks, overlap=scope.overlap))
 
     def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
         """Map x [s, b, in/n] to [s, b, out] (or [s/n, b, out])."""

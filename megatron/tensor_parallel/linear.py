@@ -27,6 +27,9 @@ the local part of a gathered input is kept for backward; it is gathered again th
 (Korthikanti et al. 2022, section 4.2.2). Where the weight gradient is deferred, nothing hides the communication of dx, and what was
 gathered is gathered again when the weight gradient runs, while the one before it is computed.
 
+All-gather(x), reduce-scatter(y), all-gather(dy) and, where the weight gradient is deferred, reduce-scatter(dx) have nothing beside
+them. With an `Overlap` their own product hides them, in pieces.
+
 Selective recompute (Korthikanti et al. 2022, section 5) is a matter of what the operation keeps. Where its input is `Remade`, it
 keeps the source of that, which the graph holds anyway, and makes the input again for the weight gradient: by the same kernels from
 the same numbers, so with the same bits. A deferred weight gradient never keeps more than it would without: if the source is larger
@@ -63,6 +66,7 @@ from megatron.parallel.collectives import (
     start_reduce_scatter,
 )
 from megatron.parallel.context import Group
+from megatron.parallel.overlap import Overlap
 from megatron.parallel.products import input_product, linear
 
 InputMode = Literal["plain", "copy", "gather"]
@@ -95,12 +99,19 @@ class Form:
     output_mode: OutputMode = "plain"
     defers: bool = True
     """Whether the weight gradient may be deferred."""
+    overlap: Overlap | None = None
+    """How the product overlaps with the collective of mode gather or scatter; None: they take turns."""
 
 
 def _forward(form: Form, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The product with the communication on both sides."""
+    matrix, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
+    if form.overlap is not None and form.input_mode == "gather":
+        return form.overlap.gathered(x, matrix.t(), bias, form.group, keeps=False)[1]
+    if form.overlap is not None and form.output_mode == "scatter":
+        return form.overlap.scattered(x, matrix.t(), form.group)
     whole = all_gather(x, form.group) if form.input_mode == "gather" else x
-    y = linear(whole, weight.flatten(0, -2), None if bias is None else bias.flatten())
+    y = linear(whole, matrix, bias)
     if form.output_mode == "sum":
         return all_reduce(y, form.group)
     if form.output_mode == "scatter":
@@ -125,19 +136,24 @@ def _backward(
         kept: the input, or what `make` makes it of.
         gives_input: whether the input has a gradient.
     """
-    group, make = form.group, make or _as_it_is
+    group, overlap, make, matrix = form.group, form.overlap, make or _as_it_is, weight.flatten(0, -2)
     deferring = form.defers and is_deferring()
     if deferring and source_is_larger:
         kept, make = make(kept), _as_it_is
     gathers_dy, gathers_x = form.output_mode == "scatter", form.input_mode == "gather"
     # A deferred weight gradient keeps only the local part of a gathered input, and gathers it again.
-    local = grad_output
-    if gathers_dy:
-        grad_output = all_gather(grad_output, group)
+    local, pending = grad_output, None
+    if overlap is not None and gives_input and gathers_dy:
+        whole_dy, grad_input = overlap.gathered(local, matrix, None, group, keeps=True)
+        assert whole_dy is not None, "as asked for"
+        grad_output, pending = whole_dy, Pending(grad_input)
+    elif overlap is not None and gives_input and gathers_x and deferring:
+        pending = Pending(overlap.scattered(local, matrix, group))
+    elif gathers_dy:
+        grad_output = all_gather(local, group)
     whole_x = start_all_gather(make(kept), group) if gathers_x and not deferring else None
-    pending = None
-    if gives_input:
-        grad_input = input_product(grad_output, weight.flatten(0, -2))
+    if gives_input and pending is None:
+        grad_input = input_product(grad_output, matrix)
         if form.input_mode == "copy":
             pending = start_all_reduce(grad_input, group)
         elif gathers_x:
@@ -289,6 +305,7 @@ def parallel_linear(
     input_mode: InputMode = "plain",
     output_mode: OutputMode = "plain",
     defers: bool = True,
+    overlap: Overlap | None = None,
 ) -> torch.Tensor:
     """x weight^T + bias with the communication of the two modes.
 
@@ -297,11 +314,12 @@ def parallel_linear(
         weight: this rank's part, [out, in]; leading dimensions are flattened ([2, f, h] gives 2f outputs).
         bias: as the weight without its last dimension; added before the output's communication, so only for plain output.
         defers: whether the weight gradient may be deferred.
+        overlap: see `Form`.
 
     Returns:
         [s, b, out], or [s/n, b, out] with output mode scatter.
     """
-    return linear_of(Form(group, input_mode, output_mode, defers), x, weight, bias)
+    return linear_of(Form(group, input_mode, output_mode, defers, overlap), x, weight, bias)
 
 
 def linear_of(form: Form, x: torch.Tensor | Remade, weight: nn.Parameter, bias: nn.Parameter | None) -> torch.Tensor:

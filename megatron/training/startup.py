@@ -96,6 +96,7 @@ def describe(
         + (", sequence parallel" if model.sequence_parallel else ""),
         f"model of {num_parameters:,} parameters in {dtype_name(model.dtype)}, residual stream {dtype_name(kept)}, "
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
+        *([] if model.overlap is None else [f"tensor ranks communicate beside products by {model.overlap}"]),
         *format_layer_table(model.layer_table),
         *describe_recompute(model.layer_table),
         *describe_offload(model.layer_table),

@@ -53,6 +53,7 @@ _WANTED = [
     *(
         "use_tp_pp_dp_mapping",
         "sequence_parallel",
+        "tp_comm_overlap",
         "fsdp_shard_size",
         "never",
         "fsdp_reduce_once",

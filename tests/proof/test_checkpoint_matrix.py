@@ -101,7 +101,7 @@ def _name(layout: Layout) -> str:
         if layout.virtual_stages
         else f" ({layout.first_stage_layers})" * bool(layout.first_stage_layers)
     )
-    sequence = " sp" * layout.sequence_parallel
+    sequence = " sp" * bool(layout.sequence_parallel)
     return f"tp{layout.tp}{sequence} pp{layout.pp}{chunks} dp{layout.dp} {layout.sharding}{' host' * layout.params_cpu}"
 
 

@@ -25,7 +25,7 @@ AXES: dict[str, list[Any]] = {
     "sizes": SIZES,
     "style": ["gpt2", "llama"],
     "tied": [True, False],
-    "sequence_parallel": [False, True],
+    "sequence_parallel": [False, True, "overlapping"],
     "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"],
     "overlap": [True, False],
     "pp_before_dp": [False, True],
@@ -88,7 +88,9 @@ def check(case: dict[str, Any], steps: int) -> None:
 
 def name(case: dict[str, Any]) -> str:
     words = [f"tp{case['sizes'][0]}-pp{case['sizes'][1]}-dp{case['sizes'][2]}", case["style"], case["schedule"], case["sharding"]]
-    return "-".join(words + [name for name, setting in case.items() if setting is True])
+    return "-".join(
+        words + [name if setting is True else setting for name, setting in case.items() if setting in (True, "overlapping")]
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

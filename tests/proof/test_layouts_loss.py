@@ -31,7 +31,7 @@ AXES: dict[str, list[Any]] = {
     "chunk": [0, 1, 3, 4, 1000],  # of the 6 tokens of a microbatch
     "z_loss": [0.0, 0.05],
     "style": ["gpt2 tied", "llama"],
-    "sequence_parallel": [False, True],
+    "sequence_parallel": [False, True, "overlapping"],
     "schedule": sorted(SCHEDULES),
     "sharding": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
     "documents": [False, True],
@@ -82,7 +82,8 @@ def reference(*key: Any) -> ReferenceRun:
 
 def name(case: dict[str, Any]) -> str:
     words = ["tp{}-pp{}-dp{}".format(*case["sizes"]), f"chunk{case['chunk']}", case["style"], case["schedule"], case["sharding"]]
-    return "-".join([*words, *(name for name in ("z_loss", "sequence_parallel", "documents") if case[name])])
+    sequence = {False: [], True: ["sequence_parallel"], "overlapping": ["overlapping"]}[case["sequence_parallel"]]
+    return "-".join([*words, *sequence, *(name for name in ("z_loss", "documents") if case[name])])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

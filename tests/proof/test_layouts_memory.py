@@ -39,7 +39,7 @@ AXES: dict[str, list[Any]] = {
     "memory": [*MEMORIES],
     "sizes": [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
     "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"],
-    "sequence_parallel": [False, True],
+    "sequence_parallel": [False, True, "overlapping"],
     "model": [
         ("gpt2", "tied", "samples"),
         ("gpt2", "untied", "documents"),
@@ -95,7 +95,8 @@ def name(case: dict[str, Any]) -> str:
         case["sharding"],
         f"loss{case['loss_chunk']}",
     ]
-    return "-".join([*words, *(["sequence_parallel"] if case["sequence_parallel"] else [])])
+    sequence = {False: [], True: ["sequence_parallel"], "overlapping": ["overlapping"]}[case["sequence_parallel"]]
+    return "-".join([*words, *sequence])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron.parallel.accumulate import deferring
 from megatron.parallel.context import SELF_GROUP, ParallelContext, make_context
+from megatron.parallel.overlap import Pieces
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
@@ -48,6 +49,7 @@ class Case:
     bias: bool
     sequence_parallel: bool
     halves: int = 1
+    overlap: bool = False
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -59,6 +61,7 @@ CASES = [
     for kind, bias, sp, halves in itertools.product(("column", "row"), (True, False), (True, False), (1, 2))
     if kind == "column" or halves == 1
 ]
+CASES += [replace(case, overlap=True) for case in CASES if case.sequence_parallel]
 
 
 def expected(case: Case) -> dict[str, torch.Tensor]:
@@ -88,7 +91,7 @@ def layer_of(case: Case, context: ParallelContext) -> tuple[nn.Module, ParamTabl
     else:
         weights = row("layer", IN, OUT, bias=case.bias, std=1.0)
     by_name = {name: replace(weight, name=name) for weight in weights for name in [weight.name.removeprefix("layer.")]}
-    scope = Scope(context, table, by_name, torch.float64, case.sequence_parallel)
+    scope = Scope(context, table, by_name, torch.float64, case.sequence_parallel, Pieces() if case.overlap else None)
     layer: nn.Module = ColumnParallelLinear(scope) if case.kind == "column" else RowParallelLinear(scope)
     materialize(layer, table, CPU)
     for entry in table:

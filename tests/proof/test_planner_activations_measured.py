@@ -25,6 +25,8 @@ FULL = {"recompute_granularity": "full"}
 BLOCK = {**FULL, "recompute_method": "block", "recompute_num_layers": 2}
 OFFLOAD = {"cpu_offload_activations": True}
 TP2 = {"tensor_model_parallel_size": 2}
+OVERLAPPING = {"sequence_parallel": True, "tp_comm_overlap": True}
+FOUR_GROUPS = {**LLAMA, "num_query_groups": 4}
 
 
 def selective(*modules: str) -> dict[str, Any]:
@@ -62,6 +64,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt, tensor parallel": (2, TP2),
     "llama, sequence parallel, bf16": (2, {"sequence_parallel": True, "bf16": True, **TP2, **LLAMA}),
     "gpt, sequence parallel, zb-h1": (4, {"sequence_parallel": True, "pipeline_schedule": "zb-h1", **TP2, **PP2}),
+    "llama, overlapping tensor ranks, bf16": (4, {**OVERLAPPING, "bf16": True, "tensor_model_parallel_size": 4, **FOUR_GROUPS}),
+    "gpt, overlapping tensor ranks, zb-h1": (4, {**OVERLAPPING, "pipeline_schedule": "zb-h1", **TP2, **PP2}),
     "gpt, full recompute": (1, FULL),
     "llama, full recompute in groups of two, packed, bf16": (
         1,

@@ -24,7 +24,7 @@ Calls = dict[tuple[str, int | None], tuple[int, float]]
 TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
 
-def _listen(found: Heard) -> None:
+def _listen(found: Heard, tensor_group: dist.ProcessGroup) -> None:
     """Count what this process sends from now on."""
 
     def heard(name: str, module: Any, attribute: str, whole: int) -> None:
@@ -32,7 +32,8 @@ def _listen(found: Heard) -> None:
 
         def wrapper(*args: Any, **named: Any) -> Any:
             group = named["group"]
-            peer = args[1] if name == "send" else None
+            within = {dist.get_rank(), args[1]} <= {*dist.get_process_group_ranks(tensor_group)} if name == "send" else True
+            peer = None if within else args[1]
             found[name, peer, args[whole].nbytes, dist.get_world_size(group)] += 1
             return function(*args, **named)
 
@@ -51,7 +52,9 @@ def _calls_of_a_step(rank: int, world_size: int, changes: dict[str, Any]) -> Cal
 
     def heard(schedule: Schedule, forward: ForwardFunction) -> None:
         found: Heard = Counter()
-        _listen(found)
+        tensor_group = step.context.group("tp").process_group
+        assert tensor_group is not None
+        _listen(found, tensor_group)
         run(schedule, forward)
         counted.update(found)  # what comes after the last operation belongs to the data ranks and to the loss
 
@@ -75,6 +78,8 @@ def _calls_of_a_step(rank: int, world_size: int, changes: dict[str, Any]) -> Cal
         {"sequence_parallel": True, "pipeline_schedule": "zb-h1", "num_layers": 10},
         {"pipeline_schedule": "zb-v", **PACKED},
         {"sequence_parallel": True, "recompute_activations": True, "recompute_modules": ("layernorm", "mlp")},
+        {"sequence_parallel": True, "tp_comm_overlap": True, **LLAMA},
+        {"sequence_parallel": True, "tp_comm_overlap": True, "pipeline_schedule": "zb-h1", "num_layers": 10},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())) or "plain",
 )

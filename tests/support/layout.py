@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from megatron.model.gpt import ModelInputs
 from megatron.model.output_layer import LossForm
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import ParallelContext, make_context
+from megatron.parallel.overlap import Pieces
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.training.inputs import BatchMaker, reads_samples
@@ -42,7 +43,8 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    sequence_parallel: bool = False
+    sequence_parallel: bool | Literal["overlapping"] = False
+    """Overlapping: with products in pieces beside its communication."""
     pp_before_dp: bool = False
     schedule: str = "1f1b"
     virtual_stages: int | None = None
@@ -176,7 +178,8 @@ def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> M
         context,
         dtype=layout.dtype,
         vocab_size=recipe.shape.vocab,
-        sequence_parallel=layout.sequence_parallel,
+        sequence_parallel=bool(layout.sequence_parallel),
+        overlap=Pieces() if layout.sequence_parallel == "overlapping" else None,
         seed=1,
         table=table_of(config, parallel_config(layout), recipe.shape.vocab, layout.memory),
         materialized=False,

@@ -91,6 +91,7 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "context_parallel_size": (2,),
     "expert_model_parallel_size": (2,),
     "sequence_parallel": (True,),
+    "tp_comm_overlap": (True,),
     "pipeline_schedule": tuple(SCHEDULES),
     "num_layers_per_virtual_pipeline_stage": (1, 2, 3),
     "num_virtual_stages_per_pipeline_rank": (1, 2, 3),

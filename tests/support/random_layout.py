@@ -17,6 +17,8 @@ def draw_layout(draw: Draw, tp: int, pp: int, dp: int) -> dict[str, Any]:
         if size > 1:
             settings[field] = size
     settings |= switches(draw, "sequence_parallel", one_in=2 if tp > 1 else 8)
+    if settings.get("sequence_parallel"):
+        settings |= switches(draw, "tp_comm_overlap")
     settings |= switches(draw, "use_tp_pp_dp_mapping", one_in=3)
     settings |= draw_sharding(draw, dp)
     settings |= draw_pipeline(draw, pp, whole=settings.get("data_parallel_sharding_strategy") != "optim_grads_params")

@@ -18,7 +18,7 @@ from tools.proofs.small_layout import NO_SPLIT, sizes_of
 Prove = Callable[..., Observation]
 """Observes a run of settings with a number of ranks; with `dropout=False` the model's probabilities of dropout are 0."""
 
-_ONE_TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+_ONE_TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "tp_comm_overlap": False}
 _ONE_STAGE: dict[str, Any] = {**NO_SPLIT, "pipeline_model_parallel_size": 1, "pipeline_schedule": None}
 _UNSHARDED: dict[str, Any] = {
     "data_parallel_sharding_strategy": "no_shard",
@@ -30,7 +30,8 @@ _UNSHARDED: dict[str, Any] = {
     "overlap_param_gather": False,
 }
 _LEFT_OUT: dict[str, dict[str, Any]] = {
-    "--sequence-parallel": {"sequence_parallel": False},
+    "--sequence-parallel": {"sequence_parallel": False, "tp_comm_overlap": False},
+    "--tp-comm-overlap": {"tp_comm_overlap": False},
     "--overlap-grad-reduce": {"overlap_grad_reduce": False},
     "--overlap-param-gather": {"overlap_param_gather": False},
     "--overlap-p2p-communication": {"overlap_p2p_communication": False},

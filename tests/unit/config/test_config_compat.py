@@ -30,7 +30,8 @@ adam-beta1 adam-beta2 adam-eps sgd-momentum override-opt-param-scheduler use-che
 tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
 decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split
 account-for-loss-in-pipeline-split pipeline-model-parallel-layout no-overlap-p2p-communication context-parallel-size
-expert-model-parallel-size sequence-parallel data-parallel-sharding-strategy use-distributed-optimizer overlap-grad-reduce
+expert-model-parallel-size sequence-parallel tp-comm-overlap data-parallel-sharding-strategy use-distributed-optimizer
+overlap-grad-reduce
 overlap-param-gather ddp-bucket-size optimizer-cpu-offload optimizer-offload-fraction
 recompute-activations recompute-granularity recompute-method recompute-num-layers recompute-modules cpu-offloading-num-layers
 distributed-backend distributed-timeout-minutes use-tp-pp-dp-mapping
@@ -58,8 +59,8 @@ no-pin-cpu-grads offload-optimizer-states suggested-communication-unit-size
 multiple-validation-sets full-validation
 fp8-format fp8-recipe fp8-margin moe-router-topk moe-layer-freq moe-grouped-gemm num-experts multi-latent-attention
 batch-size use-rotary-position-embeddings use-legacy-models init-method-xavier-uniform apply-layernorm-1p
-use-torch-fsdp2 tp-comm-overlap cuda-graph-scope rl-prompts-per-eval retro-num-neighbors log-straggler
-no-check-for-nan-in-loss-and-grad grad-reduce-in-bf16 nccl-communicator-config-path local-rank
+use-torch-fsdp2 tp-comm-overlap-cfg disable-tp-comm-overlap-ag cuda-graph-scope rl-prompts-per-eval retro-num-neighbors
+log-straggler no-check-for-nan-in-loss-and-grad grad-reduce-in-bf16 nccl-communicator-config-path local-rank
 """)
 
 NO_EFFECT = shlex.split("""

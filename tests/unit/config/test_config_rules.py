@@ -563,6 +563,13 @@ CASES: list[Case] = [
         ["only with --use-distributed-optimizer, or a --data-parallel-sharding-strategy other than no_shard"],
         ["--use-distributed-optimizer"],
     ),
+    (
+        "--tp-comm-overlap --tensor-model-parallel-size 2",
+        2,
+        {"--tp-comm-overlap"},
+        ["--tp-comm-overlap would have no effect", "only with --sequence-parallel"],
+        ["--sequence-parallel"],
+    ),
     ("--optimizer-offload-fraction 0.5", 1, {"--optimizer-offload-fraction"}, ["only with --op"], ["--optimizer-cpu-offload"]),
     (
         "--optimizer-cpu-offload --optimizer-offload-fraction 0",

@@ -1,0 +1,86 @@
+"""Products along with the collective beside them, in pieces and by torch's fused operations, against one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from megatron.parallel.collectives import all_gather, reduce_scatter
+from megatron.parallel.context import Group, make_context
+from megatron.parallel.overlap import Overlap, Pieces, SymmetricMemory, choose
+from megatron.parallel.products import linear
+from megatron.parallel.topology import Topology
+from megatron.verification.local_ranks import run_ranks
+from tests.support.lone_rank import CPU
+from tests.support.warm import run_warm_ranks
+
+ROWS, BATCH, IN, OUT = 3, 2, 4, 10
+EXACT = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+"""How far two orders of a sum may lie apart, by dtype."""
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def compared(overlap: Overlap, group: Group, dtype: torch.dtype) -> dict[str, float]:
+    """Relative errors of every result; what is gathered must have the same bits."""
+
+    def values(*shape: int, key: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(key)).to(dtype)
+
+    x = values(ROWS, BATCH, IN, key=group.index)
+    weight, bias = values(OUT, IN, key=10 + group.index), values(OUT, key=20 + group.index)
+    dy = values(ROWS, BATCH, OUT, key=30 + group.index)
+    partial = values(group.size * ROWS, BATCH, IN, key=40 + group.index)
+    found = {}
+    for what, given, matrix, added, keeps in (
+        ("y", x, weight.t(), bias, False),
+        ("y of a strided input", x.transpose(0, 1).contiguous().transpose(0, 1), weight.t(), None, False),
+        ("dx", dy, weight, None, True),
+    ):
+        before = given.clone()
+        whole, product = overlap.gathered(given, matrix, added, group, keeps=keeps)
+        expected = all_gather(given, group)
+        assert (whole is not None) == keeps and (whole is None or torch.equal(whole, expected)), "the gathered input, bit for bit"
+        assert torch.equal(given, before)
+        found[what] = error(product, linear(expected, matrix.t(), added))
+        assert product.is_contiguous() and not product._is_view(), "who gets it may write over it"
+    for what, given in (("part", partial), ("part of a strided input", partial.transpose(0, 1).contiguous().transpose(0, 1))):
+        part = overlap.scattered(given, weight.t(), group)
+        assert part.is_contiguous() and not part._is_view()
+        found[what] = error(part, reduce_scatter(linear(given, weight), group))
+        assert torch.equal(part, overlap.scattered(given, weight.t(), group)), "the same in every run"
+    return found
+
+
+def pieces_on_ranks(rank: int, size: int) -> dict[torch.dtype, dict[str, float]]:
+    group = make_context(Topology(tp=size), rank, CPU).group("tp")
+    return {dtype: compared(Pieces(), group, dtype) for dtype in EXACT}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_pieces_equal_one_after_the_other(size: int) -> None:
+    for found in run_warm_ranks(size, pieces_on_ranks, size):
+        for dtype, errors in found.items():
+            assert max(errors.values()) < EXACT[dtype] * size, (dtype, errors)
+
+
+def fused_on_ranks(rank: int) -> tuple[dict[str, float], Overlap]:
+    """torch has these operations for CUDA; on the CPU, the definition that it gives of them takes their place."""
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
+    library.impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
+    group = make_context(Topology(tp=3), rank, CPU).group("tp")
+    return compared(SymmetricMemory(), group, torch.float64), choose(group, CPU)
+
+
+def test_the_calls_of_fused_operations_equal_one_after_the_other() -> None:
+    found: list[Any] = run_ranks(3, fused_on_ranks)
+    for errors, chosen in found:
+        assert max(errors.values()) < EXACT[torch.float64] * 3, errors
+        assert chosen == Pieces("symmetric memory needs CUDA, and the device is cpu")
