@@ -7,7 +7,7 @@ barriers takes gloo where a group has both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -50,6 +50,21 @@ def communicator(name: Sequence[str], world: str | None) -> Communicator:
     if {*name} & {*_MESSAGES}:
         return Communicator("nccl", high_priority=True, max_channels=MESSAGE_CHANNELS)
     return Communicator("nccl")
+
+
+def check_error_handling(environment: Mapping[str, str]) -> None:
+    """Refuse settings of torch with which a rank would wait for ever, or compute on with what was never received.
+
+    torch watches NCCL's errors and ends the process (TearDown, 1, or SkipCleanUp, 3, its default). NoHandling (0) leaves all other
+    ranks waiting. CleanUpOnly (2) lets the device go on with whatever is in the memory.
+
+    Raises:
+        ValueError: the environment asks for one of these two.
+    """
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        if (value := environment.get(name)) in ("0", "2"):
+            what = "a lost rank leaves all others waiting" if value == "0" else "a failed message is computed on with"
+            raise ValueError(f"{name}={value} in the environment: {what}. Unset it; torch then ends every rank that NCCL fails on.")
 
 
 def options(made_of: Communicator) -> Any:

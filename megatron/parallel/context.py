@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron.config.launcher import launched
 from megatron.config.parallel import ParallelConfig
-from megatron.parallel.backends import communicator, options, world_backend
+from megatron.parallel.backends import check_error_handling, communicator, options, world_backend
 from megatron.parallel.topology import AXES, DATA_AXES, GRADIENT_AXES, Topology
 
 # Groups that the framework asks for. Made eagerly and in this order, because every rank must take part in making every group.
@@ -178,7 +178,8 @@ def connect(config: ParallelConfig) -> ParallelContext:
     """Join the job that a launcher such as torchrun describes in the environment, or be a world of one.
 
     Raises:
-        ValueError: CUDA is asked for and missing, there are more local ranks than devices, or the backend does not fit the device.
+        ValueError: CUDA is asked for and missing, there are more local ranks than devices, the backend does not fit the device, or
+            NCCL is asked not to end a rank on which it fails.
     """
     job = launched()
     device = choose_device(config.device, job.local_rank)
@@ -187,6 +188,8 @@ def connect(config: ParallelConfig) -> ParallelContext:
         raise ValueError(
             f"--distributed-backend nccl needs CUDA, but the device is {device.type}. Use gloo, or leave the flag out."
         )
+    if backend == "nccl":
+        check_error_handling(os.environ)
     if job.world_size > 1 and not dist.is_initialized():
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
         # No device_id: with it, NCCL would make every group at once, by a split of the whole world each. Without, a communicator is

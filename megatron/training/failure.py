@@ -23,6 +23,7 @@ from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
+from megatron.training.lost_contact import lost_contact
 
 T = TypeVar("T")
 
@@ -136,14 +137,6 @@ class ExitSignal:
 
 # Raised on every rank with the same words, so one rank prints them.
 _SHARED = (SetupError, NonFiniteError, LossScaleError, CheckpointError, AuditError)
-_LOST_CONTACT = (
-    "connection closed by peer",
-    "connection reset",
-    "broken pipe",
-    "timed out waiting",
-    "socket closed",
-    "unexpected eof",
-)
 
 
 @dataclass
@@ -193,13 +186,12 @@ def _words(error: BaseException, explanations: Explanations) -> str:
         return str(error) if rank == 0 else ""
     if isinstance(error, (ValueError, OSError)) and _raised_by_us(error):
         return f"rank {rank}: {error}" if _parallel() else str(error)
-    text = str(error).lower()
-    if _parallel() and any(sign in text for sign in _LOST_CONTACT):
+    reason = lost_contact(str(error)) if isinstance(error, RuntimeError) else None  # so are torch's own, DistError
+    if _parallel() and reason is not None:
         where = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in where if "megatron" in frame.filename] or list(where)
         call = f"{os.path.basename(ours[-1].filename)}:{ours[-1].lineno} in {ours[-1].name}"
-        first_line = str(error).splitlines()[0].split(". This is typically caused by")[0]  # gloo's own advice is no help here
-        return f"rank {rank}: lost contact with another rank at {call}: {first_line}. The rank that failed first says why."
+        return f"rank {rank}: lost contact with another rank at {call}: {reason.rstrip('.')}. The rank that failed first says why."
     return f"rank {rank}:\n{''.join(traceback.format_exception(error))}"
 
 
