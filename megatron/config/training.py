@@ -40,7 +40,7 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = setting(None, above=0, unit="minutes")
     """Save and exit after this many minutes."""
     deterministic_mode: bool = False
-    """Use only deterministic kernels (slower on GPUs)."""
+    """Use only deterministic kernels: on GPUs two runs are the same bit for bit only so (attention's backward is slower)."""
     manual_gc: bool = False
     """Switch Python's garbage collector off and collect at set steps, on all ranks together."""
     manual_gc_interval: int = setting(0, at_least=0, unit="steps", acts=acts_with(manual_gc=True))

@@ -46,10 +46,17 @@ def set_logging(rank: int) -> None:
 
 
 def set_numerics(deterministic: bool) -> None:
-    """Choose the kernels. Called before the first use of a device."""
+    """Choose the kernels. Called before the first use of a device.
+
+    Deterministic: attention's backward adds in one order (flash) or in one part (memory-efficient) and cuDNN's kernel is left out
+    (torch, aten/src/ATen/native/transformers/cuda: attention_backward.cu, sdp_utils.cpp); cuBLAS has a workspace for each stream;
+    an operation without a deterministic kernel is an error. New memory stays as it is: torch would fill it with NaN, a kernel for
+    each allocation, and nothing here reads what was not written.
+    """
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
 
 

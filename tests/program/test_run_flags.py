@@ -138,11 +138,13 @@ def test_switches_of_the_process(saved: Path, tmp_path: Path, flag: str) -> None
 
     def tell(_: Any) -> None:
         print(f"deterministic: {torch.are_deterministic_algorithms_enabled()}, collecting: {gc.isenabled()}", flush=True)
+        fills = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+        print(f"fills new memory: {fills}", flush=True)
 
     settings: dict[str, Any] = {flag: True, "train_iters": 3, "save": tmp_path, "lr_decay_style": "constant"}
     if flag == "manual_gc":
         settings["manual_gc_interval"] = 2
     said = run(arguments(**settings), before=lambda rank: at_iteration(2, tell))
     deterministic, collecting = flag == "deterministic_mode", flag != "manual_gc"
-    assert f"deterministic: {deterministic}, collecting: {collecting}" in said
+    assert f"deterministic: {deterministic}, collecting: {collecting}" in said and "fills new memory: False" in said
     assert digest(tmp_path, 3) == digest(saved, 3)
