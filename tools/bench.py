@@ -4,6 +4,7 @@
     python tools/bench.py bubble          the step of every pipeline schedule against the simulator, with sleeping operations
     python tools/bench.py activations     a step whose saved tensors go to the host and back over a slow link, against one without
     python tools/bench.py overlap         exposed communication of two data ranks with overlap off and on, behind a slowed link
+    python tools/bench.py tensor          layers of tensor ranks with --tp-comm-overlap and without, behind a slow link
     python tools/bench.py optimizer       the optimizer's step against torch's fused AdamW, in processes that update at once
     python tools/bench.py offload         the optimizer's step with all its state in host memory against the update alone
     python tools/bench.py memory          activations at their peak, planned and measured, and step time, for each way to hold less
@@ -34,7 +35,20 @@ from tools.benchmarks.shapes import SHAPES, Shape
 
 # Those that fork are first: where there is CUDA, autograd starts threads at its first backward, which do not survive that.
 PARTS = (
-    *("bubble", "activations", "overlap", "optimizer", "offload", "memory", "executor", "checkpoint", "data", "packing", "loss"),
+    *(
+        "bubble",
+        "activations",
+        "overlap",
+        "tensor",
+        "optimizer",
+        "offload",
+        "memory",
+        "executor",
+        "checkpoint",
+        "data",
+        "packing",
+        "loss",
+    ),
     *("single", "parallel"),
 )
 # Under optim_grads_params torch's fully_shard communicates, and on gloo it waits for each reduction.
@@ -89,12 +103,18 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
     add("--no-overlap-p2p", ("bubble",), action="store_true", help="wait for each exchange of messages before computing on")
     add(
         "--repeats",
-        ("bubble", "overlap", "activations"),
+        ("bubble", "overlap", "tensor", "activations"),
         type=count,
         default=5,
         help="measurements of each schedule or strategy, after a first (5)",
     )
-    add("--link-share", ("activations",), type=share, default=0.8, help="time of a layer's copy over that of its forward (0.8)")
+    add(
+        "--link-share",
+        ("activations", "tensor"),
+        type=share,
+        default=0.8,
+        help="time of a layer's copy over that of its forward, or of a gather over that of its product (0.8)",
+    )
     add("--strategies", ("overlap",), nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="of sharding (all)")
     add("--accumulate", ("overlap",), nargs="+", type=count, default=[1, 4], help="microbatches of a step, one after another (1 4)")
     add(
@@ -210,6 +230,11 @@ def run(part: str, args: argparse.Namespace) -> bool:
                 Shape(*args.gpt or (8, 192, 4, 256, 4, 512)), tuple(args.strategies), tuple(args.accumulate), args.repeats
             )
         )
+    if part == "tensor":
+        from tools.benchmarks import tensor_ranks
+
+        held = [tensor_ranks.run(tensor_ranks.Settings(n, share=args.link_share, repeats=args.repeats)) for n in (2, 4)]
+        return all(held)
     if part == "optimizer":
         from tools.benchmarks import optimizer
 

@@ -2,7 +2,7 @@
 
 Shapes: `s` sequence, `b` microbatch, `n` tensor ranks. Under sequence parallelism products wait for a collective: those of a
 gathered input (a column layer's output, a row layer's input gradient), and those whose result is reduced and scattered (a row
-layer's output, a column layer's input gradient). In pieces, a rank's rows each, one piece travels while another is multiplied.
+layer's output, a column layer's input gradient). In pieces of the rows, one piece travels while another is multiplied.
 
 There are two ways. `Pieces` is a ring of sends and receives, and runs anywhere (Wang et al. 2023, "Overlap communication with
 dependent computation via decomposition in large deep learning models"). `SymmetricMemory` is torch's: each rank reads its peers'
@@ -12,6 +12,7 @@ memory over NVLink, without taking processors of the GPU for that; `choose` says
 from __future__ import annotations
 
 import socket
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,9 +43,14 @@ class Overlap(Protocol):
         """Multiply x [s, b, in] by the matrix [in, out], sum over the ranks, and keep this rank's part: [s/n, b, out]."""
 
 
+_FEWEST = 4
+"""A product is cut into at least so many pieces. The first needs no gather and the last hides nothing of a reduce-scatter: of two
+pieces one would have to hide all that is sent."""
+
+
 @dataclass(frozen=True)
 class Pieces:
-    """A ring. Each rank's rows are a piece; it goes from rank to rank, and is multiplied, or added to, where it is."""
+    """A ring. The rows of a rank, in one piece or a few, go from rank to rank, and are multiplied, or added to, where they are."""
 
     reason: str = ""
     """Why it is not symmetric memory, for the log."""
@@ -55,41 +61,50 @@ class Pieces:
     def gathered(
         self, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: Group, *, keeps: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """See `Overlap`. Of an input that is not kept, two pieces are there at once."""
-        piece, rows = x.contiguous(), group.size * len(x)
+        """See `Overlap`. Of an input that is not kept, the rows of two ranks are there at once."""
+        rows, held = group.size * len(x), deque(Pending(piece) for piece in _cut(x.contiguous(), group))
         y = x.new_empty((rows, *x.shape[1:-1], matrix.shape[1]))
         whole = x.new_empty((rows, *x.shape[1:])) if keeps else None
-        products, parts = y.chunk(group.size), whole.chunk(group.size) if whole is not None else None
-        if parts is not None:
-            parts[group.index].copy_(piece)
-        for step in range(group.size):
-            ahead: Pending | None = None
-            if step + 1 < group.size:
-                ahead = start_pass_on(piece, group, None if parts is None else parts[group.index - step - 1])
-            product_into(products[group.index - step].flatten(0, -2), piece.flatten(0, -2), matrix, bias)
-            if ahead is not None:
-                piece = ahead.wait()
+        places = None if whole is None else _on_the_ring(whole, group, group.index)
+        if whole is not None:
+            whole.chunk(group.size)[group.index].copy_(x)
+        of_a_rank, products = len(held), _on_the_ring(y, group, group.index)
+        for number, product in enumerate(products):
+            piece = held.popleft().wait()
+            if number + of_a_rank < len(products):
+                held.append(start_pass_on(piece, group, None if places is None else places[number + of_a_rank]))
+            product_into(product.flatten(0, -2), piece.flatten(0, -2), matrix, bias)
         return whole, y
 
     def scattered(self, x: torch.Tensor, matrix: torch.Tensor, group: Group) -> torch.Tensor:
-        """See `Overlap`. The sum of a piece begins at the rank behind its own and ends at its own. It is rounded at each rank, as
-        NCCL's ring does; and three pieces are there at once, where the whole product is not."""
-        pieces = x.chunk(group.size)
+        """See `Overlap`. The sum of a rank's rows begins at the rank behind it and ends there, and is rounded at each, as in NCCL's
+        ring. The products of three ranks' rows are there at once."""
+        pieces, sums = _on_the_ring(x, group, group.index - 1), deque[Pending]()
+        shape = (len(x) // group.size, *x.shape[1:-1], matrix.shape[1])
+        of_a_rank = len(pieces) // group.size
+        others = len(pieces) - of_a_rank
+        for number, piece in enumerate(pieces):
+            if number == others:
+                part = x.new_empty(shape)
+                own = _cut(part, group)
+            product = x.new_empty((len(piece), *shape[1:])) if number < others else own[number - others]
+            product_into(product.flatten(0, -2), piece.flatten(0, -2), matrix)
+            if number >= of_a_rank:
+                product.add_(sums.popleft().wait())
+            if number < others:
+                sums.append(start_pass_on(product, group))
+        return part
 
-        def product(place: int) -> torch.Tensor:
-            piece = pieces[place]
-            out = piece.new_empty((*piece.shape[:-1], matrix.shape[1]))
-            product_into(out.flatten(0, -2), piece.flatten(0, -2), matrix)
-            return out
 
-        def next_sum(total: torch.Tensor, place: int) -> torch.Tensor:
-            arriving = start_pass_on(total, group)
-            return product(place).add_(arriving.wait())
+def _cut(rows: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
+    """The pieces of one rank's rows."""
+    return rows.chunk(-(-_FEWEST // group.size))
 
-        total = product(group.index - 1)
-        for step in range(1, group.size):
-            total = next_sum(total, group.index - 1 - step)
-        return total
+
+def _on_the_ring(whole: torch.Tensor, group: Group, first: int) -> list[torch.Tensor]:
+    """The pieces of all ranks' rows in the order in which they pass this rank: those of rank `first`, then of the one before it."""
+    ranks = whole.chunk(group.size)
+    return [piece for step in range(group.size) for piece in _cut(ranks[first - step], group)]
 
 
 class SymmetricMemory:

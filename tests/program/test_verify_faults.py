@@ -50,7 +50,7 @@ FAULTS = {
         ("the sum over the tensor group is missing",),
     ),
     "pieces of a gathered input in the order in which they come": Fault(
-        (("products[group.index - step]", "products[step]"),),
+        (("ranks[first - step]", "ranks[step - 1]"),),
         "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
         "forward",
         "layers.0.attention (layer 0)",

@@ -17,7 +17,7 @@ from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU
 from tests.support.warm import run_warm_ranks
 
-ROWS, BATCH, IN, OUT = 3, 2, 4, 10
+ROWS, BATCH, IN, OUT = 3, 2, 4, 10  # of the rows of a rank, pieces that are not of one size
 EXACT = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 """How far two orders of a sum may lie apart, by dtype."""
 

@@ -1,4 +1,4 @@
-"""A slow network, emulated: a documented delay in the communication of the data ranks.
+"""A slow network, emulated: a documented delay in the communication of the data ranks, or of other groups.
 
 The model is one serial link for each rank. A collective occupies the link for (bytes that the rank sends) / bandwidth, counted as
 a ring sends them: of a buffer of B bytes over n ranks (n - 1)/n B in a reduce-scatter or an all-gather, twice that in an
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Group
 
 DATA_GROUPS = ("dp", "cp-dp", "tp-cp-dp")
-"""Names of the groups whose collectives are slowed: those over which gradients and parameters of the data ranks travel."""
+"""Names of the groups over which gradients and parameters of the data ranks travel."""
 
 
 def _reduced(tensor: torch.Tensor, size: int) -> float:
@@ -41,10 +41,15 @@ def _gathered(tensor: torch.Tensor, size: int) -> float:
     return (size - 1) * tensor.nbytes
 
 
+def _passed_on(tensor: torch.Tensor, size: int) -> float:
+    return tensor.nbytes
+
+
 SENT: dict[str, Callable[[torch.Tensor, int], float]] = {
     "start_all_reduce": _reduced,
     "start_reduce_scatter": _scattered,
     "start_all_gather": _gathered,
+    "start_pass_on": _passed_on,
 }
 """Bytes that a rank sends, from what it puts in and the number of ranks."""
 
@@ -63,13 +68,18 @@ class SlowPending(Pending):
 
 
 class SlowLink:
-    """One rank's link."""
+    """One rank's link.
 
-    def __init__(self) -> None:
+    Args:
+        groups: names of those whose collectives are slowed.
+    """
+
+    def __init__(self, groups: Sequence[str] = DATA_GROUPS) -> None:
+        self._groups = groups
         self.bandwidth = float("inf")
         """Bytes a second."""
         self.connected = True
-        """Without a link no collective of the data ranks runs at all: what is left is computation. (Results are wrong then.)"""
+        """Without a link no collective of these groups runs at all: what is left is computation. (Results are wrong then.)"""
         self.sent = 0.0
         """Bytes given to the link since this was last set to zero."""
         self._free = 0.0
@@ -78,7 +88,7 @@ class SlowLink:
         self, name: str, real: Callable[..., Pending], tensor: torch.Tensor, group: Group, *args: Any, **kwargs: Any
     ) -> Pending:
         """Start a collective: `real` by its name, with its arguments."""
-        if group.name not in DATA_GROUPS or group.size == 1:
+        if group.name not in self._groups or group.size == 1:
             return real(tensor, group, *args, **kwargs)
         size = SENT[name](tensor, group.size)
         self.sent += size
@@ -109,7 +119,7 @@ def _replace(modules: list[Any], old: dict[str, Any], new: dict[str, Any]) -> No
 
 def _untouched(name: str, tensor: torch.Tensor, group: Group, *args: Any, out: torch.Tensor | None = None) -> Pending:
     """What a collective returns if nothing travels: memory of the right shape, whatever it holds."""
-    if out is not None or name == "start_all_reduce":
+    if out is not None or name in ("start_all_reduce", "start_pass_on"):
         return Pending(tensor if out is None else out)
     rows = tensor.shape[0]
     rows = rows * group.size if name == "start_all_gather" else rows // group.size
