@@ -25,15 +25,17 @@ def square_sums(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.
         tensors: on the device or in host memory.
     """
     together = [index for index, tensor in enumerate(tensors) if tensor.device.type == "cuda"]
-    if tensors and len(together) == len(tensors):
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    if len(together) == len(tensors):
         return _square_sums_in_one_kernel(tensors)
-    found = torch.zeros(len(tensors), dtype=torch.float64, device=device)
-    if together:
-        found[together] = _square_sums_in_one_kernel([tensors[index] for index in together])
     alone = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cuda"]
-    if alone:
-        found[alone] = torch.stack([_square_sum(tensors[index]) for index in alone]).to(device)
-    return found
+    sums = torch.stack([_square_sum(tensors[index]) for index in alone]).to(device, non_blocking=True)
+    if not together:
+        return sums
+    found = dict(zip(alone, sums.unbind(), strict=True))
+    found |= zip(together, _square_sums_in_one_kernel([tensors[index] for index in together]).unbind(), strict=True)
+    return torch.stack([found[index] for index in range(len(tensors))])  # a list as an index would make the host wait
 
 
 def _square_sums_in_one_kernel(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -52,5 +54,5 @@ def count_zeros(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.
     """Number of zeros in all tensors together, as a float64 scalar on `device`."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
-        total += (tensor.numel() - torch.count_nonzero(tensor)).to(device)
+        total += (tensor.numel() - torch.count_nonzero(tensor)).to(device, non_blocking=True)
     return total

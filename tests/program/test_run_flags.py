@@ -138,7 +138,7 @@ def test_switches_of_the_process(saved: Path, tmp_path: Path, flag: str) -> None
 
     def tell(_: Any) -> None:
         print(f"deterministic: {torch.are_deterministic_algorithms_enabled()}, collecting: {gc.isenabled()}", flush=True)
-        fills = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+        fills = torch.are_deterministic_algorithms_enabled() and torch._C._get_deterministic_fill_uninitialized_memory()
         print(f"fills new memory: {fills}", flush=True)
 
     settings: dict[str, Any] = {flag: True, "train_iters": 3, "save": tmp_path, "lr_decay_style": "constant"}

@@ -1,0 +1,147 @@
+"""A step waits for the device once, for its sums, and nowhere in the loop over microbatches: seen on the meta device as on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.config.config import Config
+from megatron.model.document_attention import Documents
+from megatron.model.gpt import ModelInputs
+from megatron.parallel.context import connect_fake, disconnect
+from megatron.parallel.random import DropoutKey
+from megatron.parallel.topology import Topology
+from megatron.planner.kernel_memory import CudaKernels
+from megatron.training.step import TrainStep
+from tests.support.activation_runs import build, settings
+from tests.support.host_waits import host_waits
+
+META = torch.device("meta")
+MICROBATCHES = 2
+PIPELINE = {"pipeline_model_parallel_size": 2}
+LLAMA = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "disable_bias_linear": True}
+CASES: dict[str, dict[str, Any]] = {
+    "gpt": {"bf16": True, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "tensor and sequence parallel": {**LLAMA, "bf16": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "1f1b, sharded, overlap": {
+        **PIPELINE,
+        "bf16": True,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+    "interleaved, recompute": {
+        **PIPELINE,
+        **LLAMA,
+        "num_layers": 4,
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "zb-v, fp16": {
+        **PIPELINE,
+        "fp16": True,
+        "pipeline_schedule": "zb-v",
+        "num_layers": 4,
+        "num_virtual_stages_per_pipeline_rank": 2,
+    },
+    "gradients sharded, z-loss, zeros": {
+        "bf16": True,
+        "data_parallel_sharding_strategy": "optim_grads",
+        "z_loss_coeff": 1e-4,
+        "log_num_zeros_in_grad": True,
+    },
+    "documents": {**LLAMA, "bf16": True, "reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True},
+    "documents in float32": {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True},
+    "selective recompute": {**LLAMA, "bf16": True, "recompute_granularity": "selective"},
+    "loss in chunks": {"bf16": True, "loss_chunk_tokens": 256},
+}
+
+
+def _topology(config: Config) -> Topology:
+    parallel = config.parallel
+    return Topology(tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size, dp=2)
+
+
+def _inputs(config: Config, number: int) -> ModelInputs:
+    length, batch = config.model.seq_length, config.training.micro_batch_size
+    ids = torch.zeros(length, batch, dtype=torch.int64, device=META)
+    key = DropoutKey(1, 0, number) if config.model.hidden_dropout else None
+    documents = None
+    if config.data.reset_attention_mask:
+        bounds = np.arange(0, length * batch + 1, length // 4, dtype=np.int32)
+        documents = Documents(bounds, torch.zeros(len(bounds), dtype=torch.int32, device=META), batch)
+    return ModelInputs(torch.zeros_like(ids), ids, ids, torch.ones(length, batch, device=META), key, documents)
+
+
+def _waits(config: Config, rank: int) -> list[str]:
+    topology = _topology(config)
+    context = connect_fake(topology, rank)
+    try:
+        step = TrainStep.of(config, build(config, context), context, count_zeros=config.logging.log_num_zeros_in_grad)
+        step.prepare(MICROBATCHES)
+        batch = [_inputs(config, number) for number in range(MICROBATCHES)]
+        with CudaKernels(), host_waits() as found:
+            for iteration in (1, 2):
+                found.append(f"step {iteration}")
+                step.run(batch, iteration=iteration, learning_rate=1e-3, weight_decay=0.1)
+        return found
+    finally:
+        disconnect()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_waits_once(case: str) -> None:
+    """On the first and on the last stage. (Not seen so: `fully_shard`, and activations or optimizer state in host memory, whose
+    streams the meta device has not.)"""
+    changes = {"num_layers": 2, "global_batch_size": 2 * MICROBATCHES * 4, **CASES[case]}
+    topology = Topology(tp=changes.get("tensor_model_parallel_size", 1), pp=changes.get("pipeline_model_parallel_size", 1), dp=2)
+    config = settings(topology.world_size, **changes)
+    for rank in {0, topology.world_size - 1} if topology.pp > 1 else {0}:
+        first, *one, second, other = _waits(config, rank)
+        assert (first, second) == ("step 1", "step 2")
+        assert len(one) == 1 and one[0].startswith("_to_copy to the host (training/step.py:") and "_sums" in one[0], one
+        assert other == one[0]
+
+
+PLANTED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "item": (lambda x: x.sum().item(), "_local_scalar_dense reads a value"),
+    "bool": (lambda x: 1 if x.sum() > 0 else 2, "_local_scalar_dense reads a value"),
+    "cpu": (lambda x: x.cpu(), "_to_copy to the host"),
+    "copy to the host": (lambda x: torch.empty(4).copy_(x), "copy_ to the host"),
+    "copy to the device": (lambda x: torch.ones(4).to(META), "_to_copy to the device"),
+    "tensor": (lambda x: torch.tensor([1.0, 2.0], device=META), "tensor on the device"),
+    "new_tensor": (lambda x: x.new_tensor([1.0]), "new_tensor on the device"),
+    "write by a mask": (lambda x: x.__setitem__(x > 0, 0.0), "index_put_ by a mask"),
+    "write by a list": (lambda x: x.__setitem__([0, 1], x[:2]), "a list as index"),
+    "read by a list": (lambda x: x[[0, 1]], "a list as index"),
+    "equal": (lambda x: torch.equal(x, x), "equal reads a value"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_what_waits_is_seen(fault: str) -> None:
+    """Planted in a step's place. What has no form for the meta device ends there with an error by itself."""
+    action, expected = PLANTED[fault]
+    with host_waits() as found:
+        action(torch.ones(4, device=META))
+    assert found == [expected]
+    for counts in (torch.nonzero, torch.unique, lambda x: x[x > 0], lambda x: x.repeat_interleave(x.long())):
+        with pytest.raises((NotImplementedError, RuntimeError)), host_waits():
+            counts(torch.ones(4, device=META))
+
+
+def test_what_does_not_wait_is_left_alone() -> None:
+    x = torch.ones(4, device=META)
+    with host_waits() as found:
+        torch.where(x > 0, 0.0, x)
+        x.masked_fill(x > 0, 0.0).clamp(min=1.0)
+        torch.full_like(x, 3.0) * torch.tensor(2.0)
+        x[torch.zeros(2, dtype=torch.int64, device=META)]
+        torch.ones(4).to(META, non_blocking=True)
+    assert not found
