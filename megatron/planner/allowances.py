@@ -48,7 +48,7 @@ _NCCL = (
     f"a ring (issues/892), and the {MESSAGE_CHANNELS} that are allowed for messages to a peer"
 )
 _PER_CHANNEL = 14 * _MIB
-_RING_CHANNELS = 16
+_RING_CHANNELS, _PEER_CHANNELS = 16, 32
 
 
 def allowances(rings: Mapping[str, int], num_peers: int, world_size: int) -> tuple[Allowance, ...]:
@@ -63,3 +63,22 @@ def allowances(rings: Mapping[str, int], num_peers: int, world_size: int) -> tup
     channels = _RING_CHANNELS * len(made) + MESSAGE_CHANNELS * num_peers
     nccl = [Allowance("NCCL buffers", channels * _PER_CHANNEL, _NCCL)] if channels else []
     return (CONTEXT, WORKSPACES, *nccl, ROUNDING)
+
+
+def of_symmetric_memory(part_bytes: int) -> Allowance:
+    """What products take that overlap by symmetric memory.
+
+    Args:
+        part_bytes: of the hidden states that a tensor rank holds between layers.
+    """
+    source = (
+        "torch, torch/distributed/_symmetric_memory/__init__.py: two parts of a product that is scattered, beside the allocator"
+    )
+    return Allowance("symmetric memory", 2 * part_bytes, source)
+
+
+def of_tensor_ring() -> Allowance:
+    """What products take that overlap by a ring: messages to one neighbour, and from the other."""
+    return Allowance(
+        "NCCL buffers of a tensor ring", _PEER_CHANNELS * _PER_CHANNEL, f"{_NCCL}; 32 to a peer inside a node (issues/1685)"
+    )

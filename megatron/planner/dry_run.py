@@ -10,7 +10,7 @@ from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.data_parallel.state_layout import Bytes
 from megatron.data_parallel.traffic import NUM_SCALARS
-from megatron.model.build import Model, model_dtype, model_of
+from megatron.model.build import Model, model_dtype, model_of, overlaps
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.overlap import Overlap, Pieces, SymmetricMemory
@@ -19,6 +19,7 @@ from megatron.pipeline_parallel.exchange import ReceivePlan
 from megatron.pipeline_parallel.partition import recomputed_chunks, table_of
 from megatron.pipeline_parallel.simulate import Timeline, simulate
 from megatron.planner import advice
+from megatron.planner.allowances import Allowance, of_symmetric_memory, of_tensor_ring
 from megatron.planner.chunk_trace import ChunkTrace, Traces, kind_of, trace_chunks
 from megatron.planner.kinds import (
     Links,
@@ -236,8 +237,23 @@ class Planner:
                 found |= self._lay_out([stage for stage in same if stage in stages], model, context)
             finally:
                 disconnect()
-        kinds = make_kinds((found[stage] for stage in sorted(found)), groups, self._links, on_cuda=self._device_type == "cuda")
+        kinds = make_kinds(
+            (found[stage] for stage in sorted(found)),
+            groups,
+            self._links,
+            on_cuda=self._device_type == "cuda",
+            of_tensor_ranks=self._of_tensor_ranks(),
+        )
         return kinds, counted
+
+    def _of_tensor_ranks(self) -> list[Allowance]:
+        if not overlaps(self._config.parallel):
+            return []
+        if isinstance(self._overlap, Pieces):
+            return [of_tensor_ring()]
+        model, size = self._config.model, self._config.training.micro_batch_size
+        whole = model.seq_length * size * model.hidden_size * model_dtype(self._config.precision).itemsize
+        return [of_symmetric_memory(whole // self._topology.tp)]
 
     def _trace(self, model: Model, context: ParallelContext) -> dict[int, ChunkTrace]:
         return trace_chunks(

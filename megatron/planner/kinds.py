@@ -72,12 +72,18 @@ def named_groups(context: ParallelContext, links: Links) -> NamedGroups:
     }
 
 
-def make_kinds(stages: Iterable[StagePlan], groups: NamedGroups, links: Links, *, on_cuda: bool) -> tuple[RankKind, ...]:
-    """Put every rank into one kind."""
+def make_kinds(
+    stages: Iterable[StagePlan], groups: NamedGroups, links: Links, *, on_cuda: bool, of_tensor_ranks: Sequence[Allowance] = ()
+) -> tuple[RankKind, ...]:
+    """Put every rank into one kind.
+
+    Args:
+        of_tensor_ranks: what CUDA takes on each rank for products that overlap with communication.
+    """
     alike: dict[_Look, list[StagePlan]] = {}
     for stage in stages:
         contents = tuple((held, tuple(places)) for held, places in stage.contents.items())
-        taken = _allowances(stage, groups, links) if on_cuda else ()
+        taken = (*_allowances(stage, groups, links), *of_tensor_ranks) if on_cuda else ()
         alike.setdefault((contents, (stage.activations, stage.to_host), _amounts(stage.sent), taken), []).append(stage)
     return tuple(
         RankKind(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import megatron.parallel.collectives as collectives
+from megatron.parallel.overlap import Pieces, SymmetricMemory
 from megatron.pipeline_parallel.executor import ForwardFunction
 from megatron.spec.operations import Schedule
 from tests.proof.test_planner_activations_measured import LLAMA, PACKED
@@ -100,3 +101,21 @@ def test_devices_do_not_change_what_is_sent() -> None:
     config = settings(4, **TP2_PP2, sequence_parallel=True, bf16=True, **LLAMA)
     assert plan_rank(config, 4, 1, device_type="cuda").transfers == plan_rank(config, 4, 1).transfers
     assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize("changes", [{}, {"pipeline_schedule": "zb-h1", "num_layers": 10}], ids=["1f1b", "zb-h1"])
+def test_every_way_of_overlapping_sends_as_many_bytes(changes: dict[str, Any]) -> None:
+    """Over four tensor ranks. What is read out of the peers' memory counts as the collective whose place it takes."""
+    grid = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "sequence_parallel": True, "bf16": True}
+    turns = plan_rank(settings(8, **grid, **changes), 8, device_type="cuda")
+    ways = [
+        plan_rank(settings(8, **grid, **changes, tp_comm_overlap=True), 8, device_type="cuda", overlap=way)
+        for way in (SymmetricMemory(), Pieces())
+    ]
+    sent = [Counter({one.operation: one.bytes for one in plan.transfers if one.over == "tp"}) for plan in (turns, *ways)]
+    assert sent[1] == sent[0], "by the kinds of collectives"
+    assert sent[2]["send"] > sent[0]["all-gather"] / 2 and sent[2].total() == sent[0].total()
+    assert [one for one in ways[0].transfers if one.over == "tp"] == [one for one in turns.transfers if one.over == "tp"]
+    peaks = [[span.peak for span in plan.traces[0].ops.values()] for plan in (turns, *ways)]
+    assert peaks[1] == peaks[0], "what is gathered, and what is not yet scattered"
+    assert all(ring <= other for ring, other in zip(peaks[2], peaks[0], strict=True)) and peaks[2] != peaks[0]

@@ -21,6 +21,7 @@ from megatron.model.build import Model, model_of
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect, make_context
+from megatron.parallel.overlap import Overlap
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import recomputed_chunks
 from megatron.planner.chunk_trace import ChunkTrace, trace_chunks
@@ -70,11 +71,13 @@ def settings(world_size: int, **changes: Any) -> Config:
     return load(arguments(**defaults | changes), world_size).config
 
 
-def plan_rank(config: Config, world_size: int, rank: int = 0, *, device_type: str = "cpu") -> Planned:
+def plan_rank(
+    config: Config, world_size: int, rank: int = 0, *, device_type: str = "cpu", overlap: Overlap | None = None
+) -> Planned:
     """What the planner says of a rank."""
     context = connect_fake(_topology(config, world_size), rank, config.parallel.fsdp_shard_size)
     try:
-        model = build(config, context)
+        model = build(config, context, overlap)
         schedule = _schedule(config, context, model)
         size, splits = config.training.micro_batch_size, SCHEDULES[config.parallel.schedule].splits_backward
         traces = trace_chunks(model, config.data, size, context, splits_backward=splits, device_type=device_type)
@@ -145,9 +148,9 @@ def build_step(config: Config, world_size: int, rank: int) -> tuple[TrainStep, l
     return step, batch
 
 
-def build(config: Config, context: ParallelContext) -> Model:
+def build(config: Config, context: ParallelContext, overlap: Overlap | None = None) -> Model:
     """A rank's part of the model, without memory."""
-    return model_of(config, context, _vocabulary(config))
+    return model_of(config, context, _vocabulary(config), overlap=overlap)
 
 
 def _batches(config: Config, context: ParallelContext, model: Model) -> Any:

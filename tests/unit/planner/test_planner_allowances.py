@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.planner.allowances import allowances
 from megatron.planner.plan import Plan, plan_to_json
@@ -45,6 +46,21 @@ def test_they_are_a_part_of_their_own_of_a_rank_on_cuda() -> None:
     link, ends = 2 * 14 * MIB, 16 * 14 * MIB
     first, second, last = (taken(on_cuda, stage) for stage in (0, 1, 3))
     assert first == last and second - first == link - ends, "the ends share the embedding's gradient"
+
+
+def test_products_that_overlap_take_more() -> None:
+    """Inside a node memory that peers read: two parts of the hidden states; across nodes connections to the neighbours."""
+    grid: dict[str, Any] = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "bf16": True, "device": None}
+    jobs = [
+        settings(8, **grid),
+        settings(8, **grid, tp_comm_overlap=True),
+        settings(8, gpus_per_node=2, **grid, tp_comm_overlap=True),
+    ]
+    turns, inside, across = ({one.name: one.bytes for one in plan.kinds[0].allowances} for plan in plans_of(jobs))
+    config = jobs[0].config
+    part = config.training.micro_batch_size * config.model.hidden_size * config.model.seq_length * torch.bfloat16.itemsize // 4
+    assert inside == {**turns, "symmetric memory": 2 * part}
+    assert across == {**turns, "NCCL buffers of a tensor ring": 32 * 14 * MIB}
 
 
 def test_what_is_estimated_is_told_apart() -> None:
