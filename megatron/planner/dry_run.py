@@ -107,7 +107,9 @@ class Sample(NamedTuple):
 
 def _likely_overlap(device_type: str, tensor_size: int, gpus_per_node: int) -> Overlap:
     """The way that --tp-comm-overlap will take, if the GPUs of a node reach each other's memory."""
-    return SymmetricMemory() if device_type == "cuda" and gpus_per_node % tensor_size == 0 else Pieces()
+    if device_type != "cuda":
+        return Pieces(f"the device is {device_type}")
+    return Pieces("tensor groups cross nodes") if gpus_per_node % tensor_size else SymmetricMemory()
 
 
 class PlannedStep(NamedTuple):
@@ -187,7 +189,12 @@ class Planner:
                 self._global_batch_size,
                 loss_again=loss_again(config, self._vocab_size),
             ),
-            notes=(_NOT_COUNTED[self._device_type], f"attention is taken to be computed by {' and '.join(attention)}", *_NOTES),
+            notes=(
+                _NOT_COUNTED[self._device_type],
+                f"attention is taken to be computed by {' and '.join(attention)}",
+                *([f"tensor ranks are taken to communicate beside products by {self._overlap}"] * overlaps(config.parallel)),
+                *_NOTES,
+            ),
             advice=tuple(advice.advice(config, self._dry_run.world_size, self._dry_run.gpus_per_node, self._vocab_size)),
         )
 

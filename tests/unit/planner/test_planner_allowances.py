@@ -56,11 +56,18 @@ def test_products_that_overlap_take_more() -> None:
         settings(8, **grid, tp_comm_overlap=True),
         settings(8, gpus_per_node=2, **grid, tp_comm_overlap=True),
     ]
-    turns, inside, across = ({one.name: one.bytes for one in plan.kinds[0].allowances} for plan in plans_of(jobs))
+    plans = plans_of(jobs)
+    turns, inside, across = ({one.name: one.bytes for one in plan.kinds[0].allowances} for plan in plans)
     config = jobs[0].config
     part = config.training.micro_batch_size * config.model.hidden_size * config.model.seq_length * torch.bfloat16.itemsize // 4
     assert inside == {**turns, "symmetric memory": 2 * part}
     assert across == {**turns, "NCCL buffers of a tensor ring": 32 * 14 * MIB}
+    way = "tensor ranks are taken to communicate beside products by pieces that "
+    assert [[note.removeprefix(way) for note in plan.notes if note.startswith(way)] for plan in plans] == [
+        [],
+        ["are read out of the peers' memory (torch's symmetric memory)"],
+        ["go round a ring: tensor groups cross nodes"],
+    ]
 
 
 def test_what_is_estimated_is_told_apart() -> None:
