@@ -6,6 +6,8 @@ Shapes: `s` sequence, `b` microbatch, `h` hidden, `g` this rank's key-value head
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,15 +17,13 @@ from megatron.model.attention_kernel import keeps_probabilities
 from megatron.model.document_attention import Documents, attention_within_documents
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.norms import Norm
-from megatron.model.rope import rotate
+from megatron.model.rope import rotate, turn
 from megatron.parallel.products import slow_half
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.scope import Scope
 from megatron.spec.layers import AttentionSpec, NormSpec
 from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tensor_parallel.linear import Remade
-
-RotaryTable = tuple[torch.Tensor, torch.Tensor]
 
 
 def core_attention(
@@ -32,21 +32,59 @@ def core_attention(
     """softmax(q k^T / sqrt(d)) v with a causal mask; the softmax is in at least float32.
 
     Args:
-        q: [s, b, n, d].
-        k, v: [s, b, g, d]; each serves n/g neighbouring query heads.
+        q: [s, b, g, r, d] or [s, b, n, d].
+        k, v: [s, b, g, d]; each serves r neighbouring query heads.
         documents: a token attends only to its own; None to its whole sample.
 
     Returns:
         [s, b, n * d].
     """
-    dtype = q.dtype
+    if q.dim() == 4:
+        q = q.unflatten(2, (k.shape[2], -1))
+    dtype, shape = q.dtype, q.shape
     if slow_half(q):
         q, k, v = q.float(), k.float(), v.float()
     if documents is not None:
-        return attention_within_documents(q, k, v, documents, dropout).to(dtype)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d]
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return out.permute(2, 0, 1, 3).flatten(2).to(dtype)
+        return attention_within_documents(q.flatten(2, 3), k, v, documents, dropout).to(dtype)
+    grouped = shape[3] > 1
+    if grouped:  # each group is a sample of its own: as one sample, its heads could not lie among keys and values without a copy
+        q, k, v = q.flatten(1, 2), k.flatten(1, 2).unsqueeze(2), v.flatten(1, 2).unsqueeze(2)  # [s, b * g, r or 1, d]
+    else:
+        q = q.squeeze(3)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [samples, heads, s, d]
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+    return out.permute(2, 0, 1, 3).reshape(*shape[:2], -1).to(dtype)
+
+
+class _Split(torch.autograd.Function):
+    """Cuts what the layer before attention gives, [s, b, g, r + 2, d], into queries [s, b, g, r, d], keys and values [s, b, g, d].
+
+    With a rotary table it turns queries and keys where they lie, both at once: nobody else reads them before. Backward joins the
+    three gradients and turns those of the two back, again in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, rotary: torch.Tensor | None) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        ctx.save_for_backward(rotary)
+        if rotary is not None:
+            _turn_queries_and_keys(qkv, rotary)
+        return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        # In four dimensions: CUDA joins parts of more by one copy each.
+        joined = torch.cat([grad_q.flatten(3), grad_k, grad_v], -1).unflatten(-1, (-1, grad_v.shape[-1]))
+        (rotary,) = ctx.saved_tensors
+        if rotary is not None:
+            _turn_queries_and_keys(joined, rotary.transpose(-3, -2))
+        return joined, None
+
+
+def _turn_queries_and_keys(qkv: torch.Tensor, rotary: torch.Tensor) -> None:
+    queries_and_keys = qkv[..., :-1, :]
+    turn(queries_and_keys, rotary, out=queries_and_keys)
 
 
 class Attention(nn.Module):
@@ -72,7 +110,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: torch.Tensor | Remade,
-        rotary: RotaryTable | None,
+        rotary: torch.Tensor | None,
         key: DropoutKey | None,
         documents: Documents | None,
         cache: KeyValueCache | None,
@@ -80,12 +118,12 @@ class Attention(nn.Module):
         """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the same shape."""
         qkv = self.qkv(x)
         qkv = qkv.view(*qkv.shape[:2], -1, self.queries_per_group + 2, self.head_size)  # [s, b, g, r + 2, d]
-        # One split, whose backward is one concatenation.
-        q, k, v = (x.flatten(2, 3) for x in qkv.split([self.queries_per_group, 1, 1], dim=3))  # [s, b, n or g, d]
+        normed = self.q_norm is not None and self.k_norm is not None
+        q, k, v = _Split.apply(qkv, None if normed else rotary)  # [s, b, g, r, d] and [s, b, g, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+            if rotary is not None:
+                q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:
             cache.append(self.layer, k, v)
             if not cache.empty:

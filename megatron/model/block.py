@@ -11,7 +11,7 @@ from torch import nn
 from megatron.config.memory import RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.memory.recompute import recomputed
-from megatron.model.attention import Attention, RotaryTable
+from megatron.model.attention import Attention
 from megatron.model.document_attention import Documents
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.mlp import MLP
@@ -63,7 +63,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        rotary: RotaryTable | None,
+        rotary: torch.Tensor | None,
         key: DropoutKey | None,
         documents: Documents | None = None,
         cache: KeyValueCache | None = None,

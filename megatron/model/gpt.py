@@ -16,7 +16,6 @@ from torch import nn
 from megatron.config.model import ModelConfig
 from megatron.memory.offload import chosen_layer
 from megatron.memory.recompute import recomputed
-from megatron.model.attention import RotaryTable
 from megatron.model.block import Block, dropout
 from megatron.model.document_attention import Documents
 from megatron.model.key_value_cache import KeyValueCache
@@ -96,7 +95,7 @@ class _Run:
     """Whether they are the last of the chunk of which that is so."""
 
     def __call__(
-        self, tables: Mapping[RotarySpec | None, RotaryTable | None], inputs: ModelInputs, x: torch.Tensor, *, again: bool = False
+        self, tables: Mapping[RotarySpec | None, torch.Tensor | None], inputs: ModelInputs, x: torch.Tensor, *, again: bool = False
     ) -> torch.Tensor:
         """Run the layers; `again` past their hooks, which acted in the first forward."""
         for block, rotary in zip(self.blocks, self.rotaries, strict=True):
@@ -185,7 +184,7 @@ class GPTChunk(nn.Module):
         assert x is not None, "a chunk that is not the first needs hidden states"
         dtype = self.residual_dtype
         tables = {rotary: None if rotary is None else rotary_table(inputs.positions, rotary, dtype) for rotary in self._rotaries}
-        shared = [tensor for table in tables.values() if table is not None for tensor in table]
+        shared = [table for table in tables.values() if table is not None]
         for run in self._runs:
             forward = partial(run, tables, inputs)
             if run.recomputed:

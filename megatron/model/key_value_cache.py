@@ -57,10 +57,10 @@ class KeyValueCache:
                 stored[self._rows, :, self._lengths] = new[0]
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """softmax(q k^T / sqrt(d)) v over everything stored: q [1, b, g * r, d] to [1, b, g * r * d]."""
+        """softmax(q k^T / sqrt(d)) v over everything stored: q [1, b, g, r, d] to [1, b, g * r * d]."""
         k, v = (stored[:, :, : self._longest + 1] for stored in self._layers[layer])
         dtype = q.dtype
-        q = q[0].unflatten(1, (k.shape[1], -1))  # [b, g, r, d]:r query heads share the keys, as r positions would
+        q = q[0]  # [b, g, r, d]: r query heads share the keys, as r positions would
         if slow_half(q):
             q, k, v = q.float(), k.float(), v.float()
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask)

@@ -16,6 +16,9 @@ from megatron.spec.layers import MLPSpec
 from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tensor_parallel.linear import Remade
 
+_SATURATED = 40.0
+"""Beyond it, a sigmoid is 1 in float64 too."""
+
 
 class _SwiGLU(torch.autograd.Function):
     """silu(gate) * up, [..., 2, f] to [..., f]. Keeps only its input; backward computes silu again."""
@@ -28,11 +31,25 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        gate, up = x[..., 0, :], x[..., 1, :]
-        out = torch.empty_like(x)
-        out[..., 0, :] = torch.ops.aten.silu_backward(grad * up, gate)
-        torch.mul(grad, F.silu(gate), out=out[..., 1, :])
-        return out
+        # On a GPU each launch counts. In float16 the shorter way might overflow.
+        return _swiglu_gradient(x, grad, few_launches=x.is_cuda and x.dtype != torch.float16)
+
+
+def _swiglu_gradient(x: torch.Tensor, grad: torch.Tensor, *, few_launches: bool) -> torch.Tensor:
+    """Gradient of x [..., 2, f] from that of silu(gate) * up [..., f]. Four launches and nothing beside the result; or three."""
+    gate, up = x[..., 0, :], x[..., 1, :]
+    out = torch.empty_like(x)
+    grad_gate, grad_up = out[..., 0, :], out[..., 1, :]
+    if few_launches:
+        # grad * silu(gate) = (grad * gate) * sigmoid(gate), and sigmoid is the derivative of softplus.
+        products = x * grad.unsqueeze(-2)
+        torch.ops.aten.silu_backward.grad_input(products[..., 1, :], gate, grad_input=grad_gate)
+        torch.ops.aten.softplus_backward.grad_input(products[..., 0, :], gate, 1.0, _SATURATED, grad_input=grad_up)
+    else:
+        torch.mul(grad, up, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad_up, gate, grad_input=grad_gate)
+        torch.ops.aten.silu.out(gate, out=grad_up).mul_(grad)
+    return out
 
 
 class _SquaredReLU(torch.autograd.Function):

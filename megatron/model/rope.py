@@ -30,38 +30,56 @@ def frequencies(spec: RotarySpec, device: torch.device) -> torch.Tensor:
     return (1 - smooth) * found / spec.low_frequency_factor + smooth * found
 
 
-def rotary_table(positions: torch.Tensor, spec: RotarySpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines for positions [s, b]: two tensors [s, b, 1, r/2] in at least float32."""
+def rotary_table(positions: torch.Tensor, spec: RotarySpec, dtype: torch.dtype) -> torch.Tensor:
+    """The rotation at positions [s, b]: [s, b, 1, 2, 2, r/2] in at least float32.
+
+    For each pair it is the matrix that makes the turned pair of the pair: ((cos, -sin), (sin, cos)). So a rotation is one product
+    and one sum whatever it turns, and the transpose turns back.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     angles = positions.unsqueeze(-1).to(torch.float64) * frequencies(spec, positions.device)
-    return angles.cos().to(wide).unsqueeze(2), angles.sin().to(wide).unsqueeze(2)
+    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+    return torch.stack([cos, -sin, sin, cos], -2).unflatten(-2, (2, 2)).unsqueeze(2)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    # Type promotion does the products in the table's (wider) dtype.
-    out[..., :half] = first * cos - second * sin
-    out[..., half : 2 * half] = second * cos + first * sin
-    out[..., 2 * half :] = rest
-    return out
+def turn(x: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the leading channels of x, turned, to those of `out`, which may be x.
+
+    Args:
+        x: [s, b, ..., d] with any number of dimensions of heads.
+        table: [s, b, 1, 2, 2, r/2]; its transpose turns back.
+    """
+    channels = 2 * table.shape[-1]
+    pairs, turned = (tensor[..., :channels].unflatten(-1, (2, -1)) for tensor in (x, out))  # [s, b, ..., 2, r/2]
+    while table.dim() < pairs.dim() + 1:
+        table = table.unsqueeze(2)
+    # Type promotion does both in the table's (wider) dtype, and only the result is rounded.
+    products = pairs.unsqueeze(-3) * table
+    torch.add(products[..., 0, :], products[..., 1, :], out=turned)
 
 
 class _Rotary(torch.autograd.Function):
     """Forward: rotate. Backward: rotate back. Keeps nothing but the table, which all layers share."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+    def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(table)
+        return _turned(x, table)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (table,) = ctx.saved_tensors
+        return _turned(grad, table.transpose(-3, -2)), None
 
 
-def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate the leading channels of each head: [s, b, n, d] to the same."""
-    return _Rotary.apply(x, *table)
+def _turned(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if (channels := 2 * table.shape[-1]) < x.shape[-1]:
+        out[..., channels:] = x[..., channels:]
+    turn(x, table, out)
+    return out
+
+
+def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotate the leading channels of each head: [s, b, ..., d] to the same."""
+    return _Rotary.apply(x, table)

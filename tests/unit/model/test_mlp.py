@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.model.mlp import _FUNCTIONS
+from megatron.model.mlp import _FUNCTIONS, _swiglu_gradient
 from megatron.spec.activations import ACTIVATIONS
 
 PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -42,3 +43,18 @@ def test_each_equals_its_formula_and_keeps_its_input_alone() -> None:
             rounding = 8 * torch.finfo(dtype).eps
             torch.testing.assert_close(y.double(), expected, rtol=rounding, atol=rounding)
             torch.testing.assert_close(x.grad.double(), exact.grad, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("few_launches", [False, True])
+def test_both_ways_to_the_gradient_of_a_gate(few_launches: bool) -> None:
+    """Also where a sigmoid is 0 or 1, and where an exponential would overflow."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        torch.manual_seed(1)
+        x, grad = torch.randn(200, 2, 8, dtype=dtype), torch.randn(200, 8, dtype=dtype)
+        x[:, 0] *= torch.logspace(-2, 3, 200)[:, None]
+        exact = x.double().detach().requires_grad_()
+        PLAIN["swiglu"](exact).backward(grad.double())
+        rounding = 8 * torch.finfo(dtype).eps
+        with torch.no_grad():
+            found = _swiglu_gradient(x, grad, few_launches=few_launches)
+        torch.testing.assert_close(found.double(), exact.grad, rtol=rounding, atol=rounding)

@@ -21,8 +21,9 @@ from megatron.parallel.accumulate import (
     sink_of,
     through,
 )
-from megatron.parallel.products import input_product, linear, weight_product
+from megatron.parallel.products import input_product, linear, product_into, weight_product, writes_wide_products
 from megatron.planner.storages import StorageLedger
+from tests.support.lone_rank import CPU
 from tests.support.sinks import sink_over, summed
 
 
@@ -224,19 +225,30 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
+@pytest.fixture(params=[False, True])
+def fast_bfloat16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """A processor that multiplies bfloat16 fast, and one that does not."""
+    monkeypatch.setattr(products, "fast_bfloat16", lambda: request.param)
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_are_within_rounding(dtype: torch.dtype) -> None:
-    """Long sums, so that one made in 16 bits would be far off."""
-    x, weight, bias = values(7, 2, 4000).to(dtype), values(6, 4000, key=1).to(dtype), values(6, key=2).to(dtype)
+def test_products_are_within_rounding(dtype: torch.dtype, fast_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sums, so that one made in 16 bits would be far off; and with few blocks or many."""
+    x, weight, bias = values(20, 2, 4000).to(dtype), values(6, 4000, key=1).to(dtype), values(6, key=2).to(dtype)
     exact = x.double() @ weight.double().t()
-    assert error(linear(x, weight), exact) <= ROUNDING[dtype]
-    assert error(linear(x, weight, bias), exact + bias.double()) <= ROUNDING[dtype]
-    back = input_product(x, weight.t().contiguous())
-    assert back.dtype == dtype and error(back, exact) <= ROUNDING[dtype]
+    for block in (1 << 25, 4 * 4000):
+        monkeypatch.setattr(products, "_BLOCK_ELEMENTS", block)
+        assert error(linear(x, weight), exact) <= ROUNDING[dtype]
+        assert error(linear(x, weight, bias), exact + bias.double()) <= ROUNDING[dtype]
+        into = torch.empty(40, 6, dtype=dtype)
+        assert error(product_into(into, x.flatten(0, 1), weight.t(), bias).view(20, 2, 6), exact + bias.double()) <= ROUNDING[dtype]
+        back = input_product(x, weight.t().contiguous())
+        assert back.dtype == dtype and error(back, exact) <= ROUNDING[dtype]
 
 
 @pytest.mark.parametrize(("dtype", "wide", "add"), list(itertools.product(DTYPES, (False, True), (False, True))))
-def test_weight_products_write_or_add(dtype: torch.dtype, wide: bool, add: bool) -> None:
+def test_weight_products_write_or_add(dtype: torch.dtype, wide: bool, add: bool, fast_bfloat16: bool) -> None:
     """Into the same dtype, or into float32 and wider; rows that are not contiguous too."""
     grad_output, x = values(6, 4000, key=1).to(dtype).t(), values(4000, 5, key=2).to(dtype)
     into = values(6, 5, key=3).to(torch.promote_types(dtype, torch.float32) if wide else dtype)
@@ -248,13 +260,37 @@ def test_weight_products_write_or_add(dtype: torch.dtype, wide: bool, add: bool)
 
 
 @pytest.mark.parametrize("add", [False, True])
-def test_a_product_in_other_bits_is_made_in_blocks(add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_in_other_bits_is_made_in_blocks(add: bool, fast_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which take no more memory than they may, and give what the whole gives."""
-    monkeypatch.setattr(products, "_BLOCK_ELEMENTS", 3 * 4)
+    rows, block = 40, 3 * 40
+    monkeypatch.setattr(products, "_BLOCK_ELEMENTS", block)
     with StorageLedger() as ledger:
-        grad_output, x, into = values(8, 7, key=1).bfloat16(), values(8, 4, key=2).bfloat16(), values(7, 4, key=3).float()
+        grad_output, x, into = values(rows, 70, key=1).bfloat16(), values(rows, 4, key=2).bfloat16(), values(70, 4, key=3).float()
         exact = grad_output.double().t() @ x.double() + (into.double() if add else 0.0)
         ledger.cut()
         weight_product(grad_output, x, into, add=add)
-        assert ledger.cut().peak == 3 * 4 * x.itemsize
+        # What is made in blocks: the product in 16 bits; or the gradient in 32, beside the whole input.
+        assert ledger.cut().peak == (block * 2 if fast_bfloat16 else block * 4 + 2 * x.nbytes)
     assert error(into, exact) <= 2 * ROUNDING[torch.bfloat16]
+
+
+def test_few_rows_are_multiplied_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a token at a time, as when text is generated, widening the weight would take longer than its product."""
+    monkeypatch.setattr(products, "fast_bfloat16", lambda: False)
+    for rows, widened in ((1, False), (31, False), (32, True)):
+        assert products.widens(torch.empty(rows, 3, dtype=torch.bfloat16)) == widened
+        assert products.widens(torch.empty(rows, 3, dtype=torch.float16))
+        assert not products.widens(torch.empty(rows, 3)) and not products.widens(torch.empty(rows, 3, device="meta").bfloat16())
+
+
+def test_on_a_gpu_a_wide_product_is_written_where_it_belongs() -> None:
+    """As a plan for one sees it: one operation, and no memory."""
+    for add in (False, True):
+        with StorageLedger() as ledger:
+            grad_output, x = (torch.empty(8, size, dtype=torch.bfloat16, device="meta") for size in (7, 4))
+            into = torch.empty(7, 4, device="meta")
+            ledger.cut()
+            weight_product(grad_output, x, into, add=add)
+        assert ("aten::addmm.dtype_out" if add else "aten::mm.dtype_out") in ledger.kernels
+        assert ledger.cut().peak == 0
+    assert not writes_wide_products(CPU, torch.bfloat16)

@@ -1,0 +1,53 @@
+"""Counts what a GPU would be given to run: the operations that reach the dispatcher and compute something, on tensors without
+memory.
+
+An operation that torch has as one kernel counts as one (attention and a norm launch a few more in backward). Views, allocations and
+what asks for a dtype launch nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NO_LAUNCH = {"aten::_unsafe_view", "aten::detach", "aten::promote_types"}
+
+
+class Launches(TorchDispatchMode):
+    """While it is entered, counts by name. Goes beneath a `FusedNorms` and the planner's `CudaKernels`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.by_name.total()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation."""
+        assert func.namespace in ("aten", "prim"), f"what runs inside {func.name()} is not seen"
+        if func.namespace == "aten" and not func.is_view and "empty" not in func.name() and func.name() not in _NO_LAUNCH:
+            self.by_name[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class FusedNorms(TorchFunctionMode):
+    """Counts the RMSNorm of CUDA, for which a plan has a stand-in that computes nothing: one operation forward, one backward."""
+
+    def __init__(self, launches: Launches) -> None:
+        super().__init__()
+        self._launches = launches
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one function of torch."""
+        if func is F.rms_norm:
+            self._launches.by_name["aten::_fused_rms_norm"] += 1
+            self._launches.by_name["aten::_fused_rms_norm_backward"] += torch.is_grad_enabled()
+        return func(*args, **(kwargs or {}))

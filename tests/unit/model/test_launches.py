@@ -1,0 +1,72 @@
+"""How many kernels a GPU is given for a layer and for a loss, counted through the dispatcher: a bound that every change keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from megatron.config.model import ModelConfig
+from megatron.model.block import Block
+from megatron.model.rope import rotary_table
+from megatron.parallel.accumulate import GradSink
+from megatron.parallel.params import ParamTable
+from megatron.parallel.scope import Scope
+from megatron.planner.kernel_memory import CudaKernels
+from megatron.spec.layers import layers
+from megatron.spec.weights import model_weights
+from tests.support.launches import FusedNorms, Launches
+from tests.support.lone_rank import lone_rank
+
+META = torch.device("meta")
+SEQ = 4096
+LLAMA = ModelConfig(
+    num_layers=1,
+    hidden_size=4096,
+    ffn_hidden_size=11008,
+    num_attention_heads=32,
+    group_query_attention=True,
+    num_query_groups=8,
+    seq_length=SEQ,
+    max_position_embeddings=SEQ,
+    swiglu=True,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    disable_bias_linear=True,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
+"""A layer of 7B."""
+
+
+def layer_launches(batch: int) -> list[Counter[str]]:
+    """Of forward and backward of one layer in bfloat16, for a first microbatch and one whose gradients are added."""
+    table, (spec,) = ParamTable(), layers(LLAMA)
+    weights = {weight.name: weight for weight in model_weights(LLAMA, 32000)}
+    block = Block(Scope(lone_rank(), table, weights, torch.bfloat16, False).child("layers.0"), LLAMA, spec, 0)
+    for entry in table:
+        provide = partial(torch.empty, entry.param.shape, device=META)
+        entry.param.grad_sink = GradSink(torch.float32, lambda: None, provide)  # type: ignore[attr-defined]
+    found = []
+    for _ in range(2):
+        x = torch.empty(SEQ, batch, LLAMA.hidden_size, dtype=torch.bfloat16, device=META, requires_grad=True)
+        assert spec.attention.rotary is not None
+        rotary = rotary_table(torch.zeros(SEQ, batch, dtype=torch.int64, device=META), spec.attention.rotary, x.dtype)
+        with CudaKernels(), Launches() as launches, FusedNorms(launches):
+            out = block(x, rotary, None)
+            torch.autograd.backward([get_gradient_edge(out)], [torch.empty_like(out)])
+        found.append(launches.by_name)
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_llama_layer(batch: int) -> None:
+    """Four products with two gradients each are 12 of them, norms 6, residual connections 4, attention 2."""
+    for launches in layer_launches(batch):
+        assert launches.total() < 35, launches
+        products = {name: number for name, number in launches.items() if "mm" in name}
+        assert sum(products.values()) == 12, "weight gradients are written and added by the product itself"
+        assert launches["aten::_fused_rms_norm"] == 2 and launches["aten::_scaled_dot_product_flash_attention"] == 1
