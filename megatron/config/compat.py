@@ -163,7 +163,8 @@ defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute: {_DEFERR
 pipeline-model-parallel-comm-backend: Messages between pipeline stages go over --distributed-backend.
 disable-gloo-process-groups: Beside NCCL, gloo always carries what the hosts say to each other.
 distributed-timeout-seconds-after-init: One time limit holds throughout (--distributed-timeout-minutes).
-high-priority-stream-groups: Messages between pipeline stages always have streams of high priority; there is nothing to set.
+high-priority-stream-groups: Tensor ranks and messages between pipeline stages always have streams of high priority; there is
+    nothing to set.
 use-ring-exchange-p2p: How tensors travel between pipeline stages is not a setting.
 local-rank rank lazy-mpu-init: The launcher gives it in the environment (RANK, LOCAL_RANK, WORLD_SIZE).
 log-progress: Use --metrics-file, one JSON object a line.

@@ -1,4 +1,4 @@
-"""Which libraries a process group speaks, and what the communicators of pipeline messages are made of.
+"""Which libraries a process group speaks, and what the communicators of pipeline messages and of tensor ranks are made of.
 
 On CUDA tensors go over NCCL, and what the host says (gathered objects, barriers, votes on an error) over gloo: it waits for no
 device, and it still works when a device or NCCL has failed. torch chooses by the device of what is sent, and for objects and
@@ -19,6 +19,7 @@ take up to 32. (NCCL bounds them by `maxCTAs`: src/graph/paths.cc, ncclTopoCompu
 
 _NCCL_AND_GLOO = "cpu:gloo,cuda:nccl"
 _MESSAGES = ("pp_up", "pp_down")
+_TENSOR_RANKS = ("tp",)
 _TENSORS_ONLY = ("fsdp_shard", "fsdp_replica")
 """Groups over which no rank says anything but tensors."""
 
@@ -29,7 +30,7 @@ class Communicator(NamedTuple):
     backend: str | None = None
     """As torch spells it; None for that of the world."""
     high_priority: bool = False
-    """Its stream goes before those that compute: a message is short, and the next stage waits for it."""
+    """Its stream goes before those that compute: what it sends is short, and products wait for it, here or on the next stage."""
     max_channels: int | None = None
 
 
@@ -45,7 +46,11 @@ def communicator(name: Sequence[str], world: str | None) -> Communicator:
         name: the axes of the group, or its name where it is none of the axes'.
         world: the backends of the world.
     """
-    if world != _NCCL_AND_GLOO or not {*name} & {*_MESSAGES, *_TENSORS_ONLY}:
+    if world != _NCCL_AND_GLOO:
+        return Communicator()
+    if (*name,) == _TENSOR_RANKS:
+        return Communicator(high_priority=True)
+    if not {*name} & {*_MESSAGES, *_TENSORS_ONLY}:
         return Communicator()
     if {*name} & {*_MESSAGES}:
         return Communicator("nccl", high_priority=True, max_channels=MESSAGE_CHANNELS)

@@ -28,7 +28,8 @@ class Options:
 def test_where_tensors_go_over_nccl_the_hosts_speak_gloo() -> None:
     assert world_backend("nccl") == BOTH
     assert world_backend("gloo") == "gloo"
-    for name in (("tp",), ("pp",), ("dp",), ("tp", "cp", "dp", "pp"), ("ends",)):
+    assert communicator(("tp",), BOTH) == Communicator(high_priority=True) and communicator(("tp",), "gloo") == Communicator()
+    for name in (("pp",), ("dp",), ("tp", "cp", "dp"), ("tp", "cp", "dp", "pp"), ("ends",)):
         assert communicator(name, BOTH) == Communicator(), f"{name} is made as the world is"
     for name in (("fsdp_shard",), ("fsdp_replica",)):
         assert communicator(name, BOTH) == Communicator("nccl")
@@ -66,7 +67,7 @@ def test_every_group_of_a_job_on_cuda_but_those_of_tensors_alone_speaks_gloo_too
     backends = {name: {backend for desc, backend, _ in made if desc == name} for name, _, _ in made}
     only = {"pp_up", "pp_down", "fsdp_shard", "fsdp_replica"}
     assert backends == {name: {"nccl"} if name in only else {None} for name in backends} and only < backends.keys()
-    assert {name for name, _, given in made if given is not None} == {"pp_up", "pp_down"}
+    assert {name for name, _, given in made if given is not None} == {"pp_up", "pp_down", "tp"}
     assert all(given.is_high_priority_stream for _, _, given in made if given is not None)
 
 
