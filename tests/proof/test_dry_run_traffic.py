@@ -32,7 +32,8 @@ def counted(context: ParallelContext, one: LoadedConfig) -> tuple[dict[tuple[int
     dist.barrier()
     collectives: Counter[tuple[int, ...]] = Counter()
     for call in calls:
-        collectives[() if call.what == "send" else call.ranks] += call.sent * call.itemsize  # type: ignore[assignment]
+        to_a_stage = call.what == "send" and call.ranks == context.group("pp").ranks
+        collectives[() if to_a_stage else call.ranks] += call.sent * call.itemsize  # type: ignore[assignment]
     messages = collectives.pop((), 0)
     return dict(collectives), messages
 
@@ -64,6 +65,7 @@ def groups_of(context: ParallelContext) -> dict[str, tuple[int, ...]]:
 GRID: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "bf16": True}
 CASES: dict[str, dict[str, Any]] = {
     "no_shard": {**GRID, "sequence_parallel": True},
+    "no_shard, overlapping tensor ranks": {**GRID, "sequence_parallel": True, "tp_comm_overlap": True},
     "optim, tp-pp-dp": {**GRID, "data_parallel_sharding_strategy": "optim", "use_tp_pp_dp_mapping": True},
     "optim_grads, virtual stages": {
         **GRID,
