@@ -11,7 +11,7 @@ from megatron.config.config import Config
 from megatron.config.outputs import CheckpointConfig, DebugConfig, LoggingConfig
 from megatron.data.samples import DocumentRules
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
-from megatron.model.build import build_model
+from megatron.model.build import build_model, overlaps
 from megatron.parallel.context import choose_device, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
@@ -88,6 +88,8 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         replaced.append(
             "activations in host memory: copies are made, and run at once. Not run: streams that run beside computation"
         )
+    if overlaps(config.parallel) and config.parallel.device != "cpu":
+        replaced.append("--tp-comm-overlap: pieces go round a ring. Not run: symmetric memory")
     if optimizer.use_apex:
         replaced.append("--use-apex: torch's optimizer, which does the same on a CPU")
     if optimizer.optimizer == "adam" and optimizer.adam_eps < LEAST_EPS:
