@@ -108,6 +108,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     saver = Saver(config.checkpoint, context, run_record(config, argv), data.vocab_size, patience_s=patience_s)
     timers = startup.make_timers(config.logging, context)
 
+    startup.check_precision(config.precision, context)
     model = model_of(config, context, data.vocab_size)
     step = TrainStep.of(config, model, context, count_zeros=config.logging.log_num_zeros_in_grad, timers=timers)
     account.step = step

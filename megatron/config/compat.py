@@ -93,7 +93,12 @@ distribute-saved-activations distribute-checkpointed-activations: Use --sequence
 cpu-offloading-weights: Gathered parameters are freed by --data-parallel-sharding-strategy optim_grads_params, and optimizer state
     is kept in host memory by --optimizer-cpu-offload.
 no-pin-cpu-*: What --optimizer-cpu-offload copies to and from a GPU is always pinned.
-fp8* *-fp8-* fp4* kitchen-*: Formats of 8 bits and fewer are not built yet; use --bf16.
+fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo: They belong to --fp8-recipe delayed. Scales follow from the
+    numbers at hand (tensorwise, rowwise or blockwise), so there is no history and no margin.
+no-fp8-wgrad: The gradient of a weight is made in 8 bits, as the other two products are.
+fp8-param-gather fp8-param: Weights are kept, and gathered, in bfloat16, and quantised for each product.
+fp8-quantizer-factory *-fp8-* fp4-format fp4-recipe fp4-param-gather fp4-quantizer-factory kitchen-*: Of narrow
+    formats there are --fp8-format e4m3 and hybrid, for the products of linear layers.
 *fsdp*: Sharding of parameters is set by --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size,
     --fsdp-reshard-after-forward, --fsdp-reduce-once and --fsdp-params-cpu.
 muon-*: The optimizers are --optimizer adam and sgd.
@@ -185,6 +190,10 @@ tokenizer-type=MultimodalTokenizer,SFTTokenizer,BertWordPieceLowerCase,BertWordP
 recompute-modules=moe,moe_act,shared_experts: is not built yet, as there are no mixtures of experts; core_attn, layernorm, mlp_act
     and mlp are
 recompute-modules=mla_up_proj: is not built yet, as latent attention is not; core_attn, layernorm, mlp_act and mlp are
+fp8-recipe=delayed: is refused: its scales follow from what earlier steps saw, a state that no layout, resume or recompute could
+    do without, and that a first step does not have; tensorwise is the same with the scales of the numbers at hand
+fp8-recipe=mxfp8: is not built yet (blocks of 32 numbers with scales that are powers of two); blockwise has blocks of 128
+fp8-recipe=custom: is not supported; tensorwise, rowwise and blockwise are
 optimizer=lion,muon,dist_muon: is not built yet; adam (AdamW) and sgd are
 position-embedding-type=mrope,relative: is not built yet; rope, learned_absolute and none are
 position-embedding-type=yarn: is not built yet; rope with --use-rope-scaling is

@@ -9,7 +9,8 @@ from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import CheckpointConfig, DebugConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.training import OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.training import OptimizerConfig, TrainingConfig
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How to train: on how much at once and how long, in which number formats, with which optimizer and schedules."""
+"""How to train: on how much at once and how long, with which optimizer and schedules."""
 
 from __future__ import annotations
 
@@ -49,36 +49,6 @@ class TrainingConfig:
     def final_batch_size(self, data_size: int) -> int:
         """Sequences in a step on so many data ranks, after any ramp-up: by default one microbatch on each."""
         return self.global_batch_size or self.micro_batch_size * data_size
-
-
-LARGEST_LOSS_SCALE = 2.0**127  # the scale is a float32
-_DYNAMIC = acts_with(
-    "with --fp16 and without --loss-scale, when the scale is dynamic", every=True, fix={}, fp16=True, loss_scale=None
-)
-
-
-@dataclass(frozen=True)
-class PrecisionConfig:
-    """Dtype of the model's parameters and activations (float32 by default) and the scale of the loss in float16."""
-
-    fp16: bool = False
-    """Compute in float16 with float32 main parameters and a loss scale."""
-    bf16: bool = False
-    """Compute in bfloat16 with float32 main parameters."""
-    fp64: bool = False
-    """Compute in float64 (for proofs)."""
-    loss_scale: float | None = setting(
-        None, above=0, at_most=LARGEST_LOSS_SCALE, unit="factor on the loss", acts=acts_with(fp16=True)
-    )
-    """Constant loss scale; by default float16 uses a dynamic one."""
-    initial_loss_scale: float = setting(2.0**32, above=0, at_most=LARGEST_LOSS_SCALE, unit="factor on the loss", acts=_DYNAMIC)
-    """First dynamic loss scale."""
-    min_loss_scale: float = setting(1.0, above=0, unit="factor on the loss", acts=_DYNAMIC)
-    """Smallest dynamic loss scale; an overflow at this scale stops the run."""
-    loss_scale_window: int = setting(1000, at_least=1, unit="steps", acts=_DYNAMIC)
-    """Steps without overflow after which the dynamic scale doubles."""
-    hysteresis: int = setting(2, at_least=1, unit="overflows", acts=_DYNAMIC)
-    """Overflows that are tolerated before the dynamic scale halves."""
 
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]

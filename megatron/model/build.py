@@ -9,7 +9,7 @@ import torch
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.training import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.model.gpt import GPTChunk, residual_dtype
 from megatron.model.init import initialize
 from megatron.model.output_layer import LossForm
@@ -42,6 +42,8 @@ class Model:
     """How the last chunk computes its loss."""
     overlap: Overlap | None = None
     """How products overlap with the tensor ranks' communication, if they do."""
+    precision: PrecisionConfig = PrecisionConfig()  # noqa: RUF009 (frozen)
+    """Which layers compute in 8 bits."""
 
     @property
     def computes_loss(self) -> bool:
@@ -97,6 +99,7 @@ def model_of(
         table=table_of(config.model, config.parallel, vocab_size, config.memory),
         materialized=False,
         loss=LossForm.of(config.memory, config.training),
+        precision=config.precision,
     )
 
 
@@ -112,6 +115,7 @@ def build_model(
     table: list[Chunk] | None = None,
     materialized: bool = True,
     loss: LossForm = LossForm(),  # noqa: B008 (frozen)
+    precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
 ) -> Model:
     """Build this rank's chunks on the meta device, then give them memory and initial values.
 
@@ -120,6 +124,7 @@ def build_model(
         table: which stage holds which layers; by default as many layers in each pipeline stage, one chunk a stage.
         materialized: False leaves the parameters on the meta device: a training step then gives each rank its part of them.
         loss: how the last chunk computes its loss.
+        precision: which layers compute in 8 bits. (The dtype is that given here.)
     """
     table = table or layer_table(config.num_layers, loop(context.topology.pp))
     params = ParamTable()
@@ -127,7 +132,7 @@ def build_model(
     weights = {weight.name: weight for weight in model_weights(config, vocab_size)}
     scope = Scope(context, params, weights, dtype, sequence_parallel, overlap, num_chunks=len(table))
     chunks = {
-        chunk.index: GPTChunk(replace(scope, chunk=chunk.index), config, chunk, loss=loss)
+        chunk.index: GPTChunk(replace(scope, chunk=chunk.index), config, chunk, loss=loss, precision=precision)
         for chunk in table
         if chunk.stage == context.group("pp").index
     }
@@ -136,4 +141,4 @@ def build_model(
             materialize(module, params, context.device)
         for entry in params:
             initialize(entry.param, entry.record, context, seed)
-    return Model(config, dtype, vocab_size, table, chunks, params, sequence_parallel, seed, loss, overlap)
+    return Model(config, dtype, vocab_size, table, chunks, params, sequence_parallel, seed, loss, overlap, precision)

@@ -7,13 +7,14 @@ under sequence parallelism [s/n, b, h].
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.memory.offload import chosen_layer
 from megatron.memory.recompute import recomputed
 from megatron.model.block import Block, dropout
@@ -116,10 +117,12 @@ class GPTChunk(nn.Module):
         only: Sequence[Segment] | None = None,
         *,
         loss: LossForm = LossForm(),  # noqa: B008 (frozen)
+        precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
     ) -> None:
         """Build the chunk on the meta device.
 
         Args:
+            precision: which layers compute in 8 bits.
             loss: how the last chunk computes its loss.
             only: the chunk's segments that are built; by default all. (A plan builds one for several equal ones.)
         """
@@ -130,7 +133,13 @@ class GPTChunk(nn.Module):
         self.residual_dtype = residual_dtype(config, scope.dtype)
         self.embedding = Embedding(scope.child("embedding"), config) if chunk.first else None
         self.layers = nn.ModuleList(
-            Block(scope.child(f"layers.{layer}"), config, specs[layer], layer, segment.selective)
+            Block(
+                replace(scope.child(f"layers.{layer}"), fp8=precision.fp8_of(layer, config.num_layers)),
+                config,
+                specs[layer],
+                layer,
+                segment.selective,
+            )
             for segment in segments
             for layer in segment.layers
         )

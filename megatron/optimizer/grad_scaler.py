@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from megatron.config.training import LARGEST_LOSS_SCALE, PrecisionConfig
+from megatron.config.precision import LARGEST_LOSS_SCALE, PrecisionConfig
 
 logger = logging.getLogger(__name__)
 

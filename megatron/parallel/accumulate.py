@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,6 +32,12 @@ Start = Callable[[], Callable[[], tuple[torch.Tensor, torch.Tensor]]]
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 """Makes a linear layer's input of what is kept in its place."""
+
+
+class Product(Protocol):
+    """Makes a weight gradient; see `weight_product`."""
+
+    def __call__(self, grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tensor, *, add: bool) -> None: ...
 
 
 class Deferred:
@@ -95,12 +101,12 @@ class GradSink:
             main_grad.copy_(grad)
         self._wrote()
 
-    def add_products(self, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def add_products(self, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], product: Product = weight_product) -> None:
         """Add the sum of products grad_output^T x, with grad_output [n, out] and x [n, in], to a gradient of out * in elements.
         Each is added before the next is asked for; all together are one write."""
         main_grad = self._open()
         for grad_output, x in pieces:
-            weight_product(grad_output, x, main_grad.view(-1, x.shape[-1]), add=self.written)
+            product(grad_output, x, main_grad.view(-1, x.shape[-1]), add=self.written)
             self.written = True
         self._wrote()
 
@@ -147,15 +153,18 @@ def accumulate(param: torch.Tensor, grad: torch.Tensor) -> None:
         param.grad += grad
 
 
-def accumulate_products(param: torch.Tensor, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def accumulate_products(
+    param: torch.Tensor, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], product: Product = weight_product
+) -> None:
     """Add a weight gradient that comes as a sum of products grad_output^T x, now, whatever is being deferred. For its receiver it
     is one gradient.
 
     Args:
         param: the weight, of out * in elements.
         pieces: ([n, out], [n, in]) of some rows each; the memory of a piece may be used again for the next.
+        product: makes each of them.
     """
-    _collect(param, lambda sink: sink.add_products(pieces))
+    _collect(param, lambda sink: sink.add_products(pieces, product))
 
 
 def accumulate_rows(param: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
@@ -188,7 +197,13 @@ def now_or_deferred(work: Work, *, keeps: tuple[torch.Tensor, ...] = ()) -> None
 
 
 def accumulate_product(
-    param: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor, start: Start | None = None, *, make: Make | None = None
+    param: torch.Tensor,
+    grad_output: torch.Tensor,
+    x: torch.Tensor,
+    start: Start | None = None,
+    *,
+    make: Make | None = None,
+    product: Product = weight_product,
 ) -> None:
     """Add the weight gradient grad_output^T x of a linear layer now or, inside `deferring()`, when the schedule says so.
 
@@ -199,11 +214,12 @@ def accumulate_product(
         start: where one of the two is only a part, begins to gather it and returns what waits for both as a whole, with the same
             number of rows.
         make: without `start`, makes the input of x.
+        product: what computes it.
     """
 
     def finish(whole: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
         rows, inputs = (tensor.flatten(0, -2) for tensor in whole())
-        accumulate_products(param, [(rows, inputs)])
+        accumulate_products(param, [(rows, inputs)], product)
 
     def work() -> Callable[[], None] | None:
         if start is not None:

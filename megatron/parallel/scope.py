@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from megatron.config.precision import Fp8
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.overlap import Overlap
 from megatron.parallel.params import ParamRecord, ParamTable
@@ -26,6 +27,8 @@ class Scope:
     sequence_parallel: bool = False
     overlap: Overlap | None = None
     """How products overlap with the collectives along the sequence; None: they take turns."""
+    fp8: Fp8 | None = None
+    """How linear layers compute in 8 bits; None: in the dtype."""
     prefix: str = ""
     chunk: int = 0
     num_chunks: int = 1

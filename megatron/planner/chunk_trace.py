@@ -19,6 +19,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.config.data import DataConfig
 from megatron.config.memory import RecomputeModule
+from megatron.config.model import ModelConfig
+from megatron.config.precision import Fp8, PrecisionConfig
 from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.memory.host import HostBuffer, HostMemory
 from megatron.memory.kept import Kept, keeping
@@ -124,10 +126,10 @@ def trace_chunks(
         cache: traces made before with these settings, by kind of chunk.
     """
     cache = {} if cache is None else cache
-    found, specs = {}, layers(model.config)
+    found, kinds = {}, layer_kinds(model.config, model.precision)
     for index in model.chunks:
         chunk = model.layer_table[index]
-        key = kind_of(chunk, specs)
+        key = kind_of(chunk, kinds)
         if key not in cache:
             trace = partial(_trace, model, data, micro_batch_size, context, chunk, splits_backward, device_type)
             cache[key] = trace()
@@ -137,23 +139,33 @@ def trace_chunks(
     return found
 
 
-SegmentKind = tuple[tuple[LayerSpec, ...], frozenset[RecomputeModule], bool, bool, str]
+LayerKind = tuple[LayerSpec, Fp8 | None]
+"""What a layer is, and how it computes in 8 bits."""
+
+
+def layer_kinds(model: ModelConfig, precision: PrecisionConfig) -> list[LayerKind]:
+    """The kind of each layer of the model."""
+    specs = layers(model)
+    return [(spec, precision.fp8_of(layer, len(specs))) for layer, spec in enumerate(specs)]
+
+
+SegmentKind = tuple[tuple[LayerKind, ...], frozenset[RecomputeModule], bool, bool, str]
 """What a segment is: its layers, the parts of each that are computed again, whether the layers as a whole are run again in
 backward, whether that is done ahead of it, and of those moved to the host, which it is: the last may stay, and of the first a
 received input does."""
 
 
-def kind_of(chunk: Chunk, specs: Sequence[LayerSpec]) -> tuple[bool, bool, tuple[SegmentKind, ...]]:
+def kind_of(chunk: Chunk, kinds: Sequence[LayerKind]) -> tuple[bool, bool, tuple[SegmentKind, ...]]:
     """What is the same for chunks that are alike but for the numbers of their layers.
 
     Args:
-        specs: those of all layers of the model.
+        kinds: those of all layers of the model.
     """
     again = [segment for segment in chunk.segments if segment.recomputed]
     moved = [segment for segment in chunk.segments if segment.offloaded]
-    kinds = (
+    segments = (
         (
-            tuple(specs[layer] for layer in segment.layers),
+            tuple(kinds[layer] for layer in segment.layers),
             segment.selective,
             segment.recomputed,
             segment in again[-1:],
@@ -161,7 +173,7 @@ def kind_of(chunk: Chunk, specs: Sequence[LayerSpec]) -> tuple[bool, bool, tuple
         )
         for segment in chunk.segments
     )
-    return chunk.first, chunk.last, tuple(kinds)
+    return chunk.first, chunk.last, tuple(segments)
 
 
 def _trace(
@@ -176,7 +188,7 @@ def _trace(
     back_soon: bool = False,
 ) -> ChunkTrace:
     on_cuda = device_type == "cuda"
-    stand_ins = segments_that_stand(kind_of(chunk, layers(model.config))[-1])
+    stand_ins = segments_that_stand(kind_of(chunk, layer_kinds(model.config, model.precision))[-1])
     run = sorted(set(stand_ins))
     ledger = StorageLedger(context.group("tp").process_group)
     with CudaKernels() if on_cuda else _CpuKernels(), ledger:
@@ -260,7 +272,7 @@ class ChunkRun:
             chunk=chunk.index,
             num_chunks=chunk.num_chunks,
         )
-        self._module = GPTChunk(scope, model.config, chunk, segments, loss=model.loss)
+        self._module = GPTChunk(scope, model.config, chunk, segments, loss=model.loss, precision=model.precision)
         if device.type != "meta":
             materialize(self._module, table, device)
         for entry in table:

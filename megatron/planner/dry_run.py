@@ -20,7 +20,7 @@ from megatron.pipeline_parallel.partition import recomputed_chunks, table_of
 from megatron.pipeline_parallel.simulate import Timeline, simulate
 from megatron.planner import advice
 from megatron.planner.allowances import Allowance, of_symmetric_memory, of_tensor_ring
-from megatron.planner.chunk_trace import ChunkTrace, Traces, kind_of, trace_chunks
+from megatron.planner.chunk_trace import ChunkTrace, Traces, kind_of, layer_kinds, trace_chunks
 from megatron.planner.kinds import (
     Links,
     RankContent,
@@ -35,7 +35,7 @@ from megatron.planner.peak import Held, held_over_step, peak_activations, receiv
 from megatron.planner.plan import Job, Places, Plan, RankKind, chunk_costs, loss_again, step_work
 from megatron.planner.state_report import layout_of
 from megatron.spec.counts import check_count
-from megatron.spec.layers import alike, layers
+from megatron.spec.layers import alike
 from megatron.spec.operations import Costs, OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.spec.weights import padded_vocab_size
@@ -275,8 +275,8 @@ class Planner:
 
     def _stages_alike(self) -> Iterable[list[int]]:
         """Groups of stages whose chunks have the same parts. A model built for one stage is that of all but for names."""
-        specs = layers(self._config.model)
-        return alike(tuple(kind_of(chunk, specs) for chunk in chunks) for chunks in self._chunks).values()
+        kinds = layer_kinds(self._config.model, self._config.precision)
+        return alike(tuple(kind_of(chunk, kinds) for chunk in chunks) for chunks in self._chunks).values()
 
     def _lay_out(self, stages: Sequence[int], model: Model, context: ParallelContext) -> Iterator[tuple[int, StagePlan]]:
         """Plan stages that look alike. They differ in the order of their backwards, which decides how many gradients pass under

@@ -11,7 +11,8 @@ from torch import nn
 
 from megatron.parallel.accumulate import through
 from megatron.parallel.scope import Scope
-from megatron.tensor_parallel.linear import Form, OutputMode, Remade, handle_of, linear_by_handle, linear_of
+from megatron.precision.products import products_of
+from megatron.tensor_parallel.linear import Form, InputMode, OutputMode, Remade, handle_of, linear_by_handle, linear_of
 
 
 class LinearLayer(nn.Module):
@@ -51,7 +52,9 @@ class ColumnParallelLinear(LinearLayer):
     """
 
     def __init__(self, scope: Scope) -> None:
-        super().__init__(scope, Form(scope.tp, "gather" if scope.sequence_parallel else "copy", overlap=scope.overlap))
+        products = products_of(scope.fp8, scope.tp, outputs_split=True)
+        input_mode: InputMode = "gather" if scope.sequence_parallel else "copy"
+        super().__init__(scope, Form(scope.tp, input_mode, overlap=scope.overlap, products=products))
         self.halves = len(self.weight) if self.weight.dim() == 3 else 1
 
     def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
@@ -65,7 +68,9 @@ class RowParallelLinear(LinearLayer):
 
     def __init__(self, scope: Scope) -> None:
         over_ranks: OutputMode = "scatter" if scope.sequence_parallel else "sum"
-        super().__init__(scope, Form(scope.tp, output_mode="plain" if scope.tp.size == 1 else over_ranks, overlap=scope.overlap))
+        output_mode: OutputMode = "plain" if scope.tp.size == 1 else over_ranks
+        products = products_of(scope.fp8, scope.tp, outputs_split=False)
+        super().__init__(scope, Form(scope.tp, output_mode=output_mode, overlap=scope.overlap, products=products))
 
     def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
         """Map x [s, b, in/n] to [s, b, out] (or [s/n, b, out])."""

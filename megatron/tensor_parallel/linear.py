@@ -67,7 +67,7 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.context import Group
 from megatron.parallel.overlap import Overlap
-from megatron.parallel.products import input_product, linear
+from megatron.precision.products import PLAIN, Products
 
 InputMode = Literal["plain", "copy", "gather"]
 OutputMode = Literal["plain", "sum", "scatter"]
@@ -101,6 +101,8 @@ class Form:
     """Whether the weight gradient may be deferred."""
     overlap: Overlap | None = None
     """How the product overlaps with the collective of mode gather or scatter; None: they take turns."""
+    products: Products = PLAIN
+    """What the products are computed by, where they do not overlap."""
 
 
 def _forward(form: Form, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -111,7 +113,7 @@ def _forward(form: Form, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     if form.overlap is not None and form.output_mode == "scatter":
         return form.overlap.scattered(x, matrix.t(), form.group)
     whole = all_gather(x, form.group) if form.input_mode == "gather" else x
-    y = linear(whole, matrix, bias)
+    y = form.products.output(whole, matrix, bias)
     if form.output_mode == "sum":
         return all_reduce(y, form.group)
     if form.output_mode == "scatter":
@@ -153,7 +155,7 @@ def _backward(
         grad_output = all_gather(local, group)
     whole_x = start_all_gather(make(kept), group) if gathers_x and not deferring else None
     if gives_input and pending is None:
-        grad_input = input_product(grad_output, matrix)
+        grad_input = form.products.input_gradient(grad_output, matrix)
         if form.input_mode == "copy":
             pending = start_all_reduce(grad_input, group)
         elif gathers_x:
@@ -165,7 +167,7 @@ def _backward(
         accumulate(bias, grad_output.flatten(0, -2).sum(0, dtype=grad_dtype(bias)).view_as(bias))
     if not deferring:
         x = make(kept) if whole_x is None else whole_x.wait()
-        accumulate_products(weight, [(grad_output.flatten(0, -2), x.flatten(0, -2))])
+        accumulate_products(weight, [(grad_output.flatten(0, -2), x.flatten(0, -2))], form.products.weight_gradient)
     elif gathers_dy or gathers_x:
 
         def start() -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
@@ -173,9 +175,9 @@ def _backward(
             x = start_all_gather(make(kept), group) if gathers_x else None
             return lambda: (dy.wait(), make(kept) if x is None else x.wait())
 
-        accumulate_product(weight, local, kept, start)
+        accumulate_product(weight, local, kept, start, product=form.products.weight_gradient)
     else:
-        accumulate_product(weight, grad_output, kept, make=make)
+        accumulate_product(weight, grad_output, kept, make=make, product=form.products.weight_gradient)
     return None if pending is None else pending.wait()
 
 

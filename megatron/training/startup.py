@@ -13,6 +13,7 @@ from megatron.checkpoint.global_tensor import dtype_name
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import LoggingConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.save import to_dict
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.metrics.device_peaks import peak_flops
@@ -29,6 +30,7 @@ from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
 from megatron.planner.advice import advice
 from megatron.planner.state_report import describe_state, state_report
+from megatron.precision.device import check_device, describe_precision
 from megatron.spec.counts import check_count, kept_per_token
 from megatron.spec.operations import Costs, Schedule
 from megatron.training.failure import together
@@ -65,6 +67,15 @@ def with_batch_size(config: Config, plan: BatchSizePlan) -> Config:
     compared when the run is resumed on another number of them."""
     training = dataclasses.replace(config.training, global_batch_size=plan.final_global_batch_size)
     return dataclasses.replace(config, training=training)
+
+
+def check_precision(precision: PrecisionConfig, context: ParallelContext) -> None:
+    """Check that the devices of all ranks compute in the formats of the run.
+
+    Raises:
+        SetupError: one does not.
+    """
+    together(context, lambda: check_device(precision, context.device))
 
 
 def check_parameter_count(config: ModelConfig, vocab_size: int, shards: Sequence[Shard], context: ParallelContext) -> int:
@@ -104,6 +115,7 @@ def describe(
         f"model of {num_parameters:,} parameters in {dtype_name(model.dtype)}, residual stream {dtype_name(kept)}, "
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *([] if model.overlap is None else [f"tensor ranks communicate beside products by {model.overlap}"]),
+        *describe_precision(model.precision, model.config.num_layers, context.device),
         *format_layer_table(model.layer_table),
         *describe_recompute(model.layer_table),
         *describe_offload(model.layer_table),

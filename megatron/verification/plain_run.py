@@ -9,10 +9,12 @@ from torch import Tensor
 
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.spec.activations import activation_of
 from megatron.verification.observation import EVALUATED_BATCHES, EVALUATED_STEPS, PlainRun, PlainStep, ProofTask
 from megatron.verification.random_samples import RandomSamples
+from megatron.verification.reference.eight_bits import EightBits
 from megatron.verification.reference.model import Batch, Rules, Seen, by_nobody, losses_with_rules
 from megatron.verification.reference.shape import ReferenceShape, Weights
 from megatron.verification.reference.training import Course, Rule, State, batch_size, update
@@ -26,7 +28,7 @@ def run_plain(task: ProofTask) -> PlainRun:
 class _Reference:
     def __init__(self, task: ProofTask) -> None:
         self.task, self.config = task, task.config
-        self.shape = reference_shape(self.config.model, task.vocab_size, self.config.training.z_loss_coeff)
+        self.shape = reference_shape(self.config.model, task.vocab_size, self.config.training.z_loss_coeff, self.config.precision)
         self.state = State(task.start)
         training = task.config.training
         self.full_batch = training.global_batch_size or training.micro_batch_size * task.data_size  # after any ramp-up
@@ -78,9 +80,11 @@ class _Reference:
         return consumed + steps * self.full_batch
 
     def _evaluate(self) -> float:
+        micro, size = self.config.training.micro_batch_size, EVALUATED_BATCHES * self.full_batch
         with torch.no_grad():
-            loss_sum, tokens = self._losses(self.state.weights, _batch(self.task.held_out, 0, EVALUATED_BATCHES * self.full_batch))
-        return (loss_sum / tokens).item()
+            parts = [self._losses(self.state.weights, _batch(self.task.held_out, first, micro)) for first in range(0, size, micro)]
+        losses, tokens = zip(*parts, strict=True)
+        return (sum(losses) / sum(tokens)).item()
 
     def _microbatches(self, first: int, size: int) -> tuple[list[float], list[float], Weights, dict[str, Tensor]]:
         """Run a batch, microbatch after microbatch.
@@ -116,8 +120,14 @@ def _batch(samples: RandomSamples, first: int, size: int) -> Batch:
     return windows[:, :-1], windows[:, 1:], torch.from_numpy(samples.masks(first, size)).double()
 
 
-def reference_shape(model: ModelConfig, vocab_size: int, z_loss: float = 0.0) -> ReferenceShape:
+def reference_shape(
+    model: ModelConfig,
+    vocab_size: int,
+    z_loss: float = 0.0,
+    precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
+) -> ReferenceShape:
     """The reference model's shape for these settings."""
+    ends = (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16)
     return ReferenceShape(
         num_layers=model.num_layers,
         hidden=model.hidden_size,
@@ -141,6 +151,8 @@ def reference_shape(model: ModelConfig, vocab_size: int, z_loss: float = 0.0) ->
         qk_norm=model.qk_layernorm,
         tied=not model.untie_embeddings_and_output_weights,
         z_loss=z_loss,
+        eight_bits=EightBits(precision.fp8_recipe, precision.fp8_format == "hybrid") if precision.fp8_format else None,
+        in_64_bits=ends if precision.first_last_layers_bf16 else (0, 0),
     )
 
 

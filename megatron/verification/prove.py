@@ -82,6 +82,8 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         replaced.append(
             "--fp16: no gradient overflows in float64. Not run: steps that are skipped for that, and a scale that changes"
         )
+    if config.precision.fp8_format is not None:
+        replaced.append("--fp8-format: the formats are emulated, with scales and sums in float64. Not run: a GPU's products")
     if optimizer.optimizer_cpu_offload:
         replaced.append("--optimizer-cpu-offload: on a CPU there is one memory. Not run: what moves between host and device")
     if config.memory.offloads:

@@ -20,8 +20,8 @@ from megatron.parallel.overlap import Pieces
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
+from megatron.precision.products import PLAIN
 from megatron.spec.weights import column, row
-from megatron.tensor_parallel import linear
 from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tensor_parallel.linear import Remade, parallel_linear
 from tests.support.lone_rank import CPU, lone_rank
@@ -254,13 +254,13 @@ def test_without_sinks_gradients_are_in_grad() -> None:
 @pytest.mark.parametrize("wanted", [False, True])
 def test_the_input_gradient_is_computed_only_for_those_who_want_it(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[bool] = []
-    product = linear.input_product
+    product = PLAIN.input_gradient
 
     def counted(*args: torch.Tensor) -> torch.Tensor:
         computed.append(True)
         return product(*args)
 
-    monkeypatch.setattr(linear, "input_product", counted)
+    monkeypatch.setattr(PLAIN, "input_gradient", counted)
     weight = nn.Parameter(values(OUT, IN, key=1))
     x = values(SEQ, BATCH, IN, key=3).requires_grad_(wanted)
     parallel_linear(x, weight, None, SELF_GROUP).sum().backward()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
+from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data.samples import DocumentRules
 from megatron.model.build import Model, build_model
@@ -170,6 +171,20 @@ def optimizer_config(recipe: Recipe, layout: Layout) -> OptimizerConfig:
     )
 
 
+def precision_config(shape: ReferenceShape) -> PrecisionConfig:
+    """The framework's settings for products in 8 bits. (Dtypes are the layout's.)"""
+    if shape.eight_bits is None:
+        return PrecisionConfig()
+    first, last = shape.in_64_bits
+    return PrecisionConfig(
+        fp8_format="hybrid" if shape.eight_bits.hybrid else "e4m3",
+        fp8_recipe=shape.eight_bits.recipe,  # type: ignore[arg-type]
+        first_last_layers_bf16=first + last > 0,
+        num_layers_at_start_in_bf16=first,
+        num_layers_at_end_in_bf16=last,
+    )
+
+
 def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> Model:
     """This rank's part of the framework's model, without memory."""
     config = model_config(recipe.shape, fp32_residual_connection=layout.fp32_residual)
@@ -184,6 +199,7 @@ def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> M
         table=table_of(config, parallel_config(layout), recipe.shape.vocab, layout.memory),
         materialized=False,
         loss=LossForm(layout.memory.loss_chunk_tokens, recipe.shape.z_loss),
+        precision=precision_config(recipe.shape),
     )
 
 

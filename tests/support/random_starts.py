@@ -12,8 +12,8 @@ import megatron.planner.plan
 import megatron.planner.plan_text  # noqa: F401
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.save import to_yaml
-from megatron.config.training import PrecisionConfig
 from tests.support.random_configs import CommandLine
 from tests.support.runs import read_metrics, run
 

@@ -27,10 +27,11 @@ ABOVE = {
     "config": {"spec"},
     "spec": {"config"},
     "parallel": {"config"},
-    "tensor_parallel": {"config", "parallel"},
+    "precision": {"config", "parallel"},
+    "tensor_parallel": {"config", "parallel", "precision"},
     "pipeline_parallel": {"config", "parallel"},
     "data_parallel": {"config", "parallel"},
-    "model": {"config", "parallel", "tensor_parallel", "pipeline_parallel", "data_parallel"},
+    "model": {"config", "parallel", "precision", "tensor_parallel", "pipeline_parallel", "data_parallel"},
     "optimizer": {"config", "parallel", "tensor_parallel", "pipeline_parallel", "data_parallel"},
     "checkpoint": {"config", "parallel", "tensor_parallel", "pipeline_parallel", "data_parallel", "model", "optimizer"},
     "data": {"config"},
@@ -40,7 +41,7 @@ ABOVE["memory"] = set()
 for room in set(ABOVE) - {"config", "spec", "memory"}:
     ABOVE[room] |= {"spec", "memory"}
 """What each room may import beside itself. (Between config and spec: see `test_spec_lies_between_the_settings_and_their_rules`.)"""
-SETTINGS = {f"megatron.config.{name}" for name in "data memory model outputs parallel training".split()}
+SETTINGS = {f"megatron.config.{name}" for name in "data memory model outputs parallel precision training".split()}
 """The dataclasses of the settings, which know nothing of the spec but its tables that read no settings."""
 ABOVE["inference"] = {*ABOVE["checkpoint"], "checkpoint", "data"}
 ABOVE["planner"] = {*ABOVE["checkpoint"], "metrics"}

@@ -46,6 +46,13 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
         "eod_mask_loss": False,
     },
     "--clip-grad": {"clip_grad": 0.0},
+    "--fp8-format": {
+        "fp8_format": None,
+        "fp8_recipe": "tensorwise",
+        "first_last_layers_bf16": False,
+        "num_layers_at_start_in_bf16": 1,
+        "num_layers_at_end_in_bf16": 1,
+    },
     "--optimizer-cpu-offload": {"optimizer_cpu_offload": False},
     "the tied embedding (--untie-embeddings-and-output-weights)": {"untie_embeddings_and_output_weights": True},
 }

@@ -15,6 +15,7 @@ from megatron.config.data import DataConfig
 from megatron.config.flags import flags
 from megatron.config.outputs import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import Fp8, PrecisionConfig
 from megatron.config.rules import violations
 from megatron.data_parallel.bucket_plan import default_bucket_size
 from megatron.parallel.params import ParamRecord
@@ -75,15 +76,18 @@ def shrink(config: Config, world_size: int, vocab_size: int, *, max_ranks: int =
 def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes, steps: int) -> Reduced:
     parallel = _ranks(config.parallel, whole, sizes)
     even = parallel.sharding == "optim_grads_params" and divides_evenly(config, whole, vocab_size)
-    cuts = Cuts(sizes.tp, (parallel.fsdp_shard_size or sizes.dp) if even else 1, parallel.sequence_parallel)
+    shards = (parallel.fsdp_shard_size or sizes.dp) if even else 1
+    cuts = Cuts(sizes.tp, shards, parallel.sequence_parallel, blocks_of(config.precision))
     rows, multiple = reduced_vocabulary(vocab_size, config.model.make_vocab_size_divisible_by, whole.tp, cuts)
     before = pattern_of(config.model, config.parallel, vocab_size)
+    precision = reduced_precision(config.precision)
+    least = max(layers_of_all_kinds(config.model), precision.num_layers_in_bf16 + 1)
     if sizes.pp > 1:
-        pattern = reduced_pattern(before, config.parallel.schedule, sizes.pp, layers_of_all_kinds(config.model))
+        pattern = reduced_pattern(before, config.parallel.schedule, sizes.pp, least)
         model = reduced_model(config.model, sum(pattern.sizes), multiple, whole.tp, cuts)
         parallel, same_split = with_pattern(model, parallel, rows, pattern)
     else:
-        num_layers = max(min(2, config.model.num_layers), layers_of_all_kinds(config.model))
+        num_layers = max(min(2, config.model.num_layers), least)
         model = reduced_model(config.model, num_layers, multiple, whole.tp, cuts)
         parallel, same_split = dataclasses.replace(parallel, **{**NO_SPLIT, "pipeline_schedule": None}), True
     training = reduced_training(config.training, whole.pp, whole.dp, sizes.pp, sizes.dp, steps)
@@ -99,6 +103,7 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
         training=training,
         optimizer=reduced_rates(config, training, steps),
         parallel=parallel,
+        precision=precision,
         data=_data(config.data, rows),
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),
@@ -107,6 +112,19 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
         raise ValueError("these settings could not be made small:\n" + "\n".join(str(violation) for violation in found))
     kept, changed = _notes(config, small, whole, sizes, (before, after), (vocab_size, rows), same_split=same_split)
     return Reduced(small, sizes.world_size, kept, changed)
+
+
+def blocks_of(precision: PrecisionConfig) -> int:
+    """What the dimensions of products on a rank are multiples of."""
+    return Fp8(precision.fp8_format, precision.fp8_recipe).multiple if precision.fp8_format else 1
+
+
+def reduced_precision(precision: PrecisionConfig) -> PrecisionConfig:
+    """At most one layer at each end is not in 8 bits."""
+    if not precision.first_last_layers_bf16:
+        return precision
+    first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    return dataclasses.replace(precision, num_layers_at_start_in_bf16=min(1, first), num_layers_at_end_in_bf16=min(1, last))
 
 
 def divides_evenly(config: Config, sizes: RankSizes, vocab_size: int) -> bool:

@@ -30,6 +30,13 @@ class Cuts:
     """Number of data ranks that each hold an equal part of every parameter; 1 where they hold all, or parts that are not equal."""
     sequence: bool
     """Whether the tensor ranks cut the sequence too."""
+    blocks: int = 1
+    """What the dimensions of products on a rank are multiples of: more than 1 where they are computed in 8 bits."""
+
+    @property
+    def multiple(self) -> int:
+        """What goes into equal parts and whole blocks."""
+        return math.lcm(self.parts, self.blocks)
 
 
 def reduced_vocabulary(rows: int, multiple: int, tp: int, cuts: Cuts) -> tuple[int, int]:
@@ -83,8 +90,8 @@ def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, c
     hidden = heads * size
     wider = model.head_size * model.num_attention_heads
     if model.hidden_size != wider:  # heads that do not make up the hidden size
-        hidden = _up(hidden * 3 // 2, 2 * cuts.parts) if model.hidden_size > wider else _up(hidden // 2 + 1, 2 * cuts.parts)
-    sequence = _up(_SEQUENCE, math.lcm(cuts.tp if cuts.sequence else 1, cuts.parts))
+        hidden = _up(hidden * 3 // 2, 2 * cuts.multiple) if model.hidden_size > wider else _up(hidden // 2 + 1, 2 * cuts.multiple)
+    sequence = _up(_SEQUENCE, math.lcm(cuts.tp if cuts.sequence else 1, cuts.multiple))
     positions = None if model.max_position_embeddings is None else sequence
     if model.num_positions > model.seq_length:
         positions = sequence + _up(_SPARE_POSITIONS, cuts.parts)
@@ -105,18 +112,19 @@ def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, c
 def _head_size(model: ModelConfig, groups: int, queries: int, cuts: Cuts) -> int:
     """The smallest head size, from 4 channels on (8 where they are rotated), that can be rotated and cut."""
     rope = model.position_embedding_type == "rope"
-    for size in range(8 if rope else 4, 4 * max(model.head_size, 8 * cuts.parts) + 1, 2):
+    for size in range(8 if rope else 4, 4 * max(model.head_size, 8 * cuts.multiple) + 1, 2):
         rotated = int(size * model.rotary_percent)
-        rows, hidden = groups // cuts.tp * (queries + 2) * size, groups * queries * size
-        if (not rope or (rotated >= 2 and rotated % 2 == 0)) and rows % cuts.parts == 0 and hidden % cuts.parts == 0:
+        rows, own = groups // cuts.tp * (queries + 2) * size, groups // cuts.tp * queries * size
+        whole = rows % cuts.multiple == 0 and own * cuts.tp % cuts.parts == 0 and own % cuts.blocks == 0
+        if (not rope or (rotated >= 2 and rotated % 2 == 0)) and whole:
             return size
-    raise ValueError(f"no small head can be rotated by --rotary-percent {model.rotary_percent} and cut into {cuts.parts} parts")
+    raise ValueError(f"no small head can be rotated by --rotary-percent {model.rotary_percent} and cut into {cuts.multiple} parts")
 
 
 def _width(model: ModelConfig, tp: int, cuts: Cuts) -> int:
     """Width of the MLP: as odd on each tensor rank as before, if it is not cut further."""
-    odd = model.ffn_size // tp % 2 if cuts.parts == 1 else 0
-    return (_up(_WIDTH, cuts.parts) + odd) * cuts.tp
+    odd = model.ffn_size // tp % 2 if cuts.multiple == 1 else 0
+    return (_up(_WIDTH, cuts.multiple) + odd) * cuts.tp
 
 
 def _up(number: int, unit: int) -> int:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.verification.reference.eight_bits import EightBits, product
 from megatron.verification.reference.shape import ReferenceShape, Weights
 
 Seen = Callable[[str, Tensor], None]
@@ -61,9 +62,10 @@ def logits(
     seen("embedding", x)
     for i in range(shape.num_layers):
         layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
-        attended = attention(shape, layer, norm(shape, layer, "attention_norm", x), positions, documents)
+        eight = shape.eight_bits_of(i)
+        attended = attention(shape, layer, norm(shape, layer, "attention_norm", x), positions, documents, eight)
         x = x + attended
-        fed = mlp(shape, layer, norm(shape, layer, "mlp_norm", x))
+        fed = mlp(shape, layer, norm(shape, layer, "mlp_norm", x), eight)
         x = x + fed
         for name, values in ((f"layers.{i}.attention", attended), (f"layers.{i}.mlp", fed), (f"layers.{i}", x)):
             seen(name, values)
@@ -72,12 +74,17 @@ def logits(
 
 
 def attention(
-    shape: ReferenceShape, layer: Weights, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    shape: ReferenceShape,
+    layer: Weights,
+    x: Tensor,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    eight: EightBits | None = None,
 ) -> Tensor:
     """Causal attention over [B, s, h], within documents."""
     batch, seq, _ = x.shape
     n, g, d = shape.heads, shape.kv_heads, shape.head_size
-    groups = linear(layer, "attention.qkv", x).view(batch, seq, g, n // g + 2, d)
+    groups = linear(layer, "attention.qkv", x, eight).view(batch, seq, g, n // g + 2, d)
     q = groups[:, :, :, : n // g].reshape(batch, seq, n, d)
     k, v = groups[:, :, :, -2], groups[:, :, :, -1]
     if shape.qk_norm:
@@ -91,7 +98,7 @@ def attention(
     hidden = future if documents is None else future | (documents[:, :, None] != documents[:, None, :])[:, None]
     probabilities = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
     mixed = torch.einsum("bnij,bjnd->bind", probabilities, v)
-    return linear(layer, "attention.output", mixed.reshape(batch, seq, n * d))
+    return linear(layer, "attention.output", mixed.reshape(batch, seq, n * d), eight)
 
 
 def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -127,24 +134,22 @@ def rotary_frequencies(shape: ReferenceShape, rotated: int) -> list[float]:
     return scaled
 
 
-def mlp(shape: ReferenceShape, layer: Weights, x: Tensor) -> Tensor:
+def mlp(shape: ReferenceShape, layer: Weights, x: Tensor, eight: EightBits | None = None) -> Tensor:
     """The MLP over [B, s, h]."""
+    up = linear(layer, "mlp.up", x, eight)
     if shape.activation == "swiglu":
-        weight, bias = layer["mlp.up.weight"], layer.get("mlp.up.bias")
-        gate, up = x @ weight[0].T, x @ weight[1].T
-        if bias is not None:
-            gate, up = gate + bias[0], up + bias[1]
-        return linear(layer, "mlp.down", gate * torch.sigmoid(gate) * up)
-    up = linear(layer, "mlp.up", x)
+        gate, up = up.chunk(2, dim=-1)
+        return linear(layer, "mlp.down", gate * torch.sigmoid(gate) * up, eight)
     if shape.activation == "gelu":
-        return linear(layer, "mlp.down", up * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))))
-    return linear(layer, "mlp.down", up.clamp(min=0) ** 2)
+        return linear(layer, "mlp.down", up * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))), eight)
+    return linear(layer, "mlp.down", up.clamp(min=0) ** 2, eight)
 
 
-def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
-    """Apply a matrix [out, in] and perhaps a bias to x [..., in]."""
-    product = x @ weights[f"{name}.weight"].T
-    return product + weights[f"{name}.bias"] if f"{name}.bias" in weights else product
+def linear(weights: Weights, name: str, x: Tensor, eight: EightBits | None = None) -> Tensor:
+    """Apply a matrix [out, in] (or [halves, out, in], one half after the other) and perhaps a bias to x [..., in]."""
+    weight = weights[f"{name}.weight"].flatten(0, -2)
+    y = x @ weight.T if eight is None else product(eight, x, weight)
+    return y + weights[f"{name}.bias"].flatten() if f"{name}.bias" in weights else y
 
 
 def norm(shape: ReferenceShape, weights: Weights, name: str, x: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron.verification.reference.eight_bits import EightBits
+
 Weights = dict[str, Tensor]
 
 
@@ -43,6 +45,15 @@ class ReferenceShape:
     tied: bool = True
     z_loss: float = 0.0
     """Beside the cross entropy, this x (log Z)^2 of each token is minimised (but not reported)."""
+    eight_bits: EightBits | None = None
+    """How products of layers are computed, if in 8 bits."""
+    in_64_bits: tuple[int, int] = (0, 0)
+    """How many of the first and of the last layers are not."""
+
+    def eight_bits_of(self, layer: int) -> EightBits | None:
+        """How products of a layer are computed."""
+        first, last = self.in_64_bits
+        return self.eight_bits if first <= layer < self.num_layers - last else None
 
 
 def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:

@@ -37,6 +37,7 @@ recompute-activations recompute-granularity recompute-method recompute-num-layer
 distributed-backend distributed-timeout-minutes use-tp-pp-dp-mapping
 
 fp16 bf16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis fp32-residual-connection
+fp8-format fp8-recipe first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16
 
 data-path train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path data-cache-path split mock-data
 num-workers tokenizer-type tokenizer-model vocab-file merge-file vocab-size tiktoken-pattern tiktoken-num-special-tokens
@@ -57,7 +58,8 @@ num-distributed-optimizer-instances fsdp-double-buffer torch-fsdp2-no-reshard-af
 checkpoint-activations checkpoint-num-layers activations-checkpoint-method distribute-saved-activations
 no-pin-cpu-grads offload-optimizer-states suggested-communication-unit-size
 multiple-validation-sets full-validation
-fp8-format fp8-recipe fp8-margin moe-router-topk moe-layer-freq moe-grouped-gemm num-experts multi-latent-attention
+fp8-param-gather fp8-margin fp8-interval fp8-amax-history-len no-fp8-wgrad fp4-format
+moe-router-topk moe-layer-freq moe-grouped-gemm num-experts multi-latent-attention
 batch-size use-rotary-position-embeddings use-legacy-models init-method-xavier-uniform apply-layernorm-1p
 use-torch-fsdp2 tp-comm-overlap-cfg disable-tp-comm-overlap-ag cuda-graph-scope rl-prompts-per-eval retro-num-neighbors
 log-straggler no-check-for-nan-in-loss-and-grad grad-reduce-in-bf16 nccl-communicator-config-path local-rank

@@ -14,6 +14,7 @@ from megatron.memory.recompute import recomputed
 from megatron.parallel.context import make_context
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.topology import Topology
+from megatron.precision.products import PLAIN
 from megatron.tensor_parallel.linear import parallel_linear
 
 CPU = torch.device("cpu")
@@ -78,19 +79,17 @@ def test_modules_are_named_before_they_run_again() -> None:
 
 def test_the_last_product_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two products, whose results nobody but the next operation reads."""
-    from megatron.tensor_parallel import linear as module
-
     group = make_context(Topology(), 0, CPU).group("tp")
     weights = [torch.nn.Parameter(torch.randn(4, 4, dtype=torch.float64)) for _ in range(2)]
     products = 0
-    product = module.linear
+    product = PLAIN.output
 
     def counted(*args: torch.Tensor) -> torch.Tensor:
         nonlocal products
         products += 1
         return product(*args)
 
-    monkeypatch.setattr(module, "linear", counted)
+    monkeypatch.setattr(PLAIN, "output", counted)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
 
     def run(x: torch.Tensor, *, again: bool) -> torch.Tensor:

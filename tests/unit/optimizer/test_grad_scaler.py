@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.training import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.optimizer.grad_scaler import DynamicGradScaler, GradScaler, LossScaleError, make_grad_scaler
 
 

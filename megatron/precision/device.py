@@ -1,0 +1,62 @@
+"""Which GPUs compute in 8 bits."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.config.precision import Fp8Recipe, PrecisionConfig
+
+_CUBLAS_WITH_BLOCKS = (12, 9)
+"""The first cuBLAS that takes scales in blocks; torch brings that of the CUDA that it was built with."""
+
+
+def check_device(precision: PrecisionConfig, device: torch.device) -> None:
+    """Check that the device of this rank has the products that --fp8-format asks for. A CPU emulates all.
+
+    Raises:
+        ValueError: it has not; with its name, and what it can do.
+    """
+    if precision.fp8_format is None or device.type != "cuda":
+        return
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        raise ValueError(f"--fp8-format is built for NVIDIA's formats of 8 bits; {name} has others. Use --bf16 alone.")
+    if precision.fp64:
+        raise ValueError(f"--fp8-format with --fp64 is emulated on a CPU only (--device cpu); this rank has {name}.")
+    capability = torch.cuda.get_device_capability(device)
+    lacking = why_not(precision.fp8_recipe, capability, torch.version.cuda or "0.0")
+    if lacking is not None:
+        raise ValueError(
+            f"--fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe} {lacking}; "
+            f"{name} has {capability[0]}.{capability[1]}, torch CUDA {torch.version.cuda}."
+        )
+
+
+def why_not(recipe: Fp8Recipe, capability: tuple[int, int], cuda: str) -> str | None:
+    """What a recipe needs that is not there, or None (the conditions of aten/src/ATen/native/cuda/ScaledBlas.cpp).
+
+    Args:
+        capability: compute capability of the device.
+        cuda: version of CUDA that torch was built with.
+    """
+    if capability < (8, 9):
+        return "needs compute capability 8.9 or higher (use --bf16 alone)"
+    if recipe == "blockwise":
+        if capability[0] != 9:
+            return "needs compute capability 9.0 (use --fp8-recipe rowwise or tensorwise)"
+        if tuple(map(int, cuda.split(".")[:2])) < _CUBLAS_WITH_BLOCKS:
+            return "needs a torch built with CUDA 12.9 or newer (use --fp8-recipe rowwise or tensorwise)"
+    return None
+
+
+def describe_precision(precision: PrecisionConfig, num_layers: int, device: torch.device) -> list[str]:
+    """A line of the start-up log on what is computed in 8 bits, if anything is."""
+    if precision.fp8_format is None:
+        return []
+    count = sum(precision.fp8_of(layer, num_layers) is not None for layer in range(num_layers))
+    gradients = "e5m2" if precision.fp8_format == "hybrid" else "e4m3"
+    how = "by the device's own kernels" if device.type == "cuda" else "emulated, which is slow and shows the numbers of a GPU"
+    return [
+        f"products of linear layers in 8 bits in {count} of {num_layers} layers ({precision.fp8_recipe} scales, weights and inputs "
+        f"e4m3, gradients of outputs {gradients}), {how}; the output layer and all else in the model's dtype"
+    ]

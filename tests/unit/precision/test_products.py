@@ -1,0 +1,101 @@
+"""The three products of a linear layer in 8 bits, against the reference's; and what of them a GPU can do."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from megatron.config.precision import Fp8, Fp8Format, Fp8Recipe, PrecisionConfig
+from megatron.parallel.accumulate import GradSink
+from megatron.planner.kernel_memory import CudaKernels
+from megatron.precision.device import check_device, why_not
+from megatron.precision.products import Fp8Products
+from megatron.tensor_parallel.linear import Form, linear_of
+from megatron.verification.reference.eight_bits import EightBits, product
+from tests.support.lone_rank import lone_rank
+
+ALL = [(recipe, format_) for recipe in get_args(Fp8Recipe) for format_ in get_args(Fp8Format)]
+
+
+def products_of(recipe: Fp8Recipe, format_: Fp8Format) -> Fp8Products:
+    return Fp8Products(Fp8(format_, recipe), lone_rank().group("tp"), outputs_split=True)
+
+
+def matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [s, b, in], w [out, in] and dy [s, b, out]; rows and columns of very different sizes."""
+    generator = torch.Generator().manual_seed(1)
+    x, w, dy = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((64, 2, 256), (384, 256), (64, 2, 384)))
+    x *= torch.logspace(-3, 3, 256, dtype=torch.float64)
+    dy *= torch.logspace(2, -4, 64, dtype=torch.float64)[:, None, None]
+    return x.to(dtype), w.to(dtype), dy.to(dtype)
+
+
+@pytest.mark.parametrize(("recipe", "format_"), ALL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_products_are_those_of_the_reference(recipe: Fp8Recipe, format_: Fp8Format, dtype: torch.dtype) -> None:
+    """By way of the linear operation, with a bias; gradients go into a buffer of their own dtype."""
+    x, w, dy = matrices(dtype)
+    bias = torch.linspace(-1, 1, 384, dtype=torch.float64).to(dtype)
+    exact_x, exact_w = (tensor.double().requires_grad_() for tensor in (x, w))
+    y = product(EightBits(recipe, format_ == "hybrid"), exact_x.transpose(0, 1), exact_w).transpose(0, 1)
+    y.backward(dy.double())
+
+    weight = torch.nn.Parameter(w)
+    wide = torch.promote_types(dtype, torch.float32)
+    buffer = torch.empty(w.shape, dtype=wide)
+    weight.grad_sink = GradSink(wide, lambda: None, lambda: buffer)  # type: ignore[attr-defined]
+    x.requires_grad_()
+    found = linear_of(Form(lone_rank().group("tp"), products=products_of(recipe, format_)), x, weight, torch.nn.Parameter(bias))
+    found.backward(dy)
+    assert x.grad is not None and exact_x.grad is not None and exact_w.grad is not None
+    assert found.dtype == x.grad.dtype == dtype
+    # In bfloat16 results are rounded, and scales in float32 move a few numbers over a middle.
+    allowed, of_sums = (4e-3, 2e-4) if dtype == torch.bfloat16 else (1e-14, 1e-14)
+    for one, exact, limit in (
+        (found, y + bias.double(), allowed),
+        (x.grad, exact_x.grad, allowed),
+        (buffer, exact_w.grad, of_sums),
+    ):
+        assert (one.double() - exact).norm() <= limit * exact.norm()
+
+
+@pytest.mark.parametrize(("recipe", "format_"), ALL)
+def test_kernels_accept_what_they_are_given(recipe: Fp8Recipe, format_: Fp8Format) -> None:
+    """torch checks shapes, strides and dtypes of these products without a GPU too."""
+    products = products_of(recipe, format_)
+    with torch.device("meta"), CudaKernels():
+        x, w = torch.empty(96, 4, 256, dtype=torch.bfloat16), torch.empty(640, 256, dtype=torch.bfloat16)
+        y = products.output(x, w, torch.empty(640, dtype=torch.bfloat16))
+        assert (y.shape, y.dtype) == ((96, 4, 640), torch.bfloat16)
+        dx = products.input_gradient(y, w)
+        assert (dx.shape, dx.dtype) == (x.shape, torch.bfloat16)
+        into = torch.empty(640, 256)
+        for add in (False, True):
+            products.weight_gradient(y.flatten(0, 1), x.flatten(0, 1), into, add=add)
+
+
+def test_what_a_gpu_lacks_is_said() -> None:
+    assert "8.9" in str(why_not("tensorwise", (8, 6), "12.8"))
+    assert "9.0" in str(why_not("blockwise", (10, 0), "13.0"))
+    assert "12.9" in str(why_not("blockwise", (9, 0), "12.8"))
+    able = [
+        ("tensorwise", (8, 9), "12.4"),
+        ("rowwise", (8, 9), "12.4"),
+        ("rowwise", (10, 0), "13.0"),
+        ("blockwise", (9, 0), "12.9"),
+    ]
+    assert not any(why_not(*case) for case in able)  # type: ignore[arg-type]
+
+
+def test_a_gpu_that_cannot_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, precision = torch.device("cuda"), PrecisionConfig(bf16=True, fp8_format="e4m3")
+    check_device(precision, torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    check_device(PrecisionConfig(bf16=True), cuda)
+    with pytest.raises(ValueError, match=r"tensorwise needs compute capability 8\.9 .* A100-SXM4-80GB has 8\.0"):
+        check_device(precision, cuda)
+    with pytest.raises(ValueError, match="emulated on a CPU only"):
+        check_device(PrecisionConfig(fp64=True, fp8_format="e4m3"), cuda)
