@@ -68,6 +68,16 @@ def plan_exchanges(schedule: Schedule) -> list[ReceivePlan]:
     return plans
 
 
+def plan_as_sent(schedule: Schedule) -> list[ReceivePlan]:
+    """Overlap, where no fixed number of operations ahead is safe: receives are posted as for exchanges, and nobody waits for them.
+
+    So messages are posted in the order in which they are sent if every operation takes the same time. This cannot lock up, even if
+    all that a stage has begun waits in one queue: what is posted, sent or waited for at a time depends only on earlier ones.
+    """
+    settled = _arrivals(schedule)
+    return [plan._replace(arrived=settled[stage]) for stage, plan in enumerate(plan_exchanges(schedule))]
+
+
 def channels(schedule: Schedule) -> list[tuple[int, int]]:
     """Every pair (source stage, destination stage) that messages pass between, in an order in which they connect quickly.
 

@@ -23,43 +23,47 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron.pipeline_parallel.exchange import AHEAD, ReceivePlan, channels, plan_receives
+from megatron.pipeline_parallel.exchange import AHEAD, ReceivePlan, channels, plan_as_sent, plan_receives
 from megatron.spec.operations import Message, Schedule
 
 
+class Chosen(NamedTuple):
+    """When the stages post their receives, with overlap."""
+
+    plans: list[ReceivePlan]
+    """One for each stage."""
+    ahead: int | None
+    """How many operations ahead of need; None for `plan_as_sent`."""
+
+
 @lru_cache(maxsize=4)
-def look_ahead(schedule: Schedule, device_type: str) -> int:
-    """How many operations ahead of need a stage posts its receives: the most, up to `AHEAD`, with which all messages pass.
+def choose_receives(schedule: Schedule, device_type: str) -> Chosen:
+    """The largest look-ahead, up to `AHEAD`, with which all messages pass; where none does, the order of sending.
 
     Args:
         device_type: of the job's devices. Only CUDA has queues that keep order.
-
-    Raises:
-        ValueError: messages do not pass at any look-ahead. No schedule of `megatron.spec.schedules` is so.
     """
     if device_type != "cuda":
-        return AHEAD
-    for ahead in range(AHEAD, -1, -1):
-        if not (lost := stuck(schedule, plan_receives(schedule, ahead=ahead))):
-            return ahead
-    raise ValueError(
-        f"schedule {schedule.name} locks up where all streams of a device share one hardware queue, however early receives are "
-        f"posted: {lost[0]} never passes"
-    )
+        return Chosen(plan_receives(schedule), AHEAD)
+    for ahead in range(AHEAD, 0, -1):
+        if not stuck(schedule, plans := plan_receives(schedule, ahead=ahead)):
+            return Chosen(plans, ahead)
+    return Chosen(plan_as_sent(schedule), None)
 
 
-def describe_look_ahead(schedule: Schedule, device_type: str, connections: str | None) -> str:
+def describe_receives(schedule: Schedule, device_type: str, connections: str | None) -> str:
     """A line of the start-up log.
 
     Args:
         connections: the value of CUDA_DEVICE_MAX_CONNECTIONS, if it is set.
     """
-    ahead = look_ahead(schedule, device_type)
-    line = f"stages post their receives {ahead} operation{'s' * (ahead != 1)} ahead"
+    ahead = choose_receives(schedule, device_type).ahead
+    when = "in the order of sending" if ahead is None else f"{ahead} operation{'s' * (ahead != 1)} ahead"
+    line = f"stages post their receives {when}"
     if device_type != "cuda":
         return line
     queues = "not set" if connections is None else connections
-    most = "" if ahead == AHEAD else f"; {AHEAD} could hang where streams share a hardware queue"
+    most = "" if ahead == AHEAD else f"; {AHEAD} ahead could hang where streams share a hardware queue"
     return f"{line}: safe at any CUDA_DEVICE_MAX_CONNECTIONS ({queues}){most}"
 
 

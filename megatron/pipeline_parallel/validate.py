@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import TypeVar
 
-from megatron.pipeline_parallel.exchange import ReceivePlan, deliveries, plan_exchanges, plan_receives
-from megatron.pipeline_parallel.queues import look_ahead, stuck
+from megatron.pipeline_parallel.exchange import ReceivePlan, deliveries, plan_exchanges
+from megatron.pipeline_parallel.queues import choose_receives, stuck
 from megatron.pipeline_parallel.simulate import walk
 from megatron.spec.operations import Message, Op, OpKind, Schedule
 
@@ -25,7 +25,7 @@ def validate(schedule: Schedule, device_type: str = "cpu") -> tuple[list[Receive
         device_type: of the job's devices.
 
     Returns:
-        the plan of each stage with overlap (`plan_receives`), and without (`plan_exchanges`).
+        the plan of each stage with overlap (`choose_receives`), and without (`plan_exchanges`).
 
     Raises:
         ValueError: an operation is missing, doubled or on the wrong stage; some microbatches of a chunk have a recompute and others
@@ -39,14 +39,15 @@ def validate(schedule: Schedule, device_type: str = "cpu") -> tuple[list[Receive
     for _, (op, _, _) in walk(schedule):
         _check_order(op, done, recomputed)
         done.add(op)
-    receives, exchanges = plan_receives(schedule, ahead=look_ahead(schedule, device_type)), plan_exchanges(schedule)
+    receives, exchanges = choose_receives(schedule, device_type).plans, plan_exchanges(schedule)
     for plans in (receives, exchanges):
         _check_channels(schedule, plans)
     _check_exchanges(schedule, exchanges)
-    if device_type == "cuda" and (lost := stuck(schedule, exchanges, exchanges=True)):
-        raise ValueError(
-            f"schedule {schedule.name} locks up in one hardware queue when sends and receives wait for each other: {lost[0]}"
-        )
+    for plans, waits in ((receives, False), (exchanges, True)) if device_type == "cuda" else ():
+        if lost := stuck(schedule, plans, exchanges=waits):
+            raise ValueError(
+                f"schedule {schedule.name} locks up where all streams share one hardware queue: {lost[0]} never passes"
+            )
     return receives, exchanges
 
 

@@ -14,8 +14,8 @@ from megatron.config.config import Config
 from megatron.memory.host import buffer_size
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
-from megatron.pipeline_parallel.exchange import ReceivePlan, plan_exchanges, plan_receives
-from megatron.pipeline_parallel.queues import look_ahead
+from megatron.pipeline_parallel.exchange import ReceivePlan, plan_exchanges
+from megatron.pipeline_parallel.queues import choose_receives
 from megatron.pipeline_parallel.returns import back_soon, fetched_during
 from megatron.planner.chunk_trace import ChunkTrace, input_bytes
 from megatron.planner.storages import Transfer, added
@@ -43,7 +43,7 @@ class Activations(NamedTuple):
 
 def receive_plans(schedule: Schedule, *, overlap: bool, device_type: str) -> list[ReceivePlan]:
     """When each stage posts its receives. `peak_activations` takes this for all stages."""
-    return plan_receives(schedule, ahead=look_ahead(schedule, device_type)) if overlap else plan_exchanges(schedule)
+    return choose_receives(schedule, device_type).plans if overlap else plan_exchanges(schedule)
 
 
 class Held(NamedTuple):

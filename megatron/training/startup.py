@@ -25,7 +25,7 @@ from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
 from megatron.pipeline_parallel.partition import describe_offload, describe_recompute, format_layer_table
-from megatron.pipeline_parallel.queues import describe_look_ahead
+from megatron.pipeline_parallel.queues import describe_receives
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
 from megatron.planner.advice import advice
@@ -132,7 +132,7 @@ def describe(
             lines += _describe_pipeline(step.schedule(count), model, config.training.micro_batch_size, topology.tp)
             if config.parallel.overlap_p2p_communication:
                 connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-                lines.append(describe_look_ahead(step.schedule(count), context.device.type, connections))
+                lines.append(describe_receives(step.schedule(count), context.device.type, connections))
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
     found = advice(config, topology.world_size, this_job().gpus_per_node, model.vocab_size)
     return lines + [f"advice: {line}" for line in found]

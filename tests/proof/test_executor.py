@@ -18,8 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.parallel.context import SELF_GROUP, ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel import p2p
+from megatron.pipeline_parallel import validate as validating
+from megatron.pipeline_parallel.exchange import plan_as_sent
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Boundary, Messenger, Tensors, TensorSpec
+from megatron.pipeline_parallel.queues import Chosen
 from megatron.spec.operations import Message, Op, OpKind, Schedule, forward_only
 from megatron.spec.schedules import gpipe, make_schedule, one_f_one_b
 from megatron.tensor_parallel.linear import parallel_linear
@@ -330,10 +333,14 @@ class WatchedDist:
         return dist.irecv(buffer, *args, **kwargs)
 
 
-def one_step(context: ParallelContext, schedule: Schedule, passing: int | None = None, *, overlap: bool = True) -> Chain:
+def one_step(
+    context: ParallelContext, schedule: Schedule, passing: int | None = None, *, overlap: bool = True, device_type: str = "cpu"
+) -> Chain:
     stage = context.group("pp").index
     chain = Chain(schedule.num_chunks, [c for c, s in enumerate(schedule.stage_of_chunk) if s == stage and c != passing], passing)
-    Executor(context, BOUNDARY, overlap=overlap).run(schedule, chain.forward)
+    executor = Executor(context, BOUNDARY, overlap=overlap)
+    executor._device_type = device_type  # which plan of messages it takes
+    executor.run(schedule, chain.forward)
     return chain
 
 
@@ -342,6 +349,11 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
     context = make_context(Topology(pp=2), rank, CPU)
     results: dict[str, Any] = {name: one_step(context, schedule).grads for name, schedule in ON_TWO.items()}
     results |= {f"{name}, waiting": one_step(context, schedule, overlap=False).grads for name, schedule in ON_TWO.items()}
+    results |= {f"{name}, cuda": one_step(context, schedule, device_type="cuda").grads for name, schedule in ON_TWO.items()}
+    chosen = validating.choose_receives
+    validating.choose_receives = lambda schedule, _: Chosen(plan_as_sent(schedule), None)  # type: ignore[assignment]
+    results |= {f"{name}, as sent": one_step(context, schedule).grads for name, schedule in ON_TWO.items()}
+    validating.choose_receives = chosen
     results["losses"] = {s.name: one_step(context, s).losses for s in (forward_only(one_f_one_b(2, 5)), one_f_one_b(2, 5))}
     results["alive"] = {s.name: one_step(context, s).alive for s in (one_f_one_b(2, 8), LATE)}
 
@@ -411,6 +423,14 @@ def test_no_buffer_is_handed_back_while_it_is_needed(two: list[dict[str, Any]], 
 def test_waiting_for_every_exchange_changes_no_bit(two: list[dict[str, Any]], name: str) -> None:
     for rank in range(2):
         assert_bitwise(two[rank][f"{name}, waiting"], two[rank][name])
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_receives_that_are_posted_as_hardware_queues_allow_change_no_bit(two: list[dict[str, Any]], name: str) -> None:
+    """The plans for CUDA: one operation ahead where two would hang, or in the order of sending."""
+    for rank in range(2):
+        assert_bitwise(two[rank][f"{name}, cuda"], two[rank][name])
+        assert_bitwise(two[rank][f"{name}, as sent"], two[rank][name])
 
 
 def test_a_buffer_that_a_chunk_passes_on_is_not_filled_again_before_it_has_left(two: list[dict[str, Any]]) -> None:
