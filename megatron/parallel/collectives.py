@@ -83,6 +83,11 @@ class _Works:
             work.wait()
 
 
+def _keeps_order(device: torch.device) -> bool:
+    """Whether what is sent and received runs one after the other: NCCL has a stream for it."""
+    return device.type == "cuda"
+
+
 def start_pass_on(tensor: torch.Tensor, group: Group, out: torch.Tensor | None = None) -> Pending:
     """Begin to send to the next rank of the group's ring, and to receive as much from the one before.
 
@@ -92,8 +97,8 @@ def start_pass_on(tensor: torch.Tensor, group: Group, out: torch.Tensor | None =
     received = torch.empty_like(tensor) if out is None else out
     place, ranks, over = group.index, group.ranks, group.process_group
     to, source = ranks[(place + 1) % group.size], ranks[place - 1]
-    if tensor.device.type == "cuda":
-        # One operation for NCCL. Of two, the receive could run first on every rank, and wait for a send that is behind a receive.
+    if _keeps_order(tensor.device):
+        # One operation. Of two, the receive could run first on every rank, and wait for a send that is behind a receive.
         send, receive = dist.P2POp(dist.isend, tensor, to, over), dist.P2POp(dist.irecv, received, source, over)
         return Pending(received, _Works(dist.batch_isend_irecv([send, receive])), tensor)
     return Pending(received, _Works([dist.isend(tensor, to, group=over), dist.irecv(received, source, group=over)]), tensor)

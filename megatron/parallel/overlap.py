@@ -107,6 +107,7 @@ def _on_the_ring(whole: torch.Tensor, group: Group, first: int) -> list[torch.Te
     return [piece for step in range(group.size) for piece in _cut(ranks[first - step], group)]
 
 
+@dataclass(frozen=True)
 class SymmetricMemory:
     """torch's fused operations (torch/distributed/_symmetric_memory): pieces are read out of the memory of the peers."""
 

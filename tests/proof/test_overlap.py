@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from megatron.parallel.collectives import all_gather, reduce_scatter
+from megatron.parallel import collectives, overlap
+from megatron.parallel.collectives import all_gather, gather_objects, reduce_scatter
 from megatron.parallel.context import Group, make_context
 from megatron.parallel.overlap import Overlap, Pieces, SymmetricMemory, choose
 from megatron.parallel.products import linear
@@ -27,7 +29,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def compared(overlap: Overlap, group: Group, dtype: torch.dtype) -> dict[str, float]:
+def compared(way: Overlap, group: Group, dtype: torch.dtype) -> dict[str, float]:
     """Relative errors of every result; what is gathered must have the same bits."""
 
     def values(*shape: int, key: int) -> torch.Tensor:
@@ -44,17 +46,17 @@ def compared(overlap: Overlap, group: Group, dtype: torch.dtype) -> dict[str, fl
         ("dx", dy, weight, None, True),
     ):
         before = given.clone()
-        whole, product = overlap.gathered(given, matrix, added, group, keeps=keeps)
+        whole, product = way.gathered(given, matrix, added, group, keeps=keeps)
         expected = all_gather(given, group)
         assert (whole is not None) == keeps and (whole is None or torch.equal(whole, expected)), "the gathered input, bit for bit"
         assert torch.equal(given, before)
         found[what] = error(product, linear(expected, matrix.t(), added))
         assert product.is_contiguous() and not product._is_view(), "who gets it may write over it"
     for what, given in (("part", partial), ("part of a strided input", partial.transpose(0, 1).contiguous().transpose(0, 1))):
-        part = overlap.scattered(given, weight.t(), group)
+        part = way.scattered(given, weight.t(), group)
         assert part.is_contiguous() and not part._is_view()
         found[what] = error(part, reduce_scatter(linear(given, weight), group))
-        assert torch.equal(part, overlap.scattered(given, weight.t(), group)), "the same in every run"
+        assert torch.equal(part, way.scattered(given, weight.t(), group)), "the same in every run"
     return found
 
 
@@ -70,17 +72,61 @@ def test_pieces_equal_one_after_the_other(size: int) -> None:
             assert max(errors.values()) < EXACT[dtype] * size, (dtype, errors)
 
 
-def fused_on_ranks(rank: int) -> tuple[dict[str, float], Overlap]:
+def fused_on_ranks(rank: int) -> tuple[dict[str, float], list[str], dict[str, float]]:
     """torch has these operations for CUDA; on the CPU, the definition that it gives of them takes their place."""
+    group = make_context(Topology(tp=3), rank, CPU).group("tp")
+    trials = [overlap._trial(group, CPU)]
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
-    library.impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
-    group = make_context(Topology(tp=3), rank, CPU).group("tp")
-    return compared(SymmetricMemory(), group, torch.float64), choose(group, CPU)
+    added = [0.0]
+
+    def scattered(*args: Any) -> torch.Tensor:
+        return symmetric_memory._fused_matmul_reduce_scatter_fallback(*args) + added[0]
+
+    library.impl("fused_matmul_reduce_scatter", scattered, "CPU")
+    trials.append(overlap._trial(group, CPU))
+    errors = compared(SymmetricMemory(), group, torch.float64)
+    added[0] = 0.0 if rank else 1.0
+    trials.append(next(filter(None, gather_objects(overlap._trial(group, CPU), group))))
+    collectives._keeps_order = lambda device: True
+    return errors, trials, compared(Pieces(), group, torch.float64)
 
 
-def test_the_calls_of_fused_operations_equal_one_after_the_other() -> None:
+def test_the_calls_for_cuda_equal_one_after_the_other() -> None:
+    """Fused operations, what is sent and received as one operation, and the trial that finds missing and wrong ones."""
     found: list[Any] = run_ranks(3, fused_on_ranks)
-    for errors, chosen in found:
-        assert max(errors.values()) < EXACT[torch.float64] * 3, errors
-        assert chosen == Pieces("symmetric memory needs CUDA, and the device is cpu")
+    for errors, (missing, right, wrong), in_one in found:
+        assert max(*errors.values(), *in_one.values()) < EXACT[torch.float64] * 3, (errors, in_one)
+        assert "symm_mem::fused_all_gather_matmul" in missing and (right, wrong) == ("", "a trial gave wrong numbers")
+
+
+def test_symmetric_memory_is_chosen_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By facts of two ranks' GPUs, through a stand-in for torch's CUDA."""
+    facts: dict[str, Any] = {}
+
+    def gathered(value: Any, group: Group) -> list[Any]:
+        return [value, facts["other"]] if isinstance(value, tuple) else [value, ""]
+
+    monkeypatch.setattr(overlap, "gather_objects", gathered)
+    monkeypatch.setattr(overlap, "_trial", lambda group, device: facts["trial"])
+    monkeypatch.setattr(overlap.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def properties(device: torch.device | int) -> SimpleNamespace:
+        return SimpleNamespace(uuid=f"gpu{device if isinstance(device, int) else device.index}")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: facts["reach"])
+    group = Group("tp", (0, 1), 0)
+
+    def chosen(other: tuple[str, str], *, reach: bool = True, trial: str = "") -> Overlap:
+        facts.update(other=other, reach=reach, trial=trial)
+        return choose(group, torch.device("cuda", 0))
+
+    assert chosen(("here", "gpu1")) == SymmetricMemory()
+    assert chosen(("there", "gpu1")) == Pieces("the tensor ranks are on several nodes")
+    assert chosen(("here", "gpu0")) == Pieces("tensor ranks share a GPU")
+    assert chosen(("here", "gpu1"), reach=False) == Pieces("the GPUs cannot read each other's memory")
+    assert chosen(("here", "gpu9"), reach=False) == SymmetricMemory(), "a GPU that this rank does not see: the trial tells"
+    assert chosen(("here", "gpu1"), trial="a trial gave wrong numbers") == Pieces("a trial gave wrong numbers")
+    assert choose(group, CPU) == Pieces("symmetric memory needs CUDA, and the device is cpu")
