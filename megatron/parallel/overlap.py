@@ -66,13 +66,13 @@ class Pieces:
         y = x.new_empty((rows, *x.shape[1:-1], matrix.shape[1]))
         whole = x.new_empty((rows, *x.shape[1:])) if keeps else None
         places = None if whole is None else _on_the_ring(whole, group, group.index)
-        if whole is not None:
-            whole.chunk(group.size)[group.index].copy_(x)
         of_a_rank, products = len(held), _on_the_ring(y, group, group.index)
         for number, product in enumerate(products):
             piece = held.popleft().wait()
             if number + of_a_rank < len(products):
                 held.append(start_pass_on(piece, group, None if places is None else places[number + of_a_rank]))
+            if places is not None and number < of_a_rank:
+                places[number].copy_(piece)
             product_into(product.flatten(0, -2), piece.flatten(0, -2), matrix, bias)
         return whole, y
 
