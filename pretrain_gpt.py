@@ -97,6 +97,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     explanations.known.append((is_out_of_memory, exhaustion.words))
     rehearsal = Rehearsal(config) if config.logging.memory_interval is not None else None
     startup.set_numerics(config.training.deterministic_mode)
+    startup.set_compiler_cache(config.speed)
     chosen = choose_layers(config)
     context = connect(config.parallel)
     startup.set_logging(context.rank)

@@ -10,6 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.outputs import CheckpointConfig, DebugConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.speed import SpeedConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
 
 
@@ -23,6 +24,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

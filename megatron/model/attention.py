@@ -87,6 +87,14 @@ def _turn_queries_and_keys(qkv: torch.Tensor, rotary: torch.Tensor) -> None:
     turn(queries_and_keys, rotary, out=queries_and_keys)
 
 
+def _traced_split(qkv: torch.Tensor, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same in operations that a compiler fuses and differentiates."""
+    q, k, v = qkv.split([qkv.shape[3] - 2, 1, 1], dim=3)
+    if rotary is not None:
+        q, k = (rotate(part, rotary) for part in (q, k))
+    return q, k.squeeze(3), v.squeeze(3)
+
+
 class Attention(nn.Module):
     """Query, key and value from one column-parallel layer, grouped by key-value head; a row-parallel layer joins the heads.
 
@@ -116,25 +124,42 @@ class Attention(nn.Module):
         cache: KeyValueCache | None,
     ) -> torch.Tensor:
         """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the same shape."""
+        return self.output(self.attend(*self.split(x, rotary), key, documents, cache))
+
+    def split(self, x: torch.Tensor | Remade, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [s, b, g, r, d], keys and values [s, b, g, d] of hidden states."""
         qkv = self.qkv(x)
         qkv = qkv.view(*qkv.shape[:2], -1, self.queries_per_group + 2, self.head_size)  # [s, b, g, r + 2, d]
         normed = self.q_norm is not None and self.k_norm is not None
-        q, k, v = _Split.apply(qkv, None if normed else rotary)  # [s, b, g, r, d] and [s, b, g, d]
+        split = _traced_split if torch.compiler.is_compiling() else _Split.apply
+        q, k, v = split(qkv, None if normed else rotary)  # [s, b, g, r, d] and [s, b, g, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
             if rotary is not None:
                 q, k = rotate(q, rotary), rotate(k, rotary)
+        return q, k, v
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        key: DropoutKey | None,
+        documents: Documents | None,
+        cache: KeyValueCache | None,
+    ) -> torch.Tensor:
+        """What lies between the two layers: [s, b, n * d]."""
         if cache is not None:
             cache.append(self.layer, k, v)
             if not cache.empty:
-                return self.output(cache.attend(self.layer, q))
+                return cache.attend(self.layer, q)
         probability = 0.0 if key is None else self.dropout
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, again: bool = False) -> torch.Tensor:
+        def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, again: bool = False) -> torch.Tensor:
             if probability > 0.0 and key is not None:
                 seed_device(q.device, key.site(self.layer, "attention", self.tensor_rank))
             return core_attention(q, k, v, documents, probability)
 
         if self.recomputes_core and keeps_probabilities(q, grouped=self.queries_per_group > 1, dropout=probability):
-            return self.output(recomputed(attend, q, k, v))
-        return self.output(attend(q, k, v))
+            return recomputed(core, q, k, v)
+        return core(q, k, v)

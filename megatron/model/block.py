@@ -1,37 +1,28 @@
-"""One transformer layer (norm, attention, residual; norm, MLP, residual) and its dropout."""
+"""One transformer layer: norm, attention, residual; norm, MLP, residual."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron.config.memory import RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.memory.recompute import recomputed
 from megatron.model.attention import Attention
+from megatron.model.compiled import CompiledBlock
 from megatron.model.document_attention import Documents
+from megatron.model.dropout import Seeds, dropout
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.mlp import MLP
 from megatron.model.norms import Norm
-from megatron.parallel.random import DropoutKey, seed_device
+from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
 from megatron.spec.layers import LayerSpec
 from megatron.tensor_parallel.linear import Remade
 
-
-def dropout(x: torch.Tensor, probability: float, key: DropoutKey | None, layer: int, site: str, coordinate: int) -> torch.Tensor:
-    """Zero elements with a probability and scale up the rest; without a key, do nothing.
-
-    Args:
-        coordinate: the tensor rank where x is split over the tensor group, else 0, so that replicas draw the same mask.
-    """
-    if key is None or probability == 0.0:
-        return x
-    seed_device(x.device, key.site(layer, site, coordinate))
-    return F.dropout(x, probability)
+_SITES = ("attention_output", "mlp_output")
 
 
 class Block(nn.Module):
@@ -59,6 +50,8 @@ class Block(nn.Module):
         )
         self.mlp_norm = Norm(scope.child("mlp_norm"), spec.norm)
         self.mlp = MLP(scope.child("mlp"), spec.mlp, remakes_activation="mlp_act" in selective)
+        self.compiled: CompiledBlock | None = None
+        """Runs the layer in its place, where there is a backward."""
 
     def forward(
         self,
@@ -69,10 +62,26 @@ class Block(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
         """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the same shape."""
-        normed = self._normed(self.attention_norm, x)
-        x = x + self._drop(self.attention(normed, rotary, key, documents, cache), key, "attention_output")
+        seeds = None if key is None or self.probability == 0.0 else [key.site(self.layer, site, self.coordinate) for site in _SITES]
+        if self.compiled is not None and torch.is_grad_enabled():
+            return self.compiled(x, rotary, key, documents, seeds)
+        return self.after(x, self.attention.attend(*self.before(x, rotary), key, documents, cache), seeds)
+
+    def before(self, x: torch.Tensor, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What comes before attention: its queries, keys and values."""
+        return self.attention.split(self._normed(self.attention_norm, x), rotary)
+
+    def after(self, x: torch.Tensor, attended: torch.Tensor, seeds: Seeds | None) -> torch.Tensor:
+        """What comes after attention.
+
+        Args:
+            x: the layer's input.
+            attended: [s, b, n * d].
+            seeds: of the two dropout masks; None switches dropout off.
+        """
+        x = x + self._drop(self.attention.output(attended), seeds, 0)
         added = recomputed(self._norm_and_mlp, x) if self.recomputes_mlp else self.mlp(self._normed(self.mlp_norm, x))
-        return x + self._drop(added, key, "mlp_output")
+        return x + self._drop(added, seeds, 1)
 
     def _norm_and_mlp(self, x: torch.Tensor, *, again: bool) -> torch.Tensor:
         return self.mlp(self.mlp_norm(x))
@@ -80,5 +89,5 @@ class Block(nn.Module):
     def _normed(self, norm: Norm, x: torch.Tensor) -> torch.Tensor | Remade:
         return norm.remade(x) if self.remakes_norms else norm(x)
 
-    def _drop(self, x: torch.Tensor, key: DropoutKey | None, site: str) -> torch.Tensor:
-        return dropout(x, self.probability, key, self.layer, site, self.coordinate)
+    def _drop(self, x: torch.Tensor, seeds: Seeds | None, number: int) -> torch.Tensor:
+        return dropout(x, self.probability, seeds, number)

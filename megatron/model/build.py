@@ -10,6 +10,7 @@ from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.model.compiled import BlockCompiler
 from megatron.model.gpt import GPTChunk, residual_dtype
 from megatron.model.init import initialize
 from megatron.model.output_layer import LossForm
@@ -100,6 +101,7 @@ def model_of(
         materialized=False,
         loss=LossForm.of(config.memory, config.training),
         precision=config.precision,
+        compiler=BlockCompiler.of(config.speed),
     )
 
 
@@ -116,6 +118,7 @@ def build_model(
     materialized: bool = True,
     loss: LossForm = LossForm(),  # noqa: B008 (frozen)
     precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
+    compiler: BlockCompiler | None = None,
 ) -> Model:
     """Build this rank's chunks on the meta device, then give them memory and initial values.
 
@@ -125,6 +128,7 @@ def build_model(
         materialized: False leaves the parameters on the meta device: a training step then gives each rank its part of them.
         loss: how the last chunk computes its loss.
         precision: which layers compute in 8 bits. (The dtype is that given here.)
+        compiler: compiles the layers, if they are; not on the meta device, on which a plan looks at their operations.
     """
     table = table or layer_table(config.num_layers, loop(context.topology.pp))
     params = ParamTable()
@@ -136,6 +140,8 @@ def build_model(
         for chunk in table
         if chunk.stage == context.group("pp").index
     }
+    if compiler is not None and context.device.type != "meta":
+        compiler.compile([block for module in chunks.values() for block in module.blocks])
     if materialized and context.device.type != "meta":
         for module in chunks.values():
             materialize(module, params, context.device)

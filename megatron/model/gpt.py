@@ -17,8 +17,9 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.memory.offload import chosen_layer
 from megatron.memory.recompute import recomputed
-from megatron.model.block import Block, dropout
+from megatron.model.block import Block
 from megatron.model.document_attention import Documents
+from megatron.model.dropout import dropout
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.norms import Norm
 from megatron.model.output_layer import LossForm, OutputLayer
@@ -64,7 +65,9 @@ class Embedding(nn.Module):
         x = self.word(inputs.tokens)
         if self.position is not None:
             x = x + self.position(own_part(inputs.positions, self.group) if self.split else inputs.positions)
-        return dropout(x, self.probability, inputs.dropout_key, 0, "embedding", self.group.index if self.split else 0)
+        key = inputs.dropout_key
+        seeds = None if key is None else [key.site(0, "embedding", self.group.index if self.split else 0)]
+        return dropout(x, self.probability, seeds)
 
 
 class PositionTable(nn.Module):
@@ -132,7 +135,7 @@ class GPTChunk(nn.Module):
         numbers = [layer for segment in segments for layer in segment.layers]
         self.residual_dtype = residual_dtype(config, scope.dtype)
         self.embedding = Embedding(scope.child("embedding"), config) if chunk.first else None
-        self.layers = nn.ModuleList(
+        self.blocks = [
             Block(
                 replace(scope.child(f"layers.{layer}"), fp8=precision.fp8_of(layer, config.num_layers)),
                 config,
@@ -142,7 +145,8 @@ class GPTChunk(nn.Module):
             )
             for segment in segments
             for layer in segment.layers
-        )
+        ]
+        self.layers = nn.ModuleList(self.blocks)
         last = max((place for place, segment in enumerate(segments) if segment.recomputed), default=None)
         last_offloaded = max((place for place, segment in enumerate(segments) if segment.offloaded), default=None)
         blocks = dict(zip(numbers, self.layers, strict=True))

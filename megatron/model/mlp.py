@@ -74,6 +74,19 @@ _FUNCTIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
 """Plain ones map [..., f] to [..., f], gated ones [..., 2, f] to [..., f]."""
 
 
+def _swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.unbind(-2)
+    return F.silu(gate) * up
+
+
+_TRACED: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": _FUNCTIONS["gelu"],
+    "swiglu": _swiglu,
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+"""The same for a compiler, which fuses them and chooses itself what it keeps."""
+
+
 class MLP(nn.Module):
     """Column-parallel up, activation, row-parallel down.
 
@@ -83,11 +96,14 @@ class MLP(nn.Module):
 
     def __init__(self, scope: Scope, spec: MLPSpec, *, remakes_activation: bool = False) -> None:
         super().__init__()
-        self.activation, self.remakes_activation = _FUNCTIONS[spec.activation.name], remakes_activation
+        self.activation, self.traced = _FUNCTIONS[spec.activation.name], _TRACED[spec.activation.name]
+        self.remakes_activation = remakes_activation
         self.up = ColumnParallelLinear(scope.child("up"))
         self.down = RowParallelLinear(scope.child("down"))
 
     def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
         """Map hidden states [s, b, h] to the same shape."""
         wide = self.up(x)  # [s, b, f], gated [s, b, 2, f]
+        if torch.compiler.is_compiling():
+            return self.down(self.traced(wide))
         return self.down(Remade.of(self.activation, wide) if self.remakes_activation else self.activation(wide))

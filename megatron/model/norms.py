@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.parallel.accumulate import through
 from megatron.parallel.scope import Scope
+from megatron.parallel.vectors import VectorUser
 from megatron.spec.layers import NormSpec
 from megatron.tensor_parallel.linear import Remade
 
 
-class Norm(nn.Module):
+class Norm(VectorUser):
     """Normalises the last dimension. Its result has the model's dtype even when the residual stream is float32."""
 
     weight: nn.Parameter
@@ -43,12 +43,17 @@ class Norm(nn.Module):
         # tokens, they came out a third off. Its RMSNorm widens x in any case.
         return x.to(torch.promote_types(x.dtype, torch.float32)) if x.device.type == "cpu" else x
 
+    def vectors(self) -> tuple[nn.Parameter | None, ...]:
+        """See `VectorUser`."""
+        return self.weight, self.bias
+
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
-        weight = through(self.weight)
+        weight, bias = self.entering()
+        assert weight is not None
         out_dtype = weight.dtype
         if x.dtype != out_dtype:  # a float32 residual stream over 16-bit parameters
             weight = weight.to(x.dtype)
         if self.kind == "RMSNorm":
             return F.rms_norm(x, self.shape, weight, self.epsilon).to(out_dtype)
-        assert self.bias is not None
-        return F.layer_norm(x, self.shape, weight, through(self.bias).to(x.dtype), self.epsilon).to(out_dtype)
+        assert bias is not None
+        return F.layer_norm(x, self.shape, weight, bias.to(x.dtype), self.epsilon).to(out_dtype)

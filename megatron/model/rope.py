@@ -82,4 +82,15 @@ def _turned(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotate the leading channels of each head: [s, b, ..., d] to the same."""
-    return _Rotary.apply(x, table)
+    return _traced(x, table) if torch.compiler.is_compiling() else _Rotary.apply(x, table)
+
+
+def _traced(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The same in operations that a compiler fuses and differentiates: in the table's dtype, rounded once on each way."""
+    while table.dim() < x.dim() + 2:
+        table = table.unsqueeze(2)
+    cos, sin = table[..., 0, 0, :], table[..., 1, 0, :]
+    half = cos.shape[-1]
+    first, second = x[..., : 2 * half].to(table.dtype).unflatten(-1, (2, half)).unbind(-2)
+    turned = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
+    return torch.cat([*turned, x[..., 2 * half :]], -1)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron.parallel.accumulate import through
 from megatron.parallel.scope import Scope
+from megatron.parallel.vectors import VectorUser
 from megatron.precision.products import products_of
 from megatron.tensor_parallel.linear import Form, InputMode, OutputMode, Remade, handle_of, linear_by_handle, linear_of
 
 
-class LinearLayer(nn.Module):
+class LinearLayer(VectorUser):
     """What column- and row-parallel layers share: parameters, a form, and a handle by which a compiled block's operations find
     them."""
 
@@ -35,6 +35,10 @@ class LinearLayer(nn.Module):
     def used_bias(self) -> nn.Parameter | None:
         """The bias, where it is a part of the product."""
         return self.bias if self.form.output_mode == "plain" else None
+
+    def vectors(self) -> tuple[nn.Parameter | None, ...]:
+        """See `VectorUser`: the bias, where it is added to the ranks' sum."""
+        return (None if self.used_bias is not None else self.bias,)
 
     def product(self, x: torch.Tensor | Remade) -> torch.Tensor:
         """The linear operation of this layer."""
@@ -75,4 +79,8 @@ class RowParallelLinear(LinearLayer):
     def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
         """Map x [s, b, in/n] to [s, b, out] (or [s/n, b, out])."""
         y = self.product(x)
-        return y if self.bias is None or self.used_bias is not None else y + through(self.bias)
+        if self.bias is None or self.used_bias is not None:
+            return y
+        (bias,) = self.entering()
+        assert bias is not None
+        return y + bias

@@ -59,6 +59,10 @@ class Loop:
             gc.disable()
         began_at = progress.iteration
         watching = watchers(self.config, self.step, progress, self.reporter, self.account)
+        if self.config.speed.compile:
+            from megatron.training.compilation import CompilationReports  # imports the compiler
+
+            watching.append(CompilationReports(self.config.speed, self.reporter))
         with ExitSignal() as signal:
             try:
                 stopped = self._train(progress, signal, watching)

@@ -15,6 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.outputs import LoggingConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.save import to_dict
+from megatron.config.speed import SpeedConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.metrics.device_peaks import peak_flops
 from megatron.metrics.timers import Timers
@@ -60,6 +61,12 @@ def set_numerics(deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
+
+
+def set_compiler_cache(speed: SpeedConfig) -> None:
+    """Choose the compiler's cache folder. Called before anything is compiled."""
+    if speed.compile and speed.compile_cache_dir is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(speed.compile_cache_dir)
 
 
 def with_batch_size(config: Config, plan: BatchSizePlan) -> Config:

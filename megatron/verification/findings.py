@@ -106,7 +106,7 @@ _PARTS = {"embedding": "what the embedding gives", "attention": "what the attent
 def forward_findings(runs: Comparison) -> Iterator[ProofFinding]:
     """The first module, in the order of the forward, that is not computed once or has another output."""
     seen = runs.activations
-    for name in forward_order(runs.config.model.num_layers):
+    for name in forward_order(runs.config.model.num_layers, compiled=runs.config.speed.compile):
         joined = seen.joined.get(name, JoinedTensor(name, ()))
         times = Counter(_microbatch(runs, each.part.offsets[0]) for each in joined.held if each.coordinates["tp"] == 0)
         if wrong := [place for place in runs.plain.microbatches if times[place] != 1]:

@@ -84,6 +84,11 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         )
     if config.precision.fp8_format is not None:
         replaced.append("--fp8-format: the formats are emulated, with scales and sums in float64. Not run: a GPU's products")
+    if config.speed.compile and config.speed.compile_backend == "inductor":
+        replaced.append(
+            "--compile: layers are traced and differentiated as in the run, and computed by torch's own kernels. Not run: "
+            "generated kernels"
+        )
     if optimizer.optimizer_cpu_offload:
         replaced.append("--optimizer-cpu-offload: on a CPU there is one memory. Not run: what moves between host and device")
     if config.memory.offloads:
@@ -107,6 +112,7 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         ),
         training=dataclasses.replace(training, exit_interval=steps, exit_duration_in_mins=None),
         parallel=dataclasses.replace(config.parallel, device="cpu", distributed_backend="gloo"),
+        speed=dataclasses.replace(config.speed, compile_backend="aot_eager", compile_mode="default"),
         optimizer=dataclasses.replace(optimizer, use_apex=False, adam_eps=max(optimizer.adam_eps, LEAST_EPS)),
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),

@@ -143,7 +143,9 @@ def _seen_modules(chunk: GPTChunk) -> dict[str, nn.Module]:
     for block in chunk.layers:
         assert isinstance(block, Block)
         name = f"layers.{block.layer}"
-        found |= {f"{name}.attention": block.attention, f"{name}.mlp": block.mlp, name: block}
+        if block.compiled is None:  # hooks within it would be compiled with it
+            found |= {f"{name}.attention": block.attention.output, f"{name}.mlp": block.mlp}
+        found[name] = block
     return found
 
 

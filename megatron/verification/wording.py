@@ -143,9 +143,10 @@ def place_words(name: str, table: Sequence[Chunk], *, stages: Iterable[int] | No
     return f"{name} ({', '.join(notes)})" if notes else name
 
 
-def forward_order(num_layers: int) -> list[str]:
-    """Names of activations in the order in which the forward makes them."""
-    layers = (f"layers.{number}{part}" for number in range(num_layers) for part in (".attention", ".mlp", ""))
+def forward_order(num_layers: int, *, compiled: bool = False) -> list[str]:
+    """Names of activations in the order in which the forward makes them; within compiled layers none is seen."""
+    parts = ("",) if compiled else (".attention", ".mlp", "")
+    layers = (f"layers.{number}{part}" for number in range(num_layers) for part in parts)
     return ["embedding", *layers]
 
 

@@ -17,9 +17,9 @@ from megatron.config.training import OptimizerConfig
 from megatron.data.mock import MockDataset
 from megatron.data.samples import DocumentRules
 from megatron.model import attention as attention_module
-from megatron.model import block as dropout_module
-from megatron.model.block import dropout
+from megatron.model import dropout as dropout_module
 from megatron.model.build import build_model
+from megatron.model.dropout import dropout
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.random import DropoutKey, seed_device
@@ -40,7 +40,7 @@ KEY = DropoutKey(seed=1, step=8, first_sample=12)
 
 def mask(key: DropoutKey = KEY, layer: int = 3, site: str = "mlp_output", coordinate: int = 0) -> torch.Tensor:
     torch.rand(3)  # the state of the generator must not matter
-    return dropout(torch.ones(64, 64), 0.1, key, layer, site, coordinate)
+    return dropout(torch.ones(64, 64), 0.1, [key.site(layer, site, coordinate)])
 
 
 def test_a_mask_is_repeatable_and_has_the_asked_rate() -> None:
@@ -69,8 +69,8 @@ def test_every_part_of_the_key_changes_the_mask() -> None:
 
 def test_no_key_or_no_probability_is_no_dropout() -> None:
     x = torch.ones(8)
-    assert dropout(x, 0.5, None, 0, "embedding", 0) is x
-    assert dropout(x, 0.0, KEY, 0, "embedding", 0) is x
+    assert dropout(x, 0.5, None) is x
+    assert dropout(x, 0.0, [1]) is x
 
 
 # ---- whole runs

@@ -1,5 +1,5 @@
-"""The proof for what is done with activations: computed again, moved, or never held. It trains as one plain process does, and what
-is computed again changes no bit.
+"""The proof for what is done with activations: computed again, moved, never held, or made by compiled layers. It trains as one
+plain process does, and no bit changes by what is computed again, nor by tracing.
 
 In float64, with one document a sample or several. Every pair of settings occurs; `--full` takes every case, with two steps of each
 instead of three.
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.config.memory import MemoryConfig
+from megatron.model.compiled import BlockCompiler
 from megatron.verification.reference.shape import random_weights
 from tests.proof.test_layouts_packing import ALL_RULES, EOD, SEQ, VOCAB, documents
 from tests.support.covering import covering, product
@@ -48,7 +49,11 @@ AXES: dict[str, list[Any]] = {
     ],
     "sharding": ["no_shard", "optim_grads", "optim_grads_params"],
     "loss_chunk": [0, 4],  # tokens; 10 are in a microbatch
+    "compiled": [False, True],
 }
+
+TRACED = BlockCompiler("aot_eager")
+"""Traces and differentiates as for generated kernels, and computes by torch's own."""
 
 
 def fits(case: dict[str, Any]) -> bool:
@@ -60,6 +65,8 @@ def fits(case: dict[str, Any]) -> bool:
         and (pp > 1 or case["schedule"] in ("1f1b", "zb-h1"))
         and (dp > 1 or case["sharding"] == "no_shard")
         and not (case["sharding"] == "optim_grads_params" and case["schedule"].startswith("zb"))
+        and not (case["compiled"] and "norms" in case["memory"])  # refused
+        and not (case["compiled"] and tp * pp * dp > 2)  # every rank traces
     )
 
 
@@ -96,7 +103,7 @@ def name(case: dict[str, Any]) -> str:
         f"loss{case['loss_chunk']}",
     ]
     sequence = {False: [], True: ["sequence_parallel"], "overlapping": ["overlapping"]}[case["sequence_parallel"]]
-    return "-".join([*words, *sequence])
+    return "-".join([*words, *sequence, *(["compiled"] if case["compiled"] else [])])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -122,6 +129,10 @@ def test_what_is_done_with_activations_changes_nothing(case: dict[str, Any], ful
     )
     microbatches = 3 if pp > 1 else 2
     key = (*case["model"], 2 * pp * chunks + 1, microbatches * dp, 2 if full else 3)
-    found = run_layout(recipe(*key), replace(plain, memory=replace(MEMORIES[case["memory"]], loss_chunk_tokens=case["loss_chunk"])))
+    memory = replace(MEMORIES[case["memory"]], loss_chunk_tokens=case["loss_chunk"])
+    found = run_layout(recipe(*key), replace(plain, memory=memory, compiler=TRACED if case["compiled"] else None))
     assert_equal_runs(found, reference(*key))
-    assert_same_bits(found, without(plain, *key))
+    # Attention within documents is not traced. Of a layer cut there the three parts of the residual stream's gradient, two of which
+    # are an RMSNorm's, are summed in another order.
+    if not (case["compiled"] and case["model"][0] == "llama" and case["model"][2] == "documents"):
+        assert_same_bits(found, without(plain, *key))

@@ -16,6 +16,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data.samples import DocumentRules
 from megatron.model.build import Model, build_model
+from megatron.model.compiled import BlockCompiler
 from megatron.model.gpt import ModelInputs
 from megatron.model.output_layer import LossForm
 from megatron.optimizer.grad_scaler import GradScaler
@@ -68,6 +69,8 @@ class Layout:
     """Share of main parameters and moments in host memory."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """What happens to activations."""
+    compiler: BlockCompiler | None = None
+    """Compiles the layers."""
 
     @property
     def world_size(self) -> int:
@@ -200,6 +203,7 @@ def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> M
         materialized=False,
         loss=LossForm(layout.memory.loss_chunk_tokens, recipe.shape.z_loss),
         precision=precision_config(recipe.shape),
+        compiler=layout.compiler,
     )
 
 

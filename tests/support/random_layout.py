@@ -24,7 +24,10 @@ def draw_layout(draw: Draw, tp: int, pp: int, dp: int) -> dict[str, Any]:
     settings |= draw_pipeline(draw, pp, whole=settings.get("data_parallel_sharding_strategy") != "optim_grads_params")
     if chance(draw, 3):
         settings["overlap_p2p_communication"] = False
-    return settings | draw_memory(draw, pp, settings["num_layers"])
+    settings |= draw_memory(draw, pp, settings["num_layers"])
+    if chance(draw, 4):
+        settings |= {"compile": True, "compile_backend": "aot_eager"}
+    return settings
 
 
 def draw_sharding(draw: Draw, dp: int) -> dict[str, Any]:

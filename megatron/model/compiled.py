@@ -1,0 +1,104 @@
+"""Layers through torch's compiler: their operations beside products, attention and communication fused to few kernels.
+
+Compiled is a layer without its hooks. Where attention is one kernel of torch, the whole layer is one graph. Attention with dropout
+or within documents stays as it is, between two graphs: what lies before it, and what lies after.
+
+Equal layers share one compilation: parameters are inputs, linear layers enter by their handles (`megatron.tensor_parallel.linear`),
+seeds of dropout masks in a tensor. In evaluation and generation, without a backward, layers run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.config.speed import CompileBackend, SpeedConfig
+from megatron.model.document_attention import Documents
+from megatron.parallel.random import DropoutKey
+from megatron.parallel.vectors import entered, vector_users
+
+if TYPE_CHECKING:
+    from megatron.model.block import Block
+
+_MOST_COMPILATIONS = 64
+"""Compilations of one function: for layers, lengths and settings that differ. torch would stop at 8."""
+
+
+def _whole(block: Block, x: torch.Tensor, rotary: torch.Tensor | None, seeds: torch.Tensor | None) -> torch.Tensor:
+    return block.after(x, block.attention.attend(*block.before(x, rotary), None, None, None), seeds)
+
+
+def _before(block: Block, x: torch.Tensor, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # Each by itself, so that attention does not keep what they are parts of.
+    q, k, v = (part.contiguous() for part in block.before(x, rotary))
+    return q, k, v
+
+
+def _after(block: Block, x: torch.Tensor, attended: torch.Tensor, seeds: torch.Tensor | None) -> torch.Tensor:
+    return block.after(x, attended, seeds)
+
+
+@dataclass(frozen=True)
+class BlockCompiler:
+    """How layers are compiled."""
+
+    backend: CompileBackend = "inductor"
+    mode: str = "default"
+
+    @classmethod
+    def of(cls, speed: SpeedConfig) -> BlockCompiler | None:
+        """As the settings say; None to compile nothing."""
+        return cls(speed.compile_backend, speed.compile_mode) if speed.compile else None
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of a layer, compiled at its first call."""
+        options: dict[str, Any] = {}
+        if self.backend == "inductor":
+            options = dict(torch._inductor.list_mode_options(self.mode))
+            # What a weight gradient waits with, where the schedule puts it off, must not become the memory of something else: the
+            # compiler sees its last use in the operation that puts it off.
+            options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
+        return torch.compile(function, backend=self.backend, options=options or None, fullgraph=True, dynamic=False)
+
+    def compile(self, blocks: Sequence[Block]) -> None:
+        """Let layers run compiled."""
+        torch._dynamo.config.recompile_limit = _MOST_COMPILATIONS
+        torch._dynamo.config.accumulated_recompile_limit = 4 * _MOST_COMPILATIONS
+        # The backward's inputs are what it was given to keep, for others too: host memory, weight gradients that are put off.
+        torch._functorch.config.donated_buffer = False
+        functions = tuple(self.compiled(function) for function in (_whole, _before, _after))
+        for block in blocks:
+            block.compiled = CompiledBlock(block, *functions)
+
+
+class CompiledBlock:
+    """A layer that runs compiled."""
+
+    def __init__(
+        self, block: Block, whole: Callable[..., torch.Tensor], before: Callable[..., Any], after: Callable[..., torch.Tensor]
+    ) -> None:
+        self._block, self._users = block, vector_users(block)
+        self._whole, self._before, self._after = whole, before, after
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rotary: torch.Tensor | None,
+        key: DropoutKey | None,
+        documents: Documents | None,
+        seeds: Sequence[int] | None,
+    ) -> torch.Tensor:
+        """See `Block.forward`; `seeds` of its dropout masks."""
+        block, masks = self._block, None if seeds is None else torch.tensor(seeds)
+        attention = block.attention
+        if documents is None and not attention.recomputes_core and (key is None or attention.dropout == 0.0):
+            with entered(self._users):
+                return self._whole(block, x, rotary, masks)
+        with entered(self._users):
+            q, k, v = self._before(block, x, rotary)
+        attended = attention.attend(q, k, v, key, documents, None)
+        with entered(self._users):
+            return self._after(block, x, attended, masks)
