@@ -87,11 +87,13 @@ class _Operations(TorchDispatchMode):
 
     def _copy(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         target, source = (args[0], args[1]) if name == "copy_" else (None, args[0])
+        if kwargs.get("non_blocking") or args[2:3] == (True,) or args[2:3] == [True]:
+            return func(*args, **kwargs) if target is None or _on_device(target) else target
         to_device = _on_device(target) if target is not None else torch.device(kwargs.get("device") or source.device).type == "meta"
         if _on_device(source) and not to_device:
             _note(self._found, f"{name} to the host")
             return torch.ones(source.shape, dtype=kwargs.get("dtype") or source.dtype) if target is None else target.fill_(1)
-        if to_device and not _on_device(source) and not kwargs.get("non_blocking"):
+        if to_device and not _on_device(source):
             _note(self._found, f"{name} to the device")
         return func(*args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megatron.config.config import Config
+from megatron.memory.host import HostMemory
 from megatron.model.document_attention import Documents
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.context import connect_fake, disconnect
@@ -59,6 +61,23 @@ CASES: dict[str, dict[str, Any]] = {
     "documents": {**LLAMA, "bf16": True, "reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True},
     "documents in float32": {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True},
     "selective recompute": {**LLAMA, "bf16": True, "recompute_granularity": "selective"},
+    "activations in host memory": {**PIPELINE, **LLAMA, "num_layers": 4, "bf16": True, "cpu_offload_activations": True},
+    "fp8": {**LLAMA, "bf16": True, "fp8_format": "hybrid", "fp8_recipe": "rowwise"},
+    "fp8 in blocks": {
+        **LLAMA,
+        "bf16": True,
+        "hidden_size": 128,
+        "ffn_hidden_size": 256,
+        "fp8_format": "e4m3",
+        "fp8_recipe": "blockwise",
+    },
+    "tensor overlap": {
+        **LLAMA,
+        "bf16": True,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "tp_comm_overlap": True,
+    },
     "loss in chunks": {"bf16": True, "loss_chunk_tokens": 256},
 }
 
@@ -90,15 +109,35 @@ def _waits(config: Config, rank: int) -> list[str]:
             for iteration in (1, 2):
                 found.append(f"step {iteration}")
                 step.run(batch, iteration=iteration, learning_rate=1e-3, weight_decay=0.1)
+        assert (step.executor.host.num_bytes > 0) == config.memory.cpu_offload_activations, "it does what the case is about"
         return found
     finally:
         disconnect()
 
 
+class _Streams:
+    """In place of a device's module: streams and events on which nothing runs."""
+
+    Stream = Event = staticmethod(lambda *_: _Stream())
+    current_stream = staticmethod(lambda *_: _Stream())
+    stream = staticmethod(lambda *_: contextlib.nullcontext())
+
+
+class _Stream:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        assert name in ("wait_stream", "wait_event", "record_event"), f"the host would wait in {name}"
+        return lambda *_: None
+
+
+@pytest.fixture(autouse=True)
+def meta_has_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: _Streams)
+    monkeypatch.setattr(HostMemory, "allocate", lambda self, size: torch.empty(size, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_waits_once(case: str) -> None:
-    """On the first and on the last stage. (Not seen so: `fully_shard`, and activations or optimizer state in host memory, whose
-    streams the meta device has not.)"""
+    """On the first and on the last stage. (`fully_shard` and optimizer state in host memory do not run on the meta device.)"""
     changes = {"num_layers": 2, "global_batch_size": 2 * MICROBATCHES * 4, **CASES[case]}
     topology = Topology(tp=changes.get("tensor_model_parallel_size", 1), pp=changes.get("pipeline_model_parallel_size", 1), dp=2)
     config = settings(topology.world_size, **changes)
