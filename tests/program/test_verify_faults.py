@@ -57,6 +57,28 @@ FAULTS = {
         None,
         ("what the attention gives differs, though all before it agrees",),
     ),
+    "scales of a rank's own numbers": Fault(
+        (("if not any(shared):", "if True:"),),
+        "--tensor-model-parallel-size 2 --bf16 --fp8-format hybrid",
+        "forward",
+        "layers.0.attention (layer 0)",
+        None,
+        ("what the attention gives differs, though all before it agrees",),
+    ),
+    "an input in 8 bits that is turned round without new scales": Fault(
+        (
+            (
+                "        scaled_product_into(into, a, b, add=add)\n",
+                "        turned = quantised(x, magnitudes(x, self._of_tokens), self._of_tokens, E4M3).decoded()\n"
+                "        _ = (into.add_ if add else into.copy_)(a.decoded() @ turned)\n",
+            ),
+        ),
+        "--bf16 --fp8-format hybrid --fp8-recipe rowwise",
+        "gradient",
+        "layers.1.mlp.down.weight (layer 1)",
+        None,
+        ("differs by no constant factor", "likewise layers.1.mlp.up.weight"),
+    ),
     "divided twice by the data size": Fault(
         (
             (

@@ -15,13 +15,24 @@ from megatron.planner.peak import Mail
 from megatron.planner.storages import StorageLedger
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule
-from tests.proof.test_planner_activations_measured import DROPOUT, FULL, LLAMA, OFFLOAD, PACKED, PP2, TP2, selective
+from tests.proof.test_planner_activations_measured import (
+    DROPOUT,
+    EIGHT_BITS_WITHIN,
+    FULL,
+    LLAMA,
+    OFFLOAD,
+    PACKED,
+    PP2,
+    TP2,
+    selective,
+)
 from tests.support.activation_runs import build_step, plan_rank, settings
 from tests.support.mixed_layers import mix_layers
 from tests.support.warm import run_forked_ranks
 
 CHANGES: list[dict[str, Any]] = [
     {"bf16": True, **DROPOUT},
+    {"bf16": True, **EIGHT_BITS_WITHIN, **LLAMA},
     {"pipeline_schedule": "zb-h1", "sequence_parallel": True, **LLAMA},
     {"bf16": True, **OFFLOAD, **LLAMA},
     {"pipeline_schedule": "zb-h1", **FULL, "cpu_offloading_num_layers": 4},

@@ -26,6 +26,7 @@ BLOCK = {**FULL, "recompute_method": "block", "recompute_num_layers": 2}
 OFFLOAD = {"cpu_offload_activations": True}
 TP2 = {"tensor_model_parallel_size": 2}
 OVERLAPPING = {"sequence_parallel": True, "tp_comm_overlap": True}
+EIGHT_BITS_WITHIN = {"fp8_format": "e4m3", "fp8_recipe": "rowwise", "first_last_layers_bf16": True}
 FOUR_GROUPS = {**LLAMA, "num_query_groups": 4}
 
 
@@ -66,6 +67,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt, sequence parallel, zb-h1": (4, {"sequence_parallel": True, "pipeline_schedule": "zb-h1", **TP2, **PP2}),
     "llama, overlapping tensor ranks, bf16": (4, {**OVERLAPPING, "bf16": True, "tensor_model_parallel_size": 4, **FOUR_GROUPS}),
     "gpt, overlapping tensor ranks, zb-h1": (4, {**OVERLAPPING, "pipeline_schedule": "zb-h1", **TP2, **PP2}),
+    "gpt, 8 bits": (1, {"bf16": True, "fp8_format": "hybrid"}),
+    "llama, 8 bits by row, but for the ends, sequence parallel, zb-h1": (
+        4,
+        {"bf16": True, **EIGHT_BITS_WITHIN, "sequence_parallel": True, "pipeline_schedule": "zb-h1", **TP2, **PP2, **LLAMA},
+    ),
     "gpt, full recompute": (1, FULL),
     "llama, full recompute in groups of two, packed, bf16": (
         1,

@@ -13,7 +13,7 @@ import megatron.parallel.collectives as collectives
 from megatron.parallel.overlap import Pieces, SymmetricMemory
 from megatron.pipeline_parallel.executor import ForwardFunction
 from megatron.spec.operations import Schedule
-from tests.proof.test_planner_activations_measured import LLAMA, PACKED
+from tests.proof.test_planner_activations_measured import EIGHT_BITS_WITHIN, LLAMA, PACKED
 from tests.support.activation_runs import build_step, plan_rank, settings
 from tests.support.warm import run_forked_ranks
 
@@ -80,6 +80,8 @@ def _calls_of_a_step(rank: int, world_size: int, changes: dict[str, Any]) -> Cal
         {"pipeline_schedule": "zb-v", **PACKED},
         {"sequence_parallel": True, "recompute_activations": True, "recompute_modules": ("layernorm", "mlp")},
         {"sequence_parallel": True, "tp_comm_overlap": True, **LLAMA},
+        {"bf16": True, "fp8_format": "hybrid", "pipeline_schedule": "zb-v", **LLAMA},
+        {"bf16": True, "sequence_parallel": True, **EIGHT_BITS_WITHIN},
         {"sequence_parallel": True, "tp_comm_overlap": True, "pipeline_schedule": "zb-h1", "num_layers": 10},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())) or "plain",

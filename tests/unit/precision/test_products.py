@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,7 +11,9 @@ from megatron.config.precision import Fp8, Fp8Format, Fp8Recipe, PrecisionConfig
 from megatron.parallel.accumulate import GradSink
 from megatron.planner.kernel_memory import CudaKernels
 from megatron.precision.device import check_device, why_not
+from megatron.precision.formats import E4M3
 from megatron.precision.products import Fp8Products
+from megatron.precision.scaling import Grain, magnitudes
 from megatron.tensor_parallel.linear import Form, linear_of
 from megatron.verification.reference.eight_bits import EightBits, product
 from tests.support.lone_rank import lone_rank
@@ -32,10 +34,8 @@ def matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return x.to(dtype), w.to(dtype), dy.to(dtype)
 
 
-@pytest.mark.parametrize(("recipe", "format_"), ALL)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_products_are_those_of_the_reference(recipe: Fp8Recipe, format_: Fp8Format, dtype: torch.dtype) -> None:
-    """By way of the linear operation, with a bias; gradients go into a buffer of their own dtype."""
+def distances(recipe: Fp8Recipe, format_: Fp8Format, dtype: torch.dtype) -> list[float]:
+    """How far output (with a bias) and gradients of input and weight are from the reference's, relative to these. The gradient of the weight goes into a buffer of its own dtype."""
     x, w, dy = matrices(dtype)
     bias = torch.linspace(-1, 1, 384, dtype=torch.float64).to(dtype)
     exact_x, exact_w = (tensor.double().requires_grad_() for tensor in (x, w))
@@ -51,14 +51,30 @@ def test_products_are_those_of_the_reference(recipe: Fp8Recipe, format_: Fp8Form
     found.backward(dy)
     assert x.grad is not None and exact_x.grad is not None and exact_w.grad is not None
     assert found.dtype == x.grad.dtype == dtype
-    # In bfloat16 results are rounded, and scales in float32 move a few numbers over a middle.
-    allowed, of_sums = (4e-3, 2e-4) if dtype == torch.bfloat16 else (1e-14, 1e-14)
-    for one, exact, limit in (
-        (found, y + bias.double(), allowed),
-        (x.grad, exact_x.grad, allowed),
-        (buffer, exact_w.grad, of_sums),
-    ):
-        assert (one.double() - exact).norm() <= limit * exact.norm()
+    pairs = ((found, y + bias.double()), (x.grad, exact_x.grad), (buffer, exact_w.grad))
+    return [((one.double() - exact).norm() / exact.norm()).item() for one, exact in pairs]
+
+
+@pytest.mark.parametrize(("recipe", "format_"), ALL)
+def test_products_are_those_of_the_reference(recipe: Fp8Recipe, format_: Fp8Format) -> None:
+    assert max(distances(recipe, format_, torch.float64)) < 1e-14
+    # Results are rounded to bfloat16, the gradient of the weight is not; and scales in float32 move a few numbers over a middle.
+    *rounded, summed = distances(recipe, format_, torch.bfloat16)
+    assert max(rounded) < 4e-3 and summed < 2e-4
+
+
+def test_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales along the wrong dimension, of matrices before, and of the other format. (Others are planted in whole runs.)"""
+    kept: dict[Grain, torch.Tensor] = {}
+    faults: dict[str, tuple[Fp8Recipe, str, Any]] = {
+        "wrong dimension": ("rowwise", "magnitudes", lambda x, grain: magnitudes(x.t(), grain).t()),
+        "stale": ("tensorwise", "magnitudes", lambda x, grain: kept.setdefault(grain, magnitudes(x, grain))),
+        "wrong format": ("blockwise", "E5M2", E4M3),
+    }
+    for name, (recipe, what, fault) in faults.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(f"megatron.precision.products.{what}", fault)
+            assert max(distances(recipe, "hybrid", torch.float64)) > 1e-3, name
 
 
 @pytest.mark.parametrize(("recipe", "format_"), ALL)
