@@ -65,11 +65,14 @@ def in_one_process(config: Config, world_size: int) -> Config:
     parallel, training = config.parallel, config.training
     data_size = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     batch = training.global_batch_size or training.micro_batch_size * data_size
+    precision = PrecisionConfig(fp64=True)
+    if config.precision.fp8_format is not None:
+        precision = dataclasses.replace(config.precision, bf16=False, fp64=True)
     return dataclasses.replace(
         config,
         training=dataclasses.replace(training, global_batch_size=batch),
         parallel=ParallelConfig(device="cpu"),
-        precision=PrecisionConfig(fp64=True),
+        precision=precision,
         optimizer=dataclasses.replace(config.optimizer, optimizer_cpu_offload=False, optimizer_offload_fraction=1.0),
     )
 

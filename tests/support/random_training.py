@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from tests.support.random_draws import Draw, chance, number, one_of, switches
@@ -26,6 +28,20 @@ def draw_training(draw: Draw, dp: int) -> dict[str, Any]:
     if chance(draw, 6):
         settings["iterations_to_skip"] = (1,)
     return settings
+
+
+def draw_eight_bits(draw: Draw, settings: Mapping[str, Any], tp: int) -> dict[str, Any]:
+    """Products in 8 bits, one time in three, in a model whose sizes are grown to multiples of 16. (Of 128 it would be slow.)"""
+    if not chance(draw, 3) or settings.get("tp_comm_overlap"):
+        return {}
+    found: dict[str, Any] = {"fp8_format": one_of(draw, "e4m3", "hybrid"), "fp8_recipe": one_of(draw, None, "rowwise")}
+    if settings["num_layers"] > 1 and chance(draw, 2):
+        found |= {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0}
+    width = -(-settings.get("ffn_hidden_size", 1) // (16 * tp)) * 16 * tp
+    sizes = {"hidden_size": 16 * number(draw, 1, 2), "kv_channels": 16, "ffn_hidden_size": width}
+    length = settings["seq_length"] * 16 // math.gcd(settings["seq_length"], 16)
+    positions = settings.get("max_position_embeddings")
+    return found | sizes | {"seq_length": length, "max_position_embeddings": positions and length}
 
 
 def draw_logging(draw: Draw) -> dict[str, Any]:

@@ -35,7 +35,8 @@ def matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def distances(recipe: Fp8Recipe, format_: Fp8Format, dtype: torch.dtype) -> list[float]:
-    """How far output (with a bias) and gradients of input and weight are from the reference's, relative to these. The gradient of the weight goes into a buffer of its own dtype."""
+    """How far output (with a bias) and gradients of input and weight are from the reference's, relative to these. The gradient of
+    the weight goes into a buffer of its own dtype."""
     x, w, dy = matrices(dtype)
     bias = torch.linspace(-1, 1, 384, dtype=torch.float64).to(dtype)
     exact_x, exact_w = (tensor.double().requires_grad_() for tensor in (x, w))
