@@ -78,6 +78,7 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
 
 def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanations: Explanations) -> None:
     """The run as a story: context, data, model, optimizer, resume, train."""
+    from megatron.config.checks.speed import check_backend
     from megatron.model.build import model_of
     from megatron.parallel.context import connect, disconnect
     from megatron.training import startup
@@ -96,10 +97,11 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     exhaustion = Exhaustion(config, account)
     explanations.known.append((is_out_of_memory, exhaustion.words))
     rehearsal = Rehearsal(config) if config.logging.memory_interval is not None else None
-    startup.set_numerics(config.training.deterministic_mode)
+    startup.set_numerics(config)
     startup.set_compiler_cache(config.speed)
     chosen = choose_layers(config)
     context = connect(config.parallel)
+    check_backend(config, on_cuda=context.device.type == "cuda")
     startup.set_logging(context.rank)
     plan = BatchSizePlan(config.training, context.data_group.size)
     config = with_layers(startup.with_batch_size(config, plan), chosen, context)

@@ -14,8 +14,7 @@ from megatron.spec.schedules import names_that_split_backward
 
 _NO_EFFECT = """
 use-mcore-models: there is one implementation of the model
-use-flash-attn attention-backend=: attention always runs through torch's scaled_dot_product_attention, which picks the fastest
-    kernel
+use-flash-attn: --attention-backend auto, the default, takes flash attention where it can
 attention-softmax-in-fp32: softmax is always computed in at least float32
 apply-query-key-layer-scaling: softmax is always computed in at least float32, so nothing has to be scaled and scaled back
 accumulate-allreduce-grads-in-fp32: gradients of a 16-bit model are always summed and reduced in float32
@@ -197,6 +196,7 @@ fp8-recipe=custom: is not supported; tensorwise, rowwise and blockwise are
 optimizer=lion,muon,dist_muon: is not built yet; adam (AdamW) and sgd are
 position-embedding-type=mrope,relative: is not built yet; rope, learned_absolute and none are
 position-embedding-type=yarn: is not built yet; rope with --use-rope-scaling is
+attention-backend=local: is not built; unfused (math) computes the same
 dataloader-type=cyclic,external: is refused: the order of data is already shuffled; use single
 distributed-backend=mpi,ucc: is not supported; nccl and gloo are
 """

@@ -18,7 +18,12 @@ def _flash_keeps_none(**others: Any) -> tuple[Beside, ...]:
         "flash attention, which a GPU runs in 16 bits and a CPU without dropout, keeps none; --recompute-modules names other parts"
     )
     effect = "frees nothing where attention's kernel keeps no probabilities"
-    alone, gpu = {**others, "recompute_modules": (("core_attn",),)}, {"device": ("auto", "cuda")}
+    alone = {
+        **others,
+        "recompute_modules": (("core_attn",),),
+        "attention_backend": ("auto", "flash", "cudnn", "efficient", "fused"),
+    }
+    gpu = {"device": ("auto", "cuda")}
     where: tuple[dict[str, Any], ...] = ({"bf16": True, **gpu}, {"fp16": True, **gpu}, {"device": "cpu", "attention_dropout": 0.0})
     return tuple(idle_with(why, every=True, effect=effect, **alone, **one) for one in where)
 
@@ -56,7 +61,8 @@ class MemoryConfig:
         ("core_attn",), acts=acts_with(recompute_granularity="selective", recompute_activations=True)
     )
     """Parts of each layer that selective recompute takes. core_attn: the probabilities of attention, where its kernel keeps them
-    (on CPU with dropout; on a GPU in 32 and 64 bits, by head size); layernorm: the results of the norms before attention and MLP,
+    (on CPU with dropout; on a GPU in 32 and 64 bits, by head
+    size; with --attention-backend math always); layernorm: the results of the norms before attention and MLP,
     made again from the residual stream; mlp_act: the result of the MLP's activation, made again from its input; mlp: the whole MLP
     with the norm before it, but for its last product. layernorm and mlp_act cost almost no time."""
     device_memory_gb: float | None = setting(None, above=0, unit="GB of 10^9 bytes")

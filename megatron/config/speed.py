@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.setting import acts_with, setting
+from megatron.spec.attention_backends import AttentionBackend
 
 CompileBackend = Literal["inductor", "aot_eager"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
@@ -15,7 +16,7 @@ _COMPILES = acts_with(compile=True)
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """Compilation of layers."""
+    """Compilation of layers, and attention's kernel."""
 
     compile: bool = False
     """Compile the layers: what lies between products, attention and communication is fused to few kernels. Each kind of layer is
@@ -30,3 +31,7 @@ class SpeedConfig:
     """Folder, on each node, in which compiled kernels are kept from one start to the next. By default that of
     TORCHINDUCTOR_CACHE_DIR, or one in the folder for temporary files. The ranks of a node share it: each kernel is compiled
     once."""
+    attention_backend: AttentionBackend = "auto"
+    """Kernel of attention. auto: the fastest that takes the run's shapes, as torch chooses; flash: flash attention; cudnn: that of
+    cuDNN, on GPUs; efficient: memory-efficient attention, on GPUs; math: plain products, which keep the probabilities. One that
+    cannot take the run's shapes is refused. fused and unfused are Megatron-LM's names of cudnn and math."""

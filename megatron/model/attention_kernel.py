@@ -1,42 +1,99 @@
 """Which kernel computes attention, and what it keeps: for the layers that call it, and for a plan on a machine without the device.
 
-The conditions are those of torch (aten/src/ATen/native/transformers: sdp_utils_cpp.cpp, cuda/sdp_utils.cpp).
+torch chooses at each call, from the kernels that are switched on. So a backend is chosen once, by leaving only its kernel on; who
+asks for the kernel reads the same switches.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Literal
+from collections.abc import Iterator
 
 import torch
+from torch.backends import cuda as switches
+from torch.nn.attention import SDPBackend
 
-AttentionKernel = Literal["flash", "memory-efficient", "math"]
-"""The first two keep a number for each row; math multiplies, keeps the probabilities and, with dropout, its mask."""
+from megatron.spec.attention_backends import AttentionBackend, AttentionCall, AttentionKernel, kernels_of
 
-LARGEST_FLASH_HEAD = 256
-"""Channels."""
+_IN_WORDS = {
+    SDPBackend.FLASH_ATTENTION.value: "flash attention",
+    SDPBackend.CUDNN_ATTENTION.value: "cuDNN's attention",
+    SDPBackend.EFFICIENT_ATTENTION.value: "memory-efficient attention",
+    SDPBackend.MATH.value: "plain products, which keep the probabilities",
+}
 
 
-def attention_kernel(dtype: torch.dtype, head_size: int, *, grouped: bool, flash: bool = True) -> AttentionKernel:
-    """The kernel that `scaled_dot_product_attention` chooses on CUDA for a causal mask without further mask.
+def use_backend(backend: AttentionBackend) -> None:
+    """Have attention of this process computed by these kernels only, from now on."""
+    _switch_on(kernels_of(backend))
+
+
+@contextlib.contextmanager
+def backend_in_use(backend: AttentionBackend) -> Iterator[None]:
+    """For a while."""
+    before = _switched_on()
+    use_backend(backend)
+    try:
+        yield
+    finally:
+        _switch_on(before)
+
+
+def _switched_on() -> tuple[AttentionKernel, ...]:
+    on: dict[AttentionKernel, bool] = {
+        "flash": switches.flash_sdp_enabled(),
+        "cudnn": switches.cudnn_sdp_enabled(),
+        "efficient": switches.mem_efficient_sdp_enabled(),
+        "math": switches.math_sdp_enabled(),
+    }
+    return tuple(kernel for kernel, enabled in on.items() if enabled)
+
+
+def _switch_on(kernels: tuple[AttentionKernel, ...]) -> None:
+    switches.enable_flash_sdp("flash" in kernels)
+    switches.enable_cudnn_sdp("cudnn" in kernels)
+    switches.enable_mem_efficient_sdp("efficient" in kernels)
+    switches.enable_math_sdp("math" in kernels)
+
+
+def flash_is_on() -> bool:
+    """Whether flash attention is among the kernels that are switched on."""
+    return bool(switches.flash_sdp_enabled())
+
+
+def attention_kernel(call: AttentionCall, *, flash: bool = True) -> AttentionKernel:
+    """The kernel that `scaled_dot_product_attention` chooses among those that are switched on.
 
     Args:
-        grouped: fewer key-value heads than query heads.
         flash: the GPU has flash attention.
     """
-    half = dtype in (torch.float16, torch.bfloat16)
-    if half and flash and head_size <= LARGEST_FLASH_HEAD:
-        return "flash"  # or cuDNN's, which keeps the same
-    if dtype != torch.float64 and not grouped and head_size % (8 if half else 4) == 0:
-        return "memory-efficient"
+    for kernel in _switched_on():
+        if call.obstacle(kernel) is None and (flash or kernel not in ("flash", "cudnn")):
+            return kernel
     return "math"
 
 
 def keeps_probabilities(q: torch.Tensor, *, grouped: bool, dropout: float) -> bool:
-    """Whether attention of these queries [..., d] keeps its probabilities. On CPU flash attention takes all but dropout."""
-    if not q.is_cuda:
-        return dropout > 0.0
-    return attention_kernel(q.dtype, q.shape[-1], grouped=grouped, flash=flash_runs_on(q.device)) == "math"
+    """Whether attention of these queries [..., d] keeps its probabilities."""
+    flash = not q.is_cuda or flash_runs_on(q.device)
+    return attention_kernel(AttentionCall(8 * q.itemsize, q.shape[-1], grouped, q.is_cuda, dropout), flash=flash) == "math"
+
+
+def chosen_kernel(q: torch.Size, kv_heads: int, dtype: torch.dtype, device: torch.device, dropout: float) -> str | None:
+    """The kernel, in words, that torch chooses on this device for causal attention; None if none that is switched on takes it.
+
+    Args:
+        q: shape of the queries, [b, n, s, d].
+    """
+    # Without memory of their own: all rows are one.
+    query, key = (torch.empty(q[3], dtype=dtype, device=device).expand(q[0], heads, *q[2:]) for heads in (q[1], kv_heads))
+    query.requires_grad_()
+    try:
+        number = torch._fused_sdp_choice(query, key, key, dropout_p=dropout, is_causal=True, enable_gqa=q[1] != kv_heads)
+    except RuntimeError:  # on CUDA, where a CPU gives a number for it
+        return None
+    return _IN_WORDS.get(number)
 
 
 @functools.cache

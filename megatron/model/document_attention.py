@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from megatron.model.attention_kernel import LARGEST_FLASH_HEAD, flash_runs_on
+from megatron.model.attention_kernel import flash_is_on, flash_runs_on
+from megatron.spec.attention_backends import LARGEST_FLASH_HEAD
 
 _MOST_AT_ONCE = 65535
 """The most sequences in one call: a CUDA grid has room for so many in its second dimension."""
@@ -153,6 +154,7 @@ def _flash_takes(q: torch.Tensor, dropout: float) -> bool:
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[-1] % 8 == 0
         and q.shape[-1] <= LARGEST_FLASH_HEAD
+        and flash_is_on()
         and flash_runs_on(q.device)
     )
 

@@ -46,6 +46,7 @@ _ATTENTION = {
     _VARIED_LENGTHS: "flash attention over documents of different lengths",
     "aten::_scaled_dot_product_flash_attention": "flash attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "the CPU's flash attention",
+    "aten::_scaled_dot_product_cudnn_attention": "cuDNN's attention",
     "aten::_scaled_dot_product_efficient_attention": "memory-efficient attention",
     "aten::_safe_softmax": "attention by plain products, which keeps its probabilities",
 }

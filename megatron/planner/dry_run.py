@@ -6,10 +6,12 @@ import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from megatron.config.checks.speed import check_backend
 from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.data_parallel.state_layout import Bytes
 from megatron.data_parallel.traffic import NUM_SCALARS
+from megatron.model.attention_kernel import backend_in_use
 from megatron.model.build import Model, model_dtype, model_of, overlaps
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
@@ -72,7 +74,7 @@ def make_plan(config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
         vocab_size: rows of the word embedding, without padding.
 
     Raises:
-        ValueError: the layout is impossible, or a step has too many operations to be laid out.
+        ValueError: the layout is impossible, a step has too many operations to be laid out, or GPUs have no such attention.
         RuntimeError: the ranks together do not hold the model's parameters: a layer is lost or doubled.
     """
     return Planner(config, dry_run, vocab_size).plan()
@@ -154,6 +156,7 @@ class Planner:
         self._global_batch_size = num_microbatches * config.training.micro_batch_size * self._topology.size(*DATA_AXES)
         chunks_per_stage = len(self._table) // self._topology.pp
         self._device_type = "cpu" if parallel.device == "cpu" else "cuda"
+        check_backend(config, on_cuda=self._device_type == "cuda")
         self._num_microbatches = num_microbatches
         laid_out = enough_microbatches(parallel.schedule, self._topology.pp, num_microbatches) if few else num_microbatches
         self._schedule, self._receives = _scheduled(
@@ -263,15 +266,16 @@ class Planner:
         return [of_symmetric_memory(whole // self._topology.tp)]
 
     def _trace(self, model: Model, context: ParallelContext) -> dict[int, ChunkTrace]:
-        return trace_chunks(
-            model,
-            self._config.data,
-            self._config.training.micro_batch_size,
-            context,
-            splits_backward=SCHEDULES[self._config.parallel.schedule].splits_backward,
-            device_type=self._device_type,
-            cache=self._traces,
-        )
+        with backend_in_use(self._config.speed.attention_backend):
+            return trace_chunks(
+                model,
+                self._config.data,
+                self._config.training.micro_batch_size,
+                context,
+                splits_backward=SCHEDULES[self._config.parallel.schedule].splits_backward,
+                device_type=self._device_type,
+                cache=self._traces,
+            )
 
     def _stages_alike(self) -> Iterable[list[int]]:
         """Groups of stages whose chunks have the same parts. A model built for one stage is that of all but for names."""

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from megatron.model.attention_kernel import attention_kernel
+from megatron.spec.attention_backends import AttentionCall
 
 _NUMBERS_PER_ID = 6
 """Numbers of 8 bytes that CUDA has for each row while rows are added: its id and place, both sorted, and as much for the sort."""
@@ -121,12 +122,14 @@ def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, dropout_p: float, is_causal: bool, enable_gqa: bool
 ) -> torch.Tensor:
     aten, head_size = torch.ops.aten, q.shape[-1]
-    kernel = attention_kernel(q.dtype, head_size, grouped=enable_gqa)
+    kernel = attention_kernel(AttentionCall(8 * q.itemsize, head_size, enable_gqa, on_cuda=True, dropout=dropout_p))
     if kernel == "flash":
         if head_size % 8:
             q, k, v = (F.pad(x, (0, 8 - head_size % 8)) for x in (q, k, v))
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0][..., :head_size]
-    if kernel == "memory-efficient":
+    if kernel == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, dropout_p, is_causal)[0]
+    if kernel == "efficient":
         return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout_p, is_causal)[0]
     return aten._scaled_dot_product_attention_math(q, k, v, None, dropout_p, is_causal, enable_gqa=enable_gqa)[0]
 

@@ -19,6 +19,7 @@ from megatron.config.speed import SpeedConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.metrics.device_peaks import peak_flops
 from megatron.metrics.timers import Timers
+from megatron.model.attention_kernel import chosen_kernel, use_backend
 from megatron.model.build import Model
 from megatron.model.gpt import residual_dtype
 from megatron.optimizer.lr_schedule import schedule_lengths
@@ -48,7 +49,7 @@ def set_logging(rank: int) -> None:
     logging.getLogger("megatron").setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
 
-def set_numerics(deterministic: bool) -> None:
+def set_numerics(config: Config) -> None:
     """Choose the kernels. Called before the first use of a device.
 
     Deterministic: attention's backward adds in one order (flash) or in one part (memory-efficient) and cuDNN's kernel is left out
@@ -56,7 +57,8 @@ def set_numerics(deterministic: bool) -> None:
     an operation without a deterministic kernel is an error. New memory stays as it is: torch would fill it with NaN, a kernel for
     each allocation, and nothing here reads what was not written.
     """
-    if deterministic:
+    use_backend(config.speed.attention_backend)
+    if config.training.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -67,6 +69,22 @@ def set_compiler_cache(speed: SpeedConfig) -> None:
     """Choose the compiler's cache folder. Called before anything is compiled."""
     if speed.compile and speed.compile_cache_dir is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(speed.compile_cache_dir)
+
+
+def describe_attention(config: Config, model: Model, context: ParallelContext) -> str:
+    """Name the kernel that computes attention.
+
+    Raises:
+        ValueError: this device has none that is allowed.
+    """
+    sizes, batch = config.model, config.training.micro_batch_size
+    heads, kv_heads = (count // context.topology.tp for count in (sizes.num_attention_heads, sizes.num_key_value_heads))
+    queries = torch.Size((batch, heads, sizes.seq_length, sizes.head_size))
+    backend = config.speed.attention_backend
+    kernel = chosen_kernel(queries, kv_heads, model.dtype, context.device, sizes.attention_dropout)
+    if kernel is None:
+        raise ValueError(f"--attention-backend {backend} has no kernel that runs on this {context.device.type} device. Use auto.")
+    return f"attention is computed by {kernel} (--attention-backend {backend})"
 
 
 def with_batch_size(config: Config, plan: BatchSizePlan) -> Config:
@@ -123,6 +141,7 @@ def describe(
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *([] if model.overlap is None else [f"tensor ranks communicate beside products by {model.overlap}"]),
         *describe_precision(model.precision, model.config.num_layers, context.device),
+        describe_attention(config, model, context),
         *format_layer_table(model.layer_table),
         *describe_recompute(model.layer_table),
         *describe_offload(model.layer_table),

@@ -34,7 +34,7 @@ def observe_rank(rank: int, task: ProofTask) -> RankObservation:
     """
     config = task.config
     with late_delivery() as overwritten:
-        startup.set_numerics(config.training.deterministic_mode)
+        startup.set_numerics(config)
         context = connect(config.parallel)
         plan = BatchSizePlan(config.training, context.data_group.size)
         config = startup.with_batch_size(config, plan)

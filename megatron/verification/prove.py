@@ -15,6 +15,7 @@ from megatron.model.build import build_model, overlaps
 from megatron.parallel.context import choose_device, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
+from megatron.spec.attention_backends import kernels_of
 from megatron.verification.layout_run import observe_rank
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.observation import Observation, ProofTask
@@ -103,6 +104,10 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         replaced.append(f"--adam-eps: {LEAST_EPS:g}, so that rounding of gradients that are truly zero makes no update")
     if config.debug.check_replicas_every is not None:
         replaced.append("--check-replicas-every: not set, as everything is compared here, and to the end")
+    speed = config.speed
+    if not set(kernels_of(speed.attention_backend)) & {"flash", "math"}:
+        replaced.append(f"--attention-backend {speed.attention_backend}: auto, as that kernel runs on GPUs only")
+        speed = dataclasses.replace(speed, attention_backend="auto")
     changed = dataclasses.replace(
         config,
         model=dataclasses.replace(
@@ -112,7 +117,7 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         ),
         training=dataclasses.replace(training, exit_interval=steps, exit_duration_in_mins=None),
         parallel=dataclasses.replace(config.parallel, device="cpu", distributed_backend="gloo"),
-        speed=dataclasses.replace(config.speed, compile_backend="aot_eager", compile_mode="default"),
+        speed=dataclasses.replace(speed, compile_backend="aot_eager", compile_mode="default"),
         optimizer=dataclasses.replace(optimizer, use_apex=False, adam_eps=max(optimizer.adam_eps, LEAST_EPS)),
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),

@@ -31,6 +31,7 @@ AXES: dict[str, list[Any]] = {
     "pp_before_dp": [False, True],
     "sharding": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
     "overlap_param_gather": [False, True],
+    "attention": ["auto", "math"],
 }
 VOCAB = 61  # divides by no tensor size: the last rank holds padding
 
@@ -89,7 +90,7 @@ def check(case: dict[str, Any], steps: int) -> None:
 def name(case: dict[str, Any]) -> str:
     words = [f"tp{case['sizes'][0]}-pp{case['sizes'][1]}-dp{case['sizes'][2]}", case["style"], case["schedule"], case["sharding"]]
     return "-".join(
-        words + [name if setting is True else setting for name, setting in case.items() if setting in (True, "overlapping")]
+        words + [name if setting is True else setting for name, setting in case.items() if setting in (True, "overlapping", "math")]
     )
 
 

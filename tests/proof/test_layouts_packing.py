@@ -32,6 +32,7 @@ AXES: dict[str, list[Any]] = {
     "kv_heads": [2, 4],
     "tied": [True, False],
     "micro_batch_size": [1, 2],
+    "attention": ["auto", "math"],
 }
 
 
@@ -76,7 +77,14 @@ def reference(positions: str, kv_heads: int, tied: bool, layers: int) -> Referen
 
 def name(case: dict[str, Any]) -> str:
     tp, pp, dp = case["sizes"]
-    words = [f"tp{tp}-pp{pp}-dp{dp}", case["schedule"], case["positions"], f"kv{case['kv_heads']}", f"b{case['micro_batch_size']}"]
+    words = [
+        f"tp{tp}-pp{pp}-dp{dp}",
+        case["schedule"],
+        case["positions"],
+        f"kv{case['kv_heads']}",
+        f"b{case['micro_batch_size']}",
+        case["attention"],
+    ]
     return "-".join([*words, *(flag for flag in ("tied", "sequence_parallel") if case[flag])])
 
 
@@ -98,6 +106,7 @@ def test_packed_samples_train_as_their_documents_apart(case: dict[str, Any]) -> 
         virtual_stages=2 if interleaved else None,
         micro_batch_size=case["micro_batch_size"],
         bucket_size=700,
+        attention=case["attention"],
     )
     key = (case["positions"], case["kv_heads"], case["tied"], 2 * pp if interleaved else pp)
     assert_equal_runs(run_layout(recipe(*key), layout), reference(*key))

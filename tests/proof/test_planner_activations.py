@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.model.attention_kernel import attention_kernel
+from megatron.model.attention_kernel import attention_kernel, backend_in_use
 from megatron.model.gpt import ModelInputs
 from megatron.pipeline_parallel.exchange import plan_receives
 from megatron.planner import chunk_trace
 from megatron.planner.peak import Mail
 from megatron.planner.storages import StorageLedger
+from megatron.spec.attention_backends import AttentionCall
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule
 from tests.proof.test_planner_activations_measured import (
@@ -144,8 +145,8 @@ def test_what_each_part_frees_that_is_computed_again() -> None:
     [
         (torch.bfloat16, 128, True, "flash"),
         (torch.float16, 80, False, "flash"),
-        (torch.bfloat16, 288, False, "memory-efficient"),
-        (torch.float32, 128, False, "memory-efficient"),
+        (torch.bfloat16, 288, False, "efficient"),
+        (torch.float32, 128, False, "efficient"),
         (torch.float32, 128, True, "math"),
         (torch.float32, 30, False, "math"),
         (torch.float64, 128, False, "math"),
@@ -153,7 +154,12 @@ def test_what_each_part_frees_that_is_computed_again() -> None:
 )
 def test_the_kernel_that_cuda_takes(dtype: torch.dtype, head_size: int, grouped: bool, kernel: str) -> None:
     """By the conditions of torch."""
-    assert attention_kernel(dtype, head_size, grouped=grouped) == kernel
+    call = AttentionCall(8 * dtype.itemsize, head_size, grouped, on_cuda=True)
+    assert attention_kernel(call) == kernel
+    for chosen in {kernel, "math"}:
+        with backend_in_use(chosen):  # type: ignore[arg-type]
+            assert attention_kernel(call) == chosen
+    assert attention_kernel(call) == kernel, "as before"
 
 
 @pytest.mark.parametrize(
@@ -163,6 +169,14 @@ def test_the_kernel_that_cuda_takes(dtype: torch.dtype, head_size: int, grouped:
         ("cuda", {"bf16": True, **PACKED, **LLAMA}, "flash attention over documents of different lengths"),
         ("cuda", {"bf16": True, **PACKED, **DROPOUT}, "flash attention"),
         ("cuda", {}, "memory-efficient attention"),
+        ("cuda", {"bf16": True, **LLAMA, "attention_backend": "fused"}, "cuDNN's attention"),
+        ("cuda", {"bf16": True, "attention_backend": "efficient"}, "memory-efficient attention"),
+        (
+            "cuda",
+            {"bf16": True, **PACKED, **LLAMA, "attention_backend": "math"},
+            "attention by plain products, which keeps its probabilities",
+        ),
+        ("cpu", {"attention_backend": "math"}, "attention by plain products, which keeps its probabilities"),
         ("cuda", LLAMA, "attention by plain products, which keeps its probabilities"),
         ("cpu", {"bf16": True}, "the CPU's flash attention"),
         ("cpu", DROPOUT, "attention by plain products, which keeps its probabilities"),

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt": (1, {}),
     "gpt, bf16, small vocabulary": (1, {"bf16": True, "vocab_size": 19, "make_vocab_size_divisible_by": 1, "hidden_size": 128}),
     "gpt, untied, bf16, dropout": (1, {"bf16": True, "untie_embeddings_and_output_weights": True, **DROPOUT}),
+    "gpt, attention by plain products, bf16": (1, {"attention_backend": "math", "bf16": True}),
     "gpt, fp16, float32 residual": (1, {"fp16": True, "fp32_residual_connection": True}),
     "gpt, packed, dropout": (1, {**PACKED, **DROPOUT}),
     "llama, bf16": (1, {"bf16": True, **LLAMA}),

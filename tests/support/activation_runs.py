@@ -17,6 +17,7 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.data.samples import DocumentRules
 from megatron.memory.host import HostMemory
+from megatron.model.attention_kernel import backend_in_use, use_backend
 from megatron.model.build import Model, model_of
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.collectives import Pending
@@ -80,7 +81,8 @@ def plan_rank(
         model = build(config, context, overlap)
         schedule = _schedule(config, context, model)
         size, splits = config.training.micro_batch_size, SCHEDULES[config.parallel.schedule].splits_backward
-        traces = trace_chunks(model, config.data, size, context, splits_backward=splits, device_type=device_type)
+        with backend_in_use(config.speed.attention_backend):
+            traces = trace_chunks(model, config.data, size, context, splits_backward=splits, device_type=device_type)
         receives = receive_plans(schedule, overlap=config.parallel.overlap_p2p_communication, device_type=device_type)
         return Planned(
             peak_activations(traces, model, config, context, schedule, receives, device_type=device_type),
@@ -140,6 +142,7 @@ def build_step(config: Config, world_size: int, rank: int) -> tuple[TrainStep, l
     context = make_context(
         _topology(config, world_size), rank, torch.device("cpu"), fsdp_shard_size=config.parallel.fsdp_shard_size
     )
+    use_backend(config.speed.attention_backend)
     model = build(config, context)
     step = TrainStep.of(config, model, context)
     step.prepare(_num_microbatches(config, context))

@@ -15,6 +15,7 @@ from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrate
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data.samples import DocumentRules
+from megatron.model.attention_kernel import use_backend
 from megatron.model.build import Model, build_model
 from megatron.model.compiled import BlockCompiler
 from megatron.model.gpt import ModelInputs
@@ -24,6 +25,7 @@ from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.overlap import Pieces
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
+from megatron.spec.attention_backends import AttentionBackend
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
 from megatron.verification.observation import TensorPart
@@ -71,6 +73,7 @@ class Layout:
     """What happens to activations."""
     compiler: BlockCompiler | None = None
     """Compiles the layers."""
+    attention: AttentionBackend = "auto"
 
     @property
     def world_size(self) -> int:
@@ -273,6 +276,7 @@ class _RankRun:
 
 
 def _rank_run(rank: int, recipe: Recipe, layout: Layout, evaluate: Batch | None) -> _RankRun:
+    use_backend(layout.attention)
     context = context_of(layout, rank)
     step = build_step(context, recipe, layout)
     found = _RankRun([], [], [], [], [], [], len(step.optimizer.shards))

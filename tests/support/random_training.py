@@ -59,6 +59,8 @@ def draw_logging(draw: Draw) -> dict[str, Any]:
     if chance(draw, 4):
         settings["check_replicas_every"] = 1
     settings["device"] = one_of(draw, None, None, "cpu")
+    if chance(draw, 4):
+        settings |= {"attention_backend": one_of(draw, "math", "unfused", "flash", "cudnn"), "device": "cpu"}
     return settings | switches(draw, "log_memory", one_in=10)
 
 

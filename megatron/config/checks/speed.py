@@ -1,4 +1,4 @@
-"""Rules about compiled layers."""
+"""Rules about how a device computes: compiled layers, attention's kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from megatron.config.checks.finding import Finding, change, rule, shown, without
 from megatron.config.config import Config
+from megatron.spec.attention_backends import AttentionCall, kernels_of
 
+_BACKEND = "attention_backend"
 _REMADE = ("layernorm", "mlp_act", "mlp")
 
 
@@ -29,3 +31,55 @@ def the_compiler_remakes_itself(config: Config, world_size: int) -> Iterator[Fin
             f"--compile contradicts {shown(config, 'recompute_modules')}.",
             [change(recompute_modules=("core_attn",)), change(compile=False)],
         )
+
+
+def attention_call(config: Config, *, on_cuda: bool) -> AttentionCall:
+    """The attention of a run on a device."""
+    model, precision = config.model, config.precision
+    return AttentionCall(
+        16 if precision.fp16 or precision.bf16 else 64 if precision.fp64 else 32,
+        model.head_size,
+        model.num_key_value_heads != model.num_attention_heads,
+        on_cuda,
+        model.attention_dropout,
+        config.training.deterministic_mode,
+        config.data.reset_attention_mask,
+    )
+
+
+def check_backend(config: Config, *, on_cuda: bool) -> None:
+    """Refuse a kernel of attention that this device cannot run, where --device left the device open.
+
+    Raises:
+        ValueError: it cannot; says why.
+    """
+    if (refused := _refused(config, on_cuda=on_cuda)) is not None:
+        device = "a GPU" if on_cuda else "a CPU"
+        raise ValueError(f"{shown(config, _BACKEND)} cannot be used on {device}: {refused} Use auto.")
+
+
+def _refused(config: Config, *, on_cuda: bool) -> str | None:
+    """Why --attention-backend cannot be used on a device, as a sentence."""
+    backend = config.speed.attention_backend
+    if backend == "auto":
+        return None
+    (kernel,) = kernels_of(backend)
+    obstacle = attention_call(config, on_cuda=on_cuda).obstacle(kernel)
+    name = backend if backend == kernel else f"{backend} ({kernel})"
+    return obstacle and f"{name} {obstacle}."
+
+
+@rule(
+    _BACKEND,
+    reads=(
+        *("device", "fp16", "bf16", "fp64", "deterministic_mode", "reset_attention_mask", "attention_dropout"),
+        *("hidden_size", "num_attention_heads", "kv_channels", "group_query_attention", "num_query_groups"),
+    ),
+)
+def a_kernel_takes_the_shapes(config: Config, world_size: int) -> Iterator[Finding]:
+    """Only auto changes to another kernel."""
+    device = config.parallel.device
+    refused = [_refused(config, on_cuda=on_cuda) for on_cuda in ((True, False) if device == "auto" else (device == "cuda",))]
+    if all(refused):
+        others = [change(attention_backend=other) for other in ("flash", "math")]
+        yield Finding(f"{shown(config, _BACKEND)} cannot be used: {refused[0]}", [change(attention_backend="auto"), others])

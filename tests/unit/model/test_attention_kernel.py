@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
+import pytest
 import torch
 
 from megatron.model.attention import core_attention
-from megatron.model.attention_kernel import attention_kernel, keeps_probabilities
+from megatron.model.attention_kernel import attention_kernel, backend_in_use, chosen_kernel, keeps_probabilities
+from megatron.spec.attention_backends import KERNELS, AttentionCall, AttentionKernel, kernels_of
 
 S, B = 24, 2
 
@@ -15,7 +18,8 @@ S, B = 24, 2
 def test_what_the_cpu_keeps_is_known() -> None:
     """Against what autograd saves; head sizes that vector registers do not like as well."""
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    for dtype, size, heads, dropout in itertools.product(dtypes, (4, 7, 264), ((4, 4), (4, 2)), (0.0, 0.1)):
+    drawn = itertools.product(dtypes, (4, 7, 264), ((4, 4), (4, 2)), (("auto", 0.0), ("auto", 0.1), ("flash", 0.0), ("math", 0.0)))
+    for dtype, size, heads, (backend, dropout) in drawn:
         q, k, v = (torch.randn(S, B, number, size, dtype=dtype, requires_grad=True) for number in (heads[0], heads[1], heads[1]))
         kept: list[int] = []
 
@@ -23,12 +27,52 @@ def test_what_the_cpu_keeps_is_known() -> None:
             kept.append(tensor.shape[-2:].numel() if tensor.shape[-2:] == (S, S) else 0)
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), backend_in_use(backend):  # type: ignore[arg-type]
             core_attention(q, k, v, dropout=dropout)
-        expected = keeps_probabilities(q, grouped=heads[0] != heads[1], dropout=dropout)
-        assert any(kept) == expected, (dtype, size, heads, dropout)
+            expected = keeps_probabilities(q, grouped=heads[0] != heads[1], dropout=dropout)
+            words = chosen_kernel(torch.Size((B, heads[0], S, size)), heads[1], dtype, q.device, dropout)
+        assert any(kept) == expected == (backend == "math" or dropout > 0), (backend, dtype, size, heads, dropout)
+        assert words == ("plain products, which keep the probabilities" if expected else "flash attention")
 
 
 def test_an_older_gpu_has_no_flash_attention() -> None:
-    kinds = [attention_kernel(torch.float16, 64, grouped=grouped, flash=False) for grouped in (False, True)]
-    assert kinds == ["memory-efficient", "math"]
+    kinds = [attention_kernel(AttentionCall(16, 64, grouped, on_cuda=True), flash=False) for grouped in (False, True)]
+    assert kinds == ["efficient", "math"]
+
+
+def test_the_cpu_says_where_no_kernel_is_left() -> None:
+    with backend_in_use("flash"), pytest.warns(UserWarning, match="Flash attention kernel not used|dropout"):
+        assert chosen_kernel(torch.Size((B, 4, S, 8)), 4, torch.float32, torch.device("cpu"), 0.1) is None
+
+
+def test_what_each_kernel_takes() -> None:
+    """Of each call that differs in one point from the plainest, those kernels of a GPU that refuse it, and a word of the reason."""
+    plain = {"bits": 16, "head_size": 64, "grouped": False, "on_cuda": True}
+    cases: list[tuple[dict[str, Any], dict[AttentionKernel, str]]] = [
+        ({}, {}),
+        ({"bits": 32}, {"flash": "16 bits", "cudnn": "16 bits"}),
+        ({"bits": 64}, {"flash": "16 bits", "cudnn": "16 bits", "efficient": "64 bits"}),
+        ({"head_size": 136}, {"cudnn": "up to 128, not 136"}),
+        ({"head_size": 264}, {"flash": "at most 256", "cudnn": "up to 128"}),
+        ({"head_size": 68}, {"cudnn": "multiple of 8", "efficient": "multiple of 8"}),
+        ({"head_size": 68, "bits": 32}, {"flash": "16 bits", "cudnn": "16 bits"}),
+        ({"grouped": True}, {"efficient": "key-value heads"}),
+        ({"dropout": 0.1}, {"cudnn": "1/16, not 0.1"}),
+        ({"dropout": 0.125}, {}),
+        ({"deterministic": True}, {"cudnn": "not deterministic"}),
+        ({"within_documents": True}, {"cudnn": "one token"}),
+        ({"on_cuda": False}, {"cudnn": "GPUs only", "efficient": "GPUs only"}),
+        (
+            {"on_cuda": False, "bits": 64, "head_size": 7, "dropout": 0.1},
+            {"cudnn": "GPUs", "efficient": "GPUs", "flash": "dropout"},
+        ),
+    ]
+    for changes, refused in cases:
+        found = {kernel: AttentionCall(**{**plain, **changes}).obstacle(kernel) for kernel in KERNELS}
+        assert {kernel for kernel, why in found.items() if why} == set(refused), changes
+        assert all(words in (found[kernel] or "") for kernel, words in refused.items()), found
+
+
+def test_megatrons_names_are_those_of_kernels() -> None:
+    assert [kernels_of(name) for name in ("fused", "unfused", "flash")] == [("cudnn",), ("math",), ("flash",)]
+    assert kernels_of("auto") == KERNELS

@@ -1,0 +1,76 @@
+"""Which kernels compute attention, and what each of them cannot take.
+
+The conditions are those of torch for a causal mask without further mask (aten/src/ATen/native/transformers: sdp_utils_cpp.cpp,
+cuda/sdp_utils.cpp).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+AttentionKernel = Literal["flash", "cudnn", "efficient", "math"]
+"""All but the last keep a number for each row; math multiplies, keeps the probabilities and, with dropout, its mask."""
+AttentionBackend = Literal["auto", "flash", "cudnn", "efficient", "math", "fused", "unfused"]
+"""What a user can ask for: the kernels, torch's choice of them, and Megatron-LM's names of cudnn and math."""
+
+KERNELS: tuple[AttentionKernel, ...] = ("flash", "cudnn", "efficient", "math")
+_SPELLED: dict[str, AttentionKernel] = {"fused": "cudnn", "unfused": "math"}
+LARGEST_FLASH_HEAD, LARGEST_CUDNN_HEAD = 256, 128
+"""Channels."""
+_CUDNN_DROPOUT_STEPS = 16
+
+
+def kernels_of(backend: AttentionBackend) -> tuple[AttentionKernel, ...]:
+    """The kernels from which torch chooses."""
+    return KERNELS if backend == "auto" else tuple(one for one in KERNELS if one == _SPELLED.get(backend, backend))
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a kernel has to compute."""
+
+    bits: int
+    """Size of a number. float16 and bfloat16 are alike to all kernels."""
+    head_size: int
+    grouped: bool
+    """Fewer key-value heads than query heads."""
+    on_cuda: bool
+    dropout: float = 0.0
+    deterministic: bool = False
+    within_documents: bool = False
+
+    def obstacle(self, kernel: AttentionKernel) -> str | None:
+        """Why a kernel cannot compute it, as a sentence goes on behind its name; None if it can."""
+        if not self.on_cuda:
+            if kernel in ("cudnn", "efficient"):
+                return "runs on GPUs only"
+            return "has no dropout on a CPU" if kernel == "flash" and self.dropout else None
+        size = self.head_size
+        if kernel == "flash":
+            return self._wide() or (
+                f"takes heads of at most {LARGEST_FLASH_HEAD} channels, not {size}" if size > LARGEST_FLASH_HEAD else None
+            )
+        if kernel == "cudnn":
+            return self._wide() or self._obstacle_of_cudnn()
+        if kernel == "efficient":
+            multiple = 8 if self.bits == 16 else 4
+            if self.bits == 64:
+                return "does not compute in 64 bits"
+            if self.grouped:
+                return "takes as many key-value heads as query heads"
+            return f"takes heads of a multiple of {multiple} channels, not {size}" if size % multiple else None
+        return None
+
+    def _wide(self) -> str | None:
+        return None if self.bits == 16 else f"computes in 16 bits, not in {self.bits}"
+
+    def _obstacle_of_cudnn(self) -> str | None:
+        size = self.head_size
+        if size % 8 or size > LARGEST_CUDNN_HEAD:
+            return f"takes heads of a multiple of 8 channels up to {LARGEST_CUDNN_HEAD}, not {size}"
+        if self.dropout * _CUDNN_DROPOUT_STEPS % 1:
+            return f"drops multiples of 1/{_CUDNN_DROPOUT_STEPS}, not {self.dropout:g}"
+        if self.deterministic:
+            return "is not deterministic"
+        return "does not take documents of one token" if self.within_documents else None
