@@ -138,6 +138,7 @@ def _units(schedule: Schedule, stage: int) -> tuple[list[int], list[Message | No
     return places, needs
 
 
+@lru_cache(maxsize=1)
 def _arrivals(schedule: Schedule) -> list[list[list[Message]]]:
     """For each operation of each stage, the messages of that stage that may be settled after it, each at most once.
 

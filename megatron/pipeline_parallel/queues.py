@@ -19,7 +19,8 @@ token counts over all ranks is issued before the first operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -92,50 +93,68 @@ def one_queue(stage: int, stream: int) -> int:
 def stuck(
     schedule: Schedule, plans: Sequence[ReceivePlan], queue_of: QueueOf = one_queue, *, exchanges: bool = False
 ) -> list[Message]:
-    """Replay what all stages hand to their devices, and return the messages that never pass: none if all complete.
+    """Replay what all stages hand to their devices, and return messages that are waited for and never pass: none if all complete.
 
     Args:
         plans: when each stage posts its receives.
         queue_of: which streams share a queue.
         exchanges: whether each operation waits for all that was posted and sent before it.
     """
-    queues: list[list[list[_Entry]]] = []
-    for stage in range(schedule.num_stages):
-        mine: dict[int, list[_Entry]] = {}
-        for entry in _entries(schedule, stage, plans[stage], exchanges):
-            mine.setdefault(queue_of(stage, entry.stream), []).append(entry)
-        queues.append(list(mine.values()))
-    heads = [[0] * len(mine) for mine in queues]
+    streams: list[dict[tuple[int, int], int]] = [{} for _ in schedule.ops]
+    for ends in channels(schedule):
+        for stage in ends:
+            streams[stage][ends] = 1 + len(streams[stage])
+    coming = [_entries(schedule, stage, streams[stage], plan, exchanges) for stage, plan in enumerate(plans)]
+    queues: list[dict[int, deque[_Entry]]] = [{} for _ in schedule.ops]
+    """What is at or behind a head that cannot start yet."""
     computed = [0] * schedule.num_stages
     started: dict[Message, int] = {}
     passed: set[Message] = set()
     ready = list(range(schedule.num_stages))
+
+    def starts(stage: int, entry: _Entry) -> bool:
+        if entry.computed > computed[stage] or not passed.issuperset(entry.waits):
+            return False
+        if entry.moves is None:
+            computed[stage] += 1
+        elif entry.moves in started:
+            passed.add(entry.moves)
+            ready.append(started.pop(entry.moves))
+        else:
+            started[entry.moves] = stage
+        return True
+
     while ready:
         stage = ready.pop()
-        moved = True
+        mine, moved = queues[stage], True
         while moved:
             moved = False
-            for number, queue in enumerate(queues[stage]):
-                while (head := heads[stage][number]) < len(queue):
-                    _, after, waits, message = queue[head]
-                    if after > computed[stage] or not passed.issuperset(waits):
-                        break
-                    heads[stage][number] += 1
+            for number, queue in list(mine.items()):
+                while queue and starts(stage, queue[0]):
+                    queue.popleft()
                     moved = True
-                    if message is None:
-                        computed[stage] += 1
-                    elif message in started:
-                        passed.add(message)
-                        ready.append(started.pop(message))
-                    else:
-                        started[message] = stage
-    left = {entry.moves for mine, at in zip(queues, heads, strict=True) for q, h in zip(mine, at, strict=True) for entry in q[h:]}
-    return sorted(({message for message in left if message} | started.keys()) - passed)
+                if not queue:
+                    del mine[number]
+            # A single queue that is blocked needs no more entries; of several, one may still be free.
+            while not mine or queue_of is not one_queue:
+                entry = next(coming[stage], None)
+                if entry is None:
+                    break
+                number = queue_of(stage, entry.stream)
+                if number in mine:
+                    mine[number].append(entry)
+                elif starts(stage, entry):
+                    moved = True
+                else:
+                    mine[number] = deque([entry])
+    waited = {message for mine in queues for queue in mine.values() for message in queue[0].waits}
+    return sorted((waited | started.keys()) - passed)
 
 
-def _entries(schedule: Schedule, stage: int, plan: ReceivePlan, exchanges: bool) -> Iterator[_Entry]:
+def _entries(
+    schedule: Schedule, stage: int, streams: Mapping[tuple[int, int], int], plan: ReceivePlan, exchanges: bool
+) -> Iterator[_Entry]:
     """What a stage hands to its device, in the order of `Executor.run` and `Messenger`."""
-    streams = {ends: number for number, ends in enumerate((c for c in channels(schedule) if stage in c), 1)}
     last: dict[int, tuple[Message, ...]] = {}
     moving: list[Message] = []
     computed = 0
