@@ -34,11 +34,6 @@ def bytes_inside(func: Any, args: Any, kwargs: Any) -> int:
     return 0 if kernel is None else kernel(*args, **kwargs)
 
 
-def _exponentials(x: torch.Tensor, *_: Any, **__: Any) -> int:
-    """logsumexp makes exp(x - maximum)."""
-    return x.nbytes
-
-
 def _widened(x: torch.Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> int:
     """A sum in a wider dtype copies its input into it on CPU; CUDA widens 16 bits on the way."""
     return 0 if dtype in (None, x.dtype) or x.device.type != "cpu" else x.numel() * dtype.itemsize  # type: ignore[union-attr]
@@ -93,8 +88,6 @@ def _gathered(*args: Any, return_A: bool = True) -> int:
 
 
 _OWN_MEMORY: dict[str, Callable[..., int]] = {
-    "aten::logsumexp": _exponentials,
-    "aten::logsumexp.out": _exponentials,
     "aten::sum": _widened,
     "aten::sum.dim_IntList": _widened,
     "aten::_index_put_impl_": _sorted_ids,

@@ -1,6 +1,6 @@
 """Output layer and loss as one operation over chunks of tokens: the logits of a microbatch are never there.
 
-Forward keeps the hidden states, labels, mask and log Z of each token. Backward computes the logits [c, v/n] of each chunk of c
+Forward keeps the hidden states and a few numbers of each token. Backward computes the logits [c, v/n] of each chunk of c
 tokens again, over `n` tensor ranks, writes the gradient over them, and makes its two products: the gradient of the hidden states,
 and a piece of the weight's gradient, whose sink is opened once. So there are four products of the output layer's size, of which the
 whole loss has three.
@@ -20,7 +20,7 @@ from torch import nn
 from megatron.parallel.accumulate import accumulate_products
 from megatron.parallel.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
 from megatron.parallel.products import product_into
-from megatron.tensor_parallel.cross_entropy import Columns, Targets, joined, loss_sums, one_factor
+from megatron.tensor_parallel.cross_entropy import Columns, Targets, joined, loss_sums, one_factor, write_gradient
 
 _MOST_LOGITS = 1 << 27
 _MULTIPLE = 128
@@ -60,35 +60,34 @@ class _ChunkedLoss(torch.autograd.Function):
         size: int,
     ) -> torch.Tensor:
         rows = (all_gather(x, columns.group) if gathers else x).flatten(0, -2)
-        targets = Targets(labels.reshape(-1), columns)
+        targets = Targets(labels.reshape(-1), columns, x.dtype)
         logits = rows.new_empty(min(size, len(rows)), len(weight))
-        log_sum, target = rows.new_empty(2, len(rows), dtype=torch.promote_types(x.dtype, torch.float32))
         for place in _places(len(rows), size):
-            part = product_into(logits[: place.stop - place.start], rows[place], weight.t())
-            targets.reduce(part, columns, place, log_sum[place], target[place])
+            targets.reduce(product_into(logits[: place.stop - place.start], rows[place], weight.t()), place)
+        log_sum, target = targets.sums()
         log_z, target = joined(log_sum, target, columns.group)
-        ctx.save_for_backward(x, labels, mask, log_z)
+        mask = mask.reshape(-1).to(targets.dtype)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(x, *targets.for_gradient(log_sum, log_z, mask))
         # Parameters are leaves and outlive the graph, so they need no saving; their identity is what finds their sink.
         ctx.weight, ctx.columns, ctx.gathers, ctx.size = weight, columns, gathers, size
-        return loss_sums(log_z, target, mask.reshape(-1).to(log_z.dtype), columns.z_coeff)
+        return loss_sums(log_z, target, mask, columns.z_coeff)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:  # type: ignore[override]
-        x, labels, mask, log_z = ctx.saved_tensors
+        x, factor, local, at_local = ctx.saved_tensors
         weight, columns, group = ctx.weight, ctx.columns, ctx.columns.group
         whole = all_gather(x, group) if ctx.gathers else x
         rows, grad_input = whole.flatten(0, -2), torch.empty_like(whole)
         grad_rows = grad_input.view(rows.shape)
-        targets = Targets(labels.reshape(-1), columns)
-        factor = mask.reshape(-1).to(log_z.dtype) * one_factor(grad)
+        factor, at_local = factor * one_factor(grad), at_local * one_factor(grad)
         reduced: list[Pending] = []
 
         def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             logits = rows.new_empty(min(ctx.size, len(rows)), len(weight))
             for place in _places(len(rows), ctx.size):
                 part = product_into(logits[: place.stop - place.start], rows[place], weight.t())
-                part[:, columns.num_valid :] = torch.finfo(part.dtype).min
-                targets.write_gradient(part, columns, place, log_z[place], factor[place])
+                write_gradient(part, columns, factor[place], local[place], at_local[place])
                 product_into(grad_rows[place], part, weight)
                 if place.stop == len(rows):  # on its way while the last chunk's weight gradient is computed
                     reduced.append((start_reduce_scatter if ctx.gathers else start_all_reduce)(grad_input, group))

@@ -1,7 +1,12 @@
 """Masked cross entropy over a vocabulary that is split over the tensor group. No rank ever holds the full logits.
 
 The loss of a token is log Z - logit_target, with Z = sum_v exp(logit_v). Each rank reduces its own columns; three numbers a token
-travel (maximum, sum of exponentials, target logit). Everything is computed in at least float32, in blocks of rows that fit a cache.
+travel (maximum, sum of exponentials, target logit). Everything is computed in at least float32, in blocks of rows: on CPU such that
+a block fits a cache, on a GPU as large as 512 MiB, so that there are few launches.
+
+A rank takes the exponential of a logit once, in a softmax over its own columns: that is exp(logit - log_sum) with log_sum the log
+of its sum of exponentials, which the largest logit and its probability give: logit - log(probability). The gradient is this softmax
+times one factor a token, but at the target.
 
 A z-loss may stand beside it: coefficient x (log Z)^2 for each token, which keeps log Z near 0 (Chowdhery et al. 2022, section 5).
 Together their gradient is mask x (softmax x (1 + 2 x coefficient x log Z) - one-hot).
@@ -22,9 +27,9 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Group
 
 _BLOCK_ELEMENTS = 1 << 21
-# float16 has no number between 0 and 6e-8, where most of a softmax lies: there softmax - onehot is kept times this (exact: a power
-# of two).
-_HALF_HEADROOM = 1024.0
+_GPU_BLOCK_ELEMENTS = 1 << 27
+_HALF_HEADROOM = 32768.0
+"""float16 has no number between 0 and 6e-8, where most of a softmax lies: there it is kept times this (exact: a power of two)."""
 
 
 @dataclass(frozen=True)
@@ -42,55 +47,121 @@ class Columns:
 
 
 class Targets:
-    """Where the labels of some tokens lie among a rank's columns.
+    """Where the labels of some tokens lie among a rank's columns, and what is found there.
 
     Args:
         labels: ids [t] in the whole vocabulary.
+        dtype: of the logits.
     """
 
-    def __init__(self, labels: torch.Tensor, columns: Columns) -> None:
+    def __init__(self, labels: torch.Tensor, columns: Columns, dtype: torch.dtype) -> None:
         local = labels - columns.first
-        self.here = (local >= 0) & (local < columns.num_valid)
-        self.local = local.masked_fill(~self.here, 0)
+        self._columns, self.dtype = columns, torch.promote_types(dtype, torch.float32)
+        self._here = (local >= 0) & (local < columns.num_valid)
+        self._local = local.masked_fill(~self._here, 0)  # labels of other ranks stand for column 0
+        self._at_local = labels.new_empty(labels.shape, dtype=dtype)
+        self._largest = labels.new_empty(labels.shape, dtype=self.dtype if labels.device.type == "cpu" else dtype)
+        self._probability = torch.empty_like(self._largest, dtype=self.dtype)
 
-    def reduce(self, logits: torch.Tensor, columns: Columns, place: slice, log_sum: torch.Tensor, target: torch.Tensor) -> None:
-        """Write log(sum(exp)) over the rank's columns, and the label's logit or 0.
-
-        Args:
-            logits: [t, v/n] of the tokens at `place`; padding is set so low that it counts as exactly nothing.
-            log_sum: [t] of these tokens, as `target`.
-        """
-        if columns.num_valid < logits.shape[-1]:
-            logits[:, columns.num_valid :] = torch.finfo(logits.dtype).min  # exp() of it is exactly 0 beside any real logit
-        for block in _blocks(logits):
-            torch.logsumexp(logits[block].to(log_sum.dtype), -1, out=log_sum[block])
-        own = logits.gather(-1, self.local[place].unsqueeze(-1)).squeeze(-1)
-        target.copy_(own).masked_fill_(~self.here[place], 0.0)
-
-    def write_gradient(
-        self, logits: torch.Tensor, columns: Columns, place: slice, log_z: torch.Tensor, factor: torch.Tensor
-    ) -> None:
-        """Overwrite logits by factor x the gradient of their losses, in their dtype. Padding must have been set low.
+    def reduce(self, logits: torch.Tensor, place: slice, *, keeps: bool = False) -> None:
+        """Take what the loss needs from logits [t, v/n] of the tokens at `place`, and destroy them.
 
         Args:
-            logits: [t, v/n] of the tokens at `place`.
-            log_z: [t] of these tokens, as `factor`.
+            keeps: they become their softmax over the rank's columns (in float16 times `_HALF_HEADROOM`).
         """
-        local, here = self.local[place].unsqueeze(-1), self.here[place].unsqueeze(-1)
+        _lower_padding(logits, self._columns)
+        torch.gather(logits, -1, self._local[place].unsqueeze(-1), out=self._at_local[place].unsqueeze(-1))
+        largest, probability, on_cpu = self._largest[place], self._probability[place], logits.device.type == "cpu"
+        if not on_cpu:
+            torch.amax(logits, -1, out=largest)
         for block in _blocks(logits):
             part = logits[block]
-            softmax = part if part.dtype == log_z.dtype else part.to(log_z.dtype)
-            softmax.sub_(log_z[block].unsqueeze(-1)).exp_()
-            if columns.z_coeff:
-                softmax.mul_((1.0 + 2.0 * columns.z_coeff * log_z[block]).unsqueeze(-1))
-            softmax.scatter_add_(-1, local[block], -here[block].to(softmax.dtype))
-            softmax.mul_(factor[block].unsqueeze(-1))
-            if softmax is not part:
+            if on_cpu:  # while the block is in a cache
+                wide = part.to(self.dtype)
+                torch.amax(wide, -1, out=largest[block])
+            softmax = _softmax(wide if on_cpu else part, self.dtype)
+            torch.amax(softmax, -1, out=probability[block])
+            if keeps and part.dtype == torch.float16:
+                torch.mul(softmax, _HALF_HEADROOM, out=part)
+            elif keeps and softmax is not part:
                 part.copy_(softmax)
+
+    def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """log(sum(exp)) over the rank's columns, and the label's logit or 0, [t] each, when all tokens have been reduced."""
+        target = self._at_local.masked_fill(~self._here, 0.0).to(self.dtype)
+        return self._largest - self._probability.log(), target
+
+    def for_gradient(
+        self, log_sum: torch.Tensor, log_z: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a backward needs beside the softmax over the rank's columns, [t] each: the factor that makes it the gradient of
+        `minimised`; a column, the label's if it is here; and the gradient there.
+
+        Args:
+            log_sum: that of the rank's own columns, [t], as the others.
+        """
+        z_coeff = self._columns.z_coeff
+        of_softmax = mask * (1.0 + 2.0 * z_coeff * log_z) if z_coeff else mask
+        at_local = of_softmax * torch.exp(self._at_local - log_z)
+        at_local = torch.addcmul(at_local, mask, self._here.to(mask.dtype), value=-1.0)
+        return of_softmax if log_sum is log_z else of_softmax * torch.exp(log_sum - log_z), self._local, at_local
+
+
+def write_gradient(
+    logits: torch.Tensor, columns: Columns, factor: torch.Tensor, local: torch.Tensor, at_local: torch.Tensor
+) -> None:
+    """Overwrite logits [t, v/n] by the gradient of the losses of these tokens, in their dtype.
+
+    Args:
+        factor, local, at_local: from `for_gradient`; the factors times what a backward begins with.
+    """
+    _lower_padding(logits, columns)
+    for block in _blocks(logits):
+        part = logits[block]
+        _multiply(_softmax(part.to(factor.dtype) if part.device.type == "cpu" else part, factor.dtype), factor[block], part)
+    _write_at(logits, local, at_local)
+
+
+def _scale(softmax: torch.Tensor, factor: torch.Tensor, local: torch.Tensor, at_local: torch.Tensor) -> None:
+    """The same where the softmax is kept, in its place."""
+    if softmax.dtype == torch.float16:
+        factor = factor / _HALF_HEADROOM
+    for block in _blocks(softmax) if softmax.device.type == "cpu" else [slice(None)]:
+        _multiply(softmax[block], factor[block], softmax[block])
+    _write_at(softmax, local, at_local)
+
+
+def _write_at(gradient: torch.Tensor, local: torch.Tensor, at_local: torch.Tensor) -> None:
+    # Not scatter_: that of the CPU passes over the whole of a 16-bit tensor.
+    gradient.index_put_((torch.arange(len(local), device=local.device), local), at_local.to(gradient.dtype))
+
+
+def _lower_padding(logits: torch.Tensor, columns: Columns) -> None:
+    """Set padding so low that it counts as exactly nothing."""
+    if columns.num_valid < logits.shape[-1]:
+        logits[:, columns.num_valid :] = torch.finfo(logits.dtype).min  # exp() of it is exactly 0 beside any real logit
+
+
+def _softmax(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Softmax of each row in this dtype; in place where the logits have it. Else a GPU widens them on the way."""
+    if logits.dtype == dtype:
+        return torch.softmax(logits, -1, out=logits)
+    return torch.ops.aten._softmax(logits, -1, True)
+
+
+def _multiply(rows: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+    """Write rows x factor to `out`, in its dtype; computed in that of factor."""
+    if rows.device.type == "cpu":  # slow where dtypes meet in one operation
+        product = rows.to(factor.dtype).mul_(factor.unsqueeze(-1))
+        if product is not out:
+            out.copy_(product)
+    else:
+        torch.mul(rows, factor.unsqueeze(-1), out=out)
 
 
 def _blocks(rows: torch.Tensor) -> Iterator[slice]:
-    size = max(1, _BLOCK_ELEMENTS // rows.shape[-1])
+    elements = _BLOCK_ELEMENTS if rows.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
+    size = max(1, elements // rows.shape[-1])
     return (slice(start, start + size) for start in range(0, len(rows), size))
 
 
@@ -128,33 +199,28 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, columns: Columns
     ) -> torch.Tensor:
         rows = logits.view(-1, logits.shape[-1])
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        targets, everywhere = Targets(labels.reshape(-1), columns), slice(None)
-        log_sum, target = torch.empty(2, len(rows), dtype=wide, device=logits.device)
-        targets.reduce(rows, columns, everywhere, log_sum, target)
+        targets = Targets(labels.reshape(-1), columns, logits.dtype)
+        differentiates = ctx.needs_input_grad[0]  # not in evaluation
+        targets.reduce(rows, slice(None), keeps=differentiates)
+        log_sum, target = targets.sums()
         log_z, target = joined(log_sum, target, columns.group)
-        mask = mask.reshape(-1).to(wide)
-        if ctx.needs_input_grad[0]:  # not in evaluation
-            factor = mask * _HALF_HEADROOM if logits.dtype == torch.float16 else mask
-            targets.write_gradient(rows, columns, everywhere, log_z, factor)
-            ctx.save_for_backward(logits)
+        mask = mask.reshape(-1).to(targets.dtype)
+        if differentiates:
+            ctx.save_for_backward(logits, *targets.for_gradient(log_sum, log_z, mask))
         return loss_sums(log_z, target, mask, columns.z_coeff)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        (gradient,) = ctx.saved_tensors
+        softmax, factor, local, at_local = ctx.saved_tensors
         grad = one_factor(grad)
-        if gradient.dtype == torch.float16:
-            grad = grad / _HALF_HEADROOM
-        # CUDA kernels round a scalar operand to the tensor's dtype (CPU kernels do not); one of one element is promoted.
-        factor = grad if gradient.device.type == "cpu" else grad.view(1)
         # In place, since nobody else reads it: the logits were an intermediate result of ours.
-        return gradient.mul_(factor), None, None, None
+        _scale(softmax.view(-1, softmax.shape[-1]), factor * grad, local, at_local * grad)
+        return softmax, None, None, None
 
 
 def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, columns: Columns) -> torch.Tensor:
-    """Sum over tokens of mask x loss. The gradient is written over the logits already in forward, in their dtype, so no second
-    tensor of that size exists.
+    """Sum over tokens of mask x loss. Forward writes the softmax over the logits, in their dtype, and backward the gradient over
+    that, so no second tensor of that size exists.
 
     Args:
         logits: this rank's columns [s, b, v/n], contiguous; destroyed.

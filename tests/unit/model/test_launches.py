@@ -11,13 +11,15 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.config.model import ModelConfig
 from megatron.model.block import Block
+from megatron.model.output_layer import LossForm, OutputLayer
 from megatron.model.rope import rotary_table
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.params import ParamTable
 from megatron.parallel.scope import Scope
 from megatron.planner.kernel_memory import CudaKernels
 from megatron.spec.layers import layers
-from megatron.spec.weights import model_weights
+from megatron.spec.weights import model_weights, vocabulary
+from megatron.tensor_parallel.chunked_loss import chosen_chunk
 from tests.support.launches import FusedNorms, Launches
 from tests.support.lone_rank import lone_rank
 
@@ -70,3 +72,34 @@ def test_a_llama_layer(batch: int) -> None:
         products = {name: number for name, number in launches.items() if "mm" in name}
         assert sum(products.values()) == 12, "weight gradients are written and added by the product itself"
         assert launches["aten::_fused_rms_norm"] == 2 and launches["aten::_scaled_dot_product_flash_attention"] == 1
+
+
+def loss_launches(vocab: int, form: LossForm) -> Counter[str]:
+    """Of forward and backward of output layer and loss of one sample in bfloat16."""
+    table, config = ParamTable(), ModelConfig(hidden_size=4096, untie_embeddings_and_output_weights=True)
+    weight = vocabulary("output.weight", config, vocab, "matrix")
+    layer = OutputLayer(Scope(lone_rank(), table, {weight.name: weight}, torch.bfloat16, False).child("output"), config, form)
+    provide = partial(torch.empty, layer.weight.shape, device=META)
+    layer.weight.grad_sink = GradSink(torch.float32, lambda: None, provide)  # type: ignore[attr-defined]
+    x = torch.empty(SEQ, 1, 4096, dtype=torch.bfloat16, device=META, requires_grad=True)
+    labels, mask = torch.empty(SEQ, 1, dtype=torch.int64, device=META), torch.empty(SEQ, 1, device=META)
+    with CudaKernels(), Launches() as launches:
+        torch.autograd.backward([get_gradient_edge(layer(x, labels, mask))], [torch.empty((), device=META)])
+    return launches.by_name
+
+
+@pytest.mark.parametrize("vocab", [32000, 128256])
+def test_a_cross_entropy(vocab: int) -> None:
+    """Of a microbatch of 7B, beside the three products of its output layer."""
+    launches = loss_launches(vocab, LossForm(0))
+    assert sum(number for name, number in launches.items() if "mm" in name) == 3
+    assert launches.total() - 3 < 40, launches
+
+
+def test_a_loss_in_chunks() -> None:
+    """Each of four chunks has four products and eight operations beside them."""
+    size = chosen_chunk(SEQ, 128256)
+    assert SEQ // size == 4
+    launches, fewer = (loss_launches(128256, LossForm(tokens)) for tokens in (size, 2 * size))
+    assert sum(number for name, number in launches.items() if "mm" in name) == 4 * 4
+    assert launches.total() < 75 and launches.total() - fewer.total() <= 2 * (4 + 8), launches
