@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.setting import GIVEN, acts_with, setting
+from megatron.config.setting import GIVEN, acts_with, idle_with, setting
 
+Fp32MatmulPrecision = Literal["highest", "high"]
 Fp8Format = Literal["e4m3", "hybrid"]
 Fp8Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 
@@ -40,6 +41,13 @@ class PrecisionConfig:
     """Compute in bfloat16 with float32 main parameters."""
     fp64: bool = False
     """Compute in float64 (for proofs)."""
+    fp32_matmul_precision: Fp32MatmulPrecision = setting(
+        "highest",
+        acts=acts_with("in float32", every=True, fix={}, bf16=False, fp16=False, fp64=False),
+        idle=idle_with("a CPU multiplies float32 in float32", device="cpu"),
+    )
+    """How a GPU multiplies float32, as torch names it. highest: in float32; high: in TensorFloat32 (10 bits of mantissa, summed in
+    float32), several times as fast from compute capability 8.0 on. Products of 16-bit formats are summed in float32 in any case."""
     loss_scale: float | None = setting(
         None, above=0, at_most=LARGEST_LOSS_SCALE, unit="factor on the loss", acts=acts_with(fp16=True)
     )

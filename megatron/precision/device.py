@@ -50,7 +50,9 @@ def why_not(recipe: Fp8Recipe, capability: tuple[int, int], cuda: str) -> str | 
 
 
 def describe_precision(precision: PrecisionConfig, num_layers: int, device: torch.device) -> list[str]:
-    """A line of the start-up log on what is computed in 8 bits, if anything is."""
+    """A line of the start-up log on products in fewer bits than the model has, if there are any."""
+    if precision.fp32_matmul_precision == "high" and device.type == "cuda":
+        return ["products of float32 in TensorFloat32, where the GPU has it (--fp32-matmul-precision high)"]
     if precision.fp8_format is None:
         return []
     count = sum(precision.fp8_of(layer, num_layers) is not None for layer in range(num_layers))

@@ -82,8 +82,8 @@ class Targets:
             softmax = _softmax(wide if on_cpu else part, self.dtype)
             torch.amax(softmax, -1, out=probability[block])
             if keeps and part.dtype == torch.float16:
-                torch.mul(softmax, _HALF_HEADROOM, out=part)
-            elif keeps and softmax is not part:
+                softmax.mul_(_HALF_HEADROOM)
+            if keeps and softmax is not part:
                 part.copy_(softmax)
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:

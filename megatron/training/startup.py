@@ -63,6 +63,8 @@ def set_numerics(config: Config) -> None:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
+    # The old way to say it, which 2.11 has too; torch.backends.cuda.matmul.fp32_precision must then be left alone.
+    torch.set_float32_matmul_precision(config.precision.fp32_matmul_precision)
 
 
 def set_compiler_cache(speed: SpeedConfig) -> None:

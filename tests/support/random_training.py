@@ -120,7 +120,7 @@ def _draw_rates(draw: Draw, settings: dict[str, Any], batch: int) -> dict[str, A
 def _draw_precision(draw: Draw) -> dict[str, Any]:
     """The number format, and the scale of the loss in float16."""
     kind = one_of(draw, None, "bf16", "fp16", "fp64")
-    settings: dict[str, Any] = {kind: True} if kind else {}
+    settings: dict[str, Any] = {kind: True} if kind else one_of(draw, {}, {"fp32_matmul_precision": "high"})
     if kind == "fp16":
         settings |= one_of(draw, {"loss_scale": 1024.0}, {"initial_loss_scale": 256.0}, {"initial_loss_scale": 2.0**20})
         if "loss_scale" not in settings:
