@@ -1,7 +1,7 @@
 """Peak arithmetic rates of devices, for the model FLOPs utilisation (MFU).
 
 All rates are dense: vendors' headline figures "with sparsity" are twice as high and mean nothing for training. float32 is
-without TF32, which PyTorch does not use unless asked ("tf32" has its own column). 16-bit products accumulate in float32.
+without TF32, which PyTorch does not use unless asked ("tf32" has its own column). Products of 16 and 8 bits accumulate in float32.
 float64 is the matrix rate where the device has one. What a source does not state is left out.
 """
 
@@ -11,10 +11,23 @@ import re
 
 
 def _rates(
-    *, half: float, bfloat16: bool = True, tf32: float | None = None, single: float | None = None, double: float | None = None
+    *,
+    half: float,
+    bfloat16: bool = True,
+    eight: float | None = None,
+    tf32: float | None = None,
+    single: float | None = None,
+    double: float | None = None,
 ) -> dict[str, float]:
-    """A row: TFLOP/s in float16 (and bfloat16 where the device has it), TF32, float32 and float64."""
-    rates = {"float16": half, "bfloat16": half if bfloat16 else None, "tf32": tf32, "float32": single, "float64": double}
+    """A row: TFLOP/s in float16 (and bfloat16 where the device has it), in 8 bits ("float8"), TF32, float32 and float64."""
+    rates = {
+        "float8": eight,
+        "float16": half,
+        "bfloat16": half if bfloat16 else None,
+        "tf32": tf32,
+        "float32": single,
+        "float64": double,
+    }
     return {dtype: rate for dtype, rate in rates.items() if rate is not None}
 
 
@@ -32,30 +45,30 @@ _DEVICES = {
     r"A40": _rates(half=149.7, tf32=74.8, single=37.4),
     # NVIDIA A10 datasheet: 125 dense (250 sparse).
     r"A10": _rates(half=125, tf32=62.5, single=31.2),
-    # NVIDIA H100 datasheet, H100 NVL column: 1,671 sparse, halved.
-    r"H100 NVL": _rates(half=835.5, tf32=417.5, single=60, double=60),
-    # NVIDIA H100 datasheet, H100 PCIe column: 1,513 sparse, halved.
-    r"H100 PCIe": _rates(half=756.5, tf32=378, single=51, double=51),
-    # NVIDIA H100 Tensor Core GPU Architecture whitepaper, SXM5: 989.4 dense (1,978.9 sparse).
-    r"H100 (SXM5|\d+GB HBM3)": _rates(half=989.4, tf32=494.7, single=66.9, double=66.9),
+    # NVIDIA H100 datasheet, H100 NVL column: 1,671 sparse, halved; FP8 3,341.
+    r"H100 NVL": _rates(half=835.5, eight=1670.5, tf32=417.5, single=60, double=60),
+    # NVIDIA H100 datasheet, H100 PCIe column: 1,513 sparse, halved; FP8 3,026.
+    r"H100 PCIe": _rates(half=756.5, eight=1513, tf32=378, single=51, double=51),
+    # NVIDIA H100 Tensor Core GPU Architecture whitepaper, SXM5: 989.4 dense (1,978.9 sparse); FP8 1,978.9 dense.
+    r"H100 (SXM5|\d+GB HBM3)": _rates(half=989.4, eight=1978.9, tf32=494.7, single=66.9, double=66.9),
     # NVIDIA GH200 datasheet: the GPU is that of H100 SXM, 1,979 sparse.
-    r"GH200": _rates(half=989.4, tf32=494.7, single=66.9, double=66.9),
-    # NVIDIA H200 datasheet, H200 NVL column: 1,671 sparse, halved.
-    r"H200 NVL": _rates(half=835.5, tf32=417.5, single=60, double=60),
+    r"GH200": _rates(half=989.4, eight=1978.9, tf32=494.7, single=66.9, double=66.9),
+    # NVIDIA H200 datasheet, H200 NVL column: 1,671 sparse, halved; FP8 3,341.
+    r"H200 NVL": _rates(half=835.5, eight=1670.5, tf32=417.5, single=60, double=60),
     # NVIDIA H200 datasheet, H200 SXM column: as H100 SXM, 1,979 sparse.
-    r"H200": _rates(half=989.4, tf32=494.7, single=66.9, double=66.9),
-    # NVIDIA Blackwell datasheet, HGX B200: 36 PFLOPS sparse for 8 devices.
-    r"B200": _rates(half=2250),
-    # NVIDIA Blackwell datasheet, GB200 NVL72: 360 PFLOPS sparse for 72 devices.
-    r"GB200": _rates(half=2500),
-    # NVIDIA L40S datasheet: 362.05 dense (733 sparse).
-    r"L40S": _rates(half=362.05, tf32=183, single=91.6),
-    # NVIDIA L40 datasheet: 181.05 dense (362.1 sparse).
-    r"L40": _rates(half=181.05, tf32=90.5, single=90.5),
-    # NVIDIA L4 datasheet: 242 sparse, halved; TF32 120 sparse, halved.
-    r"L4": _rates(half=121, tf32=60, single=30.3),
-    # NVIDIA Ada GPU Architecture whitepaper: 165.2 with float32 accumulation, dense.
-    r"RTX 4090": _rates(half=165.2, tf32=82.6, single=82.6),
+    r"H200": _rates(half=989.4, eight=1978.9, tf32=494.7, single=66.9, double=66.9),
+    # NVIDIA Blackwell datasheet, HGX B200: 36 PFLOPS sparse for 8 devices; FP8 72.
+    r"B200": _rates(half=2250, eight=4500),
+    # NVIDIA Blackwell datasheet, GB200 NVL72: 360 PFLOPS sparse for 72 devices; FP8 720.
+    r"GB200": _rates(half=2500, eight=5000),
+    # NVIDIA L40S datasheet: 362.05 dense (733 sparse); FP8 733 dense.
+    r"L40S": _rates(half=362.05, eight=733, tf32=183, single=91.6),
+    # NVIDIA L40 datasheet: 181.05 dense (362.1 sparse); FP8 362 dense.
+    r"L40": _rates(half=181.05, eight=362, tf32=90.5, single=90.5),
+    # NVIDIA L4 datasheet: 242 sparse, halved; TF32 120 and FP8 485 sparse, halved.
+    r"L4": _rates(half=121, eight=242.5, tf32=60, single=30.3),
+    # NVIDIA Ada GPU Architecture whitepaper: 165.2 with float32 accumulation, dense; FP8 330.3.
+    r"RTX 4090": _rates(half=165.2, eight=330.3, tf32=82.6, single=82.6),
     # NVIDIA Ampere GA102 GPU Architecture whitepaper: 71 with float32 accumulation, dense.
     r"RTX 3090": _rates(half=71, tf32=35.6, single=35.6),
     # AMD Instinct MI250X product page: 383 and 95.7 for the card, of which PyTorch shows each half as a device.
@@ -78,7 +91,7 @@ def peak_flops(device_name: str, dtype_name: str) -> float | None:
 
     Args:
         device_name: As torch.cuda.get_device_name() gives it, for example "NVIDIA H100 80GB HBM3".
-        dtype_name: "float16", "bfloat16", "float32", "tf32" or "float64" ("torch." in front is ignored).
+        dtype_name: "float8", "float16", "bfloat16", "float32", "tf32" or "float64" ("torch." in front is ignored).
     """
     if _OTHER_DEVICES.search(device_name):
         return None
@@ -87,3 +100,15 @@ def peak_flops(device_name: str, dtype_name: str) -> float | None:
             teraflops = rates.get(dtype_name.removeprefix("torch."))
             return None if teraflops is None else teraflops * 1e12
     return None
+
+
+def mixed_peak_flops(device_name: str, dtype_name: str, share_in_8_bits: float) -> float | None:
+    """Peak rate in FLOP/s of work of which a share is done in 8 bits and the rest in a dtype, each at its own peak; or None.
+
+    Args:
+        share_in_8_bits: of the FLOPs.
+    """
+    rest, eight = peak_flops(device_name, dtype_name), peak_flops(device_name, "float8")
+    if share_in_8_bits == 0 or rest is None:
+        return rest
+    return None if eight is None else 1 / (share_in_8_bits / eight + (1 - share_in_8_bits) / rest)

@@ -191,6 +191,7 @@ class Planner:
                 self._schedule,
                 self._global_batch_size,
                 loss_again=loss_again(config, self._vocab_size),
+                precision=config.precision,
             ),
             notes=(
                 _NOT_COUNTED[self._device_type],

@@ -10,12 +10,21 @@ from typing import Any
 
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.model.output_layer import LossForm
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.planner.allowances import Allowance
-from megatron.spec.counts import attention_flops, flops_per_step, flops_per_token, layer_flops, output_flops, recompute_flops
+from megatron.spec.counts import (
+    attention_flops,
+    flops_in_8_bits,
+    flops_per_step,
+    flops_per_token,
+    layer_flops,
+    output_flops,
+    recompute_flops,
+)
 from megatron.spec.operations import Costs, Schedule
 from megatron.spec.weights import padded_vocab_size
 
@@ -126,6 +135,8 @@ class Work:
     """The share of all ranks' time in which they wait in the pipeline, if time is FLOPs and messages take none."""
     again: float = 0.0
     """FLOPs beside `flops` that compute layers and logits again in backward."""
+    in_8_bits: float = 0.0
+    """Those of `flops` that are done in 8 bits."""
 
     def flops_per_rank(self, world_size: int) -> float:
         """FLOPs of one rank in a step, on average."""
@@ -171,10 +182,12 @@ def step_work(
     global_batch_size: int,
     *,
     loss_again: bool = False,
+    precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
 ) -> Work:
     """The work of a step of `global_batch_size` sequences, each of them one document.
 
     Args:
+        precision: which layers compute in 8 bits.
         loss_again: backward computes the logits again.
     """
     again = sum(recompute_flops(model, segment) for chunk in table for segment in chunk.segments)
@@ -182,6 +195,7 @@ def step_work(
         tokens=model.seq_length * global_batch_size,
         flops_per_token=flops_per_token(model, vocab_size),
         flops=flops_per_step(model, vocab_size, global_batch_size),
+        in_8_bits=model.seq_length * global_batch_size * flops_in_8_bits(model, precision),
         bubble=idle_share(model, vocab_size, table, schedule, loss_again=loss_again),
         again=model.seq_length * global_batch_size * (again + loss_again * output_flops(model, vocab_size)),
     )
@@ -236,6 +250,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "flops": {
             "per_token": plan.work.flops_per_token,
             "per_step": plan.work.flops,
+            "per_step_in_8_bits": plan.work.in_8_bits,
             "per_rank": plan.work.flops_per_rank(plan.job.world_size),
             "computed_again_per_step": plan.work.again,
         },

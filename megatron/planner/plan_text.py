@@ -93,8 +93,9 @@ def _time(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     job, work = plan.job, plan.work
     each = work.flops_per_rank(job.world_size)
     idle = f"; {work.bubble:.1%} of the time idle in the pipeline" if job.pipeline > 1 else ""
+    eight = f" ({work.in_8_bits / work.flops:.0%} of them in 8 bits)" if work.in_8_bits else ""
     again = f" and {work.again / work.flops:.1%} more to compute layers or logits again" if work.again else ""
-    yield f"a step: {work.tokens:,} tokens, {_flops(work.flops)}, {_flops(each)} on each rank{again}{idle}"
+    yield f"a step: {work.tokens:,} tokens, {_flops(work.flops)}{eight}, {_flops(each)} on each rank{again}{idle}"
     computing = (each + work.again / job.world_size) / FLOPS_PER_S
     moved = max(kind.to_host for kind in plan.kinds)
     if moved and job.device != "cpu":

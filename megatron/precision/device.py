@@ -11,18 +11,16 @@ _CUBLAS_WITH_BLOCKS = (12, 9)
 
 
 def check_device(precision: PrecisionConfig, device: torch.device) -> None:
-    """Check that the device of this rank has the products that --fp8-format asks for. A CPU emulates all.
+    """Check that the device of this rank has the products that --fp8-format asks for. On a CPU, and with --fp64, all are emulated.
 
     Raises:
         ValueError: it has not; with its name, and what it can do.
     """
-    if precision.fp8_format is None or device.type != "cuda":
+    if precision.fp8_format is None or precision.fp64 or device.type != "cuda":
         return
     name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
         raise ValueError(f"--fp8-format is built for NVIDIA's formats of 8 bits; {name} has others. Use --bf16 alone.")
-    if precision.fp64:
-        raise ValueError(f"--fp8-format with --fp64 is emulated on a CPU only (--device cpu); this rank has {name}.")
     capability = torch.cuda.get_device_capability(device)
     lacking = why_not(precision.fp8_recipe, capability, torch.version.cuda or "0.0")
     if lacking is not None:
@@ -57,7 +55,8 @@ def describe_precision(precision: PrecisionConfig, num_layers: int, device: torc
         return []
     count = sum(precision.fp8_of(layer, num_layers) is not None for layer in range(num_layers))
     gradients = "e5m2" if precision.fp8_format == "hybrid" else "e4m3"
-    how = "by the device's own kernels" if device.type == "cuda" else "emulated, which is slow and shows the numbers of a GPU"
+    emulated = device.type != "cuda" or precision.fp64
+    how = "emulated, which is slow and shows the numbers of a GPU" if emulated else "by the device's own kernels"
     return [
         f"products of linear layers in 8 bits in {count} of {num_layers} layers ({precision.fp8_recipe} scales, weights and inputs "
         f"e4m3, gradients of outputs {gradients}), {how}; the output layer and all else in the model's dtype"

@@ -1,5 +1,5 @@
-"""The product a b^T of matrices in 8 bits: by the device's own kernels on CUDA; elsewhere by an emulation, which decodes both and
-multiplies in float32 (float64 for a model in float64).
+"""The product a b^T of matrices in 8 bits: by the device's own kernels on CUDA; elsewhere, and for a float64 model everywhere, by
+an emulation, which decodes both and multiplies in float32 or float64.
 
 On CUDA: `torch._scaled_mm` with one scale a tensor or a row, `torch.nn.functional.scaled_mm` with blocks
 (aten/src/ATen/native/cuda/ScaledBlas.cpp). Both take a first operand with contiguous rows and a second one with contiguous
@@ -33,7 +33,7 @@ def scaled_product(
         bias: [n], in that dtype.
         fast: let the device sum in fewer digits (`use_fast_accum`: Hopper adds up in its tensor cores alone).
     """
-    if a.values.is_cuda:
+    if _has_kernels(a):
         return _on_device(a, b, dtype, bias, fast=fast)
     product = a.decoded() @ b.decoded().t()
     return (product if bias is None else product.add_(bias)).to(dtype)
@@ -41,7 +41,7 @@ def scaled_product(
 
 def scaled_product_into(into: torch.Tensor, a: Quantised, b: Quantised, *, add: bool) -> None:
     """Write or add a b^T, [m, k] and [n, k], to `into` [m, n]."""
-    if not a.values.is_cuda and into.dtype == a.scale.dtype:
+    if not _has_kernels(a) and into.dtype == a.scale.dtype:
         left, right = a.decoded(), b.decoded().t()
         _ = into.addmm_(left, right) if add else torch.mm(left, right, out=into)
         return
@@ -51,6 +51,11 @@ def scaled_product_into(into: torch.Tensor, a: Quantised, b: Quantised, *, add: 
         product = scaled_product(a.rows(first, first + size), b, _gradient_dtype(a, into))
         _ = part.add_(product) if add else part.copy_(product)
         del product  # before the next one
+
+
+def _has_kernels(a: Quantised) -> bool:
+    """Whether the device's kernels take it. A model in float64 is for proofs and is emulated everywhere."""
+    return a.values.is_cuda and a.scale.dtype == torch.float32
 
 
 def _on_device(a: Quantised, b: Quantised, dtype: torch.dtype, bias: torch.Tensor | None, *, fast: bool) -> torch.Tensor:
@@ -83,7 +88,7 @@ def _as_kernels_read(matrix: Quantised) -> torch.Tensor:
 
 def _gradient_dtype(a: Quantised, into: torch.Tensor) -> torch.dtype:
     """In what a weight gradient is made: as its destination, where the kernel can."""
-    if a.grain == "row" and a.values.device.type == "cuda" and not _rows_give_float32(a.values.device):
+    if a.grain == "row" and _has_kernels(a) and a.values.device.type == "cuda" and not _rows_give_float32(a.values.device):
         return torch.bfloat16
     return into.dtype
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.spec.layers import LayerSpec, alike, layers
 from megatron.spec.segments import Segment
 from megatron.spec.weights import Weight, layer_weights, model_weights, output_matrix
@@ -47,6 +48,12 @@ def attention_flops(model: ModelConfig) -> tuple[int, ...]:
     """The part of `layer_flops` that the products q k^T and scores x v take."""
     # Two products over the sequence, of two FLOPs each; causal: half of each.
     return _of_layers(model, lambda layer: 2 * (2 * layer.attention.heads * layer.attention.head_size * model.seq_length) // 2)
+
+
+def flops_in_8_bits(model: ModelConfig, precision: PrecisionConfig) -> int:
+    """The part of `flops_per_token` that is done in 8 bits."""
+    products = map(operator.sub, layer_flops(model), attention_flops(model))
+    return 3 * sum(number for layer, number in enumerate(products) if precision.fp8_of(layer, model.num_layers))
 
 
 def recompute_flops(model: ModelConfig, segment: Segment) -> int:

@@ -17,7 +17,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.save import to_dict
 from megatron.config.speed import SpeedConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
-from megatron.metrics.device_peaks import peak_flops
+from megatron.metrics.device_peaks import mixed_peak_flops
 from megatron.metrics.timers import Timers
 from megatron.model.attention_kernel import chosen_kernel, use_backend
 from megatron.model.build import Model
@@ -33,7 +33,7 @@ from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
 from megatron.planner.advice import advice
 from megatron.planner.state_report import describe_state, state_report
 from megatron.precision.device import check_device, describe_precision
-from megatron.spec.counts import check_count, kept_per_token
+from megatron.spec.counts import check_count, flops_in_8_bits, flops_per_token, kept_per_token
 from megatron.spec.operations import Costs, Schedule
 from megatron.training.failure import together
 from megatron.training.progress import BatchSizePlan
@@ -120,11 +120,12 @@ def check_parameter_count(config: ModelConfig, vocab_size: int, shards: Sequence
     return built
 
 
-def device_peak(context: ParallelContext, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of this rank's device in a dtype, if the table has it."""
+def device_peak(context: ParallelContext, model: Model) -> float | None:
+    """Peak FLOP/s of this rank's device for the model's products, each in its own format, if the table has them."""
     if context.device.type != "cuda":
         return None
-    return peak_flops(torch.cuda.get_device_name(context.device), str(dtype))
+    share = flops_in_8_bits(model.config, model.precision) / flops_per_token(model.config, model.vocab_size)
+    return mixed_peak_flops(torch.cuda.get_device_name(context.device), str(model.dtype), share)
 
 
 def describe(
@@ -133,7 +134,7 @@ def describe(
     """Lines of the start-up log: layout, model, layer table, state, pipeline, batch. All ranks of a pipeline call it."""
     model = step.model
     topology = context.topology
-    peak = device_peak(context, model.dtype)
+    peak = device_peak(context, model)
     kept = residual_dtype(model.config, model.dtype)
     lines = [
         f"{topology.world_size} ranks on {context.device.type} ({context.backend or 'one process'}): "
@@ -215,7 +216,7 @@ def make_reporter(
             timers,
             plan.total_iterations,
             speaks=context.rank == 0,
-            peak=device_peak(context, model.dtype),
+            peak=device_peak(context, model),
             resumed=resumed,
             settings=to_dict(config),
         ),

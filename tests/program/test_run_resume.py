@@ -45,6 +45,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "float64": {"fp64": True},
     "float32": {},
     "bfloat16": {"bf16": True},
+    "bfloat16, 8 bits": {"bf16": True, "fp8_format": "hybrid"},
     # The first steps overflow. At the stop one more step without overflow lets the scale grow.
     "float16, growing": {"fp16": True, "loss_scale_window": 3, "hysteresis": 2},
     # Two overflows are made, one on either side of the stop. The scale shrinks at the second only if the first is remembered.
@@ -99,9 +100,19 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, world_size: int, 
     assert state["scaler"].items() >= SCALER_AT_STOP.get(precision, {}).items()
 
 
-def test_a_run_goes_on_at_another_layout(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_8_bits_and_without(tmp_path: Path) -> None:
+    """A checkpoint has nothing of them. The log says what differs."""
+    settings = {"bf16": True, "lr_decay_style": "constant", "save": tmp_path, "load": tmp_path}
+    for steps, eight in enumerate(({"fp8_format": "e4m3"}, {}, {"fp8_format": "hybrid", "fp8_recipe": "rowwise"}), start=1):
+        said = run(arguments(**settings, train_iters=steps, **eight))
+        assert ("in 8 bits in" in said) == bool(eight)
+        assert ("differs from the checkpoint: --fp8-format" in said) == (steps > 1)
+
+
+@pytest.mark.parametrize("eight", [{}, {"fp8_format": "hybrid"}], ids=["", "8 bits"])
+def test_a_run_goes_on_at_another_layout(tmp_path: Path, eight: dict[str, Any]) -> None:
     """In float64: begun at TP 2, continued at PP 2 x DP 2, it ends as the run of one process does."""
-    settings = {"fp64": True, "train_iters": STEPS, "lr_decay_style": "cosine"}
+    settings = {"fp64": True, "train_iters": STEPS, "lr_decay_style": "cosine", **eight}
     run(arguments(**settings, save=tmp_path / "one", metrics_file=tmp_path / "one.jsonl"))
     run(
         arguments(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.metrics.device_peaks import peak_flops
+from megatron.metrics.device_peaks import mixed_peak_flops, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,9 @@ from megatron.metrics.device_peaks import peak_flops
         ("Tesla T4", "float16", 65),
         ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
         ("NVIDIA GeForce RTX 3090", "float16", 71),
+        ("NVIDIA H100 80GB HBM3", "float8", 1978.9),
+        ("NVIDIA B200", "float8", 4500),
+        ("NVIDIA L4", "float8", 242.5),
         ("AMD Instinct MI250X", "bfloat16", 191.5),
         ("AMD Instinct MI300X", "float64", 163.4),
         ("AMD Instinct MI325X", "bfloat16", 1307.4),
@@ -56,8 +59,16 @@ def test_known_devices(name: str, dtype: str, teraflops: float) -> None:
         ("AMD Instinct MI250X / MI250", "bfloat16"),
         ("Tesla V100-SXM2-16GB", "bfloat16"),  # emulated there
         ("NVIDIA L4", "float64"),
-        ("NVIDIA H100 PCIe", "float8"),
+        ("NVIDIA A100 80GB PCIe", "float8"),
     ],
 )
 def test_unknown_devices_and_formats_have_no_peak(name: str, dtype: str) -> None:
     assert peak_flops(name, dtype) is None
+
+
+def test_a_peak_of_several_formats_is_that_of_the_time_they_take() -> None:
+    """Half of 2 PFLOP in 8 bits, half in 16, each at its peak."""
+    half = mixed_peak_flops("NVIDIA B200", "bfloat16", 0.5)
+    assert half == pytest.approx(2e15 / (1e15 / 4500e12 + 1e15 / 2250e12))
+    assert mixed_peak_flops("NVIDIA B200", "bfloat16", 0.0) == 2250e12
+    assert mixed_peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16", 0.5) is None
