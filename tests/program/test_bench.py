@@ -18,7 +18,7 @@ from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.warm_python import warm_python
-from tools.benchmarks import activations, bubble, loss, memory, overlap
+from tools.benchmarks import activations, bubble, loss, memory, overlap, tensor_ranks
 from tools.benchmarks.bubble import Result, misses
 from tools.benchmarks.shapes import SHAPES, Shape
 from tools.memory.measure import Measured
@@ -86,6 +86,17 @@ def test_activations_move_beside_computation_or_make_it_wait() -> None:
     assert not activations.misses([activations.Result("1f1b", [1.0, 2.0, 1.0], [1.04, 2.0, 9.0], [3.0] * 3)])
     (told,) = activations.misses([activations.Result("1f1b", [1.0], [1.06], [3.0])])
     assert told.startswith("1f1b: a step takes 1.06 x the one without copies; at most 1.05")
+
+
+def test_tensor_ranks_send_as_much_one_after_the_other_and_in_pieces() -> None:
+    """In a pass two gathers and a reduce-scatter forward and backward, and a gather again; and what is told of too long passes."""
+    result = tensor_ranks.measure(tensor_ranks.Settings(3, product_s=0.0005, repeats=1))
+    assert len(result.computation) == len(result.turns) == len(result.pieces) == 1
+    rows, hidden, float32 = 32, 64, 4
+    assert result.sent == pytest.approx(5 * (3 - 1) * rows * hidden * float32)
+    assert not tensor_ranks.misses(tensor_ranks.Result([1.0, 2.0], [9.0, 9.0], [1.09, 2.18], 0.0))
+    (told,) = tensor_ranks.misses(tensor_ranks.Result([1.0, 2.0], [9.0, 9.0], [1.2, 2.4], 0.0))
+    assert told.startswith("a pass in pieces takes 1.20 x computation")
 
 
 def test_overlap_gives_a_line_for_each_strategy() -> None:
