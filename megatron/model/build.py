@@ -21,6 +21,7 @@ from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.p2p import Boundary, TensorSpec
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
 from megatron.spec.operations import loop
+from megatron.spec.schedules import SCHEDULES
 from megatron.spec.weights import model_weights
 
 
@@ -101,7 +102,7 @@ def model_of(
         materialized=False,
         loss=LossForm.of(config.memory, config.training),
         precision=config.precision,
-        compiler=BlockCompiler.of(config.speed),
+        compiler=BlockCompiler.of(config.speed, defers=SCHEDULES[config.parallel.schedule].splits_backward),
     )
 
 

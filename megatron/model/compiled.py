@@ -47,20 +47,23 @@ class BlockCompiler:
 
     backend: CompileBackend = "inductor"
     mode: str = "default"
+    defers: bool = False
+    """Whether the schedule puts weight gradients off."""
 
     @classmethod
-    def of(cls, speed: SpeedConfig) -> BlockCompiler | None:
+    def of(cls, speed: SpeedConfig, *, defers: bool) -> BlockCompiler | None:
         """As the settings say; None to compile nothing."""
-        return cls(speed.compile_backend, speed.compile_mode) if speed.compile else None
+        return cls(speed.compile_backend, speed.compile_mode, defers) if speed.compile else None
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of a layer, compiled at its first call."""
         options: dict[str, Any] = {}
         if self.backend == "inductor":
             options = dict(torch._inductor.list_mode_options(self.mode))
-            # What a weight gradient waits with, where the schedule puts it off, must not become the memory of something else: the
-            # compiler sees its last use in the operation that puts it off.
-            options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
+            if self.defers:
+                # What a weight gradient waits with must not become the memory of something else: the compiler sees its last use in
+                # the operation that puts it off.
+                options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
         return torch.compile(function, backend=self.backend, options=options or None, fullgraph=True, dynamic=False)
 
     def compile(self, blocks: Sequence[Block]) -> None:

@@ -197,6 +197,7 @@ class Planner:
                 _NOT_COUNTED[self._device_type],
                 f"attention is taken to be computed by {' and '.join(attention)}",
                 *([f"tensor ranks are taken to communicate beside products by {self._overlap}"] * overlaps(config.parallel)),
+                *(["layers are planned as without --compile: compiled, they keep as much or less"] * config.speed.compile),
                 *_NOTES,
             ),
             advice=tuple(advice.advice(config, self._dry_run.world_size, self._dry_run.gpus_per_node, self._vocab_size)),

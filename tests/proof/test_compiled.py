@@ -1,0 +1,191 @@
+"""Compiled layers against the same layers as they are: bits, masks, what is kept for backward, and how often is compiled.
+
+Whole runs at every layout are in test_layouts_memory.py, with its axis `compiled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from megatron.config.model import ModelConfig
+from megatron.model.build import Model, build_model
+from megatron.model.compiled import BlockCompiler, CompiledBlock
+from megatron.model.document_attention import Documents
+from megatron.model.gpt import ModelInputs
+from megatron.model.rope import rotary_table
+from megatron.parallel.accumulate import deferring
+from megatron.parallel.random import DropoutKey
+from megatron.parallel.vectors import VectorUser
+from megatron.spec.layers import layers
+from megatron.tensor_parallel import linear
+from tests.support.lone_rank import lone_rank
+
+SEQ, BATCH, VOCAB, HIDDEN = 32, 2, 32, 32
+GPT = ModelConfig(
+    num_layers=2,
+    hidden_size=HIDDEN,
+    num_attention_heads=4,
+    seq_length=SEQ,
+    max_position_embeddings=SEQ,
+    make_vocab_size_divisible_by=1,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
+LLAMA = replace(
+    GPT,
+    swiglu=True,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    group_query_attention=True,
+    num_query_groups=2,
+    disable_bias_linear=True,
+)
+TRACED = BlockCompiler("aot_eager")
+KEY = DropoutKey(seed=1, step=8, first_sample=12)
+
+
+def model_of(config: ModelConfig, dtype: torch.dtype, compiler: BlockCompiler | None) -> Model:
+    context = lone_rank()
+    return build_model(config, context, dtype=dtype, vocab_size=VOCAB, sequence_parallel=False, seed=3, compiler=compiler)
+
+
+def trained(
+    config: ModelConfig, dtype: torch.dtype, compiler: BlockCompiler | None, *, key: DropoutKey | None = None, defer: bool = False
+) -> list[torch.Tensor]:
+    """The losses of two microbatches in two steps, and every gradient."""
+    model, losses = model_of(config, dtype, compiler), []
+    tokens = torch.randint(VOCAB, (SEQ, BATCH), generator=torch.Generator().manual_seed(1))
+    positions, mask = torch.arange(SEQ).unsqueeze(1).expand(-1, BATCH), torch.ones(SEQ, BATCH, dtype=dtype)
+    for step in range(2):
+        mine = None if key is None else replace(key, step=step)
+        loss = model.chunks[0](ModelInputs(positions, tokens, tokens, mask, mine))
+        losses.append(loss.detach())
+        if defer:
+            with deferring() as put_off:
+                loss.backward()
+            assert len(put_off) == 4 * config.num_layers
+            put_off.run()
+        else:
+            loss.backward()
+    return [*losses, *(entry.param.grad for entry in model.params if entry.param.grad is not None)]
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    assert len(expected) > 2
+    return len(found) == len(expected) and all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+CASES: dict[str, tuple[ModelConfig, torch.dtype, dict[str, Any]]] = {
+    "gpt": (replace(GPT, hidden_dropout=0.1), torch.float32, {"key": KEY}),
+    "gpt, dropout of attention": (replace(GPT, hidden_dropout=0.1, attention_dropout=0.1), torch.float64, {"key": KEY}),
+    "llama": (replace(LLAMA, qk_layernorm=True), torch.bfloat16, {}),
+    "llama, late weight gradients": (LLAMA, torch.bfloat16, {"defer": True}),
+    "squared relu, half of the channels turned": (
+        replace(GPT, squared_relu=True, position_embedding_type="rope", rotary_percent=0.5),
+        torch.bfloat16,
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tracing_changes_no_bit_and_all_layers_share_it(name: str) -> None:
+    """Dropout included, whose seeds differ in every step: nothing of a step is a part of the graph."""
+    config, dtype, settings = CASES[name]
+    torch.compiler.reset()
+    counters.clear()
+    assert same(trained(config, dtype, TRACED, **settings), trained(config, dtype, None, **settings))
+    graphs = 2 if config.attention_dropout else 1
+    assert counters["stats"]["unique_graphs"] == graphs, "one compilation for all layers and steps"
+
+
+def _a_seed_in_the_graph(patch: pytest.MonkeyPatch) -> None:
+    """Masks of the first step in every step."""
+    call, seen = CompiledBlock.__call__, dict[int, Any]()
+
+    def baked(self: CompiledBlock, x: Any, rotary: Any, key: Any, documents: Any, seeds: Any) -> torch.Tensor:
+        return call(self, x, rotary, key, documents, seen.setdefault(id(self), seeds))
+
+    patch.setattr(CompiledBlock, "__call__", baked)
+
+
+def _a_handle_of_another_layer(patch: pytest.MonkeyPatch) -> None:
+    """Backward gives a layer's gradients to the one before."""
+    find, before = linear._holder, dict[torch.Size, Any]()
+
+    def wrong(handle: torch.Tensor) -> Any:
+        found = find(handle)
+        return before.setdefault(found.weight.shape, found)
+
+    patch.setattr(linear, "_holder", wrong)
+
+
+def _vectors_without_a_way_back(patch: pytest.MonkeyPatch) -> None:
+    """Their gradients are dropped."""
+    entering = VectorUser.entering
+
+    def cut(self: VectorUser) -> Any:
+        found = entering(self)
+        return found if torch.compiler.is_compiling() else tuple(v if v is None else v.detach() for v in found)
+
+    patch.setattr(VectorUser, "entering", cut)
+
+
+@pytest.mark.parametrize("plant", [_a_seed_in_the_graph, _a_handle_of_another_layer, _vectors_without_a_way_back])
+def test_a_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(GPT, hidden_dropout=0.1)
+    expected = trained(config, torch.float64, None, key=KEY)
+    plant(monkeypatch)
+    assert not same(trained(config, torch.float64, TRACED, key=KEY), expected)
+
+
+def kept_bytes(config: ModelConfig, dtype: torch.dtype, compiler: BlockCompiler | None, documents: Documents | None) -> int:
+    """Bytes that one layer keeps for backward beside its input, parameters and what layers share."""
+    model = model_of(config, dtype, compiler)
+    block = model.chunks[0].blocks[1]
+    x = torch.randn(SEQ, BATCH, HIDDEN, dtype=dtype).requires_grad_() * 1.0
+    spec, positions = layers(config)[1].attention.rotary, torch.arange(SEQ).unsqueeze(1).expand(-1, BATCH)
+    rotary = None if spec is None else rotary_table(positions, spec, dtype)
+    lives_anyway = [x, *([] if rotary is None else [rotary]), *(entry.param for entry in model.params)]
+    shared = {tensor.untyped_storage()._cdata for tensor in lives_anyway}
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            found[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = block(x, rotary, None, documents)
+    assert y.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for storage, tensor in found.items() if storage not in shared)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_layer_keeps_no_more(dtype: torch.dtype) -> None:
+    """So a plan, which looks at layers as they are, is an upper bound."""
+    bounds = np.array([0, 5, SEQ, SEQ + 20, SEQ * BATCH], dtype=np.int32)
+    packed = Documents(bounds, torch.from_numpy(bounds), BATCH)
+    for config in (GPT, LLAMA):
+        for documents in (None, packed):
+            compiled, plain = (kept_bytes(config, dtype, compiler, documents) for compiler in (TRACED, None))
+            assert 0 < compiled <= plain, f"{config.normalization}, {'documents' if documents else 'samples'}"
+
+
+def test_generated_kernels_are_within_rounding() -> None:
+    """In float32, with weight gradients that wait while later kernels run: nothing that they need is overwritten."""
+    compiler = BlockCompiler("inductor", defers=True)
+    config = replace(LLAMA, hidden_dropout=0.1)
+    for found, wanted in zip(
+        trained(config, torch.float32, compiler, key=KEY, defer=True),
+        trained(config, torch.float32, None, key=KEY, defer=True),
+        strict=True,
+    ):
+        assert (found - wanted).norm() <= 2e-6 * wanted.norm()
