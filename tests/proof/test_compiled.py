@@ -15,6 +15,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.model.build import Model, build_model
 from megatron.model.compiled import BlockCompiler, CompiledBlock
 from megatron.model.document_attention import Documents
@@ -51,16 +52,22 @@ TRACED = BlockCompiler("aot_eager")
 KEY = DropoutKey(seed=1, step=8, first_sample=12)
 
 
-def model_of(config: ModelConfig, dtype: torch.dtype, compiler: BlockCompiler | None) -> Model:
-    context = lone_rank()
-    return build_model(config, context, dtype=dtype, vocab_size=VOCAB, sequence_parallel=False, seed=3, compiler=compiler)
+def model_of(config: ModelConfig, dtype: torch.dtype, compiler: BlockCompiler | None, **precision: Any) -> Model:
+    settings: dict[str, Any] = {"compiler": compiler, "precision": PrecisionConfig(**precision)}
+    return build_model(config, lone_rank(), dtype=dtype, vocab_size=VOCAB, sequence_parallel=False, seed=3, **settings)
 
 
 def trained(
-    config: ModelConfig, dtype: torch.dtype, compiler: BlockCompiler | None, *, key: DropoutKey | None = None, defer: bool = False
+    config: ModelConfig,
+    dtype: torch.dtype,
+    compiler: BlockCompiler | None,
+    *,
+    key: DropoutKey | None = None,
+    defer: bool = False,
+    **precision: Any,
 ) -> list[torch.Tensor]:
     """The losses of two microbatches in two steps, and every gradient."""
-    model, losses = model_of(config, dtype, compiler), []
+    model, losses = model_of(config, dtype, compiler, **precision), []
     tokens = torch.randint(VOCAB, (SEQ, BATCH), generator=torch.Generator().manual_seed(1))
     positions, mask = torch.arange(SEQ).unsqueeze(1).expand(-1, BATCH), torch.ones(SEQ, BATCH, dtype=dtype)
     for step in range(2):
@@ -87,6 +94,11 @@ CASES: dict[str, tuple[ModelConfig, torch.dtype, dict[str, Any]]] = {
     "gpt, dropout of attention": (replace(GPT, hidden_dropout=0.1, attention_dropout=0.1), torch.float64, {"key": KEY}),
     "llama": (replace(LLAMA, qk_layernorm=True), torch.bfloat16, {}),
     "llama, late weight gradients": (LLAMA, torch.bfloat16, {"defer": True}),
+    "llama, 8 bits but for the ends": (
+        replace(LLAMA, num_layers=3),
+        torch.bfloat16,
+        {"fp8_format": "hybrid", "first_last_layers_bf16": True},
+    ),
     "squared relu, half of the channels turned": (
         replace(GPT, squared_relu=True, position_embedding_type="rope", rotary_percent=0.5),
         torch.bfloat16,
