@@ -2,9 +2,10 @@
 
 A parameter that takes part in training carries a `GradSink`. Layers hand their gradients to `accumulate` (a ready gradient),
 `accumulate_product` (a weight gradient that is still a matrix product), `accumulate_products` (a sum of products that are made one
-by one) or `accumulate_rows` (that of a table of which a few rows were looked up); `through(param)` does the same for parameters
-that are used in ordinary torch operations. Autograd itself never sees a parameter's gradient, so nothing is allocated twice. And a
-schedule decides when a weight gradient is computed: inside `deferring()` products are deferred.
+by one), `accumulate_sum` (a sum of rows, as a bias has) or `accumulate_rows` (that of a table of which a few rows were looked up);
+`through(param)` does the same for parameters that are used in ordinary torch operations. Autograd itself never sees a parameter's
+gradient, so nothing is allocated twice. And a schedule decides when a weight gradient is computed: inside `deferring()` products
+are deferred.
 
 A parameter without a sink (a layer used on its own) gets its gradient in `.grad`, as usual in torch.
 """
@@ -110,6 +111,16 @@ class GradSink:
             self.written = True
         self._wrote()
 
+    def add_sum(self, rows: torch.Tensor) -> None:
+        """Add the sum of rows [n, out] to a gradient of `out` elements, in the sink's dtype: a 16-bit sum over all tokens would
+        lose digits, or overflow. The first is summed up where it belongs."""
+        main_grad = self._open().view(-1)
+        if self.written:
+            main_grad.add_(rows.sum(0, dtype=main_grad.dtype))
+        else:
+            torch.sum(rows, 0, dtype=main_grad.dtype, out=main_grad)
+        self._wrote()
+
     def add_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Add rows [n, h], in the sink's dtype, to those that `ids` [n] name; the others get nothing."""
         main_grad = self._open()
@@ -165,6 +176,11 @@ def accumulate_products(
         product: makes each of them.
     """
     _collect(param, lambda sink: sink.add_products(pieces, product))
+
+
+def accumulate_sum(param: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add a gradient that is the sum of rows [n, out], such as a bias's. The parameter has `out` elements."""
+    _collect(param, lambda sink: sink.add_sum(rows))
 
 
 def accumulate_rows(param: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:

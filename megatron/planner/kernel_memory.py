@@ -90,6 +90,7 @@ def _gathered(*args: Any, return_A: bool = True) -> int:
 _OWN_MEMORY: dict[str, Callable[..., int]] = {
     "aten::sum": _widened,
     "aten::sum.dim_IntList": _widened,
+    "aten::sum.IntList_out": _widened,
     "aten::_index_put_impl_": _sorted_ids,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "torch_attn::_varlen_attn_backward": _varied_flash_backward,

@@ -50,10 +50,9 @@ from torch import nn
 from megatron.memory.recompute import about_to_save
 from megatron.parallel.accumulate import (
     Make,
-    accumulate,
     accumulate_product,
     accumulate_products,
-    grad_dtype,
+    accumulate_sum,
     is_deferring,
 )
 from megatron.parallel.collectives import (
@@ -163,8 +162,7 @@ def _backward(
         else:
             pending = Pending(grad_input)
     if bias is not None:
-        # In the precision of its destination: a 16-bit sum over all tokens would lose digits, or overflow.
-        accumulate(bias, grad_output.flatten(0, -2).sum(0, dtype=grad_dtype(bias)).view_as(bias))
+        accumulate_sum(bias, grad_output.flatten(0, -2))
     if not deferring:
         x = make(kept) if whole_x is None else whole_x.wait()
         accumulate_products(weight, [(grad_output.flatten(0, -2), x.flatten(0, -2))], form.products.weight_gradient)

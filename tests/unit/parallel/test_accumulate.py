@@ -16,6 +16,7 @@ from megatron.parallel.accumulate import (
     accumulate_product,
     accumulate_products,
     accumulate_rows,
+    accumulate_sum,
     deferring,
     now_or_deferred,
     sink_of,
@@ -87,6 +88,21 @@ def test_pieces_of_a_product_are_one_write(with_a_sink: bool) -> None:
     found = summed(sink) if sink is not None else param.grad
     torch.testing.assert_close(found, 2 * grad_output.t() @ x, rtol=1e-14, atol=1e-14)
     assert len(writes) == 2 * with_a_sink
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_sum_of_rows_is_made_in_the_dtype_of_its_place(dtype: torch.dtype) -> None:
+    """The first where it belongs, without a tensor in between; 4,096 ones would be 256 in bfloat16."""
+    wide = torch.promote_types(dtype, torch.float32)
+    with StorageLedger() as ledger:
+        param, rows = nn.Parameter(torch.zeros(2, 3, dtype=dtype)), torch.ones(4096, 6, dtype=dtype)
+        param.grad_sink = sink = sink_over(torch.full((2, 3), torch.nan, dtype=wide))  # type: ignore[attr-defined]
+        ledger.cut()
+        accumulate_sum(param, rows)
+        assert ledger.cut().peak == (0 if dtype == wide else 2 * rows.nbytes), "the CPU widens what it sums up"
+    for times in (1, 2):
+        assert torch.equal(summed(sink), torch.full((2, 3), 4096.0 * times, dtype=wide))
+        accumulate_sum(param, rows)
 
 
 def test_the_first_rows_of_a_step_make_the_others_zero() -> None:
