@@ -79,6 +79,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
         help="turns of the two that are compared (7; checkpoint 15)",
     )
     add("--steps", ("single",), type=count, default=1, help="steps in each half of a pair (1)")
+    add("--compile", ("single",), action="store_true", help="compiled layers take part too (a minute to compile, the first time)")
     add("--stages", ("bubble",), type=count, default=8, help="processes (8)")
     add("--microbatches", ("bubble",), type=count, default=16, help="microbatches of a step (16)")
     add("--schedules", ("bubble",), nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="which ones (all)")
@@ -286,7 +287,7 @@ def run(part: str, args: argparse.Namespace) -> bool:
 
         from tools.benchmarks import single
 
-        single.run(SHAPES[args.shape], torch.device(args.device), args.dtypes, pairs, args.steps)
+        single.run(SHAPES[args.shape], torch.device(args.device), args.dtypes, pairs, args.steps, compiled=args.compile)
     else:
         from tools.benchmarks import parallel
 

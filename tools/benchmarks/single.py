@@ -1,6 +1,6 @@
 """One process of this framework against the plain loop, speed and peak memory, as ratios within one run.
 
-Both train on the same tokens from memory. Runs alternate and medians are compared, because machines are noisy.
+All train on the same tokens from memory. Runs alternate and medians are compared, because machines are noisy.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.metrics.device_peaks import peak_flops
 from megatron.model.build import build_model
+from megatron.model.compiled import BlockCompiler
 from megatron.model.gpt import ModelInputs
 from megatron.model.output_layer import LossForm
 from megatron.optimizer.grad_scaler import GradScaler
@@ -33,10 +35,25 @@ from tools.benchmarks.shapes import Shape
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def our_step(shape: Shape, dtype: torch.dtype, device: torch.device, loss: LossForm = LossForm()) -> Step:  # noqa: B008 (frozen)
+def our_step(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    loss: LossForm = LossForm(),  # noqa: B008 (frozen)
+    compiler: BlockCompiler | None = None,
+) -> Step:
     """The step of the plain loop by the framework, in one process."""
     context = make_context(Topology(), 0, device)
-    model = build_model(shape.model, context, dtype=dtype, vocab_size=shape.vocab, sequence_parallel=False, seed=0, loss=loss)
+    model = build_model(
+        shape.model,
+        context,
+        dtype=dtype,
+        vocab_size=shape.vocab,
+        sequence_parallel=False,
+        seed=0,
+        loss=loss,
+        compiler=compiler,
+    )
     train = TrainStep(
         model,
         context,
@@ -57,38 +74,50 @@ def our_step(shape: Shape, dtype: torch.dtype, device: torch.device, loss: LossF
     return step
 
 
-def run(shape: Shape, device: torch.device, dtype_names: Sequence[str], pairs: int, steps: int) -> None:
-    """Print speed and peak memory of both.
+_STEPS: dict[str, Callable[[Shape, torch.dtype, torch.device], Step]] = {
+    "plain": plain_step,
+    "ours": our_step,
+    "compiled": lambda shape, dtype, device: our_step(shape, dtype, device, compiler=BlockCompiler()),
+}
+
+
+def run(shape: Shape, device: torch.device, dtype_names: Sequence[str], pairs: int, steps: int, *, compiled: bool = False) -> None:
+    """Print speed and peak memory of all.
 
     Args:
-        pairs: how many halves of each are timed, in turn.
-        steps: in each half.
+        compiled: the framework with compiled layers takes part too.
+        pairs: how many parts of each are timed, in turn.
+        steps: in each part.
     """
+    names = [*_STEPS] if compiled else ["plain", "ours"]
     flops = flops_per_step(shape.model, shape.vocab, shape.batch)
     print(f"{count_parameters(shape.model, shape.vocab):,} parameters, {shape}, {torch.get_num_threads()} threads, {device}")
     for name in dtype_names:
         dtype = getattr(torch, name)
-        plain, ours = plain_step(shape, dtype, device), our_step(shape, dtype, device)
-        losses = [plain(), ours()]
-        plain(), ours()
-        times: dict[str, list[float]] = {"plain": [], "ours": []}
+        made = {which: _STEPS[which](shape, dtype, device) for which in names}
+        losses = {which: step() for which, step in made.items()}
+        for step in made.values():
+            step()
+        times: dict[str, list[float]] = {which: [] for which in names}
         for i in range(pairs):
-            for which, step in (("plain", plain), ("ours", ours)) if i % 2 else (("ours", ours), ("plain", plain)):
-                times[which].append(_timed(step, steps))
-        ratios = [p / o for p, o in zip(times["plain"], times["ours"], strict=True)]
+            for which in names if i % 2 else reversed(names):
+                times[which].append(_timed(made[which], steps))
         for which, found in times.items():
             middle = statistics.median(found)
             line = (
-                f"{name:9} {which:6} {1000 * middle:9.1f} ms a step (spread {1000 * min(found):.1f} to {1000 * max(found):.1f}), "
+                f"{name:9} {which:8} {1000 * middle:9.1f} ms a step (spread {1000 * min(found):.1f} to {1000 * max(found):.1f}), "
             )
             line += f"{shape.batch * shape.seq / middle:,.0f} tokens/s, {flops / middle / 1e12:.3f} TFLOP/s"
             peak = peak_flops(torch.cuda.get_device_name(device), name) if device.type == "cuda" else None
             print(line + (f", MFU {flops / middle / peak:.1%}" if peak else ""))
-        print(
-            f"{name:9} speed of ours / plain: {statistics.median(ratios):.3f} "
-            f"(median of {pairs} pairs, {min(ratios):.3f} to {max(ratios):.3f}); first losses {losses[0]:.3f} and {losses[1]:.3f}"
-        )
-        del plain, ours, step
+        for one, other in pairwise(names):
+            ratios = [before / after for before, after in zip(times[one], times[other], strict=True)]
+            print(
+                f"{name:9} speed of {other} / {one}: {statistics.median(ratios):.3f} "
+                f"(median of {pairs} pairs, {min(ratios):.3f} to {max(ratios):.3f}); "
+                f"first losses {losses[one]:.3f} and {losses[other]:.3f}"
+            )
+        del made, step
     for name in dtype_names:
         peaks = {which: _peak_memory(which, shape, name, device) for which in ("plain", "ours")}
         print(
@@ -125,7 +154,7 @@ def measure_memory(which: str, shape: Shape, dtype: torch.dtype, device: torch.d
     before = _memory("VmRSS")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    step = (plain_step if which == "plain" else our_step)(shape, dtype, device)
+    step = _STEPS[which](shape, dtype, device)
     for _ in range(3):
         step()
     if device.type == "cuda":
