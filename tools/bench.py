@@ -13,9 +13,9 @@
     python tools/bench.py checkpoint      saves and loads against plain writes and reads, what a save in the background holds up
     python tools/bench.py packing         attention within documents against attention over the whole sample
     python tools/bench.py loss            the step with its loss in chunks against the step with the whole loss
-    python tools/bench.py single          one process, float32 and bfloat16, against a plain PyTorch loop of the same shape
+    python tools/bench.py single          one process, float32 and bfloat16, against a loop written by hand and transformers' GPT-2
     python tools/bench.py parallel        8 processes at TP=2, PP=2, DP=2 against one, with the share of communication
-    python tools/bench.py single --shape 350m --device cuda
+    python tools/bench.py single --shape 350m --device cuda --compile
 
 The exit status is 1 if a bound is missed; single and parallel ask for none.
 """
@@ -79,7 +79,12 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
         help="turns of the two that are compared (7; checkpoint 15)",
     )
     add("--steps", ("single",), type=count, default=1, help="steps in each half of a pair (1)")
-    add("--compile", ("single",), action="store_true", help="compiled layers take part too (a minute to compile, the first time)")
+    add(
+        "--compile",
+        ("single",),
+        action="store_true",
+        help="compiled layers, and the loop by hand compiled, take part too (minutes to compile)",
+    )
     add("--stages", ("bubble",), type=count, default=8, help="processes (8)")
     add("--microbatches", ("bubble",), type=count, default=16, help="microbatches of a step (16)")
     add("--schedules", ("bubble",), nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="which ones (all)")

@@ -34,7 +34,7 @@ from megatron.spec.counts import count_parameters
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
 from tools.benchmarks.overlap_bound import BucketTimes, shortest_step
-from tools.benchmarks.plain import CLIP, LR, WEIGHT_DECAY
+from tools.benchmarks.peers import CLIP, LR, WEIGHT_DECAY
 from tools.benchmarks.shapes import Shape
 from tools.benchmarks.slow_link import SENT, SlowLink
 from tools.benchmarks.unit_times import UnitClock

@@ -1,10 +1,11 @@
-"""One process of this framework against the plain loop, speed and peak memory, as ratios within one run.
+"""One process of this framework against other loops, speed and peak memory, as ratios within one run.
 
 All train on the same tokens from memory. Runs alternate and medians are compared, because machines are noisy.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import subprocess
@@ -12,8 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,10 +30,26 @@ from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.spec.counts import count_parameters, flops_per_step
 from megatron.training.step import TrainStep
-from tools.benchmarks.plain import CLIP, LR, WEIGHT_DECAY, Step, plain_step, random_tokens
+from tools.benchmarks.peers import CLIP, LR, WEIGHT_DECAY, Step, peers, plain_step, random_tokens
 from tools.benchmarks.shapes import Shape
 
 _ROOT = Path(__file__).resolve().parents[2]
+
+
+OURS = "ours"
+
+
+class Comparison(NamedTuple):
+    """What was measured in one dtype."""
+
+    seconds: dict[str, list[float]]
+    """Of a step, for each loop and turn."""
+    losses: dict[str, float]
+    """Of the first step."""
+
+    def ratios(self, peer: str) -> list[float]:
+        """How much faster the framework is than a peer, in each turn."""
+        return [theirs / ours for theirs, ours in zip(self.seconds[peer], self.seconds[OURS], strict=True)]
 
 
 def our_step(
@@ -42,7 +59,7 @@ def our_step(
     loss: LossForm = LossForm(),  # noqa: B008 (frozen)
     compiler: BlockCompiler | None = None,
 ) -> Step:
-    """The step of the plain loop by the framework, in one process."""
+    """The peers' step by the framework, in one process."""
     context = make_context(Topology(), 0, device)
     model = build_model(
         shape.model,
@@ -74,56 +91,63 @@ def our_step(
     return step
 
 
-_STEPS: dict[str, Callable[[Shape, torch.dtype, torch.device], Step]] = {
-    "plain": plain_step,
-    "ours": our_step,
-    "compiled": lambda shape, dtype, device: our_step(shape, dtype, device, compiler=BlockCompiler()),
-}
-
-
-def run(shape: Shape, device: torch.device, dtype_names: Sequence[str], pairs: int, steps: int, *, compiled: bool = False) -> None:
-    """Print speed and peak memory of all.
+def run(
+    shape: Shape, device: torch.device, dtype_names: Sequence[str], pairs: int, steps: int, *, compiled: bool = False
+) -> dict[str, Comparison]:
+    """Print speed and peak memory of all, and return them by dtype.
 
     Args:
-        compiled: the framework with compiled layers takes part too.
-        pairs: how many parts of each are timed, in turn.
-        steps: in each part.
+        pairs: how often each is timed, in turn.
+        steps: in each turn.
+        compiled: the framework and the loop by hand take part compiled too.
     """
-    names = [*_STEPS] if compiled else ["plain", "ours"]
     flops = flops_per_step(shape.model, shape.vocab, shape.batch)
-    print(f"{count_parameters(shape.model, shape.vocab):,} parameters, {shape}, {torch.get_num_threads()} threads, {device}")
-    for name in dtype_names:
-        dtype = getattr(torch, name)
-        made = {which: _STEPS[which](shape, dtype, device) for which in names}
-        losses = {which: step() for which, step in made.items()}
-        for step in made.values():
-            step()
-        times: dict[str, list[float]] = {which: [] for which in names}
-        for i in range(pairs):
-            for which in names if i % 2 else reversed(names):
-                times[which].append(_timed(made[which], steps))
-        for which, found in times.items():
-            middle = statistics.median(found)
-            line = (
-                f"{name:9} {which:8} {1000 * middle:9.1f} ms a step (spread {1000 * min(found):.1f} to {1000 * max(found):.1f}), "
-            )
+    threads = f"{torch.get_num_threads()} threads" if _clock(device) is time.perf_counter else "processor time of 1 thread"
+    how = f"{threads}, {device}, torch {torch.__version__}"
+    print(f"{count_parameters(shape.model, shape.vocab):,} parameters, {shape}, {how}")
+    found = {name: _compare(shape, getattr(torch, name), device, pairs, steps, compiled=compiled) for name in dtype_names}
+    for name, comparison in found.items():
+        for which, seconds in comparison.seconds.items():
+            middle = statistics.median(seconds)
+            line = f"{name:9} {which:14} {1e3 * middle:9.1f} ms a step ({1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}), "
             line += f"{shape.batch * shape.seq / middle:,.0f} tokens/s, {flops / middle / 1e12:.3f} TFLOP/s"
             peak = peak_flops(torch.cuda.get_device_name(device), name) if device.type == "cuda" else None
-            print(line + (f", MFU {flops / middle / peak:.1%}" if peak else ""))
-        for one, other in pairwise(names):
-            ratios = [before / after for before, after in zip(times[one], times[other], strict=True)]
-            print(
-                f"{name:9} speed of {other} / {one}: {statistics.median(ratios):.3f} "
-                f"(median of {pairs} pairs, {min(ratios):.3f} to {max(ratios):.3f}); "
-                f"first losses {losses[one]:.3f} and {losses[other]:.3f}"
-            )
-        del made, step
+            print(line + (f", MFU {flops / middle / peak:.1%}" if peak else "") + f", first loss {comparison.losses[which]:.3f}")
+        for which in comparison.seconds:
+            if which != OURS:
+                ratios = comparison.ratios(which)
+                spread = f"median of {pairs} turns, {min(ratios):.3f} to {max(ratios):.3f}"
+                print(f"{name:9} speed of ours / {which}: {statistics.median(ratios):.3f} ({spread})")
     for name in dtype_names:
-        peaks = {which: _peak_memory(which, shape, name, device) for which in ("plain", "ours")}
-        print(
-            f"{name:9} peak memory: plain {peaks['plain'] / 2**20:.0f} MiB, ours {peaks['ours'] / 2**20:.0f} MiB, "
-            f"ours / plain {peaks['ours'] / peaks['plain']:.3f}"
-        )
+        peaks = {which: _peak_memory(which, shape, name, device, compiled=compiled) for which in found[name].seconds}
+        for which, peak_bytes in peaks.items():
+            share = f", ours / {which} {peaks[OURS] / peak_bytes:.3f}" if which != OURS else ""
+            print(f"{name:9} peak memory: {which} {peak_bytes / 2**20:.0f} MiB{share}")
+    return found
+
+
+def steps_of(dtype: torch.dtype, *, compiled: bool) -> dict[str, Callable[..., Step]]:
+    """Everything that is compared in a dtype."""
+    with_compiler: dict[str, Callable[..., Step]] = {
+        "compiled": functools.partial(our_step, compiler=BlockCompiler()),
+        "plain compiled": functools.partial(plain_step, compiled=True),
+    }
+    return {OURS: our_step, **peers(dtype), **(with_compiler if compiled else {})}
+
+
+def _compare(shape: Shape, dtype: torch.dtype, device: torch.device, pairs: int, steps: int, *, compiled: bool) -> Comparison:
+    """Time all in turns; each turn begins with another one."""
+    made = {which: make(shape, dtype, device) for which, make in steps_of(dtype, compiled=compiled).items()}
+    losses = {which: step() for which, step in made.items()}
+    for step in made.values():
+        step()
+    seconds: dict[str, list[float]] = {which: [] for which in made}
+    order = list(made)
+    for turn in range(pairs):
+        first = turn % len(order)
+        for which in order[first:] + order[:first]:
+            seconds[which].append(_timed(made[which], steps, _clock(device)))
+    return Comparison(seconds, losses)
 
 
 def _synchronize() -> None:
@@ -132,29 +156,43 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _timed(step: Step, steps: int) -> float:
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds. On one thread of a CPU they are those of the processor, to which other programs on the machine add little."""
+    return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _timed(step: Step, steps: int, clock: Callable[[], float]) -> float:
     """Seconds a step."""
     _synchronize()
-    began = time.perf_counter()
+    began = clock()
     for _ in range(steps):
         step()
     _synchronize()
-    return (time.perf_counter() - began) / steps
+    return (clock() - began) / steps
 
 
-def _peak_memory(which: str, shape: Shape, dtype_name: str, device: torch.device) -> int:
+def _peak_memory(which: str, shape: Shape, dtype_name: str, device: torch.device, *, compiled: bool) -> int:
     """Peak bytes of a few steps in a fresh process, above what the process held before the model was made."""
-    command = [sys.executable, "-m", "tools.benchmarks.single", which, json.dumps(asdict(shape)), dtype_name, str(device)]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.benchmarks.single",
+        which,
+        json.dumps(asdict(shape)),
+        dtype_name,
+        str(device),
+        str(int(compiled)),
+    ]
     return int(subprocess.run(command, check=True, cwd=_ROOT, capture_output=True, text=True).stdout.split()[-1])
 
 
-def measure_memory(which: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+def measure_memory(which: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool) -> None:
     """The process that `_peak_memory` starts."""
     torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
     before = _memory("VmRSS")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    step = _STEPS[which](shape, dtype, device)
+    step = steps_of(dtype, compiled=compiled)[which](shape, dtype, device)
     for _ in range(3):
         step()
     if device.type == "cuda":
@@ -170,5 +208,5 @@ def _memory(field: str) -> int:
 
 
 if __name__ == "__main__":
-    which, shape, dtype_name, device = sys.argv[1:]
-    measure_memory(which, Shape(**json.loads(shape)), getattr(torch, dtype_name), torch.device(device))
+    which, shape, dtype_name, device, compiled = sys.argv[1:]
+    measure_memory(which, Shape(**json.loads(shape)), getattr(torch, dtype_name), torch.device(device), compiled=compiled == "1")

@@ -114,6 +114,13 @@ def test_small_settings_are_valid_and_small(case: str, max_ranks: int) -> None:
         assert each.kept and each.changed
 
 
+def test_a_kernel_of_a_gpu_stays_though_small_heads_are_not_for_it() -> None:
+    flags = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --attention-dropout 0 --bf16 --attention-backend "
+    for backend in ("cudnn", "efficient", "flash"):
+        (each,) = shrink(config_of(1, flags + backend), 1, 50257)
+        assert each.config.speed.attention_backend == backend and each.config.model.head_size % 8
+
+
 def test_settings_that_choose_stay() -> None:
     """All that are no numbers of a size, and are not asked to go with an axis that has one rank."""
     (first, *_) = shrunk(*CASES["interleaved"])

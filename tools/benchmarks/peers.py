@@ -1,0 +1,169 @@
+"""Loops that train the same model without this framework: as one writes them by hand, and transformers' GPT-2.
+
+All have the same sizes, the same tokens, no dropout, tied word embeddings, torch's fused AdamW and clipping of the whole
+gradient. The vocabularies of the shapes are multiples of 128, so nobody pads. In 16 bits they autocast over float32 parameters, as
+is usual; the framework has 16-bit parameters with float32 main ones, whose update is the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tools.benchmarks.shapes import Shape
+
+Step = Callable[[], float]
+"""One training step; returns the loss."""
+
+LR, WEIGHT_DECAY, CLIP = 3e-4, 0.01, 1.0
+
+
+class _Attention(nn.Module):
+    """Causal self-attention; [b, s, h] to [b, s, h]."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.qkv, self.out = nn.Linear(shape.hidden, 3 * shape.hidden), nn.Linear(shape.hidden, shape.hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, h = x.shape
+        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x).split(h, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).contiguous().view(b, s, h))
+
+
+class _Block(nn.Module):
+    """A layer; [b, s, h] to [b, s, h]."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        h = shape.hidden
+        self.norm1, self.attention, self.norm2 = nn.LayerNorm(h), _Attention(shape), nn.LayerNorm(h)
+        self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    """A GPT-2 as one writes it by hand; tokens and labels [b, s] to the mean loss."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.word, self.position = nn.Embedding(shape.vocab, shape.hidden), nn.Embedding(shape.seq, shape.hidden)
+        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.head.weight = self.word.weight
+        for name, p in self.named_parameters():
+            if p.dim() > 1:
+                joins = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(p, std=0.02 / (math.sqrt(2 * shape.layers) if joins else 1))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.word(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
+
+
+class _TransformersGPT2(nn.Module):
+    """transformers' GPT-2 with torch's attention; tokens and labels [b, s] to the mean loss."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            vocab_size=shape.vocab,
+            n_positions=shape.seq,
+            n_embd=shape.hidden,
+            n_layer=shape.layers,
+            n_head=shape.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            attn_implementation="sdpa",
+        )
+        self.model = GPT2LMHeadModel(config)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        # The loss by hand: given labels, transformers shifts and pads them first.
+        logits = self.model(input_ids=tokens).logits
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
+
+
+def _loop(
+    model: nn.Module, shape: Shape, dtype: torch.dtype, device: torch.device, *, pure: bool = False, compiled: bool = False
+) -> Step:
+    """A step with fused AdamW and clipping; where `dtype` is not float32, autocast over float32 parameters.
+
+    Args:
+        pure: parameters, gradients and moments in `dtype` instead, without main parameters: less work, and not the same training.
+        compiled: the model goes through torch.compile, which its first step waits for.
+    """
+    model = model.to(device, dtype) if pure else model.to(device)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
+    tokens, labels = random_tokens(shape, device)
+    run = torch.compile(model) if compiled else model
+    # Gradients of float16 would need a scale of the loss; the peers are timed only.
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32 and not pure)
+
+    def step() -> float:
+        with autocast:
+            loss = run(tokens, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.item())
+
+    return step
+
+
+def plain_step(shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool = False) -> Step:
+    """The step of the model written by hand."""
+    torch.manual_seed(0)
+    return _loop(PlainGPT(shape), shape, dtype, device, compiled=compiled)
+
+
+def pure_step(shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool = False) -> Step:
+    """The same without main parameters: everything in `dtype`."""
+    torch.manual_seed(0)
+    return _loop(PlainGPT(shape), shape, dtype, device, pure=True, compiled=compiled)
+
+
+def transformers_step(shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool = False) -> Step:
+    """The step of transformers' GPT-2."""
+    torch.manual_seed(0)
+    return _loop(_TransformersGPT2(shape), shape, dtype, device, compiled=compiled)
+
+
+def peers(dtype: torch.dtype) -> dict[str, Callable[..., Step]]:
+    """The loops to compare with in a dtype: those whose packages are installed."""
+    found: dict[str, Callable[..., Step]] = {"plain": plain_step}
+    if importlib.util.find_spec("transformers") is not None:
+        found["transformers"] = transformers_step
+    if dtype != torch.float32:
+        found["pure"] = pure_step
+    return found
+
+
+def random_tokens(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, [b, s] each, always the same."""
+    window = torch.randint(shape.vocab, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
+    return window[:, :-1].to(device), window[:, 1:].to(device)
