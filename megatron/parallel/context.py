@@ -211,8 +211,14 @@ def connect(config: ParallelConfig) -> ParallelContext:
     )
 
 
-def connect_fake(topology: Topology, rank: int, fsdp_shard_size: int | None = None) -> ParallelContext:
-    """Take the place of any rank of any world on the meta device: its groups are real objects, collectives return at once.
+def connect_fake(
+    topology: Topology,
+    rank: int,
+    fsdp_shard_size: int | None = None,
+    device: torch.device = torch.device("meta"),  # noqa: B008 (a constant)
+) -> ParallelContext:
+    """Take the place of any rank of any world, on the meta device or on a real one: its groups are real objects, collectives return
+    at once, and what would be received is whatever the memory holds.
 
     No other rank's groups are made, so that a world of a million takes half a second.
     """
@@ -220,7 +226,7 @@ def connect_fake(topology: Topology, rank: int, fsdp_shard_size: int | None = No
 
     if topology.world_size > 1:
         dist.init_process_group("fake", rank=rank, world_size=topology.world_size, store=FakeStore())
-    return make_context(topology, rank, torch.device("meta"), fsdp_shard_size=fsdp_shard_size, alone=True)
+    return make_context(topology, rank, device, fsdp_shard_size=fsdp_shard_size, alone=True)
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

@@ -1,0 +1,129 @@
+"""Checks of single operations, and of when the host waits."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from tools.gpu.place import LLAMA, TINY, Failure, Place, within, words
+from tools.gpu.ranks import Job, alone, batch_of, device_of
+
+_CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama": (1, {}),
+    "dropout": (1, {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    "1f1b": (2, {"pipeline_model_parallel_size": 2}),
+    "sharded, overlap": (2, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "sequence": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "optim_grads_params": (2, {"data_parallel_sharding_strategy": "optim_grads_params"}),
+    "recompute": (1, {"recompute_granularity": "selective"}),
+    "host memory": (1, {"num_layers": 4, "cpu_offload_activations": True}),
+}
+"""Ranks, and what differs from a small Llama in bfloat16."""
+
+
+def _job(name: str) -> Job:
+    ranks, flags = _CASES[name]
+    line = words({**TINY, **LLAMA, "bf16": True, "device": "cuda", **flags})
+    return Job.of(line, ranks).of_microbatches(4)
+
+
+def products(place: Place) -> str:
+    """Against float64, written and then added."""
+    from megatron.parallel.products import weight_product, writes_wide_products
+
+    device, draws = device_of(place), torch.Generator().manual_seed(1)
+    out, size, rows = (4096, 4096, 2048) if place.on_cuda else (64, 48, 96)
+    grad, x = (torch.randn(rows, n, generator=draws).bfloat16().to(device) for n in (out, size))
+    into = torch.empty(out, size, device=device)
+    weight_product(grad, x, into, add=False)  # makes the libraries' workspaces
+    before = torch.cuda.memory_allocated() if place.on_cuda else 0
+    if place.on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    weight_product(grad, x, into, add=False)
+    weight_product(grad, x, into, add=True)
+    beside = torch.cuda.max_memory_allocated() - before if place.on_cuda else 0
+    exact = 2 * (grad.double().t() @ x.double())
+    told = within(float((into - exact).norm() / exact.norm()), 1e-5, "relative distance")
+    if not place.on_cuda:
+        return told
+    if not writes_wide_products(device, x.dtype) or beside >= into.nbytes // 4:
+        raise Failure(
+            f"{told}, but {beside / 1e6:.0f} MB beside a result of {into.nbytes / 1e6:.0f} MB: torch has no out_dtype here"
+        )
+    return f"{told}, {beside / 1e6:.1f} MB beside the result"
+
+
+def one_sync(place: Place) -> str:
+    """As torch counts them (`set_sync_debug_mode`), in the third step."""
+    found = {}
+    for name in ("llama", "dropout", "recompute", "host memory"):
+        job = _job(name)
+        with alone(job, 0, place) as step:
+            step.prepare(4)
+            batch = batch_of(job, place)
+            for iteration in range(1, 4):
+                with warnings.catch_warnings(record=True) as seen:
+                    warnings.simplefilter("always")
+                    torch.cuda.set_sync_debug_mode("warn" if iteration == 3 else "default")
+                    step.run(batch, iteration=iteration, learning_rate=1e-3, weight_decay=0.1)
+            torch.cuda.set_sync_debug_mode("default")
+            found[name] = sum("synchronizing" in str(one.message) for one in seen)
+    told = ", ".join(f"{name} {count}" for name, count in found.items())
+    if any(count != 1 for count in found.values()):
+        raise Failure(f"waits of the host in a step: {told}")
+    return f"waits of the host in a step: {told}"
+
+
+def loop_sync(place: Place) -> str:
+    """Any wait in a second step's gradients is an error of torch, which names the place."""
+    for name in _CASES:
+        job = _job(name)
+        with alone(job, 0, place) as step:
+            step.prepare(4)
+            batch = batch_of(job, place)
+            step.gradients(batch)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                step.gradients(batch)
+            except RuntimeError as error:
+                if "synchroniz" not in str(error):
+                    raise
+                raise Failure(f"{name}: {_place_of(error)}") from error
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    return f"none in {len(_CASES)} cases: {', '.join(_CASES)}"
+
+
+def _place_of(error: BaseException) -> str:
+    """The innermost line of the project that an error came from."""
+    trace, place = error.__traceback__, "?"
+    while trace is not None:
+        if "/megatron/" in (file := trace.tb_frame.f_code.co_filename):
+            place = f"megatron/{file.rpartition('/megatron/')[2]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return f"the host waits in {place}"
+
+
+def varlen(place: Place) -> str:
+    """Outputs and gradients in bfloat16, for grouped queries."""
+    from megatron.model.document_attention import Documents, _varlen, grouped_attention, varlen_attention
+
+    device, draws = device_of(place), torch.Generator().manual_seed(1)
+    length, batch = 512, 2
+    bounds = np.array([0, 100, 333, 512, 513, 900, 1024], dtype=np.int32)
+    documents = Documents(bounds, torch.from_numpy(bounds).to(device), batch)
+    start = [torch.randn(length, batch, n, 64, generator=draws).to(device, torch.bfloat16) for n in (8, 2, 2)]
+    weights = torch.randn(length, batch, 8 * 64, generator=draws).to(device, torch.bfloat16)
+    found = []
+    for attend in (
+        lambda q, k, v: varlen_attention(q, k, v, documents, *_varlen()),
+        lambda q, k, v: grouped_attention(q, k, v, documents, 0.0),
+    ):
+        leaves = [one.clone().requires_grad_() for one in start]
+        out = attend(*leaves)
+        found.append([out.detach().float(), *(grad.float() for grad in torch.autograd.grad((out * weights).sum(), leaves))])
+    far = max(float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
+    return within(far, 2e-2, "relative distance of output and gradients")
