@@ -22,6 +22,8 @@ _CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "host memory": (1, {"num_layers": 4, "cpu_offload_activations": True}),
 }
 """Ranks, and what differs from a small Llama in bfloat16."""
+_WAITS = "called a synchronizing CUDA operation"
+"""torch's words for a wait (c10/cuda/CUDAFunctions.cpp). Where the mode is set, it says once that it does not see them all."""
 
 
 def _job(name: str) -> Job:
@@ -35,10 +37,11 @@ def products(place: Place) -> str:
     from megatron.parallel.products import weight_product, writes_wide_products
 
     device, draws = device_of(place), torch.Generator().manual_seed(1)
-    out, size, rows = (4096, 4096, 2048) if place.on_cuda else (64, 48, 96)
+    out, size, rows = (8192, 8192, 2048) if place.on_cuda else (64, 48, 96)
     grad, x = (torch.randn(rows, n, generator=draws).bfloat16().to(device) for n in (out, size))
     into = torch.empty(out, size, device=device)
-    weight_product(grad, x, into, add=False)  # makes the libraries' workspaces
+    for add in (False, True):
+        weight_product(grad, x, into, add=add)  # makes the libraries' workspaces
     before = torch.cuda.memory_allocated() if place.on_cuda else 0
     if place.on_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -70,7 +73,7 @@ def one_sync(place: Place) -> str:
                     torch.cuda.set_sync_debug_mode("warn" if iteration == 3 else "default")
                     step.run(batch, iteration=iteration, learning_rate=1e-3, weight_decay=0.1)
             torch.cuda.set_sync_debug_mode("default")
-            found[name] = sum("synchronizing" in str(one.message) for one in seen)
+            found[name] = sum(_WAITS in str(one.message) for one in seen)
     told = ", ".join(f"{name} {count}" for name, count in found.items())
     if any(count != 1 for count in found.values()):
         raise Failure(f"waits of the host in a step: {told}")
@@ -89,7 +92,7 @@ def loop_sync(place: Place) -> str:
             try:
                 step.gradients(batch)
             except RuntimeError as error:
-                if "synchroniz" not in str(error):
+                if _WAITS not in str(error):
                     raise
                 raise Failure(f"{name}: {_place_of(error)}") from error
             finally:
