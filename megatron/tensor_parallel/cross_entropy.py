@@ -57,8 +57,8 @@ class Targets:
     def __init__(self, labels: torch.Tensor, columns: Columns, dtype: torch.dtype) -> None:
         local = labels - columns.first
         self._columns, self.dtype = columns, torch.promote_types(dtype, torch.float32)
-        self._here = (local >= 0) & (local < columns.num_valid)
-        self._local = local.masked_fill(~self._here, 0)  # labels of other ranks stand for column 0
+        self._local = local.clamp(0, max(0, columns.num_valid - 1))  # labels of other ranks stand for the nearest column
+        self._elsewhere = self._local != local
         self._at_local = labels.new_empty(labels.shape, dtype=dtype)
         self._largest = labels.new_empty(labels.shape, dtype=self.dtype if labels.device.type == "cpu" else dtype)
         self._probability = torch.empty_like(self._largest, dtype=self.dtype)
@@ -88,7 +88,7 @@ class Targets:
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         """log(sum(exp)) over the rank's columns, and the label's logit or 0, [t] each, when all tokens have been reduced."""
-        target = self._at_local.masked_fill(~self._here, 0.0).to(self.dtype)
+        target = self._at_local.masked_fill(self._elsewhere, 0.0).to(self.dtype)
         return self._largest - self._probability.log(), target
 
     def for_gradient(
@@ -103,7 +103,7 @@ class Targets:
         z_coeff = self._columns.z_coeff
         of_softmax = mask * (1.0 + 2.0 * z_coeff * log_z) if z_coeff else mask
         at_local = of_softmax * torch.exp(self._at_local - log_z)
-        at_local = torch.addcmul(at_local, mask, self._here.to(mask.dtype), value=-1.0)
+        at_local = at_local - mask.masked_fill(self._elsewhere, 0.0)
         return of_softmax if log_sum is log_z else of_softmax * torch.exp(log_sum - log_z), self._local, at_local
 
 
@@ -118,7 +118,7 @@ def write_gradient(
     _lower_padding(logits, columns)
     for block in _blocks(logits):
         part = logits[block]
-        _multiply(_softmax(part.to(factor.dtype) if part.device.type == "cpu" else part, factor.dtype), factor[block], part)
+        _multiply(_softmax(part, factor.dtype), factor[block], part)
     _write_at(logits, local, at_local)
 
 
@@ -143,10 +143,10 @@ def _lower_padding(logits: torch.Tensor, columns: Columns) -> None:
 
 
 def _softmax(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Softmax of each row in this dtype; in place where the logits have it. Else a GPU widens them on the way."""
-    if logits.dtype == dtype:
-        return torch.softmax(logits, -1, out=logits)
-    return torch.ops.aten._softmax(logits, -1, True)
+    """Softmax of each row in this dtype; in place where the logits have it. (CUDA's kernel would widen float16 on the way, but not
+    bfloat16: aten/src/ATen/native/cuda/SoftMax.cu, host_softmax.)"""
+    wide = logits.to(dtype)
+    return torch.softmax(wide, -1, out=wide)
 
 
 def _multiply(rows: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:

@@ -97,9 +97,9 @@ def test_a_cross_entropy(vocab: int) -> None:
 
 
 def test_a_loss_in_chunks() -> None:
-    """Each of four chunks has four products and nine operations beside them."""
+    """Each of four chunks has four products and eleven operations beside them."""
     size = chosen_chunk(SEQ, 128256)
     assert SEQ // size == 4
     launches, fewer = (loss_launches(128256, LossForm(tokens)) for tokens in (size, 2 * size))
     assert sum(number for name, number in launches.items() if "mm" in name) == 4 * 4
-    assert launches.total() < 75 and launches.total() - fewer.total() <= 2 * (4 + 9), launches
+    assert launches.total() < 80 and launches.total() - fewer.total() <= 2 * (4 + 11), launches
