@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.config.precision import Fp8Recipe, PrecisionConfig
+from megatron.config.precision import Fp8, PrecisionConfig
 
 _CUBLAS_WITH_BLOCKS = (12, 9)
 """The first cuBLAS that takes scales in blocks; torch brings that of the CUDA that it was built with."""
@@ -22,7 +22,7 @@ def check_device(precision: PrecisionConfig, device: torch.device) -> None:
     if torch.version.hip is not None:
         raise ValueError(f"--fp8-format is built for NVIDIA's formats of 8 bits; {name} has others. Use --bf16 alone.")
     capability = torch.cuda.get_device_capability(device)
-    lacking = why_not(precision.fp8_recipe, capability, torch.version.cuda or "0.0")
+    lacking = why_not(Fp8(precision.fp8_format, precision.fp8_recipe), capability, torch.version.cuda or "0.0")
     if lacking is not None:
         raise ValueError(
             f"--fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe} {lacking}; "
@@ -30,8 +30,8 @@ def check_device(precision: PrecisionConfig, device: torch.device) -> None:
         )
 
 
-def why_not(recipe: Fp8Recipe, capability: tuple[int, int], cuda: str) -> str | None:
-    """What a recipe needs that is not there, or None (the conditions of aten/src/ATen/native/cuda/ScaledBlas.cpp).
+def why_not(fp8: Fp8, capability: tuple[int, int], cuda: str) -> str | None:
+    """What a format and recipe need that is not there, or None (the conditions of aten/src/ATen/native/cuda/ScaledBlas.cpp).
 
     Args:
         capability: compute capability of the device.
@@ -39,7 +39,9 @@ def why_not(recipe: Fp8Recipe, capability: tuple[int, int], cuda: str) -> str | 
     """
     if capability < (8, 9):
         return "needs compute capability 8.9 or higher (use --bf16 alone)"
-    if recipe == "blockwise":
+    if fp8.recipe == "blockwise":
+        if fp8.format != "e4m3":  # cuda/ScaledBlasUtils.cpp, check_deepseek_recipe
+            return "is not what torch's kernels take: with blocks both factors are e4m3 (use --fp8-format e4m3)"
         if capability[0] != 9:
             return "needs compute capability 9.0 (use --fp8-recipe rowwise or tensorwise)"
         if tuple(map(int, cuda.split(".")[:2])) < _CUBLAS_WITH_BLOCKS:

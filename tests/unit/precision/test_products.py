@@ -95,16 +95,19 @@ def test_kernels_accept_what_they_are_given(recipe: Fp8Recipe, format_: Fp8Forma
 
 
 def test_what_a_gpu_lacks_is_said() -> None:
-    assert "8.9" in str(why_not("tensorwise", (8, 6), "12.8"))
-    assert "9.0" in str(why_not("blockwise", (10, 0), "13.0"))
-    assert "12.9" in str(why_not("blockwise", (9, 0), "12.8"))
+    tensorwise, rowwise, blockwise = (Fp8("hybrid", recipe) for recipe in get_args(Fp8Recipe))
+    assert "8.9" in str(why_not(tensorwise, (8, 6), "12.8"))
+    assert "--fp8-format e4m3" in str(why_not(blockwise, (9, 0), "12.9"))
+    blockwise = Fp8("e4m3", "blockwise")
+    assert "9.0" in str(why_not(blockwise, (10, 0), "13.0"))
+    assert "12.9" in str(why_not(blockwise, (9, 0), "12.8"))
     able = [
-        ("tensorwise", (8, 9), "12.4"),
-        ("rowwise", (8, 9), "12.4"),
-        ("rowwise", (10, 0), "13.0"),
-        ("blockwise", (9, 0), "12.9"),
+        (tensorwise, (8, 9), "12.4"),
+        (rowwise, (8, 9), "12.4"),
+        (rowwise, (10, 0), "13.0"),
+        (blockwise, (9, 0), "12.9"),
     ]
-    assert not any(why_not(*case) for case in able)  # type: ignore[arg-type]
+    assert not any(why_not(*case) for case in able)
 
 
 def test_a_gpu_that_cannot_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
