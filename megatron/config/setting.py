@@ -116,7 +116,7 @@ def acts_with(words: str = "", *, every: bool = False, fix: Mapping[str, Any] | 
     """
     if not words:
         *some, last = [_with_value(name, wanted) for name, wanted in others.items()]
-        words = f"with {', '.join(some)} or {last}" if some else f"with {last}"
+        words = f"with {', '.join(some)} {'and' if every else 'or'} {last}" if some else f"with {last}"
     if fix is None:
         name, wanted = next(iter(others.items()))
         value = wanted[0] if isinstance(wanted, tuple) else wanted

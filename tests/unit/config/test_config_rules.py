@@ -635,7 +635,13 @@ CASES: list[Case] = [
     ),
     ("--compile-backend aot_eager", 1, {"--compile-backend"}, ["only with --compile"], ["--compile"]),
     ("--compile-cache-dir kernels", 1, {"--compile-cache-dir"}, ["only with --compile"], ["--compile"]),
-    ("--compile-mode max-autotune-no-cudagraphs", 1, {"--compile-mode"}, ["only with --compile"], ["--compile"]),
+    (
+        "--compile-mode max-autotune-no-cudagraphs",
+        1,
+        {"--compile-mode"},
+        ["only with --compile and --compile-backend inductor"],
+        ["--compile"],
+    ),
     (
         "--compile --compile-mode reduce-overhead",
         1,
