@@ -13,7 +13,7 @@
 #   Flags behind the name are added, or count instead of those here. More variables: examples/launch.sh.
 #
 # By the dry run (DRY_RUN=1):
-#   memory per GPU       46.2 GB
+#   memory per GPU       45.4 GB
 #   tokens per step      4,194,304
 #   pipeline idle        1.1 %
 set -euo pipefail

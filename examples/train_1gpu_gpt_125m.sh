@@ -8,7 +8,7 @@
 #   More variables: examples/launch.sh.
 #
 # By the dry run (DRY_RUN=1):
-#   memory per GPU       13.1 GB
+#   memory per GPU       13.5 GB
 #   tokens per step      524,288
 #   pipeline idle        0.0 %
 set -euo pipefail

@@ -8,7 +8,7 @@
 #   More variables: examples/launch.sh.
 #
 # By the dry run (DRY_RUN=1):
-#   memory per GPU       51.7 GB
+#   memory per GPU       49.8 GB
 #   tokens per step      4,194,304
 #   pipeline idle        0.0 %
 set -euo pipefail

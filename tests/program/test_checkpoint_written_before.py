@@ -12,12 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron.checkpoint.global_tensor import bytes_of
 from megatron.checkpoint.source import StoredCheckpoint
 from megatron.checkpoint.storage import open_storage
-from tests.support.checkpoint_worlds import read_manifest
 from tests.support.equality import number_differences
 from tests.support.runs import arguments, checkpoint, losses, read_metrics, run
 from tools.checkpoints.verified import verify
@@ -64,14 +61,10 @@ def test_every_tensor_is_read_bit_for_bit() -> None:
 
 
 def test_training_goes_on_as_it_did(tmp_path: Path) -> None:
-    """Bit for bit where torch and the kind of CPU are those of the time; elsewhere matrix libraries round otherwise.
-
-    Not in float32: an embedding's gradient was summed over each microbatch before it was added. Now it is added row by row.
-    """
-    same_machine = (torch.__version__, torch.backends.cpu.get_cpu_capability()) == (EXPECTED["torch"], EXPECTED["cpu"])
+    """Within rounding: matrix libraries differ, an embedding's gradient is now added row by row, and where a CPU has no units for
+    bfloat16 products, these are now computed in float32."""
     for name, settings in MODELS.items():
-        same_bits = same_machine and not name.startswith("fp32")
-        tolerance = 0.0 if same_bits else 1e-5 if name.startswith("fp32") else 1e-2
+        tolerance = 1e-5 if name.startswith("fp32") else 1e-2
         for ranks, layout in ((1, {}), (2, ON_TWO.get(name, {}))):
             expected, save = EXPECTED["runs"][name]["continued_on"][str(ranks)], tmp_path / f"{name}-{ranks}"
             metrics = tmp_path / f"{name}-{ranks}.jsonl"
@@ -79,6 +72,4 @@ def test_training_goes_on_as_it_did(tmp_path: Path) -> None:
             norms = [line["grad_norm"] for line in read_metrics(metrics) if "grad_norm" in line]
             problems = number_differences("losses", losses(metrics), expected["losses"], tolerance)
             problems += number_differences("norms", norms, expected["grad_norms"], tolerance)
-            if same_bits and read_manifest(checkpoint(save, STEPS)).content_digest != expected["content_digest"]:
-                problems.append("the content of the last checkpoint is another one")
             assert not problems, f"{name} on {ranks} ranks: {problems}"

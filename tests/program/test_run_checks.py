@@ -295,17 +295,17 @@ def test_a_gradient_that_is_never_written(tmp_path: Path) -> None:
     """On the second stage: the first one learns it from the others and does not wait for ever."""
 
     def before(rank: int) -> None:
-        add, name = GradSink.add, "layers.1.mlp.down.bias"
+        add, name = GradSink.add_sum, "layers.1.mlp.down.bias"
         gradients = TrainStep.gradients
 
         def noting(self: TrainStep, *args: Any, **named: Any) -> Any:
             lost = sink_of(self.model.params[name].param) if name in self.model.params else None
 
-            def lossy(sink: GradSink, grad: torch.Tensor) -> None:
+            def lossy(sink: GradSink, rows: torch.Tensor) -> None:
                 if sink is not lost:
-                    add(sink, grad)
+                    add(sink, rows)
 
-            GradSink.add = lossy  # type: ignore[method-assign, assignment]
+            GradSink.add_sum = lossy  # type: ignore[method-assign, assignment]
             return gradients(self, *args, **named)
 
         TrainStep.gradients = noting  # type: ignore[method-assign]

@@ -247,8 +247,8 @@ FAULTS = {
     "a chunk of the loss that takes the first chunk's labels in backward": Fault(
         (
             (
-                "targets.write_gradient(part, columns, place, log_z[place], factor[place])",
-                "targets.write_gradient(part, columns, slice(len(part)), log_z[place], factor[place])",
+                "write_gradient(part, columns, factor[place], local[place], at_local[place])",
+                "write_gradient(part, columns, factor[place], local[: len(part)], at_local[: len(part)])",
             ),
         ),
         "--world-size 2 --loss-chunk-tokens 24",
@@ -258,7 +258,7 @@ FAULTS = {
         ("so are the gradients of all parameters",),
     ),
     "a z-loss that counts once for each tensor rank": Fault(
-        (("(1.0 + 2.0 * columns.z_coeff * log_z", "(1.0 + 2.0 * columns.group.size * columns.z_coeff * log_z"),),
+        (("(1.0 + 2.0 * z_coeff * log_z", "(1.0 + 2.0 * self._columns.group.size * z_coeff * log_z"),),
         "--tensor-model-parallel-size 2 --z-loss-coeff 1e-4",
         "gradient",
         "final_norm.bias",
