@@ -55,6 +55,12 @@ CHECKS = (
     Check("kill-resume", "a run that saves in the background and is killed resumes with the same losses", "runs.kill_resume"),
     Check("checkpoint-across", "a checkpoint of the CPU goes on here, and back", "runs.checkpoint_across"),
     Check("compile", "compiled layers compute what the others do", "runs.compiled", limit=240.0),
+    Check(
+        "fp8-products",
+        "products of 8 bits are those of the emulation, by each recipe that the GPU takes",
+        "kernels.products_in_8_bits",
+        needs_cuda=True,
+    ),
     Check("fp8", "the loss with products of 8 bits stays near that of bfloat16", "runs.fp8"),
     *(
         Check(

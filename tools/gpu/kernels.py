@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -57,6 +57,34 @@ def products(place: Place) -> str:
             f"{told}, but {beside / 1e6:.0f} MB beside a result of {into.nbytes / 1e6:.0f} MB: torch has no out_dtype here"
         )
     return f"{told}, {beside / 1e6:.1f} MB beside the result"
+
+
+def products_in_8_bits(place: Place) -> str:
+    """The three products of a layer by each recipe that the device takes, beside the emulation on the host."""
+    from megatron.config.precision import Fp8, Fp8Format, Fp8Recipe
+    from megatron.parallel.context import Group
+    from megatron.precision.device import why_not
+    from megatron.precision.products import Fp8Products
+
+    device, draws, found = device_of(place), torch.Generator().manual_seed(1), []
+    x, weight, grad = (torch.randn(shape, generator=draws).bfloat16() for shape in ((384, 256), (512, 256), (384, 512)))
+
+    def results(products: Fp8Products, device: torch.device) -> list[torch.Tensor]:
+        here, into = [one.to(device) for one in (x, weight, grad)], torch.empty(weight.shape, device=device)
+        products.weight_gradient(here[2], here[0], into, add=False)
+        return [products.output(here[0], here[1]).cpu(), products.input_gradient(here[2], here[1]).cpu(), into.cpu()]
+
+    for recipe in get_args(Fp8Recipe):
+        for form in get_args(Fp8Format):
+            fp8 = Fp8(form, recipe)
+            if place.on_cuda and why_not(fp8, torch.cuda.get_device_capability(device), torch.version.cuda or "0.0"):
+                found.append(f"{recipe} {form}: not on this GPU")
+                continue
+            products = Fp8Products(fp8, Group("tp", (0,), 0), outputs_split=True)
+            pairs = zip(results(products, device), results(products, torch.device("cpu")), strict=True)
+            furthest = max(float((one.double() - other.double()).norm() / other.double().norm()) for one, other in pairs)
+            found.append(within(furthest, 1e-2, f"{recipe} {form}: relative distance"))
+    return "; ".join(found)
 
 
 def one_sync(place: Place) -> str:
