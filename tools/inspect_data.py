@@ -14,6 +14,7 @@ A run is named by its --save folder: the settings, and what was read under earli
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -124,20 +125,32 @@ def _show_dataset(given: argparse.Namespace, config: DataConfig) -> int:
 
 def _sizes(dataset: IndexedDataset) -> str:
     from megatron.data.indexed_dataset import fingerprint
+    from megatron.data.loss_mask import has_loss_mask, loss_mask_prefix
 
     tokens = dataset.num_tokens(range(dataset.num_documents))
+    masked = f", with a loss mask ({loss_mask_prefix(dataset.prefix)})" if has_loss_mask(dataset.prefix) else ""
     return (
         f"{dataset.prefix}: {dataset.num_documents:,} documents in {len(dataset.lengths):,} sequences, {tokens:,} tokens of "
-        f"{dataset.dtype.name}, fingerprint {fingerprint(dataset)}"
+        f"{dataset.dtype.name}, fingerprint {fingerprint(dataset)}{masked}"
     )
 
 
 def _show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None, most: int) -> None:
     if not 0 <= number < dataset.num_documents:
         raise ValueError(f"--document {number}: {dataset.prefix} has documents 0 to {dataset.num_documents - 1:,}.")
+    from megatron.data.loss_mask import LEARNED, has_loss_mask, open_loss_mask
+
     ids = dataset.document(number).tolist()
     print(f"document {number:,}: {len(ids):,} tokens")
     _show_ids(ids, tokenizer, most)
+    if has_loss_mask(dataset.prefix):
+        learned = (open_loss_mask(dataset).document(number) & LEARNED > 0).tolist()
+        print(f"  learned with --data-loss-mask: {sum(learned):,} of {len(ids):,} tokens")
+        pairs = zip(ids[: most or None], learned, strict=False)
+        for answers, run in itertools.groupby(pairs, key=lambda pair: pair[1]):
+            if answers:
+                of_it = [id for id, _ in run]
+                print("    " + (" ".join(map(str, of_it)) if tokenizer is None else repr(tokenizer.decode(of_it))))
 
 
 def _show_ids(ids: list[int], tokenizer: Tokenizer | None, most: int) -> None:

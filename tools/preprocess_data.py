@@ -11,11 +11,18 @@ goes on with --resume. With --engine ray a cluster does the work.
     python tools/preprocess_data.py --build-index data/corpus_text_document --seq-length 2048
 
 makes the caches of the sample order ahead that training would make at its start.
+
+    python tools/preprocess_data.py --input 'chats/*.jsonl' --output-prefix data/chats --tokenizer-type HuggingFaceTokenizer \
+        --tokenizer-model tokenizer --chat-template
+
+writes conversations ({"messages": [{"role": "user", "content": "..."}, ...]}) as the tokenizer's chat template says, and a loss
+mask, with which a model learns the answers alone: train with --data-path data/chats_messages_document --data-loss-mask.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import re
 import signal
 import sys
@@ -41,6 +48,7 @@ _PREPROCESSING = (
     "output_prefix",
     "tokenizer_type",
     "json_keys",
+    "chat_template",
     "append_eod",
     "workers",
     "on_error",
@@ -67,7 +75,21 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--output-prefix", metavar="PREFIX", help="writes PREFIX_<key>_document.bin and .idx; a path or a URL")
     flags.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys (or columns) of the texts (text); a dataset for each"
+        "--json-keys",
+        nargs="+",
+        metavar="KEY",
+        help="keys (or columns) of the texts (text), with --chat-template of the conversations (messages); a dataset for each",
+    )
+    flags.add_argument(
+        "--chat-template",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="write conversations by the chat template of the HuggingFaceTokenizer's folder, or of FILE (jinja, run in a sandbox), "
+        "and a loss mask PREFIX_<key>_document_loss_mask beside the dataset",
+    )
+    flags.add_argument(
+        "--chat-date", type=_date, metavar="DAY", help="the day (2026-01-31) that a template writes which asks for today's"
     )
     flags.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     flags.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="at a record that cannot be used (stop)")
@@ -121,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             prefixes = tuple(given.build_index or ())
             if given.input:
-                prefixes = _preprocess(given, config, screen).prefixes
+                prefixes = _preprocess(given, config, screen).prefixes[: len(given.json_keys)]
             if given.build_index is not None:
                 _build_index(given, prefixes, screen)
         except (ValueError, OSError) as error:
@@ -166,20 +188,33 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         refuse_all(("epochs",), "with --data-order megatron")
     else:
         refuse_all(("train_samples", "valid_samples", "test_samples"), "without --data-order megatron")
+    if given.chat_template is None:
+        refuse_all(("chat_date",), "without --chat-template")
+    elif given.input is not None and given.tokenizer_type != "HuggingFaceTokenizer":
+        flags.error(
+            "--chat-template needs --tokenizer-type HuggingFaceTokenizer: the tokens that separate messages are in its folder"
+        )
+    given.json_keys = given.json_keys or ["text" if given.chat_template is None else "messages"]
     if len(set(given.json_keys)) < len(given.json_keys):
         flags.error(f"--json-keys names a key twice: {' '.join(given.json_keys)}")
 
 
 def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -> Summary:
+    from megatron.data.preprocess.chat import ChatTemplate
     from megatron.data.preprocess.engines import Engine
     from megatron.data.preprocess.job import preprocess
     from megatron.data.preprocess.shard_work import PreprocessJob
+    from megatron.data.tokenizers.tokenizer import required_tokenizer_json
 
     start = time.monotonic()
+    chat = None
+    if given.chat_template is not None:
+        folder = required_tokenizer_json(config.tokenizer_model, config.tokenizer_type or "")
+        chat = ChatTemplate.read(folder, given.chat_template or None, given.chat_date)
     summary = preprocess(
         given.input,
         given.output_prefix,
-        PreprocessJob(config, tuple(given.json_keys), given.append_eod, skip_bad_lines=given.on_error == "skip"),
+        PreprocessJob(config, tuple(given.json_keys), given.append_eod, skip_bad_lines=given.on_error == "skip", chat=chat),
         input_format=given.input_format,
         engine=Engine(given.engine, given.workers, given.ray_address),
         shard_size=given.shard_size,
@@ -195,6 +230,11 @@ def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -
         f"{summary.num_documents:,} documents, {summary.num_tokens:,} tokens from {summary.num_bytes / 1e6:.1f} MB in "
         f"{time.monotonic() - start:.1f} s; left out: {summary.num_empty:,} empty, {summary.num_bad_lines:,} bad lines"
     )
+    if chat is not None:
+        screen.note(
+            f"{summary.num_learned:,} tokens ({summary.num_learned / max(summary.num_tokens, 1):.1%}) are answers, which count in "
+            "the loss with --data-loss-mask"
+        )
     for prefix in summary.prefixes:
         screen.note(f"wrote {prefix}.bin and {prefix}.idx")
     return summary
@@ -264,6 +304,13 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {text!r}")
     return int(text)
+
+
+def _date(text: str) -> str:
+    try:
+        return datetime.date.fromisoformat(text).isoformat()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a day such as 2026-01-31, not {text!r}") from error
 
 
 def _size(text: str) -> int:

@@ -64,6 +64,7 @@ def _tokenizers(field: str) -> Beside:
     return acts_with(f"with --tokenizer-type {' or '.join(kinds)}", fix={}, tokenizer_type=(None, *kinds))
 
 
+_READ_FROM_FILES = acts_with("without --mock-data, in which every token counts", mock_data=False)
 _READ = acts_with("without --mock-data, whose samples are computed one by one", mock_data=False)
 
 
@@ -115,6 +116,10 @@ class DataConfig:
     """No attention from one document of a sample to another."""
     eod_mask_loss: bool = False
     """Leave out of the loss what follows an end-of-document token."""
+    data_loss_mask: bool = setting(False, acts=_READ_FROM_FILES)
+    """Count in the loss only tokens that the data marks as to be learned, such as the answers of a conversation: by the loss mask
+    PREFIX_loss_mask of each dataset PREFIX that has one (tools/preprocess_data.py --chat-template writes it). It also says where
+    documents end."""
     tokenizer_type: TokenizerType | None = setting(None, required=True)
     """Kind of tokenizer. Required."""
     tokenizer_model: str | None = setting(None, acts=_tokenizers("tokenizer_model"))

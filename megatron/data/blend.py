@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.loss_mask import MARK_TYPE, UNMARKED
 from megatron.data.samples import SamplePiece, SampleSource
 
 _HALF_BITS = 31
@@ -153,13 +154,25 @@ class BlendedDataset(SampleSource):
         self.seq_length = sources[0].seq_length
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        first -= self._first_sample
-        datasets, indices = self._blend.place(np.arange(first, first + count))
         found = np.empty((count, self.seq_length + 1), dtype=np.int64)
+        for rows, source, its_first, its_count in self._drawn(first, count):
+            found[rows] = source.samples(its_first, its_count)
+        return found
+
+    def marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
+        found = np.full((count, self.seq_length + 1), UNMARKED, dtype=MARK_TYPE)
+        marked = False
+        for rows, source, its_first, its_count in self._drawn(first, count):
+            if (marks := source.marks(its_first, its_count)) is not None:
+                found[rows], marked = marks, True
+        return found if marked else None
+
+    def _drawn(self, first: int, count: int) -> Iterator[tuple[NDArray[np.bool_], SampleSource, int, int]]:
+        """Which of these samples come from each source that gives some, its first one, and their number."""
+        datasets, indices = self._blend.place(np.arange(first, first + count) - self._first_sample)
         for dataset in np.unique(datasets).tolist():
             of_it = datasets == dataset  # samples of one source, whose numbers are consecutive
-            found[of_it] = self._sources[dataset].samples(int(indices[of_it][0]), int(of_it.sum()))
-        return found
+            yield of_it, self._sources[dataset], int(indices[of_it][0]), int(of_it.sum())
 
     def lineage(self, number: int) -> list[SamplePiece]:
         datasets, indices = self._blend.place(np.array([number - self._first_sample]))

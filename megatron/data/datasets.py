@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.config.data import SPLIT_NAMES, DataConfig, DataOrder, WeightedPrefix, split_words
@@ -14,6 +14,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.history import Blending, BlendPart, Phase, read_before, readings
 from megatron.data.index_cache import cache_for
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint
+from megatron.data.loss_mask import has_loss_mask, loss_mask_prefix, open_loss_mask
 from megatron.data.megatron_order import GreedyBlend, requested_samples
 from megatron.data.mock import MockDataset
 from megatron.data.samples import SampleSource
@@ -55,6 +56,7 @@ def open_datasets(
             if len(given) > 1 or (given[0].weight is not None and not own_splits):  # Megatron's distinction
                 blending = "sizes" if given[0].weight is None else "weights"
             components = _components(given, split, opened, None if own_splits else config.split, config.data_order, seq_length)
+            components = _with_marks(components, split, config)
         data = SplitData(split, config, seed, seq_length, tokenizer.vocab_size, tokenizer.eod, tuple(components), blending)
         data.source(num_samples=1)  # so that an empty split is found now
         return data
@@ -97,6 +99,33 @@ def _components(
     return found
 
 
+def _with_marks(components: list[Component], split: int, config: DataConfig) -> list[Component]:
+    """With --data-loss-mask, the datasets with the loss masks that lie beside some of them; all tokens of the others count.
+
+    Raises:
+        DatasetError: none has a mask.
+    """
+    masked = [has_loss_mask(each.dataset.prefix) for each in components]
+    name = SPLIT_NAMES[split]
+    if not config.data_loss_mask:
+        for each, has in zip(components, masked, strict=True):
+            if has:
+                _log.info("%s: the loss mask of %s is not used, without --data-loss-mask", name, each.dataset.prefix)
+        return components
+    if not any(masked):
+        prefix = components[0].dataset.prefix
+        raise DatasetError(
+            f"--data-loss-mask: no dataset of the {name} split has a loss mask (such as {loss_mask_prefix(prefix)}.idx).\n"
+            "  tools/preprocess_data.py --chat-template writes it; or leave the flag out, and every token counts."
+        )
+    for each, has in zip(components, masked, strict=True):
+        if not has:
+            _log.info("%s: %s has no loss mask: all of its tokens count", name, each.dataset.prefix)
+    return [
+        replace(each, marks=open_loss_mask(each.dataset)) if has else each for each, has in zip(components, masked, strict=True)
+    ]
+
+
 @dataclass(frozen=True)
 class Component:
     """One dataset of a blend, with its documents of one split."""
@@ -105,6 +134,8 @@ class Component:
     documents: range
     weight: float
     """The given weight, or the number of samples in an epoch; only the ratios in a blend count."""
+    marks: IndexedDataset | None = None
+    """Marks of its tokens, with --data-loss-mask."""
 
     def part(self) -> BlendPart:
         """The form in which the history of a run records it."""
@@ -184,4 +215,5 @@ class SplitData:
             num_samples=num_samples,
             earlier=earlier,
             cache=cache_for(component.dataset.prefix, self.config.data_cache_path, note=_log.info),
+            marks=component.marks,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from megatron.config.data import SPLIT_NAMES, DataOrder
 from megatron.data.epoch_order import EpochOrder, Stretch
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.loss_mask import MARK_TYPE
 from megatron.data.megatron_order import MegatronOrder
 from megatron.data.samples import SamplePiece, SampleSource
 from megatron.data.windows import DocumentLayout, PassIndex, SampleOrder, Selection
@@ -30,6 +31,7 @@ class GPTDataset(SampleSource):
         earlier: What the run read of this split before, at other sequence lengths (epoch order only). Samples are numbered from 0
             again after it.
         cache: Where large indexes are kept (nowhere by default).
+        marks: The marks of the dataset's tokens, if it has any (see `loss_mask`).
 
     Raises:
         DatasetError: the split is shorter than one window.
@@ -49,7 +51,9 @@ class GPTDataset(SampleSource):
         num_samples: int | None = None,
         earlier: Sequence[Stretch] = (),
         cache: IndexCache | None = None,
+        marks: IndexedDataset | None = None,
     ) -> None:
+        self._marks = marks
         self.selection = Selection(dataset, documents, split, seed, seq_length)
         self.seq_length = seq_length
         for length in (seq_length, *(stretch.seq_length for stretch in earlier)):
@@ -76,17 +80,28 @@ class GPTDataset(SampleSource):
         return self.order.samples_per_epoch
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        length = self.seq_length + 1
-        found = np.empty((count, length), dtype=np.int64)
+        found = np.empty((count, self.seq_length + 1), dtype=np.int64)
+        self._fill(found, first, self._tokens)
+        return found
+
+    def marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
+        if (marks := self._marks) is None:
+            return None
+        found = np.empty((count, self.seq_length + 1), dtype=MARK_TYPE)
+        self._fill(found, first, lambda pieces: _joined(marks, pieces))
+        return found
+
+    def _fill(self, found: NDArray[Any], first: int, read: Callable[[_Pieces], NDArray[np.integer]]) -> None:
+        """Fill rows with what is read of the pieces of these samples."""
+        count, length = found.shape
         at_once, done = max(1, _TOKENS_AT_ONCE // length), 0
         while done < count:
             place = self.order.place(first + done)
             layout, windows = self._passes.get(place.pass_number)
             stop = done + min(place.num_left, count - done, at_once)
             starts = windows.starts(windows.order[place.position : place.position + stop - done])
-            found[done:stop] = self._tokens(_pieces(layout, starts, length)).reshape(-1, length)
+            found[done:stop] = read(_pieces(layout, starts, length)).reshape(-1, length)
             done = stop
-        return found
 
     def lineage(self, number: int) -> list[SamplePiece]:
         dataset, place = self.selection.dataset, self.order.place(number)
@@ -116,13 +131,7 @@ class GPTDataset(SampleSource):
 
     def _tokens(self, pieces: _Pieces) -> NDArray[np.integer]:
         """The tokens of pieces, one after another, each a row of the vocabulary."""
-        dataset = self.selection.dataset
-        width, data = dataset.dtype.itemsize, dataset.data
-        begins = dataset.offsets[pieces.sequences] + pieces.first * width
-        ends = begins + pieces.counts * width
-        # One join of views is several times as fast as a copy by numpy for each piece, or than gathering token by token.
-        raw = b"".join([data[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)])
-        tokens: NDArray[np.integer] = np.frombuffer(raw, dataset.dtype)
+        tokens = _joined(self.selection.dataset, pieces)
         if (self._may_be_beyond and tokens.max() >= self._vocab_size) or (self._may_be_negative and tokens.min() < 0):
             self._refuse(tokens, pieces)
         return tokens
@@ -148,6 +157,17 @@ class _Pieces(NamedTuple):
     first: NDArray[np.int64]
     """Index of the first token within the sequence."""
     counts: NDArray[np.int64]
+
+
+def _joined(dataset: IndexedDataset, pieces: _Pieces) -> NDArray[np.integer]:
+    """What a dataset has in these pieces, one after another."""
+    width, data = dataset.dtype.itemsize, dataset.data
+    begins = dataset.offsets[pieces.sequences] + pieces.first * width
+    ends = begins + pieces.counts * width
+    # One join of views is several times as fast as a copy by numpy for each piece, or than gathering token by token.
+    return np.frombuffer(
+        b"".join([data[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]), dataset.dtype
+    )
 
 
 def _pieces(layout: DocumentLayout, starts: NDArray[np.int64], length: int) -> _Pieces:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.loss_mask import ENDS, ENDS_IF_EOD, LEARNED
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,14 @@ class SampleSource(Protocol):
             ValueError: a token id is not below the vocabulary size, or the order ends before these samples.
         """
 
+    def marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
+        """Marks of the same tokens, [count, s + 1] (see `loss_mask`); None where no token has any.
+
+        Raises:
+            ValueError: the order ends before these samples.
+        """
+        return None
+
     def lineage(self, number: int) -> list[SamplePiece]:
         """Where the tokens of a sample come from, in order."""
 
@@ -50,7 +59,8 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """What the end-of-document token does to the tokens around it. It belongs to the document that it ends."""
+    """What the end of a document does to the tokens around it: the end-of-document token, or where the data has marks, the token
+    that they name. It belongs to the document that it ends."""
 
     eod: int
     reset_position_ids: bool = False
@@ -58,7 +68,7 @@ class DocumentRules:
     reset_attention_mask: bool = False
     """A token attends only to its own document."""
     eod_mask_loss: bool = False
-    """Positions whose *input* is the token do not count in the loss: the start of the next document cannot be predicted."""
+    """Positions whose *input* is the end do not count in the loss: the start of the next document cannot be predicted."""
 
     @property
     def every_stage_reads(self) -> bool:
@@ -87,14 +97,16 @@ class Microbatch:
 
 def read_microbatch(source: SampleSource, first_sample: int, size: int, rules: DocumentRules) -> Microbatch:
     """The microbatch of the `size` samples from `first_sample` on."""
-    windows = source.samples(first_sample, size)
+    windows, marks = source.samples(first_sample, size), source.marks(first_sample, size)
     tokens, labels = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
     loss_mask = np.ones(tokens.shape, dtype=np.float32)
+    if marks is not None:
+        loss_mask[marks[:, 1:] & LEARNED == 0] = 0.0
     if rules.eod_mask_loss:
-        loss_mask[tokens == rules.eod] = 0.0
+        loss_mask[_ends(tokens, marks, rules.eod)] = 0.0
     positions = bounds = None
     if rules.every_stage_reads:
-        found = document_bounds(tokens, rules.eod)
+        found = document_bounds(_ends(tokens, marks, rules.eod))
         if rules.reset_position_ids:
             starts = found[:-1].astype(np.int64)
             positions = (np.arange(tokens.size) - np.repeat(starts, np.diff(found))).reshape(tokens.shape)
@@ -102,9 +114,21 @@ def read_microbatch(source: SampleSource, first_sample: int, size: int, rules: D
     return Microbatch(tokens, labels, loss_mask, first_sample, positions, bounds)
 
 
-def document_bounds(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int32]:
-    """Where the documents of tokens [b, s] begin, and b x s: [D + 1]. A sample ends its last document, whole or not."""
+def _ends(tokens: NDArray[np.int64], marks: NDArray[np.uint8] | None, eod: int) -> NDArray[np.bool_]:
+    """Which tokens [b, s] are the last of a document, by their marks [b, s + 1] or by themselves."""
     ends = tokens == eod
+    if marks is not None:
+        ends = (ends & (marks[:, :-1] & ENDS_IF_EOD > 0)) | (marks[:, :-1] & ENDS > 0)
+    return ends
+
+
+def document_bounds(ends: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Where the documents of a microbatch begin, and b x s: [D + 1]. A sample ends its last document, whole or not.
+
+    Args:
+        ends: whether a token is the last of a document, [b, s].
+    """
+    ends = ends.copy()
     ends[:, -1] = True
     return np.concatenate([[0], np.flatnonzero(ends) + 1]).astype(np.int32)
 

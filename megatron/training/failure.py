@@ -102,7 +102,8 @@ def raise_uncounted(iteration: int) -> NoReturn:
     """
     raise NonFiniteError(
         f"iteration {iteration}: the loss mask is zero at every token of the global batch, so there is no loss to train on.\n"
-        "  Look for documents without text in the dataset (--eod-mask-loss leaves the ends of documents out of the loss),\n"
+        "  Look for documents without text in the dataset (--eod-mask-loss leaves the ends of documents out of the loss,\n"
+        "  --data-loss-mask all that the data does not mark as to be learned),\n"
         f"  or leave the batch out with --iterations-to-skip {iteration}."
     )
 

@@ -45,6 +45,9 @@ class RandomSamples:
         """
         return np.stack([self._mask(number) for number in range(first, first + count)])
 
+    def marks(self, first: int, count: int) -> None:
+        """None: a run's masks are put in by hand (`masks`)."""
+
     def lineage(self, number: int) -> list[SamplePiece]:
         """One piece for each sample."""
         return [SamplePiece("random", number, 0, self.seq_length + 1)]

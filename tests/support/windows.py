@@ -23,6 +23,9 @@ class Windows:
         assert first + count <= len(self.rows), "there are no such samples"
         return self.rows[first : first + count].copy()
 
+    def marks(self, first: int, count: int) -> None:
+        """None: all tokens count, and documents end with the end-of-document token."""
+
     def lineage(self, number: int) -> list[SamplePiece]:
         """One document a row."""
         return [SamplePiece("windows", number, 0, self.seq_length + 1)]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from megatron.config.extras import optional
 from megatron.data.indexed_writer import appearing
 from megatron.data.preprocess.input_shards import cut, find_sources
-from megatron.data.preprocess.text_records import PARSERS, InputPiece, records
+from megatron.data.preprocess.text_records import PARSERS, InputPiece, parse_values, records
 from megatron.data.tokenizers.vocabulary_files import END_OF_TEXT
 from tools.data.sentencepiece_json import added_token
 
@@ -209,7 +209,7 @@ def _records(inputs: Sequence[str], key: str) -> Iterator[tuple[InputPiece, int,
 
 def _text(source: InputPiece, number: int, record: Any, key: str) -> str:
     try:
-        texts = PARSERS[source.kind](record, (key,))
+        texts = PARSERS[source.kind](record, (key,), parse_values)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source.place(number)}: {error}\n  Mend or remove it.") from error
     return texts[0][:_LONGEST] if texts else ""

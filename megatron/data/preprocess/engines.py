@@ -139,7 +139,7 @@ _AT_ONCE = 1000
 
 def run_shard_remotely(job: PreprocessJob, shard: InputShard, folder: str) -> ShardReport | ValueError:
     """`run_shard` for a task. Errors that another try would not mend are returned, not raised, so that it is not tried again."""
-    if PartFolder(folder, len(job.keys)).settings() is None:
+    if PartFolder(folder, len(job.datasets)).settings() is None:
         return ValueError(
             f"{folder} is not there on the node {platform.node()}.\n"
             "  The folder of --output-prefix must be shared by all nodes, or be a URL."

@@ -124,7 +124,7 @@ def default_shard_size(sources: Sequence[InputPiece]) -> int:
     return min(max(sum(source.num_bytes for source in sources) // ABOUT_SHARDS, SMALLEST), LARGEST)
 
 
-def cut(sources: Iterable[InputPiece], shard_size: int, keys: Sequence[str]) -> list[InputShard]:
+def cut(sources: Iterable[InputPiece], shard_size: int, keys: Sequence[str], *, of_text: bool = True) -> list[InputShard]:
     """Cut the inputs into shards, in their order.
 
     Files above the shard size are cut where that is possible, and share no shard with others. Smaller consecutive ones are joined.
@@ -133,6 +133,7 @@ def cut(sources: Iterable[InputPiece], shard_size: int, keys: Sequence[str]) -> 
         sources: files, in order.
         shard_size: in bytes of the files.
         keys: columns that parquet files must have.
+        of_text: these must hold strings.
 
     Raises:
         ValueError: a parquet file is damaged or lacks a column; plain text with keys other than "text".
@@ -149,7 +150,7 @@ def cut(sources: Iterable[InputPiece], shard_size: int, keys: Sequence[str]) -> 
         if together and size + source.num_bytes > shard_size:
             shards.append(InputShard(tuple(together)))
             together, size = [], 0
-        pieces = list(_pieces(source, shard_size, keys))
+        pieces = list(_pieces(source, shard_size, keys, of_text))
         if source.num_bytes > shard_size:
             shards += [InputShard((piece,)) for piece in pieces]
         else:
@@ -158,7 +159,7 @@ def cut(sources: Iterable[InputPiece], shard_size: int, keys: Sequence[str]) -> 
     return [*shards, InputShard(tuple(together))] if together else shards
 
 
-def _pieces(source: InputPiece, shard_size: int, keys: Sequence[str]) -> Iterator[InputPiece]:
+def _pieces(source: InputPiece, shard_size: int, keys: Sequence[str], of_text: bool) -> Iterator[InputPiece]:
     """A file, cut where that is possible."""
     if source.kind == "jsonl":
         for begin in range(0, source.num_bytes, shard_size):
@@ -167,7 +168,7 @@ def _pieces(source: InputPiece, shard_size: int, keys: Sequence[str]) -> Iterato
             yield dataclasses.replace(source, begin=begin, end=end, num_bytes=end - begin, records_before=before)
     elif source.kind == "parquet":
         begin = num_bytes = first_row = num_rows = 0
-        sizes = row_groups(source.path, keys)
+        sizes = row_groups(source.path, keys, of_text=of_text)
         for number, (size, rows) in enumerate(sizes):
             num_bytes, num_rows = num_bytes + size, num_rows + rows
             if number + 1 == len(sizes) or num_bytes + sizes[number + 1][0] > shard_size:

@@ -33,7 +33,8 @@ def preprocess(
     note: Callable[[str], None] = lambda line: None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Summary:
-    """Write ``<output_prefix>_<key>_document.bin`` and ``.idx`` for each key; the same bytes for every engine and shard size.
+    """Write ``<output_prefix>_<key>_document.bin`` and ``.idx`` for each key, and beside those of conversations their loss masks;
+    the same bytes for every engine and shard size.
 
     Unfinished work lies in the folder ``<output_prefix>.parts``, and stays there if the job is ended by whatever means. The memory
     of a worker is bounded by its longest record (of parquet, its largest row group).
@@ -41,7 +42,7 @@ def preprocess(
     Args:
         inputs: files, folders, patterns and URLs, read in this order.
         output_prefix: a path, whose folder must exist, or a URL.
-        job: keys and tokenizer.
+        job: keys, tokenizer, and perhaps the template of conversations.
         input_format: the kind of all files; None: as their names say.
         engine: what makes the shards; None: this process.
         shard_size: in bytes of the input; None: that of the job that is resumed, or about a thousandth of the input.
@@ -66,7 +67,7 @@ def preprocess(
     sources, notes = find_sources(inputs, input_format, own=[bad_lines_file])
     for line in notes:
         note(line)
-    parts = PartFolder(f"{output_prefix}.parts", len(job.keys))
+    parts = PartFolder(f"{output_prefix}.parts", len(job.datasets))
     if start == "restart" and parts.settings() is not None:
         with parts.lock():
             parts.remove()
@@ -75,7 +76,7 @@ def preprocess(
         parts.remove_unfinished()
         try:
             reports = _make(parts, job, shards, engine or Engine(), note, progress)
-            summary = reports.summary(tuple(f"{output_prefix}_{key}_document" for key in job.keys))
+            summary = reports.summary(tuple(f"{output_prefix}{name}" for name in job.datasets))
             if summary.num_kept:
                 note(f"shards finished by an earlier run: {summary.num_kept:,} of {len(shards):,}")
             _join(reports, job, summary, note)
@@ -125,7 +126,7 @@ def _prepare(
             )
         shard_size = int(str(earlier["shard size"]))
     size = shard_size or default_shard_size(sources)
-    shards = cut(sources, size, job.keys)
+    shards = cut(sources, size, job.keys, of_text=job.chat is None)
     note(f"files: {len(sources):,}, {sum(source.num_bytes for source in sources) / 1e6:,.1f} MB; shards: {len(shards):,}")
     whole = [source for source in sources if source.kind in ("jsonl.gz", "jsonl.zst") and source.num_bytes > size]
     if whole:
@@ -173,17 +174,17 @@ def _make(
 def _join(reports: JobReports, job: PreprocessJob, summary: Summary, note: Callable[[str], None]) -> None:
     """Join the parts. A dataset whose prefix is a URL is joined here first and then uploaded, the index last."""
     parts = reports.parts
-    for key, prefix in enumerate(summary.prefixes):
+    for name, (key, prefix) in zip(job.keys, enumerate(summary.prefixes), strict=False):
         if not any(report.num_documents[key] for report in reports.of_shard.values()):
-            told = f"no document with a token for {prefix} (key {job.keys[key]!r}). No dataset is written."
+            told = f"no document with a token for {prefix} (key {name!r}). No dataset is written."
             if summary.num_bad_lines:
                 told += f"\n  {summary.num_bad_lines:,} bad records were left out, the first: {next(reports.bad_lines())}"
             parts.remove()  # to continue would not help
             raise ValueError(told)
     note(f"joining the parts into {' and '.join(summary.prefixes)}")
-    for key, prefix in enumerate(summary.prefixes):
-        made = (shard for number, shard in enumerate(reports.shards) if reports.of_shard[number].num_documents[key])
-        names = [parts.prefix(shard.name, key) for shard in made]
+    for number, prefix in reversed(list(enumerate(summary.prefixes))):  # loss masks first: no dataset is there without its own
+        made = (shard for at, shard in enumerate(reports.shards) if reports.of_shard[at].num_documents[number % len(job.keys)])
+        names = [parts.prefix(shard.name, number) for shard in made]
         if not storage.is_url(prefix):
             join(names, prefix, parts.folder, _RESUME)  # what a killed run leaves in that folder is removed
             continue

@@ -56,6 +56,8 @@ class ShardReport:
     """(piece, number of the record in it, reason) of the first bad records."""
     files: dict[str, list[object]] = field(default_factory=dict)
     """Bytes and xxh3 of each part file, by the end of its name."""
+    num_learned: int = 0
+    """Tokens of conversations that a model is to learn."""
     new: bool = True
     """Whether it was made just now, not by an earlier run."""
 
@@ -71,11 +73,11 @@ class PartFolder:
 
     Args:
         folder: A path or a URL.
-        num_keys: Number of datasets that each shard is a part of.
+        num_datasets: Number of datasets that each shard is a part of.
     """
 
     folder: str
-    num_keys: int
+    num_datasets: int
 
     def prefix(self, shard: str, key: int) -> str:
         """Path of a part without .bin and .idx."""
@@ -103,7 +105,7 @@ class PartFolder:
 
     def finish(self, shard: str, workspace: str, report: ShardReport) -> None:
         """Record that a shard is finished; its part files lie in the workspace under their names."""
-        for key in range(self.num_keys):
+        for key in range(self.num_datasets):
             for suffix in _SUFFIXES:
                 name = f"_{key}{suffix}"
                 local = f"{workspace}/{shard}{name}"
@@ -138,7 +140,7 @@ class PartFolder:
         Local files are read and compared by xxh3; of those at a URL only the sizes are.
         """
         report = self.report(shard)
-        if report is None or len(report.files) != self.num_keys * len(_SUFFIXES):
+        if report is None or len(report.files) != self.num_datasets * len(_SUFFIXES):
             return None
         for name, (size, content) in report.files.items():
             path = f"{self.folder}/{shard}{name}"

@@ -27,6 +27,8 @@ class Summary:
     num_tokens: int
     num_empty: int
     """Number of blank lines and texts without a token."""
+    num_learned: int
+    """Tokens of conversations that a model is to learn."""
     num_bad_lines: int
     num_kept: int
     """Number of shards that an earlier run had finished."""
@@ -129,6 +131,7 @@ class JobReports:
             num_documents=made.num_documents,
             num_tokens=made.num_tokens,
             num_empty=sum(report.num_empty for report in reports),
+            num_learned=sum(report.num_learned for report in reports),
             num_bad_lines=sum(report.num_bad for report in reports),
             num_kept=sum(not report.new for report in reports),
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +17,14 @@ from numpy.typing import NDArray
 from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
 from megatron.data.indexed_dataset import token_dtype
 from megatron.data.indexed_writer import IndexedDatasetWriter, write_dataset
+from megatron.data.loss_mask import ENDS, MARK_TYPE, loss_mask_prefix
+from megatron.data.preprocess.chat import ChatTemplate, Messages, check_messages, encoder_of
 from megatron.data.preprocess.input_shards import InputShard
 from megatron.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
 from megatron.data.preprocess.storage import digest, told_where_no_room
-from megatron.data.preprocess.text_records import PARSERS, BadRecordError, DamagedFileError, InputPiece, records
+from megatron.data.preprocess.text_records import PARSERS, BadRecordError, DamagedFileError, InputPiece, parse_values, records
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
-from megatron.data.tokenizers.tokenizer import build_tokenizer
+from megatron.data.tokenizers.tokenizer import build_tokenizer, required_tokenizer_json
 
 FORMAT = 1
 """Version of part files and reports; those of another version are not used again."""
@@ -37,6 +40,19 @@ class PreprocessJob:
     append_eod: bool
     skip_bad_lines: bool = False
     """Leave out records that cannot be used, instead of stopping at the first."""
+    chat: ChatTemplate | None = None
+    """Writes the text of the records' values, which are conversations; None where they are texts."""
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """Names of the datasets that are made, to be added to the prefix: one for each key, then their loss masks."""
+        made = tuple(f"_{key}_document" for key in self.keys)
+        return made if self.chat is None else made + tuple(map(loss_mask_prefix, made))
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer.json that encodes conversations."""
+        return required_tokenizer_json(self.tokenizer.tokenizer_model, self.tokenizer.tokenizer_type or "")
 
 
 def tokenizer_of(job: PreprocessJob) -> tuple[Tokenizer, type[np.integer]]:
@@ -75,6 +91,7 @@ def settings(job: PreprocessJob) -> dict[str, object]:
         "number of token ids": tokenizer.vocab_size,
         "eod id": tokenizer.eod,
         "token type": np.dtype(dtype).name,
+        **({} if job.chat is None else {"chat template": job.chat.text, "chat date": job.chat.date}),
     }
 
 
@@ -117,7 +134,7 @@ def run_shard(
         BadShardError: the first bad record, unless they are skipped.
         ValueError: a damaged or changed file, a full disk.
     """
-    parts = PartFolder(folder, len(job.keys))
+    parts = PartFolder(folder, len(job.datasets))
     done = parts.finished(shard.name)
     if done is not None and (job.skip_bad_lines or not done.num_bad):
         return dataclasses.replace(done, new=False)
@@ -125,8 +142,11 @@ def run_shard(
     with parts.workspace() as workspace, told_where_no_room(workspace, remedy):
         with ExitStack() as stack:
             _, dtype = tokenizer_of(job)
-            prefixes = (f"{workspace}/{shard.name}_{key}" for key in range(len(job.keys)))
-            writers = [stack.enter_context(write_dataset(prefix, dtype, sync=False)) for prefix in prefixes]
+            writers = [
+                stack.enter_context(write_dataset(f"{workspace}/{shard.name}_{number}", dtype_of, sync=False))
+                for number in range(len(job.datasets))
+                for dtype_of in [dtype if number < len(job.keys) else MARK_TYPE]
+            ]
             work = _Work(job, shard, writers, listen)
             for number, piece in enumerate(shard.pieces):
                 try:
@@ -155,6 +175,7 @@ class _Work:
         self._tokenizer, _ = tokenizer_of(job)
         # Of the smallest type, so that the ids beside it keep theirs.
         self._eod = np.array([self._tokenizer.eod], np.min_scalar_type(self._tokenizer.eod))
+        self._of_keys = writers[: len(job.keys)]
         self._tokens: list[list[NDArray[np.integer]]] = [[] for _ in writers]
         self._lengths: list[list[int]] = [[] for _ in writers]
         self._waiting = 0
@@ -164,14 +185,15 @@ class _Work:
     def add(self, number: int, piece: InputPiece) -> None:
         """Add all records of a piece."""
         parse, keys, count = PARSERS[piece.kind], self._job.keys, 0
+        check = parse_values if self._job.chat is None else check_messages
         with closing(records(piece, keys, self._at)) as found:
             for count, record in enumerate(found, start=1):
                 try:
-                    texts = parse(record, keys)
-                    if texts is None:
+                    values = parse(record, keys, check)
+                    if values is None:
                         self._report.num_empty += 1
                     else:
-                        self._encode(texts)
+                        self._encode(values)
                 except (ValueError, RecursionError) as error:
                     self._refuse(number, count - 1, str(error).replace("\n", " "))
         if not piece.unchanged():
@@ -183,31 +205,44 @@ class _Work:
     def report(self) -> ShardReport:
         """The report of the shard, once everything is handed to the writers."""
         self._write()
-        self._report.num_documents = [writer.num_documents for writer in self._writers]
-        self._report.num_tokens = sum(writer.num_tokens for writer in self._writers)
+        self._report.num_documents = [writer.num_documents for writer in self._of_keys]
+        self._report.num_tokens = sum(writer.num_tokens for writer in self._of_keys)
         return self._report
 
-    def _encode(self, texts: Sequence[str]) -> None:
+    def _encode(self, values: Sequence[Any]) -> None:
         """Encode and add the documents of a record, all of them or none."""
-        job, tokenizer = self._job, self._tokenizer
-        documents = [tokenizer.encode_array(text) for text in texts]
-        for key, ids in zip(job.keys, documents, strict=True):
+        job = self._job
+        documents = [self._tokenizer.encode_array(text) for text in values] if job.chat is None else self._conversations(values)
+        for key, ids in zip(job.keys, documents, strict=False):
             if len(ids) + job.append_eod > MAX_DOCUMENT_TOKENS:
                 raise BadRecordError(
                     f"key {key!r} has {len(ids) + job.append_eod:,} tokens; a document has at most {MAX_DOCUMENT_TOKENS:,} "
                     "(2**31 - 1 is what the index can hold): divide it"
                 )
-        for ids, tokens, lengths in zip(documents, self._tokens, self._lengths, strict=True):
+        self._report.num_empty += sum(not len(ids) for ids in documents[: len(job.keys)])
+        for number, (ids, tokens, lengths) in enumerate(zip(documents, self._tokens, self._lengths, strict=True)):
             if not len(ids):
-                self._report.num_empty += 1
                 continue
-            tokens.append(ids)
-            if job.append_eod:
-                tokens.append(self._eod)
+            added = [ids]
+            if number < len(job.keys):
+                added += [self._eod] if job.append_eod else []
+            else:
+                # To stop belongs to the answer, where that is the last.
+                added += [ids[-1:].copy()] if job.append_eod else []
+                self._report.num_learned += sum(int(marks.sum()) for marks in added)
+                added[-1][-1] |= ENDS
+            tokens += added
             lengths.append(len(ids) + job.append_eod)
             self._waiting += len(ids)
         if self._waiting > _TOKENS_AT_ONCE or len(self._lengths[0]) > _DOCUMENTS_AT_ONCE:
             self._write()
+
+    def _conversations(self, values: Sequence[Messages]) -> list[NDArray[np.integer]]:
+        """Ids of each conversation, then marks of each."""
+        assert self._job.chat is not None
+        encoder = encoder_of(self._job.chat, self._job.tokenizer_file)
+        encoded = [encoder.encode(messages) for messages in values]
+        return [*(ids for ids, _ in encoded), *(marks for _, marks in encoded)]
 
     def _write(self) -> None:
         for writer, tokens, lengths in zip(self._writers, self._tokens, self._lengths, strict=True):
@@ -229,6 +264,6 @@ class _Work:
         now = time.monotonic()
         if now - self._told > _SECONDS_BETWEEN_COUNTS:
             self._told = now
-            documents = sum(writer.num_documents for writer in self._writers)
-            tokens = sum(writer.num_tokens for writer in self._writers)
+            documents = sum(writer.num_documents for writer in self._of_keys)
+            tokens = sum(writer.num_tokens for writer in self._of_keys)
             self._listen(ShardCounts(self._report.num_bytes + num_bytes, documents, tokens))

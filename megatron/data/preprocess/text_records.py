@@ -118,8 +118,11 @@ def _unpacked_lines(file: BinaryIO, piece: InputPiece, at: Callable[[int], None]
 _ROWS_AT_ONCE = 256
 
 
-def row_groups(path: str, keys: Sequence[str]) -> list[tuple[int, int]]:
+def row_groups(path: str, keys: Sequence[str], *, of_text: bool = True) -> list[tuple[int, int]]:
     """(bytes in the file, number of rows) of each row group.
+
+    Args:
+        of_text: the columns must hold strings.
 
     Raises:
         ValueError: no parquet file, a damaged one, or a column is missing or holds no strings.
@@ -136,7 +139,7 @@ def row_groups(path: str, keys: Sequence[str]) -> list[tuple[int, int]]:
                 raise ValueError(f"{path}: {number} {key!r} (--json-keys); it has: {names}")
             column = schema.field(key).type
             held = column.value_type if types.is_dictionary(column) else column
-            if not (types.is_string(held) or types.is_large_string(held) or str(held) == "string_view"):
+            if of_text and not (types.is_string(held) or types.is_large_string(held) or str(held) == "string_view"):
                 raise ValueError(f"{path}: the column {key!r} (--json-keys) holds {column}, not strings")
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         return [(sum(group.column(n).total_compressed_size for n in range(group.num_columns)), group.num_rows) for group in groups]
@@ -235,35 +238,14 @@ class ZstdReader(io.RawIOBase):
         return count
 
 
-# ---- the texts of a record, one for each key
+# ---- the values of a record, one for each key
 
-
-def parse_line(line: bytes, keys: Sequence[str]) -> list[str] | None:
-    """The texts of a JSON line; None if it is blank.
-
-    Raises:
-        ValueError: it is not a JSON object that has a text for each key.
-        RecursionError: too many brackets.
-    """
-    if line.isspace():
-        return None
-    try:
-        # Without a mark at the start this is faster than utf-8-sig.
-        found = json.loads(line.rstrip(b"\r\n").removeprefix(b"\xef\xbb\xbf").decode())
-    except UnicodeDecodeError as error:
-        raise BadRecordError(f"not UTF-8: byte {error.object[error.start]:#04x} at column {error.start + 1}") from error
-    except json.JSONDecodeError as error:
-        raise BadRecordError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
-    if not isinstance(found, dict):
-        raise BadRecordError(f'not a JSON object like {{"{keys[0]}": "..."}}')
-    for key in keys:
-        if key not in found:
-            raise BadRecordError(f"no key {key!r} (--json-keys); the line has: {', '.join(map(repr, [*found][:8])) or 'none'}")
-    return parse_values([found[key] for key in keys], keys)
+Check = Callable[[Sequence[object], Sequence[str]], list[Any]]
+"""Gives back the values of these keys, or raises BadRecordError."""
 
 
 def parse_values(values: Sequence[object], keys: Sequence[str]) -> list[str]:
-    """The texts of a parquet row.
+    """The texts of a record.
 
     Raises:
         BadRecordError: one is no string, or none that has a UTF-8 form.
@@ -283,23 +265,47 @@ def parse_values(values: Sequence[object], keys: Sequence[str]) -> list[str]:
     return cast("list[str]", list(values))
 
 
-def parse_text(content: bytes, keys: Sequence[str]) -> list[str]:
+def parse_line(line: bytes, keys: Sequence[str], check: Check = parse_values) -> list[Any] | None:
+    """The values of a JSON line; None if it is blank.
+
+    Raises:
+        ValueError: it is not a JSON object that has a good value for each key.
+        RecursionError: too many brackets.
+    """
+    if line.isspace():
+        return None
+    try:
+        # Without a mark at the start this is faster than utf-8-sig.
+        found = json.loads(line.rstrip(b"\r\n").removeprefix(b"\xef\xbb\xbf").decode())
+    except UnicodeDecodeError as error:
+        raise BadRecordError(f"not UTF-8: byte {error.object[error.start]:#04x} at column {error.start + 1}") from error
+    except json.JSONDecodeError as error:
+        raise BadRecordError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
+    if not isinstance(found, dict):
+        raise BadRecordError(f'not a JSON object like {{"{keys[0]}": "..."}}')
+    for key in keys:
+        if key not in found:
+            raise BadRecordError(f"no key {key!r} (--json-keys); the line has: {', '.join(map(repr, [*found][:8])) or 'none'}")
+    return check([found[key] for key in keys], keys)
+
+
+def parse_text(content: bytes, keys: Sequence[str], check: Check = parse_values) -> list[Any]:
     """The content of a text file as one text.
 
     Raises:
         BadRecordError: it is not UTF-8.
     """
     try:
-        return [content.removeprefix(b"\xef\xbb\xbf").decode()]
+        return check([content.removeprefix(b"\xef\xbb\xbf").decode()], keys)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise BadRecordError(f"not UTF-8: byte {content[error.start]:#04x} in line {line}") from error
 
 
-PARSERS: dict[Kind, Callable[[Any, Sequence[str]], list[str] | None]] = {
+PARSERS: dict[Kind, Callable[[Any, Sequence[str], Check], list[Any] | None]] = {
     "jsonl": parse_line,
     "jsonl.gz": parse_line,
     "jsonl.zst": parse_line,
-    "parquet": parse_values,
+    "parquet": lambda values, keys, check: check(values, keys),
     "text": parse_text,
 }

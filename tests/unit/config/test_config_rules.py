@@ -725,6 +725,7 @@ CASES: list[Case] = [
     ("--tiktoken-num-special-tokens 3", 1, {"--tiktoken-num-special-tokens"}, ["only with --tokenizer-type TikTokenizer"], []),
     ("--tiktoken-special-tokens a", 1, {"--tiktoken-special-tokens"}, ["only with --tokenizer-type TikTokenizer"], []),
     ("--data-cache-path c", 1, {"--data-cache-path"}, ["without --mock-data"], []),
+    ("--data-loss-mask", 1, {"--data-loss-mask"}, ["without --mock-data"], []),
 ]
 
 

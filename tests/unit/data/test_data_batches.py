@@ -72,7 +72,7 @@ def test_any_samples_are_cut_as_megatron_cuts_them(rows: list[list[int]]) -> Non
 
 def test_the_tokens_stay_as_they_are() -> None:
     tokens = np.array(SAMPLES)
-    document_bounds(tokens, EOD)
+    document_bounds(tokens == EOD)
     assert tokens.tolist() == SAMPLES
 
 

@@ -17,7 +17,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.megatron_order import GreedyBlend
-from megatron.data.samples import SamplePiece
+from megatron.data.samples import SamplePiece, SampleSource
 
 weights = st.lists(
     st.sampled_from([0.0, 1.0, 1.0, 2.0, 50.0, 1e-25]) | st.floats(0.01, 1.0) | st.floats(-9, 0).map(lambda power: 10.0**power),
@@ -137,7 +137,7 @@ def test_senseless_weights_are_refused(bad: list[float]) -> None:
             make()
 
 
-class Numbered:
+class Numbered(SampleSource):
     """Sample n of dataset d holds d, n."""
 
     seq_length = 1

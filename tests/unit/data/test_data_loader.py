@@ -22,7 +22,7 @@ from tests.support.cli import spawn_cli
 RULES = DocumentRules(eod=6)
 
 
-class Numbers:
+class Numbers(SampleSource):
     """Sample n holds n, n + 1, n + 2, n + 3."""
 
     seq_length = 3
@@ -233,12 +233,12 @@ def test_a_loader_left_open_does_not_keep_the_interpreter(hang: str, left: bool)
 import atexit, threading, time
 import numpy as np
 atexit.register(lambda: print(any(thread.name.startswith("loader") for thread in threading.enumerate())))
-from megatron.data.samples import DocumentRules
+from megatron.data.samples import DocumentRules, SampleSource
 from megatron.data.loader import StepLoader
 
 reached = threading.Event()
 
-class Source:
+class Source(SampleSource):
     seq_length = 3
     def samples(self, first, count):
         if first >= 8:

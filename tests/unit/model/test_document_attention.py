@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 def documents_of(rows: list[list[int]]) -> Documents:
     """The documents of tokens [b, s]."""
-    bounds = document_bounds(np.array(rows), EOD)
+    bounds = document_bounds(np.array(rows) == EOD)
     return Documents(bounds, torch.from_numpy(bounds), len(rows))
 
 

@@ -1,0 +1,190 @@
+"""From conversations to a trained model: the tool's datasets, and runs that learn the answers alone at every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.loss_mask import LEARNED, loss_mask_prefix, open_loss_mask
+from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron.verification.reference.model import Batch
+from tests.support.chats import CHATS, MARKED, PLAIN, write_chats, write_tokenizer
+from tests.support.cli import spawn_cli
+from tests.support.corpora import documents, files_of
+from tests.support.equality import number_differences
+from tests.support.reference_runs import gpt2_like, train
+from tests.support.runs import TINY, arguments, read_metrics, run, saved_tensors
+from tools.inspect_data import main as inspect
+from tools.merge_data import main as merge
+from tools.preprocess_data import main
+
+TOOL = "tools/preprocess_data.py"
+STEPS, SEED = 2, 1234
+
+
+def _argv(folder: Path, template: str, *more: str) -> list[str]:
+    tokenizer = write_tokenizer(folder / "tokenizer", template).parent
+    source = write_chats(folder / "chats.jsonl", CHATS * 40)
+    words = ["--input", source, "--output-prefix", str(folder / "out"), "--chat-template", "--append-eod", *more]
+    return [*words, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations, made by the tool."""
+    folder = tmp_path_factory.mktemp("chats")
+    done = spawn_cli([TOOL, *_argv(folder, MARKED, "--workers", "2", "--shard-size", "4K")], None)
+    assert done.returncode == 0, done.stderr
+    assert "are answers, which count in the loss with --data-loss-mask" in done.stderr
+    return folder
+
+
+PREFIX = "out_messages_document"
+
+
+def test_the_tool_writes_conversations_and_marks(folder: Path) -> None:
+    """The end of a document is learned where an answer comes before it, and marked as an end in any case."""
+    tokenizer = HuggingFaceTokenizer(folder / "tokenizer" / "tokenizer.json")
+    prefix = str(folder / PREFIX)
+    found, marks = documents(prefix), documents(loss_mask_prefix(prefix))
+    assert len(found) == len(marks) == 40 * len(CHATS)
+    for chat, ids, of_it in zip(CHATS, found, marks, strict=False):
+        assert ids[-1] == tokenizer.eod and [mark >> 1 for mark in of_it] == [0] * (len(ids) - 1) + [1]
+        answers = [message["content"] for message in chat if message["role"] == "assistant"]
+        learned = [id for id, mark in zip(ids, of_it, strict=True) if mark & LEARNED]
+        assert tokenizer.decode(learned) == "".join(answers)
+        assert of_it[-1] & LEARNED == of_it[-2] & LEARNED == 0  # these end with a line's end, which is not generated
+
+
+def test_parquet_and_templates_without_marks(tmp_path: Path) -> None:
+    """Columns of lists give the same; without marks in the template the end is learned behind an answer."""
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    argv = _argv(tmp_path, PLAIN)
+    assert main(argv) == 0
+    parquet.write_table(pyarrow.table({"messages": CHATS * 40}), tmp_path / "chats.parquet", row_group_size=9)
+    argv[1], argv[3] = str(tmp_path / "chats.parquet"), str(tmp_path / "rows")
+    assert main(argv) == 0
+    for name in (PREFIX, loss_mask_prefix(PREFIX)):
+        assert files_of(tmp_path / name) == files_of(tmp_path / name.replace("out", "rows"))
+    marks = documents(tmp_path / loss_mask_prefix(PREFIX))
+    assert [each[-1] & LEARNED for each in marks[:4]] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        (["--chat-date", "31.1.26"], "2026-01-31"),
+        (["--tokenizer-type", "ByteTokenizer"], "HuggingFaceTokenizer"),
+        (["--json-keys", "prompt"], "no key 'prompt'"),
+    ],
+)
+def test_wrong_settings_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], expected: str) -> None:
+    argv = [*_argv(tmp_path, MARKED), *change]
+    try:
+        assert main(argv) == 1
+    except SystemExit as error:
+        assert error.code == 2
+    assert expected in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*.bin"))
+
+
+def test_records_that_are_no_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*_argv(tmp_path, MARKED), "--on-error", "skip"]
+    bad = ['{"messages": "text"}', '{"messages": []}', '{"messages": [{"content": "x"}]}', '{"messages": [7]}']
+    with open(argv[1], "a") as file:
+        file.write("\n".join(bad) + "\n")
+    assert main(argv) == 0
+    told = capsys.readouterr().err
+    assert told.count("chats.jsonl:") == len(bad) and told.count("not a list of messages") == told.count("with a role") == 2
+
+
+def test_what_is_learned_is_shown_and_joined(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix, tokenizer = str(folder / PREFIX), ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
+    assert inspect([prefix, "--document", "1", *tokenizer, str(folder / "tokenizer")]) == 0
+    assert "of 87 tokens\n    '2'\n    ''\n    'no\\n\\n\\n'\n" in capsys.readouterr().out
+    for number in range(2):
+        for name in (PREFIX, loss_mask_prefix(PREFIX)):
+            for suffix in (".bin", ".idx"):
+                (tmp_path / f"{number}_{name}{suffix}").symlink_to(folder / f"{name}{suffix}")
+    assert merge(["--input", str(tmp_path), "--output-prefix", str(tmp_path / "all")]) == 0
+    for name in ("", loss_mask_prefix("")):
+        assert documents(tmp_path / f"all{name}") == 2 * documents(f"{prefix}{name}")
+    (tmp_path / f"1_{loss_mask_prefix(PREFIX)}.idx").unlink()
+    assert (
+        merge(["--input", str(tmp_path / "0*document"), str(tmp_path / "1*document"), "--output-prefix", str(tmp_path / "b")]) == 1
+    )
+    assert "has a loss mask, and" in capsys.readouterr().err
+
+
+# ---- training
+
+
+def _flags(folder: Path) -> dict[str, Any]:
+    return {
+        "mock_data": False,
+        "data_path": folder / PREFIX,
+        "data_loss_mask": True,
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": folder / "tokenizer",
+        "vocab_size": None,
+        "split": "100,0,0",
+        "eval_iters": 0,
+        "fp64": True,
+        "clip_grad": 0.5,
+        "weight_decay": 0.1,
+        "seed": SEED,
+    }
+
+
+def _batches(prefix: str, vocabulary: int) -> list[Batch]:
+    """The batches of a run. What counts is told by the dataset of marks read apart, in the order of the samples."""
+    dataset = IndexedDataset(prefix)
+    settings: dict[str, Any] = {"split": 0, "seed": SEED, "seq_length": TINY["seq_length"]}
+    samples = GPTDataset(dataset, range(dataset.num_documents), **settings, vocab_size=vocabulary)
+    marks = open_loss_mask(dataset)
+    size, found = TINY["global_batch_size"], []
+    for step in range(STEPS):
+        windows = torch.from_numpy(samples.samples(step * size, size))
+        learned = np.zeros(windows.shape, bool)
+        for row in range(size):
+            pieces = samples.lineage(step * size + row)
+            taken = [marks.document(each.document)[each.first_token : each.first_token + each.num_tokens] for each in pieces]
+            learned[row] = np.concatenate(taken) & LEARNED
+        found.append((windows[:, :-1], windows[:, 1:], torch.from_numpy(learned[:, 1:])))
+    return found
+
+
+def test_runs_learn_the_answers_alone(folder: Path, tmp_path: Path) -> None:
+    """Losses and norms are those of the plain model that counts the marked tokens, at every layout."""
+    prefix, flags = str(folder / PREFIX), _flags(folder)
+    vocabulary = HuggingFaceTokenizer(folder / "tokenizer" / "tokenizer.json").vocab_size
+    run(arguments(**flags, train_iters=1, iterations_to_skip=(1,), save=tmp_path))
+    rates = [TINY["lr"] * (1 - step / STEPS) for step in range(STEPS)]
+    shape = gpt2_like(vocab=vocabulary, ffn=128)
+    wanted = train(shape, saved_tensors(tmp_path, 1), _batches(prefix, vocabulary), lr=rates, weight_decay=0.1, clip=0.5)
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+        (2, {"num_workers": 0, "use_distributed_optimizer": True}),
+    ]
+    for number, (world_size, layout) in enumerate(layouts):
+        metrics = tmp_path / f"metrics-{number}"
+        run(arguments(**flags, **layout, train_iters=STEPS, metrics_file=metrics), world_size)
+        steps = read_metrics(metrics)
+        problems = number_differences("losses", [line["lm_loss"] for line in steps], wanted.losses, 1e-10)
+        problems += number_differences("norms", [line["grad_norm"] for line in steps], wanted.grad_norms, 1e-10)
+        assert not problems, f"{layout}: " + "\n".join(problems)
+
+
+def test_a_mask_that_is_not_there_ends_the_run(folder: Path, tmp_path: Path) -> None:
+    flags = {**_flags(folder), "data_path": tmp_path / PREFIX}
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"{PREFIX}{suffix}").symlink_to(folder / f"{PREFIX}{suffix}")
+    with pytest.raises(Exception, match="no dataset of the training split has a loss mask"):
+        run(arguments(**flags, train_iters=1))
