@@ -4,8 +4,9 @@ A checksum of a box says that its file is sound. Content sums say what a tensor 
 cut: boxes of any layout add up to the same number. So memory after a load can be compared with what was saved at another layout.
 
 See the tensor as a matrix (the last dimension is the columns, all others together the rows; a 1-D tensor is one row) of the
-elements' bits, read as unsigned integers u of 32 bits: elements of 16 bits are widened, elements of 64 bits count as two columns,
-the low half first. Let v = u XOR (u >> 16). With all arithmetic modulo 2^32 and an odd weight for each row and each column ::
+elements' bits, read as unsigned integers u of 32 bits: elements of 8 and 16 bits are widened, elements of 64 bits count as two
+columns, the low half first. Let v = u XOR (u >> 16). With all arithmetic modulo 2^32 and an odd weight for each row and each
+column ::
 
     rows    = sum over r of  weight(r, seed 0) * (sum over c of v[r, c])
     columns = sum over c of  weight(c, seed 1) * (sum over r of v[r, c])
@@ -85,7 +86,7 @@ def content_sums(
         return NO_SUMS
     view = memoryview(data).cast("B")
     itemsize = DTYPES[dtype].itemsize
-    unit = np.dtype("<u2" if itemsize == 2 else "<u4")
+    unit = np.dtype(f"<u{min(itemsize, 4)}")
     words = itemsize // unit.itemsize
     width, first_column = (words * box.sizes[-1], words * box.offsets[-1]) if box.sizes else (words, 0)
     # A piece holds whole rows, or a part of one row that is longer than a piece.
@@ -103,7 +104,7 @@ def content_sums(
             if take is not None:
                 take(piece)
             bits, mixed = np.frombuffer(piece, unit), scratch[:some]
-            if unit.itemsize == 2:
+            if unit.itemsize < 4:
                 np.copyto(mixed, bits)
             else:
                 np.right_shift(bits, np.uint32(16), out=mixed)

@@ -126,5 +126,6 @@ DTYPES = {
     "bfloat16": DType("BF16", 2),
     "float16": DType("F16", 2),
     "int64": DType("I64", 8),
+    "uint8": DType("U8", 1),
 }
 """Dtypes by their names in the manifest (torch's, without the `torch.`)."""

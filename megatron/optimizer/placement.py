@@ -19,11 +19,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.optimizer.rules import Target, Update, UpdateRule, as_seen
+from megatron.optimizer.rules import KeptState, Target, Update, UpdateRule, as_seen
 from megatron.parallel.boxes import aligned
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, ShardGroup
+from megatron.parallel.state_shape import ELEMENTS
 
 # Elements that a thread updates before it rounds them to the model's dtype: so few that `main` is then still in its cache (Adam
 # touches 4 MiB), so many that the calls cost little. In one thread in bfloat16 the whole step takes so many times the update alone:
@@ -64,13 +65,8 @@ class StatePlacement(ABC):
         self.shards, self.main_params = list(shards), list(main_params)
         dtypes = {(shard.weights.dtype, shard.grad.dtype) for shard in self.shards}
         assert len(dtypes) == 1, f"shards that are updated together have several dtypes: {dtypes}"
-        dtype, device = self.main_params[0].dtype, self.main_params[0].device
-        moments = {
-            name: flat_views(torch.zeros(room_for(self.main_params), dtype=dtype, device=device), self.main_params)
-            for name in rule.moments
-        }
-        for index, (shard, main) in enumerate(zip(self.shards, self.main_params, strict=True)):
-            shard.main, shard.moments = main, {name: tensors[index] for name, tensors in moments.items()}
+        device = self.main_params[0].device
+        make_states(self.shards, self.main_params, rule, context)
         rounds_here = self.main_params[0] is not self.shards[0].weights and device.type == "cpu"
         limit = _BATCH * torch.get_num_threads() if rounds_here and not rule.sees_whole else math.inf
 
@@ -80,7 +76,8 @@ class StatePlacement(ABC):
             def seen(tensor: torch.Tensor) -> torch.Tensor:
                 return as_seen(span.of(tensor), rule, shard, context)
 
-            seen_moments = {name: seen(tensor) for name, tensor in shard.moments.items()}
+            elementwise = {name for name in shard.moments if shard.state_shape(name) is ELEMENTS}
+            seen_moments = {name: seen(one) if name in elementwise else one for name, one in shard.moments.items()}
             return Target(seen(shard.main), seen(grads[span.index]), seen_moments, shard.record)
 
         self._batches = [
@@ -279,6 +276,22 @@ def copies_of_weights(shards: Sequence[Shard], device: torch.device | None = Non
     for view, one in zip(views, weights, strict=True):
         view.copy_(one)
     return views
+
+
+def make_states(shards: Sequence[Shard], main_params: Sequence[torch.Tensor], rule: UpdateRule, context: ParallelContext) -> None:
+    """Give shards their main parameters, and zeros for what the rule keeps of them: one buffer for each name, shape and dtype."""
+    kept: dict[KeptState, list[Shard]] = {}
+    for shard, main in zip(shards, main_params, strict=True):
+        shard.main, shard.moments, shard.state_shapes = main, {}, {}
+        for state in rule.states(shard.record):
+            kept.setdefault(state, []).append(shard)
+    for state, owners in kept.items():
+        sizes = [state.shape.room(shard.record.local_shape(context.axis_sizes), shard.main.numel()) for shard in owners]
+        starts = list(itertools.accumulate((aligned(size) for size in sizes), initial=0))
+        room = torch.zeros(starts[-1], dtype=state.dtype or main_params[0].dtype, device=main_params[0].device)
+        for shard, start, size in zip(owners, starts, sizes, strict=False):
+            shard.moments[state.name] = room[start : start + size]
+            shard.state_shapes[state.name] = state.shape
 
 
 def room_for(tensors: Sequence[torch.Tensor]) -> int:

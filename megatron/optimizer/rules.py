@@ -25,9 +25,11 @@ from typing import Any
 import torch
 
 from megatron.config.training import OptimizerConfig
+from megatron.parallel.boxes import aligned
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.shards import Granularity, Shard
+from megatron.parallel.state_shape import ELEMENTS, StateShape
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Target:
     grad: torch.Tensor
     """Their gradient, neither unscaled nor clipped; see `Update.factor`."""
     moments: dict[str, torch.Tensor]
-    """Tensors by the names that the rule gave; zeros at first, updated in place, in shape and dtype like `main`."""
+    """The states by name; zeros at first, updated in place. One with a number for each element has the shape of `main`."""
     record: ParamRecord
 
 
@@ -71,13 +73,35 @@ Updater = Callable[[Update], None]
 """Updates some targets in place."""
 
 
+@dataclass(frozen=True)
+class KeptState:
+    """Something that a rule keeps of a parameter."""
+
+    name: str
+    """In a checkpoint it is `<name>.<parameter>`."""
+    shape: StateShape = ELEMENTS
+    """How it lies over the parameter."""
+    dtype: torch.dtype | None = None
+    """None: that of the main parameter."""
+
+    def num_bytes(self, local_shape: tuple[int, ...], numel: int, main: torch.dtype) -> tuple[int, int]:
+        """(bytes that it takes for a shard of `numel` elements, those of them that are padding)."""
+        room = self.shape.room(local_shape, numel)
+        each = (self.dtype or main).itemsize
+        return aligned(room) * each, (aligned(room) - room) * each
+
+
 class UpdateRule(ABC):
     """One way to update parameters."""
 
     sees_whole = False
     """Whether a target must be all of this rank's tensor. If not, it may be any of its elements."""
     moments: tuple[str, ...] = ()
-    """Names of the tensors that the rule keeps for each target."""
+    """Names of what the rule keeps for each element of every parameter, in the dtype of the main parameters."""
+
+    def states(self, record: ParamRecord) -> tuple[KeptState, ...]:
+        """What the rule keeps of a parameter."""
+        return tuple(KeptState(name) for name in self.moments)
 
     @abstractmethod
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:

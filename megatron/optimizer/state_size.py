@@ -12,16 +12,17 @@ from megatron.parallel.boxes import aligned
 
 
 class OptimizerState:
-    """What an optimizer keeps for each element that it updates, in the dtype of the main parameters.
+    """What an optimizer keeps of the shards that it updates.
 
     Args:
+        axis_sizes: ranks along each axis; they decide the shapes of a rank's parameters.
         device_type: that of the device. On all but the CPU host memory is separate: it holds copies of offloaded parameters and
             gradients.
     """
 
-    def __init__(self, config: OptimizerConfig, device_type: str) -> None:
+    def __init__(self, config: OptimizerConfig, axis_sizes: dict[str, int], device_type: str) -> None:
         self._fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-        self._rule_of, self._staged = rules_of(config), device_type != "cpu"
+        self._rule_of, self._axis_sizes, self._staged = rules_of(config), axis_sizes, device_type != "cpu"
         self.apart = self._fraction in (0.0, 1.0)
         """Whether a shard is offloaded or not independently of the other shards."""
 
@@ -33,14 +34,22 @@ class OptimizerState:
         total = StateMemory()
         for index, shard in enumerate(shards):
             staged = index in offloaded and self._staged
-            num_moments = len(self._rule_of(shard.record).moments)
             one = _buffer(shard.numel, shard.main_dtype.itemsize, on_host=index in offloaded)
             total += StateMemory(
                 main_params=one if shard.dtype != shard.main_dtype or staged else Bytes(),
-                moments=_buffer(shard.numel, num_moments * shard.main_dtype.itemsize, on_host=shard.on_host or index in offloaded),
+                moments=self._states(shard, on_host=shard.on_host or index in offloaded),
                 buffers=one if staged else Bytes(),
             )
         return total
+
+    def _states(self, shard: ShardSize, *, on_host: bool) -> Bytes:
+        local_shape = shard.record.local_shape(self._axis_sizes)
+        sizes = [
+            state.num_bytes(local_shape, shard.numel, shard.main_dtype)
+            for state in self._rule_of(shard.record).states(shard.record)
+        ]
+        taken, padding = sum(size for size, _ in sizes), sum(more for _, more in sizes)
+        return Bytes(0 if on_host else taken, taken if on_host else 0, padding)
 
 
 def _buffer(numel: int, each: int, *, on_host: bool) -> Bytes:

@@ -15,6 +15,7 @@ from torch import nn
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.state_shape import StateShape
 from megatron.parallel.topology import GRADIENT_AXES
 from megatron.spec.weights import ParamFacts, Weight, model_weights
 
@@ -91,6 +92,11 @@ class ParamRecord(ParamFacts):
         """The boxes of the global tensor that a piece of this rank's part holds, without padding."""
         sizes = context.axis_sizes
         return place(self.local_shape(sizes), self.held_box(sizes, context.coordinates), piece)
+
+    def state_boxes(self, shape: StateShape, piece: FlatPiece, context: ParallelContext) -> list[PlacedBox]:
+        """The boxes of the global tensor of a state that lies over a piece of this rank's part, without padding."""
+        sizes = context.axis_sizes
+        return shape.boxes(self.local_shape(sizes), self.held_box(sizes, context.coordinates), piece)
 
 
 def global_records(model: ModelConfig, vocab_size: int) -> dict[str, ParamRecord]:

@@ -15,6 +15,7 @@ from megatron.parallel.boxes import FlatPiece, PlacedBox
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
+from megatron.parallel.state_shape import ELEMENTS, StateShape
 
 Granularity = Callable[[ParamRecord], bool]
 """Whether the rule that updates a parameter must see all of this rank's tensor at once, so that its state may not be cut among the
@@ -52,11 +53,21 @@ class Shard:
     """The main parameter, in float32 or wider: the weights themselves where dtypes agree, else a copy, perhaps on the host. Set by
     the optimizer."""
     moments: dict[str, torch.Tensor] = field(init=False)
-    """The optimizer's state by name, in shape and dtype like `main`. Set by the optimizer."""
+    """The optimizer's state by name; flat. Set by the optimizer."""
+    state_shapes: dict[str, StateShape] = field(default_factory=dict)
+    """How each state lies over the parameter; by default it has a number for each element. Set by the optimizer."""
 
     def boxes(self, context: ParallelContext) -> list[PlacedBox]:
         """The boxes of the global tensor that the shard holds, without padding."""
         return self.record.boxes(self.piece, context)
+
+    def state_boxes(self, name: str, context: ParallelContext) -> list[PlacedBox]:
+        """The boxes of the global tensor of a state that the shard holds, without padding."""
+        return self.record.state_boxes(self.state_shape(name), self.piece, context)
+
+    def state_shape(self, name: str) -> StateShape:
+        """How a state lies over the parameter."""
+        return self.state_shapes.get(name, ELEMENTS)
 
     def counted_boxes(self, context: ParallelContext) -> list[PlacedBox]:
         """The boxes of the global tensor that this rank counts in global norms."""

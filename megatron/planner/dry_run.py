@@ -289,7 +289,7 @@ class Planner:
         optim_grads."""
         config, ranks = self._config, self._topology.world_size
         parallel, micro_batch_size = config.parallel, config.training.micro_batch_size
-        state = OptimizerState(config.optimizer, self._device_type)
+        state = OptimizerState(config.optimizer, context.axis_sizes, self._device_type)
         traces = self._trace(model, context)
         scalars = [Sending("world", "scalars", 2 * (ranks - 1) * NUM_SCALARS * 8 // ranks)] if ranks > 1 else []
         layouts: dict[object, tuple[dict[RankContent, list[Places]], list[Sending]]] = {}

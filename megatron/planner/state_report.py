@@ -24,7 +24,7 @@ def state_report(
     """
     ops = schedule.ops[context.group("pp").index]
     layout = layout_of(model, context, parallel, optimizer, ops, schedule.num_microbatches)
-    state = OptimizerState(optimizer, context.device.type)
+    state = OptimizerState(optimizer, context.axis_sizes, context.device.type)
     return StateReport(layout.memory(layout.kept(context), state.memory), layout.sent)
 
 

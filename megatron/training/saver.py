@@ -39,11 +39,14 @@ _SCHEDULE_FIELDS = (
 
 def global_tensors(optimizer: ShardedOptimizer, context: ParallelContext, *, state: bool = True) -> list[GlobalTensor]:
     """This rank's shards as parts of global tensors: `model.<name>`, and with the state moments such as `exp_avg.<name>`."""
-    return [
-        GlobalTensor(f"{kind}.{shard.record.name}", shard.record.shape, tensor, shard.boxes(context))
-        for shard in optimizer.shards
-        for kind, tensor in ({WEIGHT: shard.main} | (shard.moments if state else {})).items()
-    ]
+    found = []
+    for shard in optimizer.shards:
+        name = shard.record.name
+        found.append(GlobalTensor(f"{WEIGHT}.{name}", shard.record.shape, shard.main, shard.boxes(context)))
+        for kind, tensor in shard.moments.items() if state else ():
+            shape = shard.state_shape(kind).shape(shard.record.shape)
+            found.append(GlobalTensor(f"{kind}.{name}", shape, tensor, shard.state_boxes(kind, context)))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ def found_and_asked(one: LoadedConfig) -> list[tuple[dict[RankContent, list[Plac
         context = connect_fake(topology, topology.rank(pp=stage, dp=7), config.parallel.fsdp_shard_size)
         model = real_model(config, context)
         layout = layout_of(model, context, config.parallel, config.optimizer, schedule.ops[stage], 2)
-        state = OptimizerState(config.optimizer, "cuda")
+        state = OptimizerState(config.optimizer, context.axis_sizes, "cuda")
         asked = {
             (tensor, data): layout.memory(layout.kept(elsewhere(context, tensor=tensor, data=data, stage=stage)), state.memory)
             for tensor in range(topology.tp)

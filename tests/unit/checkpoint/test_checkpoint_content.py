@@ -46,6 +46,8 @@ def example(shape: tuple[int, ...], dtype: str, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if dtype == "int64":
         return torch.randint(-(2**62), 2**62, shape, generator=generator)
+    if dtype == "uint8":
+        return torch.randint(2**8, shape, generator=generator, dtype=torch.uint8)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(torch_dtype(dtype))
 
 
@@ -74,7 +76,7 @@ def test_blocks_of_the_usual_size(dtype: str) -> None:
     for shape in ((700, 300), (2, 300_000), (300_000,), (3, 5, 17_000)):
         tensor = example(shape, dtype)
         whole = Box.whole(shape)
-        unit = np.frombuffer(bytes_of(tensor), "<u2" if DTYPES[dtype].itemsize == 2 else "<u4").astype(np.uint64)
+        unit = np.frombuffer(bytes_of(tensor), f"<u{min(DTYPES[dtype].itemsize, 4)}").astype(np.uint64)
         matrix = (unit ^ unit >> np.uint64(16)).reshape(int(np.prod(shape[:-1])), -1)
         rows, columns = (
             int((weight(np.arange(matrix.shape[axis], dtype=np.uint64), axis) * matrix.sum(axis=1 - axis)).sum()) % 2**32

@@ -1,0 +1,80 @@
+"""States over a parameter that ranks cut: each keeps what lies over its elements, and together their boxes are whole tensors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from megatron.checkpoint.manifest import tiles
+from megatron.parallel.boxes import Box, FlatPiece
+from megatron.parallel.state_shape import COLUMNS, ELEMENTS, ROWS, Blocks, StateShape
+
+SHAPES = [(5, 7), (1, 9), (6, 4), (3, 4, 5), (2, 3, 8), (2, 1, 6, 4), (8, 1)]
+STATES = {"elements": ELEMENTS, "rows": ROWS, "columns": COLUMNS, "blocks of 1": Blocks(1), "of 3": Blocks(3), "of 4": Blocks(4)}
+
+
+def lies_over(state: StateShape, shape: tuple[int, ...]) -> torch.Tensor:
+    """For each element of a parameter, by itself, the flat number of the state that lies over it."""
+    numbers = torch.arange(math.prod(state.shape(shape))).view(state.shape(shape))
+    if state is ROWS:
+        return numbers.unsqueeze(-1).expand(shape)
+    if state is COLUMNS:
+        return numbers.unsqueeze(-2).expand(shape)
+    return numbers.repeat_interleave(state.size, -1)[..., : shape[-1]] if isinstance(state, Blocks) else numbers
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_piece_has_the_numbers_over_its_elements(name: str, shape: tuple[int, ...]) -> None:
+    """All and no others, in room for the worst place of so many elements, which some place needs."""
+    state, numel = STATES[name], math.prod(shape)
+    over = lies_over(state, shape).reshape(-1)
+    most: dict[int, int] = {}
+    for start in range(numel):
+        for stop in range(start + 1, numel + 1):
+            covered, found = state.covered(shape, FlatPiece(start, stop)), over[start:stop]
+            if state is not COLUMNS:  # a piece within a row has all columns
+                assert (covered.start, covered.stop) == (int(found.min()), int(found.max()) + 1)
+            assert set(found.tolist()) <= set(range(covered.start, covered.stop))
+            most[stop - start] = max(most.get(stop - start, 0), covered.stop - covered.start)
+    rooms = {count: state.room(shape, count) for count in most}
+    assert all(rooms[count] >= needed for count, needed in most.items()) and state.room(shape, 0) == 0
+    assert all(rooms[count] <= most[count] + (state is COLUMNS) * shape[-1] + 1 for count in most), "no more than needed"
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("split", [None, 0, -1, -2])
+def test_boxes_of_all_ranks_make_up_the_state(name: str, shape: tuple[int, ...], split: int | None) -> None:
+    """Of tensor ranks that divide a dimension, the first perhaps with padding, each cut at random places."""
+    state, draw = STATES[name], random.Random(str((name, shape, split)))
+    ways = [1] if split is None else [n for n in (2, 3) if split == 0 or shape[split] % n == 0]
+    for ranks in ways:
+        local = list(shape)
+        if split is not None:
+            local[split] = -(-shape[split] // ranks)
+            if isinstance(state, Blocks) and split == -1 and local[split] % state.size:
+                continue
+        cuts = sorted({0, math.prod(local), *(draw.randrange(math.prod(local)) for _ in range(3))})
+        boxes: list[Box] = []
+        for rank in range(ranks):
+            offsets, sizes = [0] * len(shape), list(shape)
+            if split is not None:
+                low = min(rank * local[split], shape[split])
+                offsets[split], sizes[split] = low, min(low + local[split], shape[split]) - low
+            held = Box(tuple(offsets), tuple(sizes))
+            numbers = torch.arange(math.prod(state.shape(shape))).view(state.shape(shape))
+            for start, stop in itertools.pairwise(cuts):
+                placed = state.boxes(tuple(local), held, FlatPiece(start, stop))
+                room = torch.full((state.room(tuple(local), stop - start),), -1)
+                for one in placed:  # boxes do not overlap in memory
+                    view = room[one.start : one.start + one.box.numel]
+                    assert (view == -1).all()
+                    view.copy_(numbers[one.box.index].reshape(-1))
+                    boxes.append(one.box)
+        distinct = list(dict.fromkeys(boxes))
+        assert tiles(state.shape(shape), distinct), "equal or disjoint, and together the whole"
