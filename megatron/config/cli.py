@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from megatron.config.checks.each import notes as effect_notes
@@ -24,7 +24,7 @@ from megatron.config.given import DryRun, Given, Sorted, dry_run_in, sort_given,
 from megatron.config.launcher import launched
 from megatron.config.rules import violations
 from megatron.config.save import to_yaml
-from megatron.config.yaml_file import read_yaml
+from megatron.config.yaml_file import read_groups, read_yaml
 
 PROGRAM = "pretrain_gpt.py"
 
@@ -96,7 +96,9 @@ def _read(argv: Sequence[str]) -> tuple[Config, dict[str, list[str]], Sorted]:
     if any(item.name == "explain" for item in given):
         _explain_and_exit(requests.get("explain", ()), own, problems)
     from_files, unread = _read_files(requests.get("config", ()))
-    found = sort_given(stray, [*from_files, *own])
+    given, unread_groups = _with_group_files([*from_files, *own])
+    unread += unread_groups
+    found = sort_given(stray, given)
     if unread:
         found.doubt_all()
     config = found.config()
@@ -132,6 +134,21 @@ def _read_files(paths: Sequence[str]) -> tuple[list[Given], list[Violation]]:
             found.extend(read_yaml(path))
         except ConfigError as error:
             problems.extend(error.violations)
+    return found, problems
+
+
+def _with_group_files(given: Sequence[Given]) -> tuple[list[Given], list[Violation]]:
+    """The settings with the entries of --param-groups files in place of their names, and problems of the files."""
+    found: list[Given] = []
+    problems: list[Violation] = []
+    for item in given:
+        if item.name == "param-groups" and len(item.values) == 1 and "=" not in item.values[0]:
+            try:
+                item = replace(item, values=read_groups(item.values[0]))
+            except ConfigError as error:
+                problems.extend(error.violations)
+                continue
+        found.append(item)
     return found, problems
 
 

@@ -154,8 +154,6 @@ spec: The model is described by flags, not by a module.
 padded-vocab-size: The size follows from the tokenizer, TP and --make-vocab-size-divisible-by.
 vocab-extra-ids tokenizer-metadata trust-remote-code legacy-tokenizer: The tokenizer is set by --tokenizer-type and
     --tokenizer-model, or --vocab-file and --merge-file, or --vocab-size.
-decoupled-lr: One learning rate holds for all weights (--lr).
-decoupled-min-lr: One learning rate holds for all weights (--min-lr).
 skip-train: Only training with evaluations in between is built (--eval-interval, --eval-iters).
 decrease-batch-size-if-needed: The global batch size never changes by itself; set --global-batch-size for the layout.
 no-check-for-nan-in-loss-and-grad: A loss or gradient that is not a number always stops the run; leave it out.

@@ -82,6 +82,10 @@ class OptimizerConfig:
     """Highest learning rate. Required."""
     min_lr: float = setting(0.0, at_least=0, unit="step length of the update", acts=acts_with(lr_decay_style=OtherThan("constant")))
     """Lowest learning rate after decay."""
+    decoupled_lr: float | None = setting(None, above=0, unit="step length of the update")
+    """Highest learning rate of word embedding and output layer, in place of --lr."""
+    decoupled_min_lr: float | None = setting(None, at_least=0, unit="step length of the update", acts=acts_with(decoupled_lr=GIVEN))
+    """Lowest learning rate of word embedding and output layer; by default --min-lr."""
     lr_decay_style: DecayStyle = "linear"
     """Form of the decay from --lr to --min-lr."""
     lr_decay_iters: int | None = setting(None, at_least=1, unit="steps", acts=_HAS_DECAY)
@@ -115,6 +119,11 @@ class OptimizerConfig:
     """Weight decay at the end, when it changes over the run."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How weight decay goes from start to end."""
+    decay_embeddings: bool = True
+    """Whether the weight decay acts on embeddings too, the tied one included."""
+    param_groups: tuple[str, ...] = ()
+    """What some parameters have of their own: a YAML file of patterns of names, each with a mapping of optimizer, lr-mult, lr,
+    min-lr, wd-mult, adam-beta1, adam-beta2, adam-eps; or entries such as 'embedding.* lr-mult=0.1'. Later entries win."""
     clip_grad: float = setting(1.0, at_least=0, unit="norm of the whole gradient")
     """Clip the global gradient norm to this; 0 switches clipping off."""
     adam_beta1: float = setting(0.9, at_least=0, below=1, unit="share that is kept from one update to the next", acts=_ADAM)

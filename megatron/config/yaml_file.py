@@ -17,9 +17,15 @@ from megatron.config.compat import KNOWN, Refused
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flag_of, flags, topics
 from megatron.config.given import REQUESTS, Given
+from megatron.config.param_groups import as_text
 
 _NULLS = ("null", "Null", "NULL", "~", "")
-_EXAMPLE = "It should hold lines such as `num-layers: 12`."
+_EXAMPLES = {
+    "config": "It should hold lines such as `num-layers: 12`.",
+    "param-groups": "It should hold lines such as `embedding.*: {lr-mult: 0.1}`: patterns of names, each with its values.",
+}
+"""What the file of each flag holds."""
+_EXAMPLE = _EXAMPLES["config"]
 _MOST_BYTES = 1_000_000
 _MOST_NODES = 100_000  # keys and values: a list of datasets may be long
 _MOST_ENTRIES = 10_000  # settings, each of which is looked up
@@ -63,27 +69,58 @@ def read_yaml(path: str) -> list[Given]:
     return list(found.values())
 
 
-def _read(path: str) -> str:
+def read_groups(path: str) -> tuple[str, ...]:
+    """The entries of a --param-groups file, each as one text.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a mapping of patterns to mappings of values.
+    """
+    root = _compose(path, _read(path, "param-groups"), "param-groups")
+    return () if root is None else _entries_in(f"--param-groups {path}", root)
+
+
+def _entries_in(where: str, root: yaml.Node) -> tuple[str, ...]:
+    """The entries of --param-groups, each as one text, from a mapping of patterns to mappings.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    pairs = root.value if isinstance(root, yaml.MappingNode) else [(root, root)]
+    found: list[str] = []
+    for key, values in pairs:
+        texts = [_text(node) for pair in values.value for node in pair] if isinstance(values, yaml.MappingNode) else [""]
+        if any(text.split() != [text] for text in (_text(key), *texts)):
+            message = f"{where}: {_text(key) or 'it'} is not a pattern with a mapping of single values."
+            raise _cannot(message, _EXAMPLES["param-groups"], "param-groups")
+        found.append(as_text(_text(key), dict(zip(texts[::2], texts[1::2], strict=True))))
+    return tuple(found)
+
+
+def _read(path: str, flag: str = "config") -> str:
     """The text of a file or a pipe. No more is read than settings can be long."""
     try:
         mode = os.stat(path).st_mode
         if not any(kind(mode) for kind in (stat.S_ISREG, stat.S_ISFIFO, stat.S_ISDIR)):  # of a folder the system says it well
-            raise _cannot(f"--config {path} is neither a file nor a pipe.", _EXAMPLE)
+            raise _cannot(f"--{flag} {path} is neither a file nor a pipe.", _EXAMPLES[flag], flag=flag)
         with open(path, "rb") as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            raise _cannot(f"--config {path} is larger than {_MOST_BYTES:,} bytes.", f"Settings are never as long. {_EXAMPLE}")
+            raise _cannot(
+                f"--{flag} {path} is larger than {_MOST_BYTES:,} bytes.",
+                f"Settings are never as long. {_EXAMPLES[flag]}",
+                flag=flag,
+            )
         return data.decode("utf-8")
     except ConfigError:
         raise
     except UnicodeDecodeError as error:
-        raise _cannot(f"--config {path} cannot be read: it is not text in UTF-8.") from error
+        raise _cannot(f"--{flag} {path} cannot be read: it is not text in UTF-8.", flag=flag) from error
     except (OSError, ValueError) as error:  # the latter for a name that no file can have
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise _cannot(f"--config {path} cannot be read: {reason}.") from error
+        raise _cannot(f"--{flag} {path} cannot be read: {reason}.", flag=flag) from error
 
 
-def _compose(path: str, text: str) -> yaml.Node | None:
+def _compose(path: str, text: str, flag: str = "config") -> yaml.Node | None:
     """The root of a text, which is not parsed if it is too large: that takes long for many nodes, and fills the stack at many
     levels."""
     depth = nodes = 0
@@ -93,12 +130,12 @@ def _compose(path: str, text: str) -> yaml.Node | None:
             nodes += isinstance(event, yaml.NodeEvent)
             if depth > _MOST_DEPTH:
                 line = event.start_mark.line + 1 if event.start_mark is not None else "?"
-                raise _cannot(f"--config {path} line {line} has more than {_MOST_DEPTH} levels.", _EXAMPLE)
+                raise _cannot(f"--{flag} {path} line {line} has more than {_MOST_DEPTH} levels.", _EXAMPLES[flag], flag=flag)
             if nodes > _MOST_NODES:
-                raise _cannot(f"--config {path} holds more than {_MOST_NODES:,} keys and values.", _EXAMPLE)
+                raise _cannot(f"--{flag} {path} holds more than {_MOST_NODES:,} keys and values.", _EXAMPLES[flag], flag=flag)
         root: yaml.Node | None = yaml.compose(text, Loader=_LOADER)
     except yaml.YAMLError as error:
-        raise _cannot(f"--config {path} is not valid YAML.", f"{' '.join(str(error).split())}.") from error
+        raise _cannot(f"--{flag} {path} is not valid YAML.", f"{' '.join(str(error).split())}.", flag=flag) from error
     return root
 
 
@@ -126,6 +163,8 @@ def _setting(where: str, topic: str | None, key: yaml.Node, value: yaml.Node) ->
         ConfigError: it is none.
     """
     name = _text(key).replace("_", "-")
+    if name == "param-groups" and isinstance(value, yaml.MappingNode):
+        return Given(name, _entries_in(f"{where}: {name}", value), f"--{name}", where)
     nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
     if not name or not all(isinstance(node, yaml.ScalarNode) for node in nodes):
         rule = f"Keys are flag names, or one of the topics {', '.join(topics())}; values are single values or lists."

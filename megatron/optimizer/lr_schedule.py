@@ -7,10 +7,11 @@ The formulas are those of Megatron-Core's OptimizerParamScheduler, so that a lau
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from megatron.config.training import OptimizerConfig, TrainingConfig
+from megatron.spec.groups import RateEnds
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,12 @@ def learning_rate(samples: int, config: OptimizerConfig, lengths: ScheduleLength
     if config.lr_decay_style == "inverse-square-root":
         return max(floor, peak * math.sqrt(max(lengths.warmup_samples, 1)) / math.sqrt(max(samples, 1)))
     return floor + _share_above_floor(samples, config, lengths) * (peak - floor)
+
+
+def own_rates(samples: int, config: OptimizerConfig, lengths: ScheduleLengths, ends: Iterable[RateEnds]) -> dict[RateEnds, float]:
+    """Learning rates of the next update where the course has other ends than --lr and --min-lr; arguments as `learning_rate`."""
+    own = {one: {field: value for field, value in vars(one).items() if value is not None} for one in ends}
+    return {one: learning_rate(samples, replace(config, **values), lengths) for one, values in own.items()}
 
 
 def weight_decay(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:

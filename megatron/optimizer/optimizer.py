@@ -7,7 +7,8 @@ clipping are one factor on the gradient, which torch's fused kernels apply while
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -16,6 +17,7 @@ from megatron.optimizer.placement import Link, OnDevice, OnHost, StatePlacement,
 from megatron.optimizer.rules import Update, UpdateRule, rules_of
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, ShardGroup
+from megatron.spec.groups import RUN_ENDS, RateEnds, groups_of
 
 
 class ShardedOptimizer:
@@ -46,7 +48,9 @@ class ShardedOptimizer:
         if staged is None:
             staged = context.device.type not in ("cpu", "meta")
         link = Link(context.device) if chosen and staged else None
-        rule_of = rules_of(config)
+        rule_of, group_of = rules_of(config), groups_of(config)
+        self.own_ends = {group_of(shard.record).ends for shard in self.shards} - {RUN_ENDS}
+        """Ends of the learning rate's courses that differ from the run's."""
         self._placements: list[list[StatePlacement]] = []
         for group in self.groups:
             # Placements on the device come first: its kernels only have to be started, and run while the host updates the others.
@@ -55,9 +59,9 @@ class ShardedOptimizer:
                 together.setdefault((id(shard) in chosen, rule_of(shard.record)), []).append(shard)
             self._placements.append(
                 [
-                    OnHost(group, shards, rule, context, link)
+                    OnHost(group, shards, rule, group_of, context, link)
                     if offloaded and link is not None
-                    else OnDevice(shards, rule, context)
+                    else OnDevice(shards, rule, group_of, context)
                     for (offloaded, rule), shards in together.items()
                 ]
             )
@@ -74,13 +78,16 @@ class ShardedOptimizer:
         return [tensor for placed in on_host for tensor in placed.staging]
 
     @torch.no_grad()
-    def step(self, learning_rate: float, weight_decay: float, factor: float) -> None:
+    def step(
+        self, learning_rate: float, weight_decay: float, factor: float, own_rates: Mapping[RateEnds, float] = MappingProxyType({})
+    ) -> None:
         """Make one update.
 
         Args:
             factor: multiplies every gradient: clip coefficient / loss scale.
+            own_rates: the learning rates of groups whose course ends elsewhere.
         """
-        update = Update(learning_rate, weight_decay, factor, self.num_updates + 1)
+        update = Update(learning_rate, weight_decay, factor, self.num_updates + 1, own_rates)
         for group, placements in zip(self.groups, self._placements, strict=True):
             for placement in placements:
                 placement.update(update)

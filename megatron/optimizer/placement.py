@@ -25,6 +25,7 @@ from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, ShardGroup
 from megatron.parallel.state_shape import ELEMENTS
+from megatron.spec.groups import GroupOf
 
 # Elements that a thread updates before it rounds them to the model's dtype: so few that `main` is then still in its cache (Adam
 # touches 4 MiB), so many that the calls cost little. In one thread in bfloat16 the whole step takes so many times the update alone:
@@ -52,6 +53,7 @@ class StatePlacement(ABC):
     Args:
         main_params: the main parameter of each shard, flat.
         grads: the gradients in the same memory as the main parameters; complete after `fetch`.
+        group_of: gives the group of each parameter.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class StatePlacement(ABC):
         main_params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
         rule: UpdateRule,
+        group_of: GroupOf,
         context: ParallelContext,
     ) -> None:
         self.shards, self.main_params = list(shards), list(main_params)
@@ -78,7 +81,7 @@ class StatePlacement(ABC):
 
             elementwise = {name for name in shard.moments if shard.state_shape(name) is ELEMENTS}
             seen_moments = {name: seen(one) if name in elementwise else one for name, one in shard.moments.items()}
-            return Target(seen(shard.main), seen(grads[span.index]), seen_moments, shard.record)
+            return Target(seen(shard.main), seen(grads[span.index]), seen_moments, shard.record, group_of(shard.record))
 
         self._batches = [
             (rule.make([target(span) for span in spans], context), self.writer(spans))
@@ -122,11 +125,11 @@ class OnDevice(StatePlacement):
     Offloaded shards are here too if the device's memory is the host's.
     """
 
-    def __init__(self, shards: Sequence[Shard], rule: UpdateRule, context: ParallelContext) -> None:
+    def __init__(self, shards: Sequence[Shard], rule: UpdateRule, group_of: GroupOf, context: ParallelContext) -> None:
         self._copies = shards[0].weights.dtype != shards[0].grad.dtype
         weights = [shard.weights for shard in shards]
         main_params = copies_of_weights(shards, weights[0].device) if self._copies else weights
-        super().__init__(shards, main_params, [shard.grad for shard in shards], rule, context)
+        super().__init__(shards, main_params, [shard.grad for shard in shards], rule, group_of, context)
 
     def writer(self, spans: Sequence[MainSpan]) -> Callable[[], None]:
         """A function that rounds main parameters to the model's dtype, where they are not the weights."""
@@ -142,13 +145,21 @@ class OnHost(StatePlacement):
     Main parameters and moments take no part in any copy, so they are not pinned: torch rounds pinned memory up to a power of two.
     """
 
-    def __init__(self, group: ShardGroup, shards: Sequence[Shard], rule: UpdateRule, context: ParallelContext, link: Link) -> None:
+    def __init__(
+        self,
+        group: ShardGroup,
+        shards: Sequence[Shard],
+        rule: UpdateRule,
+        group_of: GroupOf,
+        context: ParallelContext,
+        link: Link,
+    ) -> None:
         self._link = link
         self._wait: Callable[[], None] | None = None
         self._sources = [shard.grad for shard in shards]
         room = torch.empty(room_for(self._sources), dtype=self._sources[0].dtype, pin_memory=link.pins)
         self._grads = flat_views(room, self._sources)
-        super().__init__(shards, copies_of_weights(shards), self._grads, rule, context)
+        super().__init__(shards, copies_of_weights(shards), self._grads, rule, group_of, context)
         group.on_reduced.append(self._bring)
 
     def fetch(self) -> None:

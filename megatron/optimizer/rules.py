@@ -1,9 +1,10 @@
 """Update rules: what each must see of a parameter, which state it keeps, and the code that updates.
 
-A rule is chosen for each parameter by its record, so an optimizer may treat some parameters differently (as Muon leaves vectors and
-embeddings to AdamW). It gets targets: the main parameters that lie on this rank, each with its parameter's record. A rule does not
-know how state is cut over the data ranks, reduced, published, saved or kept in host memory; and the code that does these things
-does not know the rule. To add one, write a subclass of UpdateRule and enter in RULES which parameters it gets.
+A rule is chosen for each parameter by its group (`spec/groups.py`) and its record, so an optimizer may treat some parameters
+differently (as Muon leaves vectors and embeddings to AdamW). It gets targets: the main parameters that lie on this rank, each with
+its parameter's record and group, which gives its rate and decay (`Update.rate`, `Update.decay`). A rule does not know how state is
+cut over the data ranks, reduced, published, saved or kept in host memory; and the code that does these things does not know the
+rule. To add one, write a subclass of UpdateRule and enter in RULES which parameters it gets.
 
 A target is a view of the main parameter with a view of its gradient. It is flat and any part of the parameter, and may be cut
 further, so the rule may not sum over it. If the rule `sees_whole`, it is this rank's whole tensor in its shape instead, and the
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.shards import Granularity, Shard
 from megatron.parallel.state_shape import ELEMENTS, StateShape
+from megatron.spec.groups import RUN_ENDS, ParamGroup, RateEnds, groups_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Target:
     moments: dict[str, torch.Tensor]
     """The states by name; zeros at first, updated in place. One with a number for each element has the shape of `main`."""
     record: ParamRecord
+    group: ParamGroup
 
 
 @dataclass
@@ -50,12 +53,15 @@ class Update:
     """The numbers of one update of all parameters."""
 
     learning_rate: float
+    """That of --lr; a group's is `rate`."""
     weight_decay: float
-    """Weight decay of the parameters that decay."""
+    """Weight decay before a group's factor; a group's is `decay`."""
     factor: float
     """Multiplies every gradient: clip coefficient / loss scale."""
     number: int
     """Number of the update, counted from 1."""
+    own_rates: Mapping[RateEnds, float] = field(default_factory=dict)
+    """The learning rates of courses that end elsewhere than the run's."""
     _made: dict[tuple[float, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def scalar(self, value: float, device: torch.device) -> torch.Tensor:
@@ -64,9 +70,13 @@ class Update:
             self._made[value, device] = torch.full((), value, dtype=torch.float32, device=device)
         return self._made[value, device]
 
-    def decay(self, decays: bool) -> float:
-        """The weight decay of a parameter that decays, or of one that does not."""
-        return self.weight_decay if decays else 0.0
+    def rate(self, group: ParamGroup) -> float:
+        """The learning rate of a group."""
+        return group.lr_mult * (self.learning_rate if group.ends == RUN_ENDS else self.own_rates[group.ends])
+
+    def decay(self, group: ParamGroup) -> float:
+        """The weight decay of a group, before its learning rate multiplies it."""
+        return group.wd_mult * self.weight_decay
 
 
 Updater = Callable[[Update], None]
@@ -123,9 +133,9 @@ def as_seen(tensor: torch.Tensor, rule: UpdateRule, shard: Shard, context: Paral
 
 @dataclass(frozen=True)
 class _Lists:
-    """Targets of one decay class, as the kernels take them."""
+    """Targets of one group, as the kernels take them."""
 
-    decays: bool
+    group: ParamGroup
     main_params: list[torch.Tensor]
     grads: list[torch.Tensor]
     moments: list[list[torch.Tensor]]
@@ -138,15 +148,15 @@ def fused(
 
     Args:
         moments: their names, in the order in which the kernel takes them.
-        kernel: updates the targets of one decay class. It divides their gradients by a float32 scalar on their device, if given.
+        kernel: updates the targets of one group. It divides their gradients by a float32 scalar on their device, if given.
     """
-    classes = [
-        _Lists(decays, [t.main for t in some], [t.grad for t in some], [[t.moments[name] for t in some] for name in moments])
-        for decays, some in _by_decay(targets)
+    all_lists = [
+        _Lists(group, [t.main for t in some], [t.grad for t in some], [[t.moments[name] for t in some] for name in moments])
+        for group, some in by_group(targets)
     ]
 
     def step(update: Update) -> None:
-        for lists in classes:
+        for lists in all_lists:
             scale: torch.Tensor | None = None
             if update.factor != 1.0:
                 if lists.grads[0].dtype == torch.float64:  # for which a float32 scalar is too coarse
@@ -174,7 +184,7 @@ def by_torch(targets: Sequence[Target], optimizer: torch.optim.Optimizer) -> Upd
         if update.factor != 1.0:
             torch._foreach_mul_(grads, update.factor)
         for group in optimizer.param_groups:
-            group["lr"], group["weight_decay"] = update.learning_rate, update.decay(group["decays"])
+            group["lr"], group["weight_decay"] = update.rate(group["group"]), update.decay(group["group"])
             group["step"] = update.number - 1  # NVIDIA apex counts updates here
         optimizer.step()
 
@@ -182,13 +192,19 @@ def by_torch(targets: Sequence[Target], optimizer: torch.optim.Optimizer) -> Upd
 
 
 def param_groups(targets: Sequence[Target]) -> list[dict[str, Any]]:
-    """Param groups for `by_torch`: the targets that decay, and the others."""
-    return [{"params": [target.main for target in some], "decays": decays} for decays, some in _by_decay(targets)]
+    """Param groups for `by_torch`, one for each group of the targets."""
+    return [
+        {"params": [target.main for target in some], "group": group, "betas": group.betas, "eps": group.eps}
+        for group, some in by_group(targets)
+    ]
 
 
-def _by_decay(targets: Sequence[Target]) -> list[tuple[bool, list[Target]]]:
-    classes = [(decays, [target for target in targets if target.record.decay is decays]) for decays in (True, False)]
-    return [(decays, some) for decays, some in classes if some]
+def by_group(targets: Sequence[Target]) -> list[tuple[ParamGroup, list[Target]]]:
+    """Targets by their group, in the order in which each group first occurs."""
+    found: dict[ParamGroup, list[Target]] = {}
+    for target in targets:
+        found.setdefault(target.group, []).append(target)
+    return list(found.items())
 
 
 class AdamW(UpdateRule):
@@ -197,14 +213,12 @@ class AdamW(UpdateRule):
     moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self._betas, self._eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
         self._apex = config.use_apex
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
         """See `UpdateRule`."""
         if self._apex:
-            made = _apex("FusedAdam")(param_groups(targets), adam_w_mode=True, lr=0.0, betas=self._betas, eps=self._eps)
-            return by_torch(targets, made)
+            return by_torch(targets, _apex("FusedAdam")(param_groups(targets), adam_w_mode=True, lr=0.0))
         return fused(targets, self.moments, self._kernel)
 
     def _kernel(self, lists: _Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
@@ -218,11 +232,11 @@ class AdamW(UpdateRule):
             second,
             max_exp_avg_sqs=[],
             state_steps=[number] * len(lists.main_params),
-            lr=update.learning_rate,
-            beta1=self._betas[0],
-            beta2=self._betas[1],
-            weight_decay=update.decay(lists.decays),
-            eps=self._eps,
+            lr=update.rate(lists.group),
+            beta1=lists.group.betas[0],
+            beta2=lists.group.betas[1],
+            weight_decay=update.decay(lists.group),
+            eps=lists.group.eps,
             amsgrad=False,
             maximize=False,
             grad_scale=grad_scale,
@@ -248,9 +262,9 @@ class SGD(UpdateRule):
             lists.main_params,
             lists.grads,
             lists.moments[0] if lists.moments else [],
-            weight_decay=update.decay(lists.decays),
+            weight_decay=update.decay(lists.group),
             momentum=self._momentum,
-            lr=update.learning_rate,
+            lr=update.rate(lists.group),
             dampening=0.0,
             nesterov=False,
             maximize=False,
@@ -272,12 +286,21 @@ RULES: dict[str, Callable[[OptimizerConfig], RuleOf]] = {
     "adam": lambda config: for_all(AdamW(config)),
     "sgd": lambda config: for_all(SGD(config)),
 }
-"""The rules by the value of --optimizer."""
+"""The rules by the value of --optimizer, or of a group's."""
 
 
 def rules_of(config: OptimizerConfig) -> RuleOf:
-    """The rule of each parameter in a run with these settings."""
-    return RULES[config.optimizer](config)
+    """The rule of each parameter in a run with these settings: that of its group."""
+    group_of = groups_of(config)
+    made: dict[str, RuleOf] = {}
+
+    def rule_of(record: ParamRecord) -> UpdateRule:
+        optimizer = group_of(record).optimizer
+        if optimizer not in made:
+            made[optimizer] = RULES[optimizer](config)
+        return made[optimizer](record)
+
+    return rule_of
 
 
 def granularity_of(config: OptimizerConfig) -> Granularity:

@@ -15,6 +15,8 @@ from megatron.config.model import ModelConfig
 from megatron.spec.layers import LayerSpec, NormSpec, layers, norm_of
 
 WORD_EMBEDDING = "embedding.word.weight"
+OUTPUT = "output.weight"
+"""The output layer's weight where it has one of its own."""
 _IN_LAYER = re.compile(r"layers\.(\d+)(?:\.(.+))?")
 
 
@@ -121,7 +123,7 @@ def outside_layers(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
 
 def output_matrix(model: ModelConfig, vocab_size: int) -> Weight:
     """The matrix [v, h] of the output layer: a weight of its own, or the word embedding."""
-    return vocabulary(WORD_EMBEDDING if model.tied else "output.weight", model, vocab_size, "table" if model.tied else "matrix")
+    return vocabulary(WORD_EMBEDDING if model.tied else OUTPUT, model, vocab_size, "table" if model.tied else "matrix")
 
 
 def vocabulary(name: str, model: ModelConfig, vocab_size: int, kind: ParamKind) -> Weight:

@@ -14,7 +14,7 @@ from megatron.config.config import Config
 from megatron.metrics.timers import Timers
 from megatron.model.gpt import ModelInputs
 from megatron.optimizer.grad_scaler import LossScaleError
-from megatron.optimizer.lr_schedule import learning_rate, weight_decay
+from megatron.optimizer.lr_schedule import learning_rate, own_rates, weight_decay
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import ExitSignal, NonFiniteError, together
 from megatron.training.inputs import Batches
@@ -104,12 +104,15 @@ class Loop:
         """Make one step, or none where the user skips the iteration."""
         rate = learning_rate(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
         decay = weight_decay(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
+        own = own_rates(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths, self.step.optimizer.own_ends)
         samples = self.plan.global_batch_size(progress.consumed_samples)
         iteration, result = progress.iteration + 1, None
         if iteration not in self.config.training.iterations_to_skip:
             for watcher in watching:
                 watcher.before_step(batch, iteration)
-            result = self.step.run(batch, iteration=iteration, learning_rate=rate, weight_decay=decay, exit_votes=exit_votes)
+            result = self.step.run(
+                batch, iteration=iteration, learning_rate=rate, weight_decay=decay, own_rates=own, exit_votes=exit_votes
+            )
         progress.iteration = iteration
         progress.consumed_samples += samples
         if result is None or result.skipped:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ from megatron.parallel.shards import Granularity
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors
 from megatron.pipeline_parallel.partition import recomputed_chunks
+from megatron.spec.groups import RateEnds
 from megatron.spec.operations import Schedule, forward_only
 from megatron.spec.schedules import make_schedule
 from megatron.tensor_parallel.cross_entropy import minimised
@@ -138,6 +140,7 @@ class TrainStep:
         iteration: int,
         learning_rate: float,
         weight_decay: float,
+        own_rates: Mapping[RateEnds, float] = MappingProxyType({}),
         exit_votes: tuple[bool, bool] = (False, False),
     ) -> StepResult:
         """Train on one global batch.
@@ -145,6 +148,7 @@ class TrainStep:
         Args:
             batch: this data rank's microbatches.
             iteration: counted from 1, for error messages.
+            own_rates: the learning rates of groups whose course ends elsewhere (`optimizer.own_ends`).
             exit_votes: this rank's; they travel with the step's sums, so agreeing costs nothing.
 
         Raises:
@@ -177,7 +181,7 @@ class TrainStep:
                 look(result)
             clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0
             with self._timers("optimizer", level=1):
-                self.optimizer.step(learning_rate, weight_decay, clip / scale)
+                self.optimizer.step(learning_rate, weight_decay, clip / scale, own_rates)
                 if not self.overlaps_publishing:
                     self.finish_publishing()
         self.scaler.update(overflow)

@@ -41,7 +41,7 @@ ABOVE["memory"] = set()
 for room in set(ABOVE) - {"config", "spec", "memory"}:
     ABOVE[room] |= {"spec", "memory"}
 """What each room may import beside itself. (Between config and spec: see `test_spec_lies_between_the_settings_and_their_rules`.)"""
-SETTINGS = {f"megatron.config.{name}" for name in "data memory model outputs parallel precision training".split()}
+SETTINGS = {f"megatron.config.{name}" for name in "data memory model outputs parallel param_groups precision training".split()}
 """The dataclasses of the settings, which know nothing of the spec but its tables that read no settings."""
 ABOVE["inference"] = {*ABOVE["checkpoint"], "checkpoint", "data"}
 ABOVE["planner"] = {*ABOVE["checkpoint"], "metrics"}

@@ -280,6 +280,23 @@ CASES: list[Case] = [
         ["--lr-wsd-decay-samples None"],
     ),
     ("--min-lr 0.01", 1, {"--min-lr", "--lr"}, ["--min-lr 0.01 is above --lr 0.001"], ["--min-lr 0.001", "--lr 0.01"]),
+    ("--decoupled-min-lr 0.01", 1, {"--decoupled-min-lr"}, ["acts only with --decoupled-lr"], []),
+    (
+        "--decoupled-lr 0.01 --decoupled-min-lr 0.1",
+        1,
+        {"--decoupled-min-lr", "--decoupled-lr"},
+        ["--decoupled-min-lr 0.1 is above --decoupled-lr 0.01"],
+        ["--decoupled-min-lr 0.01", "--decoupled-lr 0.1"],
+    ),
+    (
+        "--decoupled-lr 1e-5 --min-lr 1e-4",
+        1,
+        {"--decoupled-lr", "--min-lr"},
+        ["is below --min-lr 0.0001, at which its course ends"],
+        ["--decoupled-min-lr 1e-05"],
+    ),
+    ("--param-groups 'norm.* lr-mult=2'", 1, {"--param-groups"}, ["no parameter has a name like norm.*"], []),
+    ("--param-groups '* optimizer=sgd adam-eps=1'", 1, {"--param-groups"}, ["do nothing to what sgd updates"], []),
     ("--lr-warmup-init 1 --lr-warmup-iters 5", 1, {"--lr-warmup-init", "--lr"}, ["above --lr"], ["--lr-warmup-init 0.001"]),
     (
         "--lr-warmup-iters 100",

@@ -304,9 +304,9 @@ def test_apex_that_is_not_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch
 class FakeFusedAdam(torch.optim.Optimizer):
     """As apex's: plain gradients with no factor, and one count of steps for a group, not one for each tensor."""
 
-    def __init__(self, params: Any, *, adam_w_mode: bool, lr: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(self, params: Any, *, adam_w_mode: bool, lr: float) -> None:
         assert adam_w_mode
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -1,0 +1,110 @@
+"""Rules about parameter groups: entries can be read, their patterns match, and what they say acts."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import re
+from collections.abc import Iterator, Sequence
+
+from megatron.config.checks.finding import Finding, at_most, change, flag_for, in_range, rule, shown, value_of
+from megatron.config.config import Config
+from megatron.config.model import ModelConfig
+from megatron.config.param_groups import GroupEntry, entry_of
+from megatron.spec.groups import groups_of
+from megatron.spec.weights import ParamFacts, model_weights
+
+decoupled_rate_is_higher = at_most("decoupled_min_lr", "decoupled_lr", "--decoupled-lr is the highest of its course.")
+
+
+@rule("decoupled_lr", "min_lr", reads=("decoupled_min_lr",))
+def decoupled_rate_ends_lower(config: Config, world_size: int) -> Iterator[Finding]:
+    """By default the rate of embedding and output layer falls to --min-lr too; --decoupled-min-lr gives it an end of its own."""
+    optimizer = config.optimizer
+    if optimizer.decoupled_lr is not None and optimizer.decoupled_min_lr is None and optimizer.min_lr > optimizer.decoupled_lr:
+        message = f"{shown(config, 'decoupled_lr')} is below {shown(config, 'min_lr')}, at which its course ends."
+        yield Finding(message, [change(decoupled_min_lr=optimizer.decoupled_lr)])
+
+
+@rule()
+def groups_act(config: Config, world_size: int) -> Iterator[Finding]:
+    """Entries of --param-groups can be read, and their patterns match."""
+    texts = config.optimizer.param_groups
+    for text in texts:
+        try:
+            entry = entry_of(text)
+        except ValueError as error:
+            yield _finding(f"--param-groups {text!r} cannot be read: {error}.", "An entry is a pattern and values, key=value.")
+            continue
+        rules = flag_for("optimizer").choices
+        if entry.optimizer is not None and entry.optimizer not in rules:
+            near = difflib.get_close_matches(entry.optimizer, rules, n=1)
+            guess = f"Did you mean {near[0]}? " if near else ""
+            yield _finding(
+                f"--param-groups {text!r}: there is no optimizer {entry.optimizer}.", why=f"{guess}There are {', '.join(rules)}."
+            )
+        if _has_parameters(config) and not any(entry.matches(one.name) for one in _parameters(config.model)):
+            yield _finding(
+                f"--param-groups {text!r}: no parameter has a name like {entry.pattern}.",
+                why=f"The nearest names are {', '.join(_nearest(entry.pattern, config.model))}. * stands for any characters.",
+            )
+
+
+@rule()
+def group_values_fit(config: Config, world_size: int) -> Iterator[Finding]:
+    """Rates of groups fall from lr to min-lr, and the betas are Adam's."""
+    entries = _readable(config.optimizer.param_groups)
+    if len(entries) < len(config.optimizer.param_groups) or not entries or not _has_parameters(config):
+        return
+    group_of, optimizer = groups_of(config.optimizer), config.optimizer
+    idle = {entry: entry.adam_beta1 is not None or entry.adam_beta2 is not None or entry.adam_eps is not None for entry in entries}
+    crossed: dict[str, str] = {}
+    for facts in _parameters(config.model):
+        group = group_of(facts)
+        for entry in entries:
+            if idle[entry] and group.optimizer != "sgd" and entry.matches(facts.name):
+                idle[entry] = False
+        high = optimizer.lr if group.ends.lr is None else group.ends.lr
+        low = optimizer.min_lr if group.ends.min_lr is None else group.ends.min_lr
+        if high is not None and low > high:
+            crossed.setdefault(f"{low:g} is above {high:g}", facts.name)
+    for entry in (entry for entry, unused in idle.items() if unused):
+        yield _finding(f"--param-groups {entry.pattern}: adam-beta1, adam-beta2 and adam-eps do nothing to what sgd updates.")
+    for which, name in crossed.items():
+        yield _finding(f"--param-groups: the lowest learning rate of {name} {which}, its highest.", why="Give min-lr beside lr.")
+
+
+def _finding(message: str, why: str = "") -> Finding:
+    return Finding(message, why=why, fields=("param_groups",))
+
+
+def _has_parameters(config: Config) -> bool:
+    """Whether the model's numbers are such that its parameters can be named; other rules report those that are not."""
+    required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    return all(value_of(config, field) for field in required) and all(
+        in_range(config, field.name) for field in dataclasses.fields(ModelConfig)
+    )
+
+
+def _readable(texts: Sequence[str]) -> list[GroupEntry]:
+    found = []
+    for text in texts:
+        try:
+            found.append(entry_of(text))
+        except ValueError:
+            continue
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def _parameters(model: ModelConfig) -> tuple[ParamFacts, ...]:
+    """Every parameter. How many tokens there are changes none of the names."""
+    return tuple(model_weights(model, vocab_size=1))
+
+
+def _nearest(pattern: str, model: ModelConfig) -> list[str]:
+    """Names that may have been meant; the layers' as patterns over all layers."""
+    names = dict.fromkeys(re.sub(r"^layers\.\d+\.", "layers.*.", one.name) for one in _parameters(model))
+    plain = re.sub(r"^layers\.[^.]*\.", "layers.*.", pattern)
+    return difflib.get_close_matches(plain, names, n=3, cutoff=0.0)

@@ -1,0 +1,78 @@
+"""The group of each parameter: by which rule it is updated, at which rate, with which decay. Rules of update read it, nothing else
+decides any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from megatron.config.param_groups import merged
+from megatron.config.training import OptimizerConfig
+from megatron.spec.weights import OUTPUT, WORD_EMBEDDING, ParamFacts
+
+
+@dataclass(frozen=True)
+class RateEnds:
+    """The ends of a learning rate's course that differ from the run's. None: as in the run."""
+
+    lr: float | None = None
+    min_lr: float | None = None
+
+
+RUN_ENDS = RateEnds()
+"""Those of --lr and --min-lr."""
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """What parameters of one group have in common."""
+
+    optimizer: str
+    """The value of --optimizer that updates them; it may leave some to another rule, as Muon does."""
+    lr_mult: float = 1.0
+    """Factor on the learning rate."""
+    ends: RateEnds = RUN_ENDS
+    wd_mult: float = 1.0
+    """Factor on the weight decay; 0 for biases and the weights of norms."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of Adam's two moments."""
+    eps: float = 1e-8
+    """Added to the root of Adam's second moment."""
+
+
+GroupOf = Callable[[ParamFacts], ParamGroup]
+"""Gives the group of a parameter."""
+
+
+def groups_of(config: OptimizerConfig) -> GroupOf:
+    """The group of each parameter in a run with these settings."""
+    found: dict[str, ParamGroup] = {}
+
+    def group_of(facts: ParamFacts) -> ParamGroup:
+        if facts.name not in found:
+            found[facts.name] = _group(config, facts)
+        return found[facts.name]
+
+    return group_of
+
+
+def all_ends(config: OptimizerConfig, parameters: Iterable[ParamFacts]) -> list[RateEnds]:
+    """The ends of every course of the learning rate in a run, each once."""
+    group_of = groups_of(config)
+    return list(dict.fromkeys(group_of(facts).ends for facts in parameters))
+
+
+def _group(config: OptimizerConfig, facts: ParamFacts) -> ParamGroup:
+    own = merged(config.param_groups, facts.name)
+    decoupled = config.decoupled_lr is not None and facts.name in (WORD_EMBEDDING, OUTPUT)
+    ends = RateEnds(config.decoupled_lr, config.decoupled_min_lr) if decoupled else RUN_ENDS
+    decays = facts.decay and (config.decay_embeddings or facts.kind != "table")
+    return ParamGroup(
+        own.get("optimizer", config.optimizer),
+        own.get("lr_mult", 1.0),
+        RateEnds(own.get("lr", ends.lr), own.get("min_lr", ends.min_lr)),
+        own.get("wd_mult", 1.0 if decays else 0.0),
+        (own.get("adam_beta1", config.adam_beta1), own.get("adam_beta2", config.adam_beta2)),
+        own.get("adam_eps", config.adam_eps),
+    )
