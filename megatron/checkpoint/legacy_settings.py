@@ -20,7 +20,6 @@ _OTHER_MODELS: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": (None, False),
     "apply_layernorm_1p": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
-    "rotary_interleaved": (None, False),
     "no_rope_freq": (None,),
     "window_size": (None,),
     "quick_geglu": (None, False),
@@ -44,6 +43,10 @@ _OTHER_MODELS: dict[str, tuple[Any, ...]] = {
 }
 """Arguments that make another model, with the values at which they do not."""
 
+_OF_LATENT_ATTENTION = frozenset(
+    {"rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+)
+
 
 def model_of(args: Namespace, where: str) -> ModelConfig:
     """The model that the arguments describe.
@@ -65,6 +68,8 @@ def model_of(args: Namespace, where: str) -> ModelConfig:
     said["rotary_seq_len_interpolation_factor"] = given.get("rotary_seq_len_interpolation_factor") or 1.0
     if given.get("use_rotary_position_embeddings"):
         said["position_embedding_type"] = "rope"
+    if not given.get("multi_latent_attention"):  # there these belong to latent attention alone, and have values without it
+        said = {name: value for name, value in said.items() if name not in _OF_LATENT_ATTENTION}
     settings, missing = {}, []
     for flag in (flag for flag in flags().values() if flag.topic == "model"):
         value = said.get(flag.field)

@@ -140,8 +140,8 @@ ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw ddp-reduce-scatter-with-fp32
 ddp-average-in-collective: Gradients are summed and the loss carries the scale; leave it out.
 init-method-xavier-uniform embedding-init-method-std: Weights are drawn from a normal distribution (--init-method-std).
 data-parallel-random-init: All data ranks start from the same weights.
-rotary-interleaved rotary-scaling-factor rope-type no-rope-freq mrope-section relative-attention-num-buckets: The rotary embedding
-    knows --rotary-base, --rotary-percent, --rotary-seq-len-interpolation-factor, and --use-rope-scaling with --rope-scaling-factor.
+no-rope-freq mrope-section relative-attention-num-buckets: The rotary embedding knows --rotary-base, --rotary-percent,
+    --rotary-interleaved, --rotary-seq-len-interpolation-factor, --use-rope-scaling, and --rope-type yarn, dynamic and longrope.
 openai-gelu quick-geglu activation-func-clamp-value glu-linear-offset: {_ACTIVATION}
 use-te-activation-func: Transformer Engine is not used.
 apply-layernorm-1p apply-residual-connection-post-layernorm: Norms stand before each sublayer and are LayerNorm or RMSNorm
@@ -193,7 +193,7 @@ fp8-recipe=mxfp8: is not built yet (blocks of 32 numbers with scales that are po
 fp8-recipe=custom: is not supported; tensorwise, rowwise and blockwise are
 optimizer=lion,muon,dist_muon: is not built yet; adam (AdamW) and sgd are
 position-embedding-type=mrope,relative: is not built yet; rope, learned_absolute and none are
-position-embedding-type=yarn: is not built yet; rope with --use-rope-scaling is
+position-embedding-type=yarn: is --position-embedding-type rope with --rope-type yarn here
 attention-backend=local: is not built; unfused (math) computes the same
 dataloader-type=cyclic,external: is refused: the order of data is already shuffled; use single
 distributed-backend=mpi,ucc: is not supported; nccl and gloo are

@@ -10,6 +10,7 @@ from megatron.spec.activations import activation_of
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
+RopeType = Literal["rope", "yarn", "dynamic", "longrope"]
 
 
 FREE_FIELDS = frozenset(
@@ -20,10 +21,20 @@ FREE_FIELDS = frozenset(
 )
 """Fields that may differ between a checkpoint and the run that continues it: they change no parameter, and not what the model
 computes with dropout off, but for rounding."""
-FREE_AT_BEGINNING = frozenset({"rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"})
+FREE_AT_BEGINNING = frozenset(
+    {
+        *("rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "rope_low_freq_factor"),
+        *("rope_high_freq_factor", "rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast"),
+        *("beta_slow", "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int", "rope_attention_factor"),
+        *("rope_short_factors", "rope_long_factors"),
+    }
+)
 """Fields that may also differ where a run begins with the weights of another, as when a model is taught longer sequences."""
 
 _ROPE = acts_with(position_embedding_type="rope")
+_STRETCHED = acts_with(rope_type=("yarn", "dynamic", "longrope"))
+_YARN, _LONGROPE = acts_with(rope_type="yarn"), acts_with(rope_type="longrope")
+_LLAMA3 = acts_with(use_rope_scaling=True)
 
 _MOST_LAYERS = 100_000  # more are refused, because each is a spec, and an entry of the layer table
 
@@ -63,10 +74,47 @@ class ModelConfig:
     """Share of each head that is rotated."""
     rotary_seq_len_interpolation_factor: float = setting(1.0, above=0, unit="factor", acts=_ROPE)
     """Divide rotary positions by this (linear scaling, Chen et al. 2023), to stretch a model to longer sequences."""
+    rotary_interleaved: bool = setting(False, acts=_ROPE)
+    """Rotate neighbouring channels as pairs, instead of channels half a head apart."""
     use_rope_scaling: bool = setting(False, acts=_ROPE)
-    """Stretch low rotary frequencies as Llama 3.1 does (original context 8192, low and high factors 1 and 4)."""
-    rope_scaling_factor: float = setting(8.0, above=0, unit="factor", acts=acts_with(use_rope_scaling=True))
+    """Stretch low rotary frequencies as Llama 3.1 does."""
+    rope_scaling_factor: float = setting(8.0, above=0, unit="factor", acts=_LLAMA3)
     """Factor of --use-rope-scaling."""
+    rope_low_freq_factor: float = setting(1.0, above=0, unit="turns", acts=_LLAMA3)
+    """Pairs of channels that turn less often than this in the original context are stretched by the whole factor."""
+    rope_high_freq_factor: float = setting(4.0, above=0, unit="turns", acts=_LLAMA3)
+    """Pairs of channels that turn more often than this in the original context are not stretched."""
+    rope_type: RopeType = setting("rope", acts=_ROPE)
+    """How rotary frequencies are stretched for longer sequences: not at all (but see --use-rope-scaling and
+    --rotary-seq-len-interpolation-factor), by YaRN, by a base that grows with the length of the sequence, or by lists of factors
+    (LongRoPE)."""
+    rotary_scaling_factor: float = setting(1.0, above=0, unit="factor", acts=_STRETCHED)
+    """Factor of --rope-type yarn and dynamic; with longrope the default of --rope-attention-factor follows from it."""
+    original_max_position_embeddings: int | None = setting(
+        None,
+        at_least=2,
+        unit="tokens",
+        acts=acts_with(rope_type=("yarn", "dynamic", "longrope"), use_rope_scaling=True),
+    )
+    """Length of sequences for which the rotary frequencies were chosen before they were stretched; by default 8192 with
+    --use-rope-scaling, else 4096."""
+    beta_fast: float = setting(32.0, above=0, unit="turns", acts=_YARN)
+    """Pairs of channels that turn more often than this in the original context are not stretched."""
+    beta_slow: float = setting(1.0, above=0, unit="turns", acts=_YARN)
+    """Pairs of channels that turn less often than this in the original context are stretched by the whole factor."""
+    yarn_correction_range_round_to_int: bool = setting(True, acts=_YARN)
+    """Round the pairs at which --beta-fast and --beta-slow are reached to whole ones."""
+    mscale: float = setting(1.0, at_least=0, unit="plain number", acts=_YARN)
+    """Weight of ln(factor) in the numerator of YaRN's factor for rotated queries and keys, 0.1 x weight x ln(factor) + 1."""
+    mscale_all_dim: float = setting(0.0, at_least=0, unit="plain number", acts=_YARN)
+    """The same weight in its denominator."""
+    rope_attention_factor: float | None = setting(None, above=0, unit="factor", acts=acts_with(rope_type=("yarn", "longrope")))
+    """What rotated queries and keys are multiplied by; by default with yarn as --mscale says, with longrope
+    sqrt(1 + ln(--rotary-scaling-factor) / ln(--original-max-position-embeddings))."""
+    rope_short_factors: tuple[float, ...] = setting((), above=0, unit="factors", acts=_LONGROPE)
+    """What each rotary frequency is divided by in sequences within the original context: one factor for each pair of channels."""
+    rope_long_factors: tuple[float, ...] = setting((), above=0, unit="factors", acts=_LONGROPE)
+    """The same in longer sequences."""
     normalization: Normalization = "LayerNorm"
     """Kind of every norm."""
     norm_epsilon: float = setting(1e-5, above=0, unit="plain number")

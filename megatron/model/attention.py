@@ -64,34 +64,39 @@ class _Split(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, rotary: torch.Tensor | None) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, qkv: torch.Tensor, rotary: torch.Tensor | None, interleaved: bool
+    ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(rotary)
+        ctx.interleaved = interleaved
         if rotary is not None:
-            _turn_queries_and_keys(qkv, rotary)
+            _turn_queries_and_keys(qkv, rotary, interleaved)
         return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor, None, None]:
         # In four dimensions: CUDA joins parts of more by one copy each.
         joined = torch.cat([grad_q.flatten(3), grad_k, grad_v], -1).unflatten(-1, (-1, grad_v.shape[-1]))
         (rotary,) = ctx.saved_tensors
         if rotary is not None:
-            _turn_queries_and_keys(joined, rotary.transpose(-3, -2))
-        return joined, None
+            _turn_queries_and_keys(joined, rotary.transpose(-3, -2), ctx.interleaved)
+        return joined, None, None
 
 
-def _turn_queries_and_keys(qkv: torch.Tensor, rotary: torch.Tensor) -> None:
+def _turn_queries_and_keys(qkv: torch.Tensor, rotary: torch.Tensor, interleaved: bool) -> None:
     queries_and_keys = qkv[..., :-1, :]
-    turn(queries_and_keys, rotary, out=queries_and_keys)
+    turn(queries_and_keys, rotary, out=queries_and_keys, interleaved=interleaved)
 
 
-def _traced_split(qkv: torch.Tensor, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _traced_split(
+    qkv: torch.Tensor, rotary: torch.Tensor | None, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same in operations that a compiler fuses and differentiates."""
     q, k, v = qkv.split([qkv.shape[3] - 2, 1, 1], dim=3)
     if rotary is not None:
-        q, k = (rotate(part, rotary) for part in (q, k))
+        q, k = (rotate(part, rotary, interleaved) for part in (q, k))
     return q, k.squeeze(3), v.squeeze(3)
 
 
@@ -108,6 +113,7 @@ class Attention(nn.Module):
         super().__init__()
         self.recomputes_core = recomputes_core
         self.head_size, self.queries_per_group = spec.head_size, spec.heads // spec.kv_heads
+        self.interleaved = spec.rotary is not None and spec.rotary.interleaved
         self.layer, self.dropout, self.tensor_rank = layer, dropout, scope.tp.index
         self.qkv = ColumnParallelLinear(scope.child("qkv"))
         # These act on this rank's heads only.
@@ -132,11 +138,11 @@ class Attention(nn.Module):
         qkv = qkv.view(*qkv.shape[:2], -1, self.queries_per_group + 2, self.head_size)  # [s, b, g, r + 2, d]
         normed = self.q_norm is not None and self.k_norm is not None
         split = _traced_split if torch.compiler.is_compiling() else _Split.apply
-        q, k, v = split(qkv, None if normed else rotary)  # [s, b, g, r, d] and [s, b, g, d]
+        q, k, v = split(qkv, None if normed else rotary, self.interleaved)  # [s, b, g, r, d] and [s, b, g, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
             if rotary is not None:
-                q, k = rotate(q, rotary), rotate(k, rotary)
+                q, k = (rotate(part, rotary, self.interleaved) for part in (q, k))
         return q, k, v
 
     def attend(

@@ -28,7 +28,8 @@ from megatron.parallel.collectives import own_part
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.spec.layers import RotarySpec, layers, norm_of
+from megatron.spec.layers import layers, norm_of
+from megatron.spec.rotary import RotarySpec
 from megatron.spec.segments import Segment
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
 
@@ -47,6 +48,11 @@ class ModelInputs:
     """Bounds that attention does not cross; None where a token attends to its whole sample."""
     cache: KeyValueCache | None = None
     """Keys and values of the tokens before these, when text is generated; None for whole samples."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence as a whole, those included that are still to be generated."""
+        return len(self.positions) if self.cache is None else self.cache.capacity
 
 
 class Embedding(nn.Module):
@@ -196,7 +202,10 @@ class GPTChunk(nn.Module):
         x = hidden if self.embedding is None else self.embedding(inputs).to(self.residual_dtype)
         assert x is not None, "a chunk that is not the first needs hidden states"
         dtype = self.residual_dtype
-        tables = {rotary: None if rotary is None else rotary_table(inputs.positions, rotary, dtype) for rotary in self._rotaries}
+        tables = {
+            rotary: None if rotary is None else rotary_table(inputs.positions, rotary, dtype, inputs.length)
+            for rotary in self._rotaries
+        }
         shared = [table for table in tables.values() if table is not None]
         for run in self._runs:
             forward = partial(run, tables, inputs)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from megatron.config.model import ModelConfig, Normalization
 from megatron.spec.activations import Activation, activation_of
+from megatron.spec.rotary import RotarySpec, rotary_of
 
 Kind = TypeVar("Kind", bound=Hashable)
 
@@ -23,19 +24,6 @@ class NormSpec:
     kind: Normalization
     epsilon: float
     """Added to the variance (or mean square) before the root."""
-
-
-@dataclass(frozen=True)
-class RotarySpec:
-    """Rotary positions (Su et al. 2021)."""
-
-    channels: int
-    """Leading channels of each head that are rotated."""
-    base: float
-    interpolation: float
-    """Positions are divided by this."""
-    low_frequency_factor: float | None
-    """Low frequencies are divided by this, as in Llama 3.1; None for no such stretching."""
 
 
 @dataclass(frozen=True)
@@ -101,23 +89,6 @@ def layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
 def norm_of(model: ModelConfig) -> NormSpec:
     """The spec of every norm in the model, the final one too."""
     return NormSpec(model.normalization, model.norm_epsilon)
-
-
-def rotated_channels(model: ModelConfig) -> int:
-    """Channels of a head that are rotated, by --rotary-percent. A rule asks for an even number."""
-    return int(model.head_size * model.rotary_percent)
-
-
-def rotary_of(model: ModelConfig) -> RotarySpec | None:
-    """The rotary positions, or None where the model has others."""
-    if model.position_embedding_type != "rope":
-        return None
-    return RotarySpec(
-        rotated_channels(model),
-        model.rotary_base,
-        model.rotary_seq_len_interpolation_factor,
-        model.rope_scaling_factor if model.use_rope_scaling else None,
-    )
 
 
 def alike(kinds: Iterable[Kind]) -> dict[Kind, list[int]]:

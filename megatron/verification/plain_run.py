@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,6 +17,7 @@ from megatron.verification.observation import EVALUATED_BATCHES, EVALUATED_STEPS
 from megatron.verification.random_samples import RandomSamples
 from megatron.verification.reference.eight_bits import EightBits
 from megatron.verification.reference.model import Batch, Rules, Seen, by_nobody, losses_with_rules
+from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import ReferenceShape, Weights
 from megatron.verification.reference.training import Course, Rule, State, batch_size, update
 
@@ -141,8 +143,8 @@ def reference_shape(
         num_positions=model.num_positions,
         rotary_base=model.rotary_base,
         rotary_percent=model.rotary_percent,
-        rotary_interpolation=model.rotary_seq_len_interpolation_factor,
-        rope_scaling_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
+        rotary_interleaved=model.rotary_interleaved,
+        stretch=rotary_stretch(model),
         norm=model.normalization,
         epsilon=model.norm_epsilon,
         activation=activation_of(model).name,
@@ -154,6 +156,29 @@ def reference_shape(
         eight_bits=EightBits(precision.fp8_recipe, precision.fp8_format == "hybrid") if precision.fp8_format else None,
         in_64_bits=ends if precision.first_last_layers_bf16 else (0, 0),
     )
+
+
+def rotary_stretch(model: ModelConfig) -> RotaryStretch | None:
+    """How these settings stretch rotary frequencies."""
+    factor, context = model.rotary_scaling_factor, model.original_max_position_embeddings
+    if model.use_rope_scaling:
+        turns = model.rope_low_freq_factor, model.rope_high_freq_factor
+        return RotaryStretch("llama3", model.rope_scaling_factor, context or 8192, *turns)
+    if model.rope_type == "rope":
+        factor = model.rotary_seq_len_interpolation_factor
+        return None if factor == 1.0 else RotaryStretch("linear", factor)
+    context = context or 4096
+    growth = math.log(factor) if factor > 1 else 0.0
+    enlarged = model.rope_attention_factor
+    if model.rope_type == "yarn":
+        usual = (1 + 0.1 * model.mscale * growth) / (1 + 0.1 * model.mscale_all_dim * growth)
+        turns = model.beta_slow, model.beta_fast
+        return RotaryStretch("yarn", factor, context, *turns, model.yarn_correction_range_round_to_int, enlarged or usual)
+    if model.rope_type == "longrope":
+        usual = math.sqrt(1 + growth / math.log(context))
+        lists = model.rope_short_factors, model.rope_long_factors
+        return RotaryStretch("longrope", factor, context, enlarged=enlarged or usual, short=lists[0], long=lists[1])
+    return RotaryStretch("dynamic", factor, context)
 
 
 def update_rule(optimizer: OptimizerConfig) -> Rule:

@@ -123,8 +123,8 @@ FAULTS = {
                 '        self.stage = scope.context.group("pp").index\n        self.qkv = ',
             ),
             (
-                "q, k, v = split(qkv, None if normed else rotary)",
-                "q, k, v = split(qkv, rotary.roll(1, 0) if self.stage == 2 else rotary)",
+                "q, k, v = split(qkv, None if normed else rotary, self.interleaved)",
+                "q, k, v = split(qkv, rotary.roll(1, 0) if self.stage == 2 else rotary, self.interleaved)",
             ),
         ),
         "--pipeline-model-parallel-size 4 --position-embedding-type rope",

@@ -14,6 +14,7 @@ from megatron.inference.forward import sequence_logits
 from megatron.inference.model_from_source import model_from
 from megatron.parallel.boxes import Box
 from megatron.verification.reference.model import logits as reference_logits
+from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.huggingface_models import CASES, VOCAB, logits, opened, saved, some_ids
 from tests.support.layout import Layout, context_of
@@ -29,7 +30,7 @@ CLOSE = 1e-5
 SHAPES: dict[str, tuple[str, ReferenceShape]] = {
     "gpt2": ("gpt2", gpt2_like(vocab=VOCAB, heads=6, kv_heads=6, hidden=48, ffn=56)),
     "llama": ("llama", llama_like(vocab=VOCAB, heads=6, kv_heads=3, hidden=48)),
-    "llama3": ("llama", llama_like(heads=6, kv_heads=3, hidden=48, rotary_base=5e5, rope_scaling_factor=32.0)),
+    "llama3": ("llama", llama_like(heads=6, kv_heads=3, hidden=48, rotary_base=5e5, stretch=RotaryStretch("llama3", 32.0, 8192))),
     "llama-biases": ("llama", llama_like(vocab=131, heads=6, kv_heads=3, hidden=48, bias=True, tied=True)),
     "mistral": ("mistral", llama_like(vocab=131, heads=6, kv_heads=3, hidden=32, epsilon=1e-3)),
     "qwen2": ("qwen2", llama_like(vocab=131, heads=6, kv_heads=3, hidden=48, qkv_bias=True, tied=True)),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.covering import covering, product
 from tests.support.equality import assert_equal_runs
@@ -104,16 +105,23 @@ def test_layout_equals_one_plain_process(case: dict[str, Any], full: bool) -> No
     check(case, 2 if full else 3)
 
 
+# Within a sequence of 16 tokens each of these changes some frequencies, by its own formula.
+YARN = RotaryStretch("yarn", 4.0, 12, 0.05, 1.0, whole=False, enlarged=1.2)
+DYNAMIC = RotaryStretch("dynamic", 3.0, 6)
+LONGROPE = RotaryStretch("longrope", 1.0, 9, enlarged=0.9, short=(9.0, 9.0, 9.0, 9.0), long=(1.0, 1.5, 2.0, 4.0))
+
 VARIANTS = {
     "squared-relu": gpt2_like(num_layers=2, vocab=VOCAB, activation="squared_relu", bias=False, qkv_bias=True),
-    "qk-norm": llama_like(num_layers=2, vocab=VOCAB, qk_norm=True, tied=True),
+    "qk-norm": llama_like(num_layers=2, vocab=VOCAB, qk_norm=True, tied=True, stretch=DYNAMIC),
     # With rotary positions: without, the bias of the key norm has no true gradient, and Adam makes noise of its rounding error.
     "qk-layernorm": gpt2_like(num_layers=2, vocab=VOCAB, qk_norm=True, positions="rope"),
-    "rope-part-scaled": llama_like(num_layers=2, vocab=VOCAB, rotary_percent=0.5, rope_scaling_factor=4.0, rotary_base=1e6),
-    "swiglu-bias": llama_like(num_layers=2, vocab=VOCAB, bias=True, norm="LayerNorm"),
+    "rope-part-scaled": llama_like(
+        num_layers=2, vocab=VOCAB, rotary_percent=0.5, stretch=RotaryStretch("llama3", 4.0, 8192), rotary_base=1e6
+    ),
+    "swiglu-bias": llama_like(num_layers=2, vocab=VOCAB, bias=True, norm="LayerNorm", stretch=LONGROPE),
     "no-positions": gpt2_like(num_layers=2, vocab=VOCAB, positions="none", norm="RMSNorm"),
     "long-position-table": gpt2_like(num_layers=2, vocab=VOCAB, num_positions=40),
-    "one-query-group-a-rank": llama_like(num_layers=2, vocab=VOCAB, kv_heads=2),
+    "one-query-group-a-rank": llama_like(num_layers=2, vocab=VOCAB, kv_heads=2, rotary_interleaved=True, stretch=YARN),
     "tiny-vocabulary": gpt2_like(num_layers=2, vocab=3),
 }
 

@@ -32,6 +32,7 @@ from megatron.verification.observation import TensorPart
 from megatron.verification.prove import import_before_fork
 from megatron.verification.recording import parts_of_parameters, parts_of_shards, set_weights
 from megatron.verification.reference.model import Batch
+from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import ReferenceShape, Weights
 from tests.support.reference_runs import ReferenceRun
 from tests.support.warm import run_warm_ranks
@@ -122,8 +123,8 @@ def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
         position_embedding_type={"learned": "learned_absolute"}.get(shape.positions, shape.positions),
         rotary_base=shape.rotary_base,
         rotary_percent=shape.rotary_percent,
-        use_rope_scaling=shape.rope_scaling_factor is not None,
-        rope_scaling_factor=shape.rope_scaling_factor or 8.0,
+        rotary_interleaved=shape.rotary_interleaved,
+        **stretch_settings(shape.stretch),
         normalization=shape.norm,
         norm_epsilon=shape.epsilon,
         swiglu=shape.activation == "swiglu",
@@ -137,6 +138,25 @@ def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
         make_vocab_size_divisible_by=1,
     )
     return ModelConfig(**{**settings, **changes})
+
+
+def stretch_settings(stretch: RotaryStretch | None) -> dict[str, Any]:
+    """The framework's settings for stretched rotary frequencies."""
+    if stretch is None:
+        return {}
+    if stretch.kind == "linear":
+        return {"rotary_seq_len_interpolation_factor": stretch.factor}
+    context = {"original_max_position_embeddings": stretch.context}
+    if stretch.kind == "llama3":
+        turns = {"rope_low_freq_factor": stretch.few_turns, "rope_high_freq_factor": stretch.many_turns}
+        return {"use_rope_scaling": True, "rope_scaling_factor": stretch.factor, **context, **turns}
+    settings: dict[str, Any] = {"rope_type": stretch.kind, "rotary_scaling_factor": stretch.factor, **context}
+    if stretch.kind == "yarn":
+        settings |= {"beta_slow": stretch.few_turns, "beta_fast": stretch.many_turns}
+        settings["yarn_correction_range_round_to_int"] = stretch.whole
+    if stretch.kind == "longrope":
+        settings |= {"rope_short_factors": stretch.short, "rope_long_factors": stretch.long}
+    return settings | ({} if stretch.kind == "dynamic" else {"rope_attention_factor": stretch.enlarged})
 
 
 def context_of(layout: Layout, rank: int) -> ParallelContext:

@@ -71,11 +71,31 @@ def _draw_positions(draw: Draw, tp: int, head: int, sequence_parallel: bool) -> 
         shares = [share for share in (1.0, 0.75, 0.5, 0.25) if int(share * head) >= 2 and int(share * head) % 2 == 0]
         settings["rotary_percent"] = one_of(draw, None, *shares)
         settings["rotary_base"] = one_of(draw, None, 50.0)
-        scaling = one_of(draw, None, "llama", "linear")
-        if scaling == "llama":
-            settings |= {"use_rope_scaling": True, "rope_scaling_factor": one_of(draw, None, 2.0)}
-        elif scaling == "linear":
-            settings["rotary_seq_len_interpolation_factor"] = 2.0
+        settings |= switches(draw, "rotary_interleaved", one_in=4)
+        settings |= _draw_stretch(draw, int(head * (settings["rotary_percent"] or 1.0)) // 2)
+    return settings
+
+
+def _draw_stretch(draw: Draw, pairs: int) -> dict[str, Any]:
+    """How rotary frequencies are stretched; contexts lie among the lengths of sequences that are drawn.
+
+    Args:
+        pairs: how many pairs of channels are rotated.
+    """
+    kind = one_of(draw, None, None, "llama", "linear", "yarn", "longrope", *(["dynamic"] if pairs > 1 else []))
+    context = {"original_max_position_embeddings": one_of(draw, None, 4, 8)}
+    if kind is None or kind == "linear":
+        return {} if kind is None else {"rotary_seq_len_interpolation_factor": 2.0}
+    if kind == "llama":
+        bounds = one_of(draw, {}, {"rope_low_freq_factor": 0.1, "rope_high_freq_factor": 1.0})
+        return {"use_rope_scaling": True, "rope_scaling_factor": one_of(draw, None, 2.0)} | context | bounds
+    settings = {"rope_type": kind, "rotary_scaling_factor": one_of(draw, 1.5, 4.0), **context}
+    if kind == "yarn":
+        settings |= one_of(draw, {}, {"beta_fast": 1.0, "beta_slow": 0.1, "yarn_correction_range_round_to_int": False})
+        settings |= one_of(draw, {}, {"mscale": 0.7, "mscale_all_dim": 1.5}, {"rope_attention_factor": 1.2})
+    if kind == "longrope":
+        for name in ("rope_short_factors", "rope_long_factors"):
+            settings[name] = tuple(float(number(draw, 1, 4)) for _ in range(pairs))
     return settings
 
 

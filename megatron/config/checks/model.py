@@ -14,11 +14,12 @@ from megatron.config.checks.finding import (
     rule,
     shown,
     try_values,
+    without,
 )
 from megatron.config.config import Config
 from megatron.config.setting import acts_with
 from megatron.spec.activations import FLAGS, activation_of, spelled
-from megatron.spec.layers import rotated_channels
+from megatron.spec.rotary import rotated_channels
 
 hidden_divides_by_heads = divides(
     "hidden_size",
@@ -73,8 +74,74 @@ def rotated_channels_pair_up(config: Config, world_size: int) -> Iterator[Findin
 one_rope_scaling = exclude_each_other(
     "use_rope_scaling",
     "rotary_seq_len_interpolation_factor",
-    why="One stretches low rotary frequencies, the other all of them: a model is trained with one.",
+    "rope_type",
+    why="Each is a way to stretch rotary frequencies: a model is trained with one.",
 )
+
+
+@rule("rope_low_freq_factor", "rope_high_freq_factor")
+def llama3_bounds_are_apart(config: Config, world_size: int) -> Iterator[Finding]:
+    """Between the two bounds stretched and plain frequencies are mixed."""
+    low, high = config.model.rope_low_freq_factor, config.model.rope_high_freq_factor
+    if low >= high:
+        yield Finding(
+            f"{shown(config, 'rope_low_freq_factor')} is not below {shown(config, 'rope_high_freq_factor')}.",
+            [change(rope_high_freq_factor=4 * low), change(rope_low_freq_factor=high / 4)],
+        )
+
+
+@rule("beta_slow", "beta_fast")
+def yarn_bounds_are_apart(config: Config, world_size: int) -> Iterator[Finding]:
+    """Between the two bounds stretched and plain frequencies are mixed."""
+    slow, fast = config.model.beta_slow, config.model.beta_fast
+    if slow >= fast:
+        yield Finding(
+            f"{shown(config, 'beta_slow')} is not below {shown(config, 'beta_fast')}.",
+            [change(beta_fast=32 * slow), change(beta_slow=fast / 32)],
+        )
+
+
+@rule("rope_type", "rotary_base")
+def yarn_has_a_falling_course(config: Config, world_size: int) -> Iterator[Finding]:
+    """YaRN asks at which pair of channels a number of turns is reached, so frequencies must fall from pair to pair."""
+    if config.model.rope_type == "yarn" and config.model.rotary_base <= 1:
+        yield Finding(
+            f"{shown(config, 'rope_type')} with {shown(config, 'rotary_base')}: frequencies do not fall.",
+            [without(config, "rotary_base"), without(config, "rope_type")],
+        )
+
+
+@rule("rope_type", "kv_channels", reads=("rotary_percent", "hidden_size", "num_attention_heads"))
+def dynamic_base_has_pairs(config: Config, world_size: int) -> Iterator[Finding]:
+    """The base grows so that the slowest pair of channels is stretched by the factor and the fastest not at all: there must be
+    two."""
+    model = config.model
+    if model.rope_type == "dynamic" and model.head_size >= 1 and rotated_channels(model) == 2:
+        yield Finding(f"{shown(config, 'rope_type')} with one rotated pair of channels.", [without(config, "rope_type")])
+
+
+@rule(
+    "rope_short_factors",
+    "rope_long_factors",
+    "rope_type",
+    reads=("kv_channels", "rotary_percent", "hidden_size", "num_attention_heads"),
+)
+def each_pair_has_its_factors(config: Config, world_size: int) -> Iterator[Finding]:
+    """LongRoPE has a factor for each rotated pair of channels, in each of two lists."""
+    model = config.model
+    if model.rope_type != "longrope" or model.head_size < 1:
+        return
+    pairs = rotated_channels(model) // 2
+    for name in ("rope_short_factors", "rope_long_factors"):
+        count = len(getattr(model, name))
+        if count != pairs:
+            yield Finding(
+                f"--{name.replace('_', '-')} has {count} factors, but {pairs} pairs of channels are rotated.",
+                [without(config, "rope_type", "rope_short_factors", "rope_long_factors")],
+                fields=(name, "rope_type"),
+            )
+
+
 sequence_fits_positions = at_most(
     "seq_length",
     "max_position_embeddings",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.verification.reference.eight_bits import EightBits, product
+from megatron.verification.reference.rotary import rotary_frequencies
 from megatron.verification.reference.shape import ReferenceShape, Weights
 
 Seen = Callable[[str, Tensor], None]
@@ -105,33 +106,24 @@ def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None) ->
     """Rotary position embedding (Su et al. 2021) of heads [B, s, heads, d] at positions [B, s], by default 0 to s - 1.
 
     The first rotary_percent of the channels are rotated; channel c and channel c + half of them are a pair, as in GPT-NeoX and
-    Llama.
+    Llama, or with rotary_interleaved each channel and its neighbour.
     """
     rotated = int(shape.head_size * shape.rotary_percent)
-    frequencies = torch.tensor(rotary_frequencies(shape, rotated), dtype=x.dtype, device=x.device)
+    stretch = shape.stretch
+    found = rotary_frequencies(shape.rotary_base, rotated, stretch, x.shape[1])
+    frequencies = torch.tensor(found, dtype=x.dtype, device=x.device)
     positions = torch.arange(x.shape[1]).expand(x.shape[:2]) if positions is None else positions
     angles = (positions.to(x.dtype)[..., None] * frequencies)[:, :, None, :]  # [B, s, 1, rotated / 2]
-    first, second, rest = x.split([rotated // 2, rotated // 2, shape.head_size - rotated], dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
-
-
-def rotary_frequencies(shape: ReferenceShape, rotated: int) -> list[float]:
-    """Angle per position of each of the rotated / 2 pairs. Frequencies may be stretched: all by one factor (which divides
-    positions, Chen et al. 2023), or as in Llama 3.1.
-
-    There, wavelengths beyond the original context of 8192 tokens are stretched by the factor, and those below a quarter of it stay.
-    Between them the two are mixed, linearly in the number of turns that fit into the context (1 to 4).
-    """
-    frequencies = [shape.rotary_base ** (-2 * i / rotated) / shape.rotary_interpolation for i in range(rotated // 2)]
-    if shape.rope_scaling_factor is None:
-        return frequencies
-    scaled = []
-    for frequency in frequencies:
-        turns = 8192 * frequency / (2 * math.pi)
-        kept = min(1.0, max(0.0, (turns - 1) / (4 - 1)))
-        scaled.append(kept * frequency + (1 - kept) * frequency / shape.rope_scaling_factor)
-    return scaled
+    firsts, seconds = list(range(rotated // 2)), list(range(rotated // 2, rotated))
+    if shape.rotary_interleaved:
+        firsts, seconds = list(range(0, rotated, 2)), list(range(1, rotated, 2))
+    first, second = x[..., firsts], x[..., seconds]
+    enlarged = 1.0 if stretch is None else stretch.enlarged
+    cos, sin = enlarged * angles.cos(), enlarged * angles.sin()
+    turned = x.clone()
+    turned[..., firsts] = first * cos - second * sin
+    turned[..., seconds] = second * cos + first * sin
+    return turned
 
 
 def mlp(shape: ReferenceShape, layer: Weights, x: Tensor, eight: EightBits | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.verification.reference.eight_bits import EightBits
+from megatron.verification.reference.rotary import RotaryStretch
 
 Weights = dict[str, Tensor]
 
@@ -30,10 +31,10 @@ class ReferenceShape:
     """Rows of the learned position table; by default seq."""
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
-    rotary_interpolation: float = 1.0
-    """Positions are divided by this factor."""
-    rope_scaling_factor: float | None = None
-    """Factor of Llama 3.1's stretching of low frequencies."""
+    rotary_interleaved: bool = False
+    """Whether neighbouring channels are a pair."""
+    stretch: RotaryStretch | None = None
+    """How rotary frequencies are stretched."""
     norm: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     epsilon: float = 1e-5
     activation: Literal["gelu", "swiglu", "squared_relu"] = "gelu"

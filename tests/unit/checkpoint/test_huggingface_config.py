@@ -14,7 +14,7 @@ from megatron.checkpoint.huggingface.families import FAMILIES, fitting
 from megatron.checkpoint.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.model.rope import frequencies
-from megatron.spec.layers import rotary_of
+from megatron.spec.rotary import rotary_of
 from tests.support.huggingface_models import library
 from tests.support.layout import model_config
 from tests.support.lone_rank import CPU

@@ -1,8 +1,10 @@
-"""Rotary positions against complex numbers in float64, and Llama 3.1's stretched frequencies against its formula."""
+"""Rotary positions against complex numbers in float64, and stretched frequencies against transformers and the reference."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from hypothesis import strategies as st
 
 from megatron.config.model import ModelConfig
 from megatron.model.rope import frequencies, rotary_table, rotate
-from megatron.spec.layers import RotarySpec, rotary_of
+from megatron.spec.rotary import RotarySpec, rotary_of
+from megatron.verification.plain_run import rotary_stretch
+from megatron.verification.reference.rotary import rotary_frequencies as reference_frequencies
 from tests.support.lone_rank import CPU
 
 SEQ, BATCH, HEADS = 7, 2, 3
@@ -68,6 +72,11 @@ def test_scores_depend_on_the_distance_only(i: int, j: int, shift: int) -> None:
     assert score(i, j) == pytest.approx(score(i + shift, j + shift), rel=1e-8, abs=1e-8)
 
 
+def _cut(settings: dict[str, Any], pairs: int) -> dict[str, Any]:
+    """With lists of factors for as many pairs."""
+    return {key: value[:pairs] if isinstance(value, list | tuple) else value for key, value in settings.items()}
+
+
 @pytest.mark.parametrize("percent", [1.0, 0.5])
 def test_backward_is_the_adjoint(percent: float) -> None:
     x, y = heads(8, key=1).requires_grad_(), heads(8, key=2)
@@ -112,3 +121,110 @@ def test_stretched_frequencies_follow_llama_3_1() -> None:
     plain = frequencies(rotary(size, rotary_base=base), CPU)
     kept, stretched = found == plain, torch.isclose(found, plain / factor, rtol=1e-13)
     assert kept.any() and stretched.any() and (~kept & ~stretched).any(), "all three ranges occur"
+
+
+SHORT, LONG = [1 + 0.05 * i for i in range(24)], [1 + 0.5 * i for i in range(24)]
+STRETCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "linear": ({"factor": 3.0}, {"rotary_seq_len_interpolation_factor": 3.0}),
+    "llama3": (
+        {"factor": 5.0, "low_freq_factor": 0.5, "high_freq_factor": 2.0, "original_max_position_embeddings": 200},
+        {
+            "use_rope_scaling": True,
+            "rope_scaling_factor": 5.0,
+            "rope_low_freq_factor": 0.5,
+            "rope_high_freq_factor": 2.0,
+            "original_max_position_embeddings": 200,
+        },
+    ),
+    "yarn": (
+        {"factor": 8.0, "original_max_position_embeddings": 400},
+        {"rope_type": "yarn", "rotary_scaling_factor": 8.0, "original_max_position_embeddings": 400},
+    ),
+    "yarn, every constant": (
+        {
+            "factor": 8.0,
+            "original_max_position_embeddings": 400,
+            "beta_fast": 20.0,
+            "beta_slow": 2.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.3,
+            "truncate": False,
+        },
+        {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": 8.0,
+            "original_max_position_embeddings": 400,
+            "beta_fast": 20.0,
+            "beta_slow": 2.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.3,
+            "yarn_correction_range_round_to_int": False,
+        },
+    ),
+    "dynamic": ({"factor": 2.0}, {"rope_type": "dynamic", "rotary_scaling_factor": 2.0, "original_max_position_embeddings": 500}),
+    "longrope": (
+        {"factor": 4.0, "original_max_position_embeddings": 300, "short_factor": SHORT, "long_factor": LONG},
+        {
+            "rope_type": "longrope",
+            "rotary_scaling_factor": 4.0,
+            "original_max_position_embeddings": 300,
+            "rope_short_factors": tuple(SHORT),
+            "rope_long_factors": tuple(LONG),
+        },
+    ),
+}
+"""Parameters of transformers' configurations, and ours."""
+
+
+def _cut(settings: dict[str, Any], pairs: int) -> dict[str, Any]:
+    """With lists of factors for as many pairs."""
+    return {key: value[:pairs] if isinstance(value, list | tuple) else value for key, value in settings.items()}
+
+
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+@pytest.mark.parametrize("name", STRETCHES)
+def test_stretched_frequencies_are_those_of_transformers_and_of_the_reference(name: str, percent: float) -> None:
+    """At lengths within and beyond the original context; theirs in float32. Half of the frequencies or all are stretched."""
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+    transformers = pytest.importorskip("transformers")
+    theirs, settings = STRETCHES[name]
+    kind, size = name.split(",")[0], 48
+    theirs, settings = (_cut(each, int(24 * percent)) for each in (theirs, settings))
+    spec = rotary(size, rotary_base=500.0, rotary_percent=percent, **settings)
+    parameters = {"rope_type": kind, "rope_theta": 500.0, "partial_rotary_factor": percent, **theirs}
+    config = transformers.LlamaConfig(
+        hidden_size=size * HEADS, num_attention_heads=HEADS, max_position_embeddings=500, rope_parameters=parameters
+    )
+    stretch = rotary_stretch(ModelConfig(position_embedding_type="rope", **settings))
+    plain = frequencies(replace(spec, scaling=None), CPU)
+    differ = []
+    for length in (100, 500, 2000):
+        expected, magnitude = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, CPU, seq_len=length)
+        found = frequencies(spec, CPU, length)
+        torch.testing.assert_close(found.float(), expected, rtol=2e-6, atol=0.0)
+        assert spec.magnitude == pytest.approx(magnitude, rel=1e-12)
+        assert stretch is not None and stretch.enlarged == pytest.approx(magnitude, rel=1e-12)
+        by_reference = reference_frequencies(500.0, spec.channels, stretch, length)
+        torch.testing.assert_close(found, torch.tensor(by_reference, dtype=torch.float64), rtol=1e-13, atol=0.0)
+        differ.append(not torch.equal(found, plain))
+    assert differ == ([False, False, True] if kind == "dynamic" else [True] * 3)
+    table = rotary_table(POSITIONS, spec, torch.float64, 2000)
+    torch.testing.assert_close(
+        table[..., 0, 0, :].square() + table[..., 0, 1, :].square(), torch.full_like(table[..., 0, 0, :], spec.magnitude**2)
+    )
+
+
+def test_interleaved_pairs_are_halves_in_another_order() -> None:
+    """Forward and backward, part of the head rotated."""
+    halves, neighbours = rotary(12, rotary_percent=2 / 3), rotary(12, rotary_percent=2 / 3, rotary_interleaved=True)
+    assert (neighbours.channels, neighbours.interleaved) == (8, True)
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11])  # firsts, seconds, the rest
+    x, grad = heads(12).requires_grad_(), heads(12, key=1)
+    there = x.detach()[..., order].requires_grad_()
+    table = rotary_table(POSITIONS, halves, torch.float64)
+    here = rotate(x, table, neighbours.interleaved)
+    expected = rotate(there, table)
+    assert torch.equal(here[..., order], expected) and not torch.equal(here, rotate(x, table))
+    here.backward(grad)
+    expected.backward(grad[..., order])
+    assert x.grad is not None and there.grad is not None and torch.equal(x.grad[..., order], there.grad)

