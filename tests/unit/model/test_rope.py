@@ -72,11 +72,6 @@ def test_scores_depend_on_the_distance_only(i: int, j: int, shift: int) -> None:
     assert score(i, j) == pytest.approx(score(i + shift, j + shift), rel=1e-8, abs=1e-8)
 
 
-def _cut(settings: dict[str, Any], pairs: int) -> dict[str, Any]:
-    """With lists of factors for as many pairs."""
-    return {key: value[:pairs] if isinstance(value, list | tuple) else value for key, value in settings.items()}
-
-
 @pytest.mark.parametrize("percent", [1.0, 0.5])
 def test_backward_is_the_adjoint(percent: float) -> None:
     x, y = heads(8, key=1).requires_grad_(), heads(8, key=2)

@@ -38,7 +38,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
         position_embedding_type=draw(st.sampled_from(["learned_absolute", "rope", "none"])),
         normalization=draw(st.sampled_from(["LayerNorm", "RMSNorm"])),
         make_vocab_size_divisible_by=draw(st.sampled_from([1, 8])),
-        **{name: draw(st.booleans()) for name in switches},
+        **{name: draw(st.booleans()) for name in switches},  # type: ignore[arg-type]
         **({flag: True} if flag else {}),  # type: ignore[arg-type]
     )
 
