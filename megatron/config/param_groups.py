@@ -61,7 +61,7 @@ KEYS = ("optimizer", *_NUMBERS)
 """What an entry may say."""
 
 
-def as_text(pattern: str, values: Mapping[str, str]) -> str:
+def as_text(pattern: str, values: Mapping[str, object]) -> str:
     """An entry as one text."""
     return " ".join([pattern, *(f"{key.replace('_', '-')}={value}" for key, value in values.items())])
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron.config.param_groups import merged
 from megatron.config.training import OptimizerConfig
-from megatron.spec.weights import OUTPUT, WORD_EMBEDDING, ParamFacts
+from megatron.spec.weights import OUTPUT, WORD_EMBEDDING, ParamFacts, Weight, in_layer
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,32 @@ def groups_of(config: OptimizerConfig) -> GroupOf:
     return group_of
 
 
-def all_ends(config: OptimizerConfig, parameters: Iterable[ParamFacts]) -> list[RateEnds]:
-    """The ends of every course of the learning rate in a run, each once."""
-    group_of = groups_of(config)
-    return list(dict.fromkeys(group_of(facts).ends for facts in parameters))
+_MOST_NAMES = 5  # of a group that are listed
+
+
+def describe_groups(config: OptimizerConfig, weights: Iterable[Weight]) -> list[str]:
+    """A table of the groups for the start-up log: how many parameters, how they are updated, and which they are."""
+    group_of, members = groups_of(config), dict[ParamGroup, list[Weight]]()
+    for weight in weights:
+        members.setdefault(group_of(weight), []).append(weight)
+    rows = [("tensors", "parameters", "optimizer", "learning rate", "weight decay", "")]
+    for group, found in members.items():
+        high, low = (own or run for own, run in ((group.ends.lr, config.lr), (group.ends.min_lr, config.min_lr)))
+        rate = f"{high:g} to {low:g}" if config.lr_decay_style != "constant" else f"{high:g}"
+        decay = "none" if not group.wd_mult else "all of it" if group.wd_mult == 1.0 else f"x {group.wd_mult:g}"
+        moments = f"{group.optimizer}" + (f", betas {group.betas}, eps {group.eps:g}" if group.optimizer == "adam" else "")
+        which = list(dict.fromkeys(_in_any_layer(weight.name) for weight in found))
+        if len(which) > _MOST_NAMES:
+            which[_MOST_NAMES - 1 :] = [f"and {len(which) - _MOST_NAMES + 1} more like these"]
+        rate += f" x {group.lr_mult:g}" if group.lr_mult != 1.0 else ""
+        rows.append((f"{len(found):,}", f"{sum(weight.numel for weight in found):,}", moments, rate, decay, ", ".join(which)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["parameter groups:", *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
+
+
+def _in_any_layer(name: str) -> str:
+    layer, part = in_layer(name)
+    return name if layer is None else f"layers.*.{part}"
 
 
 def _group(config: OptimizerConfig, facts: ParamFacts) -> ParamGroup:

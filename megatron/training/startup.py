@@ -34,7 +34,9 @@ from megatron.planner.advice import advice
 from megatron.planner.state_report import describe_state, state_report
 from megatron.precision.device import check_device, describe_precision
 from megatron.spec.counts import check_count, flops_in_8_bits, flops_per_token, kept_per_token
+from megatron.spec.groups import describe_groups
 from megatron.spec.operations import Costs, Schedule
+from megatron.spec.weights import model_weights
 from megatron.training.failure import together
 from megatron.training.progress import BatchSizePlan
 from megatron.training.rehearsal import this_job
@@ -148,6 +150,7 @@ def describe(
         *format_layer_table(model.layer_table),
         *describe_recompute(model.layer_table),
         *describe_offload(model.layer_table),
+        *describe_groups(config.optimizer, model_weights(model.config, model.vocab_size)),
     ]
     schedule = step.schedule(plan.num_microbatches(plan.total_samples))  # after any ramp-up of the batch
     report = state_report(model, context, config.parallel, config.optimizer, schedule)

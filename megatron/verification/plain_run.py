@@ -14,6 +14,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.spec.activations import activation_of
 from megatron.verification.observation import EVALUATED_BATCHES, EVALUATED_STEPS, PlainRun, PlainStep, ProofTask
+from megatron.verification.plain_groups import own_updates
 from megatron.verification.random_samples import RandomSamples
 from megatron.verification.reference.eight_bits import EightBits
 from megatron.verification.reference.model import Batch, Rules, Seen, by_nobody, losses_with_rules
@@ -40,6 +41,7 @@ class _Reference:
         total = training.train_samples or sum(self._batch_sizes())
         rates, decays = learning_rate_course(self.config, self._samples_of, total), decay_course(self.config.optimizer, total)
         rule = update_rule(self.config.optimizer)
+        own = own_updates(self.state.weights, self.config.optimizer, rule, rates, decays)
         found = PlainRun([], [self._evaluate()], {}, [], [], {})
         consumed = updated = 0
         for iteration, size in enumerate(self._batch_sizes(), start=1):
@@ -56,7 +58,7 @@ class _Reference:
                 found.activations.update(outputs)
             gradients = {name: each.sum(dim=0) for name, each in contributions.items()}
             rate, decay = rates.at(updated), decays.at(updated)
-            norm = update(self.state, gradients, rule, rate, decay)
+            norm = update(self.state, gradients, rule, rate, decay, {name: at(updated) for name, at in own.items()})
             updated += size
             weights, (loss_sum, count) = dict(self.state.weights), (sum(losses), sum(tokens))
             found.steps.append(PlainStep(iteration, size, loss_sum / count, norm, rate, decay, loss_sum, count, gradients, weights))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,19 @@ FAULTS = {
         "pipeline",
         ("the tied embedding is not joined",),
         stages=(0, 1),
+    ),
+    "a group's factor applied to its neighbour": Fault(
+        (
+            (
+                "seen_moments, shard.record, group_of(shard.record))",
+                "seen_moments, shard.record, group_of(shards[span.index - 1].record))",
+            ),
+        ),
+        "--world-size 2 --param-groups '*.mlp.up.weight lr-mult=0.25'",
+        "update",
+        "layers.0.attention.output.weight (layer 0)",
+        None,
+        ("the change is 0.25x what it should be", "likewise layers.1.attention.output.weight"),
     ),
     "a layer dropped": Fault(
         (
@@ -319,7 +333,7 @@ def verify(tmp_path: Path, replaced: Sequence[Replaced], flags: str, *own: str) 
     """Exit status, what is printed, and the JSON of the tool."""
     import_before_fork()
     found = tmp_path / "found.json"
-    argv = [*FLAGS.split(), *flags.split(), *own, "--json", str(found)]
+    argv = [*shlex.split(FLAGS), *shlex.split(flags), *own, "--json", str(found)]
     status, text = run_with_faults("tools.verify_layout", argv, replaced)
     assert found.exists(), text
     return status, text, json.loads(found.read_text())

@@ -92,7 +92,21 @@ def _draw_update(draw: Draw) -> dict[str, Any]:
     else:
         settings |= {"lr": one_of(draw, 0.01, 1e-3), "adam_beta1": one_of(draw, None, 0.5, 0.0)}
         settings |= {"adam_beta2": one_of(draw, None, 0.95), "adam_eps": one_of(draw, None, 1e-5)}
-    return settings
+    if chance(draw, 4):
+        settings |= {"decoupled_lr": one_of(draw, 0.02, 3e-3), "decoupled_min_lr": one_of(draw, None, 2e-3)}
+    if chance(draw, 4):
+        settings["param_groups"] = _draw_groups(draw)
+    return settings | switches(draw, "no_decay_embeddings", one_in=6)
+
+
+def _draw_groups(draw: Draw) -> tuple[str, ...]:
+    """One to three entries; patterns may meet. Whatever the model, they match."""
+    found = []
+    for _ in range(number(draw, 1, 3)):
+        pattern = one_of(draw, "*", "embedding.*", "layers.*.mlp.*", "*.weight", "layers.0.attention.*", "final_norm.weight")
+        said = one_of(draw, "lr-mult=0.5", "lr=0.02 min-lr=1e-3", "wd-mult=2", "wd-mult=0", "optimizer=sgd", "optimizer=adam")
+        found.append(f"{pattern} {said}")
+    return tuple(found)
 
 
 def _draw_rates(draw: Draw, settings: dict[str, Any], batch: int) -> dict[str, Any]:

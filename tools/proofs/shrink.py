@@ -41,6 +41,7 @@ from tools.proofs.small_model import (
     reduced_rates,
     reduced_training,
     reduced_vocabulary,
+    with_groups_of,
 )
 
 _MOST_BUCKETS = 8
@@ -101,7 +102,7 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
         model=model,
         memory=dataclasses.replace(reduced_memory(config.memory, before, after), loss_chunk_tokens=chunk),
         training=training,
-        optimizer=reduced_rates(config, training, steps),
+        optimizer=with_groups_of(model, reduced_rates(config, training, steps)),
         parallel=parallel,
         precision=precision,
         data=_data(config.data, rows),

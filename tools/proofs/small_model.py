@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
+from megatron.config.param_groups import as_text, entry_of
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.planner.plan import loss_chunk
+from megatron.spec.weights import model_weights
 from megatron.verification.reference.training import batch_size
 
 _MOST_QUERIES = 4
@@ -223,9 +225,26 @@ def reduced_rates(config: Config, training: TrainingConfig, steps: int) -> Optim
     if getattr(settings, f"lr_wsd_decay_{kind}") is not None:
         changed[f"lr_wsd_decay_{kind}"] = unit
     factor = max(1.0, _LEAST_RATE / settings.lr)
-    for rate in ("lr", "min_lr", "lr_warmup_init"):
-        changed[rate] = min(getattr(settings, rate) * factor, max(settings.lr, _LEAST_RATE))
+
+    def raised(rate: float) -> float:
+        return min(rate * factor, max(rate, _LEAST_RATE))
+
+    for rate in ("lr", "min_lr", "lr_warmup_init", "decoupled_lr", "decoupled_min_lr"):
+        if getattr(settings, rate) is not None:
+            changed[rate] = raised(getattr(settings, rate))
     if not warms_up:
         changed["lr_warmup_init"] = 0.0
     changed["clip_grad"] = min(settings.clip_grad, _MOST_CLIP)
-    return dataclasses.replace(settings, **changed)  # type: ignore[arg-type]
+    groups = []
+    for entry in map(entry_of, settings.param_groups):
+        said = {key: value for key, value in vars(entry).items() if value is not None and key != "pattern"}
+        said |= {key: raised(said[key]) for key in ("lr", "min_lr") if key in said}
+        groups.append(as_text(entry.pattern, said))
+    return dataclasses.replace(settings, param_groups=tuple(groups), **changed)  # type: ignore[arg-type]
+
+
+def with_groups_of(model: ModelConfig, optimizer: OptimizerConfig) -> OptimizerConfig:
+    """Without the parameter groups of layers that the small model does not have."""
+    names = [weight.name for weight in model_weights(model, vocab_size=1)]
+    kept = (text for text in optimizer.param_groups if any(map(entry_of(text).matches, names)))
+    return dataclasses.replace(optimizer, param_groups=tuple(kept))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,23 +39,41 @@ class State:
         self.updates = 0
 
 
-def update(state: State, gradients: dict[str, Tensor], rule: Rule, rate: float, weight_decay: float) -> float:
+class Own(NamedTuple):
+    """How one parameter is updated, where that differs from the others."""
+
+    rule: Rule
+    """Its clipping is that of all."""
+    rate: float
+    weight_decay: float
+
+
+def update(
+    state: State,
+    gradients: dict[str, Tensor],
+    rule: Rule,
+    rate: float,
+    weight_decay: float,
+    own: Mapping[str, Own] = MappingProxyType({}),
+) -> float:
     """Clip the gradients and change the weights.
 
     Args:
         rate: learning rate.
         weight_decay: for matrices and embeddings, not for norms and biases.
+        own: what holds in their place for the parameters of these names.
 
     Returns:
         the norm of the whole gradient before clipping.
     """
+    plain = {name: Own(rule, rate, weight_decay if decays(name) else 0.0) for name in state.weights}
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
     factor = 1.0 if rule.clip is None else min(1.0, rule.clip / (norm + 1e-6))
     state.updates += 1
-    beta1, beta2 = rule.betas
     for name, w in state.weights.items():
         g = gradients[name] * factor
-        decay = weight_decay if decays(name) else 0.0
+        rule, rate, decay = own.get(name, plain[name])
+        beta1, beta2 = rule.betas
         if rule.optimizer == "adam":
             state.first_moments[name] = m = beta1 * state.first_moments[name] + (1 - beta1) * g
             state.second_moments[name] = v = beta2 * state.second_moments[name] + (1 - beta2) * g.square()
