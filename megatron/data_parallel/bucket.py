@@ -164,7 +164,8 @@ class Bucket(ABC):
             counted, copied = (here, range(0)) if counts else (range(0), here)
             grad = grads[start - own.start : stop - own.start]
             shards.append(Shard(record, piece, self.weights[start:stop], grad, counted, copied))
-        self.shard_group = ShardGroup(shards, self._publish)
+        params = self.plan.divided(grads.dtype, sharded=self.sharded)
+        self.shard_group = ShardGroup(shards, self._publish, params)
         return self.shard_group
 
     def start_step(self, num_microbatches: int, *, early: bool, inspect: Inspect | None) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from megatron.parallel.boxes import FlatPiece, aligned
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
-from megatron.parallel.shards import Granularity, by_elements
+from megatron.parallel.shards import DividedParam, Granularity, by_elements
 
 
 def default_bucket_size(data_size: int) -> int:
@@ -57,6 +59,20 @@ class BucketPlan:
             start, stop = max(low, placed.start), min(high, placed.start + placed.numel)
             if start < stop:
                 found.append((placed, FlatPiece(start - placed.start, stop - placed.start)))
+        return found
+
+    def divided(self, main_dtype: torch.dtype, *, sharded: bool) -> list[DividedParam]:
+        """Its parameters, as slices cut them if they do.
+
+        Args:
+            main_dtype: dtype of the main parameters.
+            sharded: whether each rank updates its slice only.
+        """
+        found = []
+        for placed in self.params:
+            inside = range(placed.start // self.slice_size + 1, -(-(placed.start + placed.numel) // self.slice_size))
+            cuts = tuple(index * self.slice_size - placed.start for index in inside) if sharded else ()
+            found.append(DividedParam(placed.entry.record, main_dtype, cuts, self.tied))
         return found
 
 

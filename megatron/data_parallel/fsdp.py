@@ -32,7 +32,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from megatron.data_parallel.bucket import Fill, main_grad_dtype
-from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, divided, own_piece, plan_units
+from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, divided, divided_param, own_piece, plan_units
 from megatron.data_parallel.provider import HeldTensors, Inspect, Provider, check_writes
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import Pending
@@ -91,7 +91,8 @@ class FsdpUnit:
         parts = torch.split(self.grads, sizes)
         shards = [self._make_shard(entry, part) for entry, part in zip(plan.entries, parts, strict=True)]
         # To publish an update nothing is sent: the next forward gathers.
-        self.group = ShardGroup(shards, self.module.reshard)
+        params = [divided_param(entry, context.fsdp_shard, self._main_dtype) for entry in plan.entries]
+        self.group = ShardGroup(shards, self.module.reshard, params)
         for shard in shards:
             if shard.record.name in empty:  # rounded to the model's dtype first, so as to be the same as under every other strategy
                 values = torch.empty_like(shard.weights, dtype=dtype)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from megatron.config.parallel import FsdpReshard, ParallelConfig
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry
-from megatron.parallel.shards import Granularity, by_elements
+from megatron.parallel.shards import DividedParam, Granularity, by_elements
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,12 @@ def own_piece(entry: ParamEntry, group: Group) -> FlatPiece:
     rows, length = divided(entry)
     most = -(-rows // group.size)
     return FlatPiece(min(group.index * most, rows) * length, min((group.index + 1) * most, rows) * length)
+
+
+def divided_param(entry: ParamEntry, group: Group, main_dtype: torch.dtype) -> DividedParam:
+    """A parameter as the ranks of a group divide it."""
+    ends = {own_piece(entry, replace(group, index=index)).stop for index in range(group.size)}
+    return DividedParam(entry.record, main_dtype, tuple(sorted(ends - {entry.param.numel()})))
 
 
 def padded_part(entry: ParamEntry, ranks: int) -> int:

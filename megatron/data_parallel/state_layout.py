@@ -29,12 +29,21 @@ from torch import nn
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.data_parallel.bucket import BufferPool, main_grad_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
-from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, divided, is_fully_sharded, own_piece, padded_part, plan_units
+from megatron.data_parallel.fsdp_plan import (
+    FsdpPolicy,
+    UnitPlan,
+    divided,
+    divided_param,
+    is_fully_sharded,
+    own_piece,
+    padded_part,
+    plan_units,
+)
 from megatron.data_parallel.provider import WriteCount
 from megatron.data_parallel.traffic import Sent, bucket_traffic, fsdp_traffic, joined
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord
-from megatron.parallel.shards import Granularity
+from megatron.parallel.shards import DividedParam, Granularity
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,10 @@ class BucketPart:
         gradients = _padded(plan.slice_size, own, main) if self.sharding == "optim_grads" else _padded(plan.size, whole, main)
         return StateMemory(_padded(plan.size, whole, self.dtype), gradients), whole if self.sharding == "no_shard" else own
 
+    def params(self) -> list[DividedParam]:
+        """The parameters, as ranks divide them."""
+        return self.plan.divided(main_grad_dtype(self.dtype), sharded=self.sharding != "no_shard")
+
     def cuts(self) -> set[int]:
         """Places at which the sizes of the pieces may change: around the begin and the end of a parameter."""
         if self.sharding == "no_shard":
@@ -192,6 +205,11 @@ class UnitsPart:
             return StateMemory(parameters, gradients, buffers=Bytes(passing)), shards
         return StateMemory(parameters.on_host, gradients.on_host, buffers=Bytes(passing, gradients.total)), shards
 
+    def params(self) -> list[DividedParam]:
+        """The parameters, as ranks divide them."""
+        entries = [entry for units in self.chunks for unit in units for entry in unit.entries]
+        return [divided_param(entry, self.shard, main_grad_dtype(self.dtype)) for entry in entries]
+
     def cuts(self) -> set[int]:
         """Places at which the sizes of the pieces may change: where all rows of a parameter have been given away."""
         entries = [entry for units in self.chunks for unit in units for entry in unit.entries]
@@ -231,6 +249,10 @@ class StateLayout:
     """Gradients of buckets that pass through, on every rank."""
     sent: tuple[Sent, ...]
     """What every rank sends in a step."""
+
+    def params(self) -> list[DividedParam]:
+        """All parameters of the stage, as its ranks divide them."""
+        return [param for part in self.parts for param in part.params()]
 
     def kept(self, context: ParallelContext) -> list[Kept]:
         """What a rank keeps of each part, by its places in its data groups."""

@@ -1,12 +1,14 @@
 """One optimizer over shards. Parameters in float32 or wider are their own main parameters; those in 16 bits have float32 copies.
 
 It makes the main parameters and moments of each group of shards, on the device or in host memory, by the rule of each parameter. It
-updates one group after the other, so that gathering the parameters of one group overlaps the update of the next. Unscaling and
+updates one group after the other, so that gathering the parameters of one group overlaps the update of the next. (Rules that need
+numbers of whole parameters begin with all groups, since these numbers travel together: see `statistics.py`.) Unscaling and
 clipping are one factor on the gradient, which torch's fused kernels apply while they update, so it costs no pass over memory.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -14,7 +16,9 @@ import torch
 
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer.placement import Link, OnDevice, OnHost, StatePlacement, choose_offloaded
-from megatron.optimizer.rules import Update, UpdateRule, rules_of
+from megatron.optimizer.rule import Update, UpdateRule
+from megatron.optimizer.rules import rules_of
+from megatron.optimizer.statistics import WholeNumbers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, ShardGroup
 from megatron.spec.groups import RUN_ENDS, RateEnds, groups_of
@@ -51,6 +55,8 @@ class ShardedOptimizer:
         rule_of, group_of = rules_of(config), groups_of(config)
         self.own_ends = {group_of(shard.record).ends for shard in self.shards} - {RUN_ENDS}
         """Ends of the learning rate's courses that differ from the run's."""
+        params = [param for group in self.groups for param in group.params]
+        self._numbers = WholeNumbers(params, lambda param: rule_of(param.record).statistics(param, context), context)
         self._placements: list[list[StatePlacement]] = []
         for group in self.groups:
             # Placements on the device come first: its kernels only have to be started, and run while the host updates the others.
@@ -59,9 +65,9 @@ class ShardedOptimizer:
                 together.setdefault((id(shard) in chosen, rule_of(shard.record)), []).append(shard)
             self._placements.append(
                 [
-                    OnHost(group, shards, rule, group_of, context, link)
+                    OnHost(group, shards, rule, group_of, context, self._numbers, link)
                     if offloaded and link is not None
-                    else OnDevice(shards, rule, group_of, context)
+                    else OnDevice(shards, rule, group_of, context, self._numbers)
                     for (offloaded, rule), shards in together.items()
                 ]
             )
@@ -77,6 +83,11 @@ class ShardedOptimizer:
         on_host = [placed for placements in self._placements for placed in placements if isinstance(placed, OnHost)]
         return [tensor for placed in on_host for tensor in placed.staging]
 
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Memory of the numbers of whole parameters."""
+        return self._numbers.buffers
+
     @torch.no_grad()
     def step(
         self, learning_rate: float, weight_decay: float, factor: float, own_rates: Mapping[RateEnds, float] = MappingProxyType({})
@@ -88,9 +99,16 @@ class ShardedOptimizer:
             own_rates: the learning rates of groups whose course ends elsewhere.
         """
         update = Update(learning_rate, weight_decay, factor, self.num_updates + 1, own_rates)
-        for group, placements in zip(self.groups, self._placements, strict=True):
-            for placement in placements:
-                placement.update(update)
+        running = [[placement.update(update) for placement in placements] for placements in self._placements]
+        self._numbers.begin()
+        for number in range(self._numbers.num_rounds):
+            for placement, one in zip(itertools.chain(*self._placements), itertools.chain(*running), strict=True):
+                if placement.num_rounds > number:
+                    next(one, None)
+            self._numbers.put_together(number)
+        for group, updates in zip(self.groups, running, strict=True):
+            for one in updates:
+                assert next(one, True), "a rule has more rounds than statistics"
             group.publish()
         self.num_updates += 1
 

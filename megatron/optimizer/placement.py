@@ -14,13 +14,14 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron.optimizer.rules import KeptState, Target, Update, UpdateRule, as_seen
-from megatron.parallel.boxes import aligned
+from megatron.optimizer.rule import KeptState, Target, Update, UpdateRule, as_seen
+from megatron.optimizer.statistics import WholeNumbers
+from megatron.parallel.boxes import FlatPiece, aligned
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, ShardGroup
@@ -54,6 +55,7 @@ class StatePlacement(ABC):
         main_params: the main parameter of each shard, flat.
         grads: the gradients in the same memory as the main parameters; complete after `fetch`.
         group_of: gives the group of each parameter.
+        numbers: those of whole parameters.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class StatePlacement(ABC):
         rule: UpdateRule,
         group_of: GroupOf,
         context: ParallelContext,
+        numbers: WholeNumbers,
     ) -> None:
         self.shards, self.main_params = list(shards), list(main_params)
         dtypes = {(shard.weights.dtype, shard.grad.dtype) for shard in self.shards}
@@ -71,7 +74,7 @@ class StatePlacement(ABC):
         device = self.main_params[0].device
         make_states(self.shards, self.main_params, rule, context)
         rounds_here = self.main_params[0] is not self.shards[0].weights and device.type == "cpu"
-        limit = _BATCH * torch.get_num_threads() if rounds_here and not rule.sees_whole else math.inf
+        limit = _BATCH * torch.get_num_threads() if rounds_here and rule.elementwise and not rule.sees_whole else math.inf
 
         def target(span: MainSpan) -> Target:
             shard = self.shards[span.index]
@@ -81,19 +84,32 @@ class StatePlacement(ABC):
 
             elementwise = {name for name in shard.moments if shard.state_shape(name) is ELEMENTS}
             seen_moments = {name: seen(one) if name in elementwise else one for name, one in shard.moments.items()}
-            return Target(seen(shard.main), seen(grads[span.index]), seen_moments, shard.record, group_of(shard.record))
+            counted = range(max(shard.counted.start, span.start) - span.start, min(shard.counted.stop, span.stop) - span.start)
+            return Target(
+                seen(shard.main),
+                seen(grads[span.index]),
+                seen_moments,
+                shard.record,
+                group_of(shard.record),
+                FlatPiece(shard.piece.start + span.start, shard.piece.start + span.stop),
+                counted,
+                numbers.of(shard.record.name),
+            )
 
         self._batches = [
             (rule.make([target(span) for span in spans], context), self.writer(spans))
             for spans in batches([main.numel() for main in self.main_params], limit)
         ]
         """Targets that are updated together and then written to the weights."""
+        self.num_rounds = numbers.rounds_of(shard.record.name for shard in self.shards)
+        """In how many rounds the rule asks for numbers of whole parameters."""
 
-    def update(self, update: Update) -> None:
-        """Make one update. The weights follow, in the order of the current stream."""
+    def update(self, update: Update) -> Iterator[None]:
+        """Make one update; yields at the end of each round in which the rule asks for numbers of whole parameters. The weights
+        follow, in the order of the current stream."""
         self.fetch()
         for step, write in self._batches:
-            step(update)
+            yield from step(update) or ()
             write()
         self.finish()
 
@@ -125,11 +141,13 @@ class OnDevice(StatePlacement):
     Offloaded shards are here too if the device's memory is the host's.
     """
 
-    def __init__(self, shards: Sequence[Shard], rule: UpdateRule, group_of: GroupOf, context: ParallelContext) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], rule: UpdateRule, group_of: GroupOf, context: ParallelContext, numbers: WholeNumbers
+    ) -> None:
         self._copies = shards[0].weights.dtype != shards[0].grad.dtype
         weights = [shard.weights for shard in shards]
         main_params = copies_of_weights(shards, weights[0].device) if self._copies else weights
-        super().__init__(shards, main_params, [shard.grad for shard in shards], rule, group_of, context)
+        super().__init__(shards, main_params, [shard.grad for shard in shards], rule, group_of, context, numbers)
 
     def writer(self, spans: Sequence[MainSpan]) -> Callable[[], None]:
         """A function that rounds main parameters to the model's dtype, where they are not the weights."""
@@ -152,6 +170,7 @@ class OnHost(StatePlacement):
         rule: UpdateRule,
         group_of: GroupOf,
         context: ParallelContext,
+        numbers: WholeNumbers,
         link: Link,
     ) -> None:
         self._link = link
@@ -159,7 +178,7 @@ class OnHost(StatePlacement):
         self._sources = [shard.grad for shard in shards]
         room = torch.empty(room_for(self._sources), dtype=self._sources[0].dtype, pin_memory=link.pins)
         self._grads = flat_views(room, self._sources)
-        super().__init__(shards, copies_of_weights(shards), self._grads, rule, group_of, context)
+        super().__init__(shards, copies_of_weights(shards), self._grads, rule, group_of, context, numbers)
         group.on_reduced.append(self._bring)
 
     def fetch(self) -> None:

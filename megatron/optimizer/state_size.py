@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.state_layout import Bytes, ShardSize, StateMemory
 from megatron.optimizer.placement import choose_offloaded
 from megatron.optimizer.rules import rules_of
+from megatron.optimizer.statistics import statistics_bytes
 from megatron.parallel.boxes import aligned
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import DividedParam
 
 
 class OptimizerState:
@@ -50,6 +53,12 @@ class OptimizerState:
         ]
         taken, padding = sum(size for size, _ in sizes), sum(more for _, more in sizes)
         return Bytes(0 if on_host else taken, taken if on_host else 0, padding)
+
+
+def numbers_memory(params: Sequence[DividedParam], config: OptimizerConfig, context: ParallelContext) -> Bytes:
+    """Memory of the numbers of whole parameters that the rules of a stage ask for, the same on all its ranks."""
+    rule_of = rules_of(config)
+    return Bytes(statistics_bytes(params, lambda param: rule_of(param.record).statistics(param, context)))
 
 
 def _buffer(numel: int, each: int, *, on_host: bool) -> Bytes:

@@ -6,7 +6,7 @@ published together; the optimizer makes their main parameters, and decides where
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -90,6 +90,18 @@ class Shard:
         return self.main[self.counted.start : self.counted.stop]
 
 
+@dataclass(frozen=True)
+class DividedParam:
+    """A parameter as the ranks of a stage divide it, the same for all of them."""
+
+    record: ParamRecord
+    main_dtype: torch.dtype
+    cuts: tuple[int, ...] = ()
+    """Elements of a rank's flattened tensor at which another rank's piece begins."""
+    tied_apart: bool = False
+    """Whether another stage holds it too."""
+
+
 def _nothing() -> None: ...
 
 
@@ -100,6 +112,8 @@ class ShardGroup:
     shards: list[Shard]
     publish: Callable[[], None] = _nothing
     """Begin to send this rank's new weights to the other ranks that hold them. Called once all shards' weights are written."""
+    params: Sequence[DividedParam] = ()
+    """All parameters of the group, those of which this rank has no shard too, in an order that is the same on all ranks."""
     on_reduced: list[Callable[[Pending], None]] = field(default_factory=list)
     """Called before a step's end, when the group's gradients are on their way to being complete."""
 

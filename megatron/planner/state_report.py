@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.state_layout import StateLayout, StateMemory, StateReport, state_layout
 from megatron.model.build import Model
 from megatron.optimizer.rules import granularity_of
-from megatron.optimizer.state_size import OptimizerState
+from megatron.optimizer.state_size import OptimizerState, numbers_memory
 from megatron.parallel.context import ParallelContext
 from megatron.spec.operations import Op, OpKind, Schedule
 
@@ -42,7 +43,7 @@ def layout_of(
         ops: operations of the stage in a step.
         num_microbatches: microbatches of one data rank in a step.
     """
-    return state_layout(
+    layout = state_layout(
         model.params,
         {number: chunk.units() for number, chunk in model.chunks.items()},
         {number: chunk.recomputed for number, chunk in model.chunks.items()},
@@ -53,6 +54,7 @@ def layout_of(
         writes=writes(model, ops),
         granularity=granularity_of(optimizer),
     )
+    return replace(layout, buffers=layout.buffers + numbers_memory(layout.params(), optimizer, context))
 
 
 def writes(model: Model, ops: Iterable[Op]) -> Iterator[str]:

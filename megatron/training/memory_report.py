@@ -98,6 +98,7 @@ def state_held(step: TrainStep) -> StateMemory:
     moments = held(moment for shard in here for moment in shard.moments.values())
     moments += held((moment for shard in away for moment in shard.moments.values()), on_host=True)
     buffers = held(tensor for one in providers for tensor in one.buffers) + held(step.optimizer.staging, on_host=True)
+    buffers += held(step.optimizer.buffers)
     return StateMemory(parameters, gradients, mains, moments, buffers)
 
 

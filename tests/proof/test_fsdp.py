@@ -9,7 +9,8 @@ import pytest
 import torch._dynamo  # noqa: F401  FSDP's hooks import it at their first call: here once, not in every rank
 
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.rules import RULES, AdamW, RuleOf
+from megatron.optimizer.elementwise import AdamW
+from megatron.optimizer.rules import RULES, RuleOf
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.equality import assert_equal_runs

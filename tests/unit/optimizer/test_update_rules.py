@@ -13,21 +13,10 @@ from torch import nn
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.optimizer import placement
+from megatron.optimizer.elementwise import SGD, AdamW
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.optimizer.rules import (
-    RULES,
-    SGD,
-    AdamW,
-    RuleOf,
-    Target,
-    Updater,
-    UpdateRule,
-    as_seen,
-    by_torch,
-    for_all,
-    granularity_of,
-    param_groups,
-)
+from megatron.optimizer.rule import Target, Updater, UpdateRule, as_seen, by_torch, param_groups
+from megatron.optimizer.rules import RULES, RuleOf, for_all, granularity_of
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord, Split

@@ -38,7 +38,7 @@ def step_of(current: Op | None = None) -> Any:
     weights, grads = torch.zeros(1000), torch.zeros(1000)
     shard = SimpleNamespace(main=torch.zeros(1000), moments={"exp_avg": torch.zeros(1000)}, on_host=True)
     provider = SimpleNamespace(held=lambda: HeldTensors([weights[:500], weights[500:]], [grads], [grads[3:], torch.zeros(7)]))
-    optimizer = SimpleNamespace(shards=[shard], offloaded=[shard], staging=[torch.zeros(10)])
+    optimizer = SimpleNamespace(shards=[shard], offloaded=[shard], staging=[torch.zeros(10)], buffers=[])
     topology = SimpleNamespace(pp=2)
     context = SimpleNamespace(device=torch.device("cuda", 0), topology=topology, coordinates={"pp": 1})
     executor = SimpleNamespace(current=current, host=SimpleNamespace(num_bytes=123_000))

@@ -1,0 +1,221 @@
+"""Update rules: what each must see of a parameter, which state it keeps, and the code that updates.
+
+A rule is chosen for each parameter by its group (`spec/groups.py`) and its record, so an optimizer may treat some parameters
+differently (as Muon leaves vectors and embeddings to AdamW). It gets targets: the main parameters that lie on this rank, each with
+its parameter's record and group, which gives its rate and decay (`Update.rate`, `Update.decay`). A rule does not know how state is
+cut over the data ranks, reduced, published, saved or kept in host memory; and the code that does these things does not know the
+rule. To add one, write a subclass of UpdateRule and enter in `rules.py` which parameters it gets.
+
+A target is a view of the main parameter with a view of its gradient. It is flat and any part of the parameter, and may be cut
+further unless the rule says that it is not `elementwise`. What a rule must know of whole parameters it asks for as statistics.
+If the rule `sees_whole`, a target is this rank's whole tensor in its shape instead, and the matrix, or matrices, are its last two
+dimensions (see `record.kind`). Tensor parallelism has cut the parameter before that, see `record.splits`; there, rows of padding
+may follow, whose gradient is zero.
+
+torch's fused kernels are called directly because an update in host memory calls them for a few hundred thousand elements at a time:
+there the bookkeeping of `torch.optim.AdamW.step`, driven out of the cache by the data, takes a third as long as the kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.optimizer.statistics import Rounds
+from megatron.parallel.boxes import FlatPiece, aligned
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import ParamRecord
+from megatron.parallel.shards import DividedParam, Shard
+from megatron.parallel.state_shape import ELEMENTS, StateShape
+from megatron.spec.groups import RUN_ENDS, ParamGroup, RateEnds
+
+
+@dataclass(frozen=True)
+class Target:
+    """One main parameter, or a part of one, as an update rule sees it."""
+
+    main: torch.Tensor
+    """The elements, which are updated in place."""
+    grad: torch.Tensor
+    """Their gradient, neither unscaled nor clipped; see `Update.factor`."""
+    moments: dict[str, torch.Tensor]
+    """The states by name; zeros at first, updated in place. One with a number for each element has the shape of `main`."""
+    record: ParamRecord
+    group: ParamGroup
+    piece: FlatPiece
+    """The elements of this rank's flattened parameter that `main` holds, where it is flat."""
+    counted: range
+    """Indices of the elements of `main` whose shares of the whole parameter's sums this rank gives."""
+    whole: Mapping[str, torch.Tensor]
+    """The numbers of the whole parameter that the rule asked for, see `statistics.py`."""
+
+
+@dataclass
+class Update:
+    """The numbers of one update of all parameters."""
+
+    learning_rate: float
+    """That of --lr; a group's is `rate`."""
+    weight_decay: float
+    """Weight decay before a group's factor; a group's is `decay`."""
+    factor: float
+    """Multiplies every gradient: clip coefficient / loss scale."""
+    number: int
+    """Number of the update, counted from 1."""
+    own_rates: Mapping[RateEnds, float] = field(default_factory=dict)
+    """The learning rates of courses that end elsewhere than the run's."""
+    _made: dict[tuple[float, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    def scalar(self, value: float, device: torch.device) -> torch.Tensor:
+        """A float32 scalar on a device, made once for each value."""
+        if (value, device) not in self._made:
+            self._made[value, device] = torch.full((), value, dtype=torch.float32, device=device)
+        return self._made[value, device]
+
+    def rate(self, group: ParamGroup) -> float:
+        """The learning rate of a group."""
+        return group.lr_mult * (self.learning_rate if group.ends == RUN_ENDS else self.own_rates[group.ends])
+
+    def decay(self, group: ParamGroup) -> float:
+        """The weight decay of a group, before its learning rate multiplies it."""
+        return group.wd_mult * self.weight_decay
+
+
+Updater = Callable[[Update], Iterator[None] | None]
+"""Updates some targets in place. If it needs numbers of whole parameters it is a generator: in each round it adds its shares to
+`Target.whole` and yields; when it goes on, they are put together."""
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """Something that a rule keeps of a parameter."""
+
+    name: str
+    """In a checkpoint it is `<name>.<parameter>`."""
+    shape: StateShape = ELEMENTS
+    """How it lies over the parameter."""
+    dtype: torch.dtype | None = None
+    """None: that of the main parameter."""
+
+    def num_bytes(self, local_shape: tuple[int, ...], numel: int, main: torch.dtype) -> tuple[int, int]:
+        """(bytes that it takes for a shard of `numel` elements, those of them that are padding)."""
+        room = self.shape.room(local_shape, numel)
+        each = (self.dtype or main).itemsize
+        return aligned(room) * each, (aligned(room) - room) * each
+
+
+class UpdateRule(ABC):
+    """One way to update parameters."""
+
+    sees_whole = False
+    """Whether a target must be all of this rank's tensor. If not, it may be any of its elements."""
+    elementwise = True
+    """Whether the update of an element depends on no other: then a target may be cut further."""
+    moments: tuple[str, ...] = ()
+    """Names of what the rule keeps for each element of every parameter, in the dtype of the main parameters."""
+
+    def states(self, record: ParamRecord) -> tuple[KeptState, ...]:
+        """What the rule keeps of a parameter."""
+        return tuple(KeptState(name) for name in self.moments)
+
+    def statistics(self, param: DividedParam, context: ParallelContext) -> Rounds:
+        """Numbers of a whole parameter that an update needs, round by round. It may look at nothing but the layout's facts."""
+        return ()
+
+    @abstractmethod
+    def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
+        """Make the updater of these targets.
+
+        Raises:
+            ValueError: a package that the settings need is not installed.
+        """
+
+
+def as_seen(tensor: torch.Tensor, rule: UpdateRule, shard: Shard, context: ParallelContext) -> torch.Tensor:
+    """A shard's flat tensor in the shape in which the rule sees it."""
+    if not rule.sees_whole:
+        return tensor
+    shape = shard.record.local_shape(context.axis_sizes)
+    assert tensor.numel() == math.prod(shape), f"{shard.piece} of {shard.record.name} {shape} is not the whole"
+    return tensor.view(shape)
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Targets of one group, as the kernels take them."""
+
+    group: ParamGroup
+    main_params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    moments: list[list[torch.Tensor]]
+
+
+def fused(
+    targets: Sequence[Target], moments: Sequence[str], kernel: Callable[[Lists, Update, torch.Tensor | None], None]
+) -> Updater:
+    """Update targets on one device, in one dtype, by a kernel of torch's.
+
+    Args:
+        moments: their names, in the order in which the kernel takes them.
+        kernel: updates the targets of one group. It divides their gradients by a float32 scalar on their device, if given.
+    """
+    all_lists = [
+        Lists(group, [t.main for t in some], [t.grad for t in some], [[t.moments[name] for t in some] for name in moments])
+        for group, some in by_group(targets)
+    ]
+
+    def step(update: Update) -> None:
+        for lists in all_lists:
+            scale: torch.Tensor | None = None
+            if update.factor != 1.0:
+                if lists.grads[0].dtype == torch.float64:  # for which a float32 scalar is too coarse
+                    torch._foreach_mul_(lists.grads, update.factor)
+                else:
+                    scale = update.scalar(1.0 / update.factor, lists.grads[0].device)
+            kernel(lists, update, scale)
+
+    return step
+
+
+def by_torch(targets: Sequence[Target], optimizer: torch.optim.Optimizer) -> Updater:
+    """Update targets by a torch optimizer. It finds gradients in `.grad`, moments in its state. The factor costs a pass over the
+    gradients.
+
+    Args:
+        optimizer: made with `param_groups` of the targets.
+    """
+    grads = [target.grad for target in targets]
+    for target in targets:
+        target.main.grad = target.grad
+        optimizer.state[target.main].update(target.moments)
+
+    def step(update: Update) -> None:
+        if update.factor != 1.0:
+            torch._foreach_mul_(grads, update.factor)
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = update.rate(group["group"]), update.decay(group["group"])
+            group["step"] = update.number - 1  # NVIDIA apex counts updates here
+        optimizer.step()
+
+    return step
+
+
+def param_groups(targets: Sequence[Target]) -> list[dict[str, Any]]:
+    """Param groups for `by_torch`, one for each group of the targets."""
+    return [
+        {"params": [target.main for target in some], "group": group, "betas": group.betas, "eps": group.eps}
+        for group, some in by_group(targets)
+    ]
+
+
+def by_group(targets: Sequence[Target]) -> list[tuple[ParamGroup, list[Target]]]:
+    """Targets by their group, in the order in which each group first occurs."""
+    found: dict[ParamGroup, list[Target]] = {}
+    for target in targets:
+        found.setdefault(target.group, []).append(target)
+    return list(found.items())
