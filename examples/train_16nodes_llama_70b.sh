@@ -10,6 +10,7 @@
 #
 #   DATA         prefix of the dataset, as tools/preprocess_data.py writes it, on a file system that all nodes see
 #   TOKENIZER    its sentencepiece model (tokenizer.model)
+#   MODEL        another model of that size (python pretrain_gpt.py --model list)
 #   Flags behind the name are added, or count instead of those here. More variables: examples/launch.sh.
 #
 # By the dry run (DRY_RUN=1):
@@ -23,16 +24,13 @@ here=$(dirname "${BASH_SOURCE[0]}")
 source "$here/launch.sh"
 need DATA "the prefix of a dataset, as tools/preprocess_data.py writes it, on a file system that all nodes see"
 
-model=(--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --seq-length 4096
-    --group-query-attention --num-query-groups 8
-    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
-    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0)
+model=(--model "${MODEL:-llama2-70b}")
 layout=(--device cuda --bf16 --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 2
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather)
 # 2 trillion tokens, 4 million in a step (section 2.2).
 batch=(--micro-batch-size 1 --global-batch-size 1024 --train-iters 476837 --manual-gc --manual-gc-interval 100)
 optimizer=(--lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine --lr-warmup-iters 2000
     --weight-decay 0.1 --adam-beta2 0.95 --adam-eps 1e-5)
-data=(--data-path "$DATA" --vocab-size 32000 --tokenizer-type Llama2Tokenizer --tokenizer-model "${TOKENIZER:-tokenizer.model}")
+data=(--data-path "$DATA" --tokenizer-type Llama2Tokenizer --tokenizer-model "${TOKENIZER:-tokenizer.model}")
 
 launch 16 8 llama-70b "$@"

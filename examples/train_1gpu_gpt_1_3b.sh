@@ -5,6 +5,7 @@
 #
 #   DATA             prefix of the dataset, as tools/preprocess_data.py writes it
 #   VOCAB, MERGES    files of the GPT-2 tokenizer (vocab.json, merges.txt)
+#   MODEL            another model of that size (python pretrain_gpt.py --model list)
 #   More variables: examples/launch.sh.
 #
 # By the dry run (DRY_RUN=1):
@@ -17,13 +18,13 @@ here=$(dirname "${BASH_SOURCE[0]}")
 source "$here/launch.sh"
 need DATA "the prefix of a dataset, as tools/preprocess_data.py writes it"
 
-model=(--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --attention-dropout 0 --hidden-dropout 0)
+model=(--model "${MODEL:-gpt3-1.3b}")
 layout=(--device cuda --bf16)
 # 300 billion tokens; warm-up over 375 million, decay over 260 billion (appendix B).
 batch=(--micro-batch-size 8 --global-batch-size 512 --train-samples 146484375)
 optimizer=(--lr 2e-4 --min-lr 2e-5 --lr-decay-style cosine --lr-warmup-samples 183105 --lr-decay-samples 126953125
     --weight-decay 0.1 --adam-beta2 0.95)
-data=(--data-path "$DATA" --vocab-size 50257
+data=(--data-path "$DATA"
     --tokenizer-type GPT2BPETokenizer --vocab-file "${VOCAB:-vocab.json}" --merge-file "${MERGES:-merges.txt}")
 
 launch 1 1 gpt-1.3b "$@"

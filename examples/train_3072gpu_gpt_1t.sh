@@ -11,6 +11,7 @@
 #
 #   DATA             prefix of the dataset, as tools/preprocess_data.py writes it, on a file system that all nodes see
 #   VOCAB, MERGES    files of the GPT-2 tokenizer (vocab.json, merges.txt)
+#   MODEL            another model of that size (python pretrain_gpt.py --model list)
 #   Flags behind the name are added, or count instead of those here. More variables: examples/launch.sh.
 #
 # By the dry run (DRY_RUN=1):
@@ -24,7 +25,7 @@ here=$(dirname "${BASH_SOURCE[0]}")
 source "$here/launch.sh"
 need DATA "the prefix of a dataset, as tools/preprocess_data.py writes it, on a file system that all nodes see"
 
-model=(--num-layers 128 --hidden-size 25600 --num-attention-heads 160 --seq-length 2048 --attention-dropout 0 --hidden-dropout 0)
+model=(--model "${MODEL:-gpt-1t}")
 layout=(--device cuda --bf16 --tensor-model-parallel-size 8 --sequence-parallel
     --pipeline-model-parallel-size 64 --num-virtual-stages-per-pipeline-rank 2
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather)
@@ -32,7 +33,7 @@ layout=(--device cuda --bf16 --tensor-model-parallel-size 8 --sequence-parallel
 batch=(--micro-batch-size 1 --global-batch-size 3072 --train-samples 219726563 --manual-gc --manual-gc-interval 100)
 optimizer=(--lr 6e-5 --min-lr 6e-6 --lr-decay-style cosine --lr-warmup-samples 183105
     --weight-decay 0.1 --adam-beta2 0.95)
-data=(--data-path "$DATA" --vocab-size 51200
+data=(--data-path "$DATA"
     --tokenizer-type GPT2BPETokenizer --vocab-file "${VOCAB:-vocab.json}" --merge-file "${MERGES:-merges.txt}")
 
 launch 384 8 gpt-1t "$@"

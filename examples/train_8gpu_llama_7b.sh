@@ -5,6 +5,7 @@
 #
 #   DATA         prefix of the dataset, as tools/preprocess_data.py writes it
 #   TOKENIZER    its sentencepiece model (tokenizer.model)
+#   MODEL        another model of that size (python pretrain_gpt.py --model list)
 #   More variables: examples/launch.sh.
 #
 # By the dry run (DRY_RUN=1):
@@ -17,15 +18,13 @@ here=$(dirname "${BASH_SOURCE[0]}")
 source "$here/launch.sh"
 need DATA "the prefix of a dataset, as tools/preprocess_data.py writes it"
 
-model=(--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096
-    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
-    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0)
+model=(--model "${MODEL:-llama2-7b}")
 layout=(--device cuda --bf16 --tensor-model-parallel-size 2 --sequence-parallel
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather)
 # 2 trillion tokens, 4 million in a step (section 2.2).
 batch=(--micro-batch-size 2 --global-batch-size 1024 --train-iters 476837)
 optimizer=(--lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 2000
     --weight-decay 0.1 --adam-beta2 0.95 --adam-eps 1e-5)
-data=(--data-path "$DATA" --vocab-size 32000 --tokenizer-type Llama2Tokenizer --tokenizer-model "${TOKENIZER:-tokenizer.model}")
+data=(--data-path "$DATA" --tokenizer-type Llama2Tokenizer --tokenizer-model "${TOKENIZER:-tokenizer.model}")
 
 launch 1 8 llama-7b "$@"

@@ -22,6 +22,7 @@ from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flag_of
 from megatron.config.given import DryRun, Given, Sorted, dry_run_in, sort_given, split, take, without_gaps
 from megatron.config.launcher import launched
+from megatron.config.model_files import LIST, file_of, table
 from megatron.config.rules import violations
 from megatron.config.save import to_yaml
 from megatron.config.yaml_file import read_groups, read_yaml
@@ -46,7 +47,7 @@ def parse(argv: Sequence[str]) -> Config:
     Raises:
         ConfigError: unknown or refused flags, values of a wrong form, a bad ``--config`` file, or a checkpoint in which
             ``--use-checkpoint-args`` finds no settings.
-        SystemExit: 0 after ``--help``, ``--explain`` or ``--print-config``.
+        SystemExit: 0 after ``--help``, ``--model list``, ``--explain`` or ``--print-config``.
     """
     config, _, found = _read(argv)
     if found.problems:
@@ -93,9 +94,11 @@ def _read(argv: Sequence[str]) -> tuple[Config, dict[str, list[str]], Sorted]:
 
         _write_and_exit(help_text(PROGRAM))
     own, requests, problems = take(given)
+    if LIST in requests.get("model", ()):
+        _write_and_exit(table())
     if any(item.name == "explain" for item in given):
         _explain_and_exit(requests.get("explain", ()), own, problems)
-    from_files, unread = _read_files(requests.get("config", ()))
+    from_files, unread = _read_files(requests.get("model", ()), requests.get("config", ()))
     given, unread_groups = _with_group_files([*from_files, *own])
     unread += unread_groups
     found = sort_given(stray, given)
@@ -125,13 +128,14 @@ def _explain_and_exit(names: Sequence[str], given: Sequence[Given], problems: Se
     _write_and_exit("\n".join(map(explain, names)))
 
 
-def _read_files(paths: Sequence[str]) -> tuple[list[Given], list[Violation]]:
-    """The settings of ``--config`` files, which go before the user's own, so that the user's count; and problems of the files."""
+def _read_files(models: Sequence[str], paths: Sequence[str]) -> tuple[list[Given], list[Violation]]:
+    """The settings of the model that ``--model`` names (the last one) and of ``--config`` files, which go before the user's own, so
+    that the user's count; and problems of the files."""
     found: list[Given] = []
     problems: list[Violation] = []
-    for path in paths:
+    for kind, name in [*(("model", name) for name in models[-1:]), *(("config", path) for path in paths)]:
         try:
-            found.extend(read_yaml(path))
+            found.extend(read_yaml(file_of(name) if kind == "model" else name))
         except ConfigError as error:
             problems.extend(error.violations)
     return found, problems

@@ -204,6 +204,11 @@ def without_gaps(config: Config) -> Config:
 
 NO_VALUE, COUNT = "no value", f"a whole number from 1 to {LARGEST_WORLD:,}"
 REQUESTS = {
+    "model": (
+        "one name",
+        "Model whose settings are taken, below those of --config and those given here: llama3-8b and others; list shows all, with "
+        "their sizes.",
+    ),
     "config": (
         "one file",
         "YAML file of settings below the flags given here: flag names, flat or under the topics of this help. May be repeated.",

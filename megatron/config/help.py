@@ -36,7 +36,8 @@ def help_text(program: str) -> str:
         if name == "gpus-per-node":
             return "gpus_per_node", Annotated[int, tyro.conf.arg(help=text)], GPUS_PER_NODE
         kind: Any = {NO_VALUE: Annotated[bool, tyro.conf.FlagCreatePairsOff], COUNT: int | None}.get(takes, str | None)
-        return name.replace("-", "_"), Annotated[kind, tyro.conf.arg(help=text)], False if takes == NO_VALUE else None
+        field = f"asked_{name}".replace("-", "_")  # a topic may have the same name
+        return field, Annotated[kind, tyro.conf.arg(name=name, help=text)], False if takes == NO_VALUE else None
 
     command_line = dataclasses.make_dataclass("CommandLine", map(request, REQUESTS), bases=(Config,), frozen=True)
     with io.StringIO() as page:

@@ -16,6 +16,7 @@ import pytest
 
 from megatron.checkpoint.save_folder import LATEST
 from megatron.config.cli import load
+from megatron.config.model_files import launch_words, names
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.planner.dry_run import make_plan
 from megatron.planner.plan import plan_to_json
@@ -67,6 +68,19 @@ def test_the_dry_run_is_as_the_script_states(script: str, tmp_path: Path) -> Non
         published = next(size for name, size in PARAMETERS.items() if script.endswith(f"_{name}.sh"))
         assert plan["model"]["parameters"] == pytest.approx(published, rel=0.02)
         assert plan["job"]["tensor"] <= plan["job"]["gpus_per_node"] <= 8
+
+
+def test_a_model_fits_the_script_that_it_names(tmp_path: Path) -> None:
+    """Its own of the scripts are tried above; of the others, those that no other plan is as large as."""
+    for name in ("llama3-8b", "llama3.2-1b", "llama3-405b"):
+        script, *changes = launch_words(name)
+        _, *words = words_of(script, *changes, folder=tmp_path, MODEL=name)
+        loaded = load(words, 1)
+        assert loaded.dry_run is not None and flag(words, "--model") == name
+        assert all("comes later" in note for note in loaded.notes), loaded.notes
+        plan = plan_to_json(make_plan(loaded.config, loaded.dry_run, planned_rows(loaded.config.data)))
+        assert plan["device_bytes"] < 0.95 * GPU, name
+    assert {launch_words(name)[0] for name in names()} <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -14,7 +14,21 @@ from tests.support.cli import ROOT
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("train_*.sh"))
-_OWN = ("DATA", "VOCAB", "MERGES", "TOKENIZER", "RUN", "NNODES", "HEAD", "PORT", "DRY_RUN", "SKIP_CHECK", "MAX_RESTARTS", "PYTHON")
+_OWN = (
+    "DATA",
+    "MODEL",
+    "VOCAB",
+    "MERGES",
+    "TOKENIZER",
+    "RUN",
+    "NNODES",
+    "HEAD",
+    "PORT",
+    "DRY_RUN",
+    "SKIP_CHECK",
+    "MAX_RESTARTS",
+    "PYTHON",
+)
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -23,14 +37,14 @@ def environment(**variables: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **variables}
 
 
-def words_of(script: str, *added: str, folder: Path) -> list[str]:
+def words_of(script: str, *added: str, folder: Path, **variables: str) -> list[str]:
     """The command line that a script hands to its Python for a dry run."""
     python = folder / "echo-words"
     python.write_text("#!/usr/bin/env bash\nprintf '%s\\0' \"$@\"\n")
     python.chmod(0o755)
     done = subprocess.run(
         ["bash", str(EXAMPLES / script), *added],
-        env=environment(DRY_RUN="1", PYTHON=str(python)),
+        env=environment(DRY_RUN="1", PYTHON=str(python), **variables),
         capture_output=True,
         text=True,
         check=True,
