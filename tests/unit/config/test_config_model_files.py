@@ -39,7 +39,7 @@ def test_each_model_is_valid_and_has_its_size() -> None:
         assert found.notes == (), name
         assert found.config.data.vocab_size is not None
         count = count_parameters(found.config.model, found.config.data.vocab_size)
-        assert count == PARAMETERS.get(name, pytest.approx(ROUNDED.get(name), rel=0.015)), name
+        assert count == (PARAMETERS[name] if name in PARAMETERS else pytest.approx(ROUNDED[name], rel=0.015)), name
 
 
 def test_flags_and_files_count_instead() -> None:
