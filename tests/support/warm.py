@@ -14,6 +14,10 @@ from typing import Any
 from megatron.verification.local_ranks import LocalRank, LocalWorld, end_ranks, fork_rank, results_of, run_ranks
 from tests.support.shared_memory import SHARED_MEMORY
 
+_CALLS_OF_A_RANK = 400
+"""Then it ends, and another is forked: torch keeps something of every group that there was, and with it the memory that its ranks
+shared. After some thousands a call takes several times as long."""
+
 
 class RankPool:
     """Ranks that stay from call to call, so that a call costs neither forks nor a first step in a cold process.
@@ -37,6 +41,8 @@ class RankPool:
             RanksError: as in `run_ranks`.
         """
         self._calls += 1
+        if self._calls % _CALLS_OF_A_RANK == 0:
+            self.close()
         folder = Path(self._folder.name)
         world = LocalWorld(world_size, folder / f"store-{self._calls}", timeout, SHARED_MEMORY)
         job = pickle.dumps((function, args))
