@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     flags.add_argument("--load", required=True, metavar="FOLDER", help="the model: see above")
     flags.add_argument("--ckpt-step", type=int, metavar="N", help="of a folder with several checkpoints, the iteration to take")
+    flags.add_argument("--ema", action="store_true", help="take the moving average of the weights (of a run with --ema-decay)")
     beginning = flags.add_mutually_exclusive_group()
     beginning.add_argument("--prompt", nargs="+", metavar="TEXT", help="beginnings of texts; '' begins a document")
     beginning.add_argument(
@@ -142,7 +143,7 @@ def _run(given: argparse.Namespace) -> None:
     from megatron.parallel.context import connect, disconnect
 
     sampling = Sampling(given.temperature, **{name: getattr(given, name) for name in _DRAWING if getattr(given, name) is not None})
-    source = open_source(given.load, given.ckpt_step)
+    source = open_source(given.load, given.ckpt_step, average=given.ema)
     settings = named_tokenizer(given, source)
     if settings is None:
         raise ValueError(f"no tokenizer is known of {given.load}: name it by --tokenizer-type and its files")

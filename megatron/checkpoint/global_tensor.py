@@ -11,6 +11,8 @@ from megatron.parallel.boxes import PlacedBox
 
 WEIGHT = "model"
 """Tensors that are weights are named `model.<parameter name>`. Moments are named, for example, `exp_avg.<parameter name>`."""
+AVERAGE = "ema"
+"""The exponential moving average of a weight is named `ema.<parameter name>`."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ import torch
 from megatron.checkpoint.content_sums import content_sums
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
-from megatron.checkpoint.global_tensor import WEIGHT, bytes_of, torch_dtype
+from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT, bytes_of, torch_dtype
 from megatron.checkpoint.save_folder import LATEST, checkpoint_name, find_checkpoint, iterations_in, manifest_in, read_json
 from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Place, Storage, open_storage
 from megatron.config.config import Config
@@ -88,16 +88,22 @@ class StoredCheckpoint:
     Args:
         path: its folder (`<save>/iter_0000100`), or its URL.
         notes: what to tell the user about it.
+        average: take the moving average of the weights for the weights.
 
     Raises:
-        CheckpointError: written by a newer version.
+        CheckpointError: written by a newer version, or there is no average.
         DamagedCheckpointError: the manifest is missing or altered.
     """
 
-    def __init__(self, path: Place, notes: Sequence[str] = ()) -> None:
+    def __init__(self, path: Place, notes: Sequence[str] = (), *, average: bool = False) -> None:
         self._storage, self.notes = open_storage(path), [*notes]
+        self._kind = AVERAGE if average else WEIGHT
         self.manifest = manifest_in(self._storage)
         self._files = DataFiles(self._storage, self.manifest)
+        if average:
+            if not self.weights:
+                raise CheckpointError(f"{self.name} holds no average of the weights: its run was without --ema-decay")
+            self.notes.append("weights are their exponential moving average (--ema)")
 
     @property
     def name(self) -> str:
@@ -144,11 +150,11 @@ class StoredCheckpoint:
 
     @functools.cached_property
     def weights(self) -> Mapping[str, TensorInfo]:
-        start = f"{WEIGHT}."
+        start = f"{self._kind}."
         return {name.removeprefix(start): tensor for name, tensor in self.tensors.items() if name.startswith(start)}
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        return self.read_stored(f"{WEIGHT}.{name}", box)
+        return self.read_stored(f"{self._kind}.{name}", box)
 
     def read_stored(self, name: str, box: Box | None = None) -> torch.Tensor:
         """A stored tensor by its full name, or a box of it, on the CPU in its stored dtype; a new contiguous tensor.
@@ -214,7 +220,7 @@ def _names_a_model(storage: Storage) -> bool:
     return isinstance(content, dict) and "model_type" in content
 
 
-def open_source(path: Place, step: int | None = None, *, vocab_size: int | None = None) -> WeightSource:
+def open_source(path: Place, step: int | None = None, *, vocab_size: int | None = None, average: bool = False) -> WeightSource:
     """Open the weights in a folder.
 
     Args:
@@ -222,6 +228,7 @@ def open_source(path: Place, step: int | None = None, *, vocab_size: int | None 
             Hugging Face folder; a folder of Megatron-LM, or one iteration in it.
         step: the iteration to take from a folder that holds several.
         vocab_size: rows of the word embedding without padding, for a checkpoint of Megatron-LM that does not give it.
+        average: take the moving average of the weights (--ema-decay) for the weights.
 
     Raises:
         CheckpointError: there is no such folder, or it is none of these, or `step` is not in it.
@@ -231,13 +238,15 @@ def open_source(path: Place, step: int | None = None, *, vocab_size: int | None 
     kind = kind_of(storage)
     if kind in (FolderKind.CHECKPOINT, FolderKind.HUGGING_FACE) and step is not None:
         raise CheckpointError(f"{path} is {kind}: there is no iteration {step} to choose")
+    if average and kind in FOREIGN:
+        raise CheckpointError(f"{path} is {kind}, which holds no average of the weights: leave --ema out")
     if kind is FolderKind.CHECKPOINT:
-        return StoredCheckpoint(path)
+        return StoredCheckpoint(path, average=average)
     if kind is FolderKind.RUN:
         notes: list[str] = []
         found = find_checkpoint(path, step, tell=notes.append)
         assert found is not None, "there is an iteration"
-        return StoredCheckpoint(found, notes)
+        return StoredCheckpoint(found, notes, average=average)
     if kind is FolderKind.LEGACY:
         from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
 

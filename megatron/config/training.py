@@ -136,6 +136,9 @@ class OptimizerConfig:
         0.9, at_least=0, below=1, unit="share that is kept from one update to the next", acts=acts_with(optimizer="sgd")
     )
     """Momentum of SGD."""
+    ema_decay: float | None = setting(None, above=0, below=1, unit="share that is kept from one update to the next")
+    """Keep, beside the weights, their exponential moving average with this decay, often 0.999 or 0.9999. It begins at the first
+    weights and is saved; tools take it with --ema."""
     optimizer_cpu_offload: bool = setting(
         False,
         acts=acts_with(

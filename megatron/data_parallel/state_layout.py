@@ -78,6 +78,8 @@ class StateMemory:
     main_params: Bytes = Bytes()
     """Main parameters that are not the parameters themselves."""
     moments: Bytes = Bytes()
+    averages: Bytes = Bytes()
+    """The exponential moving average of the main parameters."""
     buffers: Bytes = Bytes()
     """The most that passes through without being kept: gathered parameters, gradients before their reduction."""
 

@@ -65,12 +65,23 @@ class ShardedOptimizer:
                 together.setdefault((id(shard) in chosen, rule_of(shard.record)), []).append(shard)
             self._placements.append(
                 [
-                    OnHost(group, shards, rule, group_of, context, self._numbers, link)
+                    OnHost(group, shards, rule, group_of, context, self._numbers, config.ema_decay, link)
                     if offloaded and link is not None
-                    else OnDevice(shards, rule, group_of, context, self._numbers)
+                    else OnDevice(shards, rule, group_of, context, self._numbers, config.ema_decay)
                     for (offloaded, rule), shards in together.items()
                 ]
             )
+
+        self.averages = config.ema_decay is not None
+        """Whether the shards have an average of the weights."""
+        self.begin_averages()
+
+    @torch.no_grad()
+    def begin_averages(self) -> None:
+        """Let the averages of the weights, if there are any, begin at the main parameters as they are."""
+        for shard in self.shards:
+            if shard.average is not None:
+                shard.average.copy_(shard.main)
 
     @property
     def offloaded(self) -> list[Shard]:

@@ -56,6 +56,7 @@ class StatePlacement(ABC):
         grads: the gradients in the same memory as the main parameters; complete after `fetch`.
         group_of: gives the group of each parameter.
         numbers: those of whole parameters.
+        ema_decay: that of the average of the weights, if one is kept.
     """
 
     def __init__(
@@ -67,12 +68,17 @@ class StatePlacement(ABC):
         group_of: GroupOf,
         context: ParallelContext,
         numbers: WholeNumbers,
+        ema_decay: float | None,
     ) -> None:
         self.shards, self.main_params = list(shards), list(main_params)
         dtypes = {(shard.weights.dtype, shard.grad.dtype) for shard in self.shards}
         assert len(dtypes) == 1, f"shards that are updated together have several dtypes: {dtypes}"
         device = self.main_params[0].device
         make_states(self.shards, self.main_params, rule, context)
+        if ema_decay is not None:
+            room = torch.zeros(room_for(self.main_params), dtype=self.main_params[0].dtype, device=device)
+            for shard, average in zip(self.shards, flat_views(room, self.main_params), strict=True):
+                shard.average = average
         rounds_here = self.main_params[0] is not self.shards[0].weights and device.type == "cpu"
         limit = _BATCH * torch.get_num_threads() if rounds_here and rule.elementwise and not rule.sees_whole else math.inf
 
@@ -97,10 +103,10 @@ class StatePlacement(ABC):
             )
 
         self._batches = [
-            (rule.make([target(span) for span in spans], context), self.writer(spans))
+            (rule.make([target(span) for span in spans], context), self._averager(spans, ema_decay), self.writer(spans))
             for spans in batches([main.numel() for main in self.main_params], limit)
         ]
-        """Targets that are updated together and then written to the weights."""
+        """Targets that are updated together, averaged, and then written to the weights."""
         self.num_rounds = numbers.rounds_of(shard.record.name for shard in self.shards)
         """In how many rounds the rule asks for numbers of whole parameters."""
 
@@ -108,14 +114,15 @@ class StatePlacement(ABC):
         """Make one update; yields at the end of each round in which the rule asks for numbers of whole parameters. The weights
         follow, in the order of the current stream."""
         self.fetch()
-        for step, write in self._batches:
+        for step, average, write in self._batches:
             yield from step(update) or ()
+            average()
             write()
         self.finish()
 
     def write(self) -> None:
         """Copy the main parameters to the weights as they are."""
-        for _, write in self._batches:
+        for *_, write in self._batches:
             write()
         self.finish()
 
@@ -128,6 +135,14 @@ class StatePlacement(ABC):
 
     def finish(self) -> None:  # noqa: B027
         """Let all that is issued from now on see the weights that were written. On the device the order of the stream does."""
+
+    def _averager(self, spans: Sequence[MainSpan], decay: float | None) -> Callable[[], None]:
+        """A function that takes these spans of the main parameters, just updated, into their average."""
+        if decay is None:
+            return lambda: None
+        _, main_params = self._of(spans)
+        averages = [span.of(average) for span in spans if (average := self.shards[span.index].average) is not None]
+        return lambda: torch._foreach_lerp_(averages, main_params, 1.0 - decay)
 
     def _of(self, spans: Sequence[MainSpan]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The weights and the main parameters of these spans."""
@@ -142,12 +157,18 @@ class OnDevice(StatePlacement):
     """
 
     def __init__(
-        self, shards: Sequence[Shard], rule: UpdateRule, group_of: GroupOf, context: ParallelContext, numbers: WholeNumbers
+        self,
+        shards: Sequence[Shard],
+        rule: UpdateRule,
+        group_of: GroupOf,
+        context: ParallelContext,
+        numbers: WholeNumbers,
+        ema_decay: float | None,
     ) -> None:
         self._copies = shards[0].weights.dtype != shards[0].grad.dtype
         weights = [shard.weights for shard in shards]
         main_params = copies_of_weights(shards, weights[0].device) if self._copies else weights
-        super().__init__(shards, main_params, [shard.grad for shard in shards], rule, group_of, context, numbers)
+        super().__init__(shards, main_params, [shard.grad for shard in shards], rule, group_of, context, numbers, ema_decay)
 
     def writer(self, spans: Sequence[MainSpan]) -> Callable[[], None]:
         """A function that rounds main parameters to the model's dtype, where they are not the weights."""
@@ -171,6 +192,7 @@ class OnHost(StatePlacement):
         group_of: GroupOf,
         context: ParallelContext,
         numbers: WholeNumbers,
+        ema_decay: float | None,
         link: Link,
     ) -> None:
         self._link = link
@@ -178,7 +200,7 @@ class OnHost(StatePlacement):
         self._sources = [shard.grad for shard in shards]
         room = torch.empty(room_for(self._sources), dtype=self._sources[0].dtype, pin_memory=link.pins)
         self._grads = flat_views(room, self._sources)
-        super().__init__(shards, copies_of_weights(shards), self._grads, rule, group_of, context, numbers)
+        super().__init__(shards, copies_of_weights(shards), self._grads, rule, group_of, context, numbers, ema_decay)
         group.on_reduced.append(self._bring)
 
     def fetch(self) -> None:

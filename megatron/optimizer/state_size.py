@@ -26,6 +26,7 @@ class OptimizerState:
     def __init__(self, config: OptimizerConfig, axis_sizes: dict[str, int], device_type: str) -> None:
         self._fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
         self._rule_of, self._axis_sizes, self._staged = rules_of(config), axis_sizes, device_type != "cpu"
+        self._averages = config.ema_decay is not None
         self.apart = self._fraction in (0.0, 1.0)
         """Whether a shard is offloaded or not independently of the other shards."""
 
@@ -41,6 +42,7 @@ class OptimizerState:
             total += StateMemory(
                 main_params=one if shard.dtype != shard.main_dtype or staged else Bytes(),
                 moments=self._states(shard, on_host=shard.on_host or index in offloaded),
+                averages=self._average(shard, on_host=shard.on_host or index in offloaded),
                 buffers=one if staged else Bytes(),
             )
         return total
@@ -53,6 +55,9 @@ class OptimizerState:
         ]
         taken, padding = sum(size for size, _ in sizes), sum(more for _, more in sizes)
         return Bytes(0 if on_host else taken, taken if on_host else 0, padding)
+
+    def _average(self, shard: ShardSize, *, on_host: bool) -> Bytes:
+        return _buffer(shard.numel, shard.main_dtype.itemsize, on_host=on_host) if self._averages else Bytes()
 
 
 def numbers_memory(params: Sequence[DividedParam], config: OptimizerConfig, context: ParallelContext) -> Bytes:

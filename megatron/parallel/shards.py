@@ -57,6 +57,9 @@ class Shard:
     state_shapes: dict[str, StateShape] = field(default_factory=dict)
     """How each state lies over the parameter; by default it has a number for each element. Set by the optimizer."""
 
+    average: torch.Tensor | None = None
+    """The exponential moving average of `main`, where the run keeps one. Set by the optimizer."""
+
     def boxes(self, context: ParallelContext) -> list[PlacedBox]:
         """The boxes of the global tensor that the shard holds, without padding."""
         return self.record.boxes(self.piece, context)

@@ -97,9 +97,11 @@ def state_held(step: TrainStep) -> StateMemory:
     mains = held(shard.main for shard in here) + held((shard.main for shard in away), on_host=True)
     moments = held(moment for shard in here for moment in shard.moments.values())
     moments += held((moment for shard in away for moment in shard.moments.values()), on_host=True)
+    averages = held(shard.average for shard in here if shard.average is not None)
+    averages += held((shard.average for shard in away if shard.average is not None), on_host=True)
     buffers = held(tensor for one in providers for tensor in one.buffers) + held(step.optimizer.staging, on_host=True)
     buffers += held(step.optimizer.buffers)
-    return StateMemory(parameters, gradients, mains, moments, buffers)
+    return StateMemory(parameters, gradients, mains, moments, averages, buffers)
 
 
 @dataclass

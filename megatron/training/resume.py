@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.global_tensor import WEIGHT
+from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT
 from megatron.checkpoint.load import Loaded, load_tensors
 from megatron.checkpoint.save_folder import find_checkpoint, iteration_of, read_config, read_state
 from megatron.checkpoint.source import FOREIGN, kind_of
@@ -144,19 +144,30 @@ def _fill(
             raise CheckpointError(
                 f"{chosen.path} was saved without optimizer state: add --no-load-optim, or --finetune to start counting from 0"
             )
-        tensors = global_tensors(optimizer, context, state=wants_state)
+        has_average = chosen.state.get("ema_decay") is not None
+        averages = wants_state and has_average
+        tensors = global_tensors(optimizer, context, state=wants_state, averages=averages)
         try:
             loaded = load_tensors(
                 chosen.path,
                 tensors,
                 context.world,
-                allow_unused=lambda name: not wants_state and not name.startswith(f"{WEIGHT}."),
+                allow_unused=lambda name: name.startswith(f"{AVERAGE}.") or (not wants_state and not name.startswith(f"{WEIGHT}.")),
             )
         except DamagedCheckpointError as error:  # on every rank the same
             _pass_over(chosen.path, error, damaged, may_fall_back)
             continue
         optimizer.publish()
-        return chosen._replace(notes=[*chosen.notes, _told(loaded)])
+        if not averages:
+            optimizer.begin_averages()
+        return chosen._replace(notes=[*chosen.notes, *_told_of_averages(optimizer, has=has_average, taken=averages), _told(loaded)])
+
+
+def _told_of_averages(optimizer: ShardedOptimizer, *, has: bool, taken: bool) -> list[str]:
+    """What becomes of the average of the weights (--ema-decay), where the run or the checkpoint has none."""
+    if has and not optimizer.averages:
+        return ["the average of the weights in the checkpoint is left out (no --ema-decay)"]
+    return ["the average of the weights begins at the weights of the checkpoint"] if optimizer.averages and not taken else []
 
 
 def _pass_over(path: Place, error: DamagedCheckpointError, damaged: dict[int, str], may_fall_back: bool) -> None:

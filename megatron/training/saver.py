@@ -10,7 +10,7 @@ import dataclasses
 import time
 from typing import Any
 
-from megatron.checkpoint.global_tensor import WEIGHT, GlobalTensor
+from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT, GlobalTensor
 from megatron.checkpoint.rank_writer import PATIENCE_S
 from megatron.checkpoint.save_folder import Retention, check_for_strangers, check_writable, checkpoint_name, retain
 from megatron.checkpoint.savers import BackgroundSaver, Say, TensorSaver
@@ -37,12 +37,17 @@ _SCHEDULE_FIELDS = (
 )
 
 
-def global_tensors(optimizer: ShardedOptimizer, context: ParallelContext, *, state: bool = True) -> list[GlobalTensor]:
-    """This rank's shards as parts of global tensors: `model.<name>`, and with the state moments such as `exp_avg.<name>`."""
+def global_tensors(
+    optimizer: ShardedOptimizer, context: ParallelContext, *, state: bool = True, averages: bool = True
+) -> list[GlobalTensor]:
+    """This rank's shards as parts of global tensors: `model.<name>`; the average of the weights, if there is one, `ema.<name>`; and
+    with the state moments such as `exp_avg.<name>`."""
     found = []
     for shard in optimizer.shards:
         name = shard.record.name
         found.append(GlobalTensor(f"{WEIGHT}.{name}", shard.record.shape, shard.main, shard.boxes(context)))
+        if averages and shard.average is not None:
+            found.append(GlobalTensor(f"{AVERAGE}.{name}", shard.record.shape, shard.average, shard.boxes(context)))
         for kind, tensor in shard.moments.items() if state else ():
             shape = shard.state_shape(kind).shape(shard.record.shape)
             found.append(GlobalTensor(f"{kind}.{name}", shape, tensor, shard.state_boxes(kind, context)))
@@ -128,6 +133,7 @@ class Saver:
             "scaler": scaler.state_dict(),
             "schedule": schedule.to_json(),
             "has_optimizer": self._config.save_optim,
+            "ema_decay": schedule.optimizer.ema_decay,
         }
         tensors = global_tensors(optimizer, self._context, state=self._config.save_optim)
         self._last = progress.iteration

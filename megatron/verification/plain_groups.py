@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from megatron.config.training import OptimizerConfig
 from megatron.verification.reference.shape import decays
@@ -45,9 +46,8 @@ def _words(name: str, settings: OptimizerConfig) -> dict[str, str]:
 def _own(name: str, words: dict[str, str], rule: Rule, rates: Course, decay: Course) -> At:
     number = {key: float(value) for key, value in words.items() if key != "optimizer"}
     betas = number.get("adam-beta1", rule.betas[0]), number.get("adam-beta2", rule.betas[1])
-    own_rule = dataclasses.replace(
-        rule, optimizer=words.get("optimizer", rule.optimizer), betas=betas, eps=number.get("adam-eps", rule.eps)
-    )
+    optimizer: Any = words.get("optimizer", rule.optimizer)
+    own_rule = dataclasses.replace(rule, optimizer=optimizer, betas=betas, eps=number.get("adam-eps", rule.eps))
     course = dataclasses.replace(rates, high=number.get("lr", rates.high), low=number.get("min-lr", rates.low))
     more, less = number.get("lr-mult", 1.0), number.get("wd-mult", 1.0 if decays(name) else 0.0)
     return lambda samples: Own(own_rule, more * course.at(samples), less * decay.at(samples))

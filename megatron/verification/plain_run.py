@@ -186,7 +186,9 @@ def rotary_stretch(model: ModelConfig) -> RotaryStretch | None:
 def update_rule(optimizer: OptimizerConfig) -> Rule:
     """The reference's update rule for these settings."""
     betas = optimizer.adam_beta1, optimizer.adam_beta2
-    return Rule(optimizer.optimizer, optimizer.clip_grad or None, betas, optimizer.adam_eps, optimizer.sgd_momentum)
+    return Rule(
+        optimizer.optimizer, optimizer.clip_grad or None, betas, optimizer.adam_eps, optimizer.sgd_momentum, optimizer.ema_decay
+    )
 
 
 def learning_rate_course(config: Config, samples_of: Callable[[int], int], total_samples: int) -> Course:

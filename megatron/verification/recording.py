@@ -189,5 +189,6 @@ def set_weights(step: TrainStep, weights: Mapping[str, torch.Tensor]) -> None:
         for placed in shard.boxes(step.context):
             part = weights[shard.record.name][placed.box.index].reshape(-1)
             shard.main[placed.start : placed.start + placed.box.numel].copy_(part)
+    step.optimizer.begin_averages()
     step.optimizer.publish()
     step.finish_publishing()

@@ -47,7 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, layout: str) -> None:
-    """No weight and no moment moves, the schedules stand still, data and ramp-up go on, the step is counted.
+    """No weight, no moment and no average moves, the schedules stand still, data and ramp-up go on, the step is counted.
 
     Once by infinity and once by NaN.
     """
@@ -65,6 +65,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, layout: s
             hysteresis=1,
             train_iters=5,
             lr_decay_iters=4,
+            ema_decay=0.5,
             save=tmp_path,
             save_interval=1,
             metrics_file=tmp_path / "metrics",
@@ -73,7 +74,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, layout: s
         2,
         before=before,
     )
-    for kind in ("model", "exp_avg", "exp_avg_sq"):
+    for kind in ("model", "exp_avg", "exp_avg_sq", "ema"):
         first, second, third, fourth, fifth = (saved_tensors(tmp_path, iteration, kind) for iteration in range(1, 6))
         for before_it, after, later in ((first, second, third), (third, fourth, fifth)):
             assert all(torch.equal(before_it[name], after[name]) for name in first)

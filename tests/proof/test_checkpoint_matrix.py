@@ -31,7 +31,7 @@ from tests.support.step_checkpoints import load, save
 from tests.support.warm import run_warm_ranks
 
 STEPS, HOPS = 2, 4
-KINDS = ("model", "exp_avg", "exp_avg_sq")
+KINDS = ("model", "ema", "exp_avg", "exp_avg_sq")
 DEPTHS: dict[str, dict[str, Any]] = {
     "one stage": {},
     "two stages": {"pp": 2},
@@ -53,7 +53,7 @@ def recipe() -> Recipe:
     shape = gpt2_like(
         num_layers=4, hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, vocab=61, seq=8, num_positions=9, tied=True
     )
-    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, STEPS * (HOPS + 1), 4, 1, seed=2))
+    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, STEPS * (HOPS + 1), 4, 1, seed=2), ema=0.7)
 
 
 def layout_of(case: Case) -> Layout:
@@ -143,9 +143,10 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], 
         return losses
 
     (losses,) = run_ranks(1, whole)
-    expected = train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
+    expected = train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip, ema=r.ema)
     assert not number_differences("losses", losses, expected.losses, 1e-10)
     assert_equal_tensors(saved_tensors(folder, len(r.batches)), expected.weights_after, what="weights")
+    assert_equal_tensors(saved_tensors(folder, len(r.batches), "ema"), expected.averages_after, what="averages")
     return losses, folder
 
 

@@ -21,7 +21,7 @@ from tests.support.planned import kind_of, plans_of, real_context, real_model, r
 from tests.support.warm import run_forked_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-PARTS = ("parameters", "gradients", "main_params", "moments")
+PARTS = ("parameters", "gradients", "main_params", "moments", "averages")
 GROUPS: dict[str, dict[str, Any]] = {
     "dp": {},
     "tp": {"tensor_model_parallel_size": 2},
@@ -51,6 +51,7 @@ AXES = {
     "dtype": ("bf16", "fp64", None),
     "optimizer": ("adam", "sgd"),
     "offload": (None, 0.4, 1.0),
+    "ema_decay": (None, 0.9),
     "ddp_bucket_size": (None, 1500),
     "fsdp_shard_size": (None, 2),
     "fsdp_params_cpu": (False, True),
@@ -102,6 +103,7 @@ def kept(context: ParallelContext, one: LoadedConfig, *, staged: bool) -> dict[s
         "gradients": (gradients[False], gradients[True]),
         "main_params": (sum(device.main_params), sum(host.main_params)),
         "moments": (sum(device.moments), sum(host.moments)),
+        "averages": (sum(device.averages), sum(host.averages)),
     }
 
 

@@ -30,6 +30,7 @@ BASE: dict[str, Any] = {
     "eval_interval": 2,
     "overlap_grad_reduce": True,
     "ddp_bucket_size": 5000,
+    "ema_decay": 0.8,
 }
 SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 STAGED = {"num_layers": 4, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"}
@@ -74,14 +75,14 @@ PLACES: tuple[dict[str, Any], ...] = (
     {"tp": 2, "pp": 2},
     {"dp": 3},
 )
-KINDS = ("model", "exp_avg", "exp_avg_sq")
+KINDS = ("model", "ema", "exp_avg", "exp_avg_sq")
 
 
 @functools.cache
 def recipe() -> Recipe:
     # Every dimension divides by two, three and four, but for the vocabulary, whose table is tied.
     shape = gpt2_like(num_layers=4, hidden=24, ffn=48, heads=6, kv_heads=6, head_size=4, vocab=61, seq=12, tied=True)
-    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, len(WALK), 12, 1, seed=2))
+    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, len(WALK), 12, 1, seed=2), ema=0.7)
 
 
 def move(rank: int, layout: Layout, number: int, folder: Path) -> float:
@@ -113,6 +114,7 @@ def test_any_strategy_goes_on_from_any_other(tmp_path: Path) -> None:
             assert_equal_tensors(after, before, tolerance=0.0, what=f"{kind} of move {number}")
             assert all(tensor.any() for tensor in before.values())
     r = recipe()
-    expected = train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
+    expected = train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip, ema=r.ema)
     assert not number_differences("losses", losses, expected.losses, 1e-10)
     assert_equal_tensors(saved_tensors(tmp_path / "moved", len(WALK)), expected.weights_after, what="weights")
+    assert_equal_tensors(saved_tensors(tmp_path / "moved", len(WALK), "ema"), expected.averages_after, what="averages")

@@ -67,6 +67,7 @@ class HeldState:
     main_params: list[int]
     """Those of main parameters that are not the weights themselves."""
     moments: list[int]
+    averages: list[int]
     buffers: list[int]
     """Host memory that gradients and weights pass through."""
 
@@ -82,7 +83,8 @@ def state_held_by(optimizer: ShardedOptimizer, config: OptimizerConfig) -> tuple
         shards = [shard for shard in optimizer.shards if (shard.on_host or id(shard) in chosen) == on_host]
         copies = [shard.main for shard in shards if shard.main is not shard.weights]
         moments = [moment for shard in shards for moment in shard.moments.values()]
+        averages = [shard.average for shard in shards if shard.average is not None]
         staging = [one for one in placements if isinstance(one, OnHost) and on_host]
         buffers = [tensor for one in staging for tensor in (*one._grads, *one._link.buffers)]
-        found.append(HeldState(storage_sizes(copies), storage_sizes(moments), storage_sizes(buffers)))
+        found.append(HeldState(storage_sizes(copies), storage_sizes(moments), storage_sizes(averages), storage_sizes(buffers)))
     return found[0], found[1]

@@ -103,6 +103,8 @@ class Recipe:
     clip: float = 0.7
     optimizer: str = "adam"
     momentum: float = 0.0
+    ema: float | None = None
+    """Decay of the average of the weights, if one is kept."""
     scaler: GradScaler = field(default_factory=lambda: GradScaler(1.0))
     rules: DocumentRules | None = None
     """Read the batches as a run reads its data, by these rules. The rules make the loss mask: that of the batches is to be ones."""
@@ -192,6 +194,7 @@ def optimizer_config(recipe: Recipe, layout: Layout) -> OptimizerConfig:
         optimizer=recipe.optimizer,  # type: ignore[arg-type]
         clip_grad=recipe.clip,
         sgd_momentum=recipe.momentum,
+        ema_decay=recipe.ema,
         optimizer_cpu_offload=layout.offload is not None,
         optimizer_offload_fraction=1.0 if layout.offload is None else layout.offload,
     )

@@ -96,6 +96,8 @@ def _draw_update(draw: Draw) -> dict[str, Any]:
         settings |= {"decoupled_lr": one_of(draw, 0.02, 3e-3), "decoupled_min_lr": one_of(draw, None, 2e-3)}
     if chance(draw, 4):
         settings["param_groups"] = _draw_groups(draw)
+    if chance(draw, 5):
+        settings["ema_decay"] = one_of(draw, 0.5, 0.999)
     return settings | switches(draw, "no_decay_embeddings", one_in=6)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -59,6 +59,8 @@ class ReferenceRun:
     """Those of the first step, before clipping."""
     weights_after: dict[str, Tensor]
     """After the last step."""
+    averages_after: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
+    """Averages of the weights after the last step, if they were kept."""
 
 
 def mean_loss(shape: ReferenceShape, weights: Weights, batch: Batch) -> Tensor:
@@ -84,6 +86,7 @@ def train(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     momentum: float = 0.0,
+    ema: float | None = None,
 ) -> ReferenceRun:
     """One step on every batch.
 
@@ -99,11 +102,12 @@ def train(
         betas: of adam.
         eps: of adam.
         momentum: of sgd.
+        ema: decay of the average of the weights.
     """
     assert all(w.dtype == torch.float64 for w in weights.values()), "the reference is float64 throughout"
     rates = [lr] * len(batches) if isinstance(lr, int | float) else list(lr)
     assert len(rates) == len(batches)
-    rule = Rule(optimizer, clip, betas, eps, momentum)
+    rule = Rule(optimizer, clip, betas, eps, momentum, ema)
     state = State(weights)
     losses: list[float] = []
     grad_norms: list[float] = []
@@ -114,7 +118,7 @@ def train(
         losses.append(value)
         first_gradients = first_gradients or gradients
         grad_norms.append(update(state, gradients, rule, rate, weight_decay))
-    return ReferenceRun(losses, grad_norms, first_gradients, state.weights)
+    return ReferenceRun(losses, grad_norms, first_gradients, state.weights, averages_after=state.averages)
 
 
 def loss_and_gradients(

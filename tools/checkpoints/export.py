@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="a --save folder, one checkpoint in it, or a folder of another program")
     parser.add_argument("output", metavar="OUTPUT", type=local_folder, help="the folder to write; must not exist, or be empty")
     parser.add_argument("--step", type=int, metavar="N", help="the iteration to take, instead of the newest")
+    parser.add_argument("--ema", action="store_true", help="take the moving average of the weights (of a run with --ema-decay)")
     parser.add_argument("--family", choices=FAMILIES, help="architecture to write (the first that has all parts of the model)")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (that of the source)")
     parser.add_argument(
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from tools.checkpoints.huggingface_writer import SpecialTokens, export
     from tools.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
 
-    source = open_source(args.source, args.step)
+    source = open_source(args.source, args.step, average=args.ema)
     tokenizer = chosen_tokenizer(args, source)
     tokens = SpecialTokens()
     if tokenizer is not None:

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "output", metavar="OUTPUT", type=local_folder, help="the --save folder to write; must not exist, or be empty"
     )
     parser.add_argument("--step", type=int, metavar="N", help="the iteration to take of several, instead of the newest")
+    parser.add_argument("--ema", action="store_true", help="of a run with --ema-decay, take the moving average of the weights")
     parser.add_argument(
         "--embedding-rows",
         type=int,
@@ -106,7 +107,7 @@ def _open(args: argparse.Namespace) -> tuple[WeightSource, DataConfig | None]:
     from megatron.checkpoint.source import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
 
-    source = open_source(args.source, args.step)
+    source = open_source(args.source, args.step, average=args.ema)
     is_legacy = isinstance(source, LegacyCheckpoint)
     if args.embedding_rows is not None and not is_legacy:
         raise ValueError(f"--embedding-rows has no effect on {args.source}, which says how many rows it has: leave it out")

@@ -12,7 +12,7 @@ from megatron.config.given import DryRun
 from tools.gpu.place import LLAMA, TINY, Failure, Place, distance, last_words, said, within, words
 
 _DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-_STATE = ("parameters", "gradients", "main_params", "moments")
+_STATE = ("parameters", "gradients", "main_params", "moments", "averages")
 _CURVE: dict[str, Any] = {
     "train_iters": 50,
     "lr_warmup_iters": 5,

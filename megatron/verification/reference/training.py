@@ -26,6 +26,8 @@ class Rule:
     eps: float = 1e-8
     momentum: float = 0.0
     """Used by sgd; the two before are adam's."""
+    ema: float | None = None
+    """Decay of the average of the weights, if there is one."""
 
 
 class State:
@@ -36,6 +38,8 @@ class State:
         self.weights = {name: w.detach().clone() for name, w in weights.items()}
         self.first_moments = {name: torch.zeros_like(w) for name, w in weights.items()}
         self.second_moments = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.averages = dict(self.weights)
+        """Exponential moving averages of the weights."""
         self.updates = 0
 
 
@@ -66,6 +70,7 @@ def update(
     Returns:
         the norm of the whole gradient before clipping.
     """
+    decay_of_average = rule.ema
     plain = {name: Own(rule, rate, weight_decay if decays(name) else 0.0) for name in state.weights}
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
     factor = 1.0 if rule.clip is None else min(1.0, rule.clip / (norm + 1e-6))
@@ -82,6 +87,9 @@ def update(
         else:
             state.first_moments[name] = m = rule.momentum * state.first_moments[name] + g + decay * w
             state.weights[name] = w - rate * m
+    if decay_of_average is not None:
+        for name, w in state.weights.items():
+            state.averages[name] = decay_of_average * state.averages[name] + (1 - decay_of_average) * w
     return norm
 
 

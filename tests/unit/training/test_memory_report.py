@@ -36,7 +36,7 @@ class Card:
 def step_of(current: Op | None = None) -> Any:
     """A training step whose state is on the meta device, played by tensors that say that they are elsewhere."""
     weights, grads = torch.zeros(1000), torch.zeros(1000)
-    shard = SimpleNamespace(main=torch.zeros(1000), moments={"exp_avg": torch.zeros(1000)}, on_host=True)
+    shard = SimpleNamespace(main=torch.zeros(1000), moments={"exp_avg": torch.zeros(1000)}, average=None, on_host=True)
     provider = SimpleNamespace(held=lambda: HeldTensors([weights[:500], weights[500:]], [grads], [grads[3:], torch.zeros(7)]))
     optimizer = SimpleNamespace(shards=[shard], offloaded=[shard], staging=[torch.zeros(10)], buffers=[])
     topology = SimpleNamespace(pp=2)
