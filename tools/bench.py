@@ -204,7 +204,10 @@ def main() -> int:
         if args.part not in ("all", *parts) and getattr(args, name) != flags.get_default(name):
             flags.error(f"--{name.replace('_', '-')} acts in {', '.join(parts)}, not in {args.part}: leave it out")
     chosen = PARTS if args.part == "all" else (args.part,)
-    good = [run(part, args) for part in chosen]
+    try:
+        good = [run(part, args) for part in chosen]
+    except ValueError as error:
+        flags.error(str(error))
     return 0 if all(good) else 1
 
 

@@ -94,16 +94,21 @@ def draw(dataset: IndexedDataset, given: argparse.Namespace) -> Any:
     figures = optional("matplotlib.figure", "the picture needs matplotlib")
     from megatron.data.gpt_dataset import GPTDataset
 
-    samples = GPTDataset(
-        dataset,
-        range(dataset.num_documents),
-        split=0,
-        seed=given.seed,
-        seq_length=given.seq_length,
-        vocab_size=2**31,
-        order=given.data_order,
-        num_samples=None,
-    )
+    def open_samples(num_samples: int | None) -> GPTDataset:
+        return GPTDataset(
+            dataset,
+            range(dataset.num_documents),
+            split=0,
+            seed=given.seed,
+            seq_length=given.seq_length,
+            vocab_size=2**31,
+            order=given.data_order,
+            num_samples=num_samples,
+        )
+
+    samples = open_samples(None)
+    if given.data_order == "megatron":  # an order of as many samples as are asked for
+        samples = open_samples(given.epochs * samples.samples_per_epoch)
     if samples.samples_per_epoch > _MOST_SAMPLES:
         raise ValueError(f"an epoch has {samples.samples_per_epoch:,} samples: draw one of at most {_MOST_SAMPLES} (--seq-length)")
     figure = figures.Figure(figsize=(10, 1.5 + 1.1 * (1 + given.epochs)), layout="constrained")

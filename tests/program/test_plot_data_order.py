@@ -68,3 +68,10 @@ def test_what_cannot_be_drawn(words: list[str], message: str, tmp_path: Path, ca
     assert plot_data_order.main([*words, "--output", str(tmp_path / "o.svg")]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "o.svg").exists()
+
+
+def test_several_epochs_of_megatron_are_one_order(tmp_path: Path) -> None:
+    """Whose length is part of it."""
+    words = ["--output", str(tmp_path / "order.svg"), "--data-order", "megatron", "--epochs", "3"]
+    assert plot_data_order.main(words) == 0
+    assert len([text for text in drawn(tmp_path / "order.svg") if text.startswith("epoch ")]) == 3

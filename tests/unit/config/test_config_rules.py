@@ -41,6 +41,7 @@ CASES: list[Case] = [
     ("--lr nan", 1, {"--lr"}, ["out of range", "above 0"], []),
     ("--clip-grad inf", 1, {"--clip-grad"}, ["out of range"], []),
     ("--timing-log-level 3", 1, {"--timing-log-level"}, ["at least 0 and at most 2"], ["--timing-log-level 2"]),
+    ("--lr-warmup-iters 5 --lr-warmup-fraction 0", 1, {"--lr-warmup-iters", "--lr-warmup-fraction"}, ["exclude each other"], []),
     ("--seed -1", 1, {"--seed"}, ["at most 4294967295"], ["--seed 0"]),
     ("--iterations-to-skip 0 3", 1, {"--iterations-to-skip"}, ["Each number must be at least 1"], []),
     (
