@@ -134,7 +134,7 @@ def exclude_each_other(*fields: str, why: str) -> SettingsRule:
 
     def check(config: Config, world_size: int) -> Iterator[Finding]:
         changed = {field: value_of(config, field) for field in fields if is_changed(config, field)}
-        given = tuple(field for field, value in changed.items() if value or value == 0 and value is not False)
+        given = tuple(field for field, value in changed.items() if value or (value == 0 and value is not False))
         if len(given) > 1:
             stay = [without(config, *(field for field in given if field != kept)) for kept in given]
             message = f"{' and '.join(shown(config, field) for field in given)} exclude each other."
