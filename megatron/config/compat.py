@@ -140,15 +140,13 @@ ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw ddp-reduce-scatter-with-fp32
 ddp-average-in-collective: Gradients are summed and the loss carries the scale; leave it out.
 init-method-xavier-uniform embedding-init-method-std: Weights are drawn from a normal distribution (--init-method-std).
 data-parallel-random-init: All data ranks start from the same weights.
-no-rope-freq mrope-section relative-attention-num-buckets: The rotary embedding knows --rotary-base, --rotary-percent,
+mrope-section relative-attention-num-buckets: The rotary embedding knows --rotary-base, --rotary-percent,
     --rotary-interleaved, --rotary-seq-len-interpolation-factor, --use-rope-scaling, and --rope-type yarn, dynamic and longrope.
 openai-gelu quick-geglu activation-func-clamp-value glu-linear-offset: {_ACTIVATION}
 use-te-activation-func: Transformer Engine is not used.
 apply-layernorm-1p apply-residual-connection-post-layernorm: Norms stand before each sublayer and are LayerNorm or RMSNorm
     (--normalization).
 qk-l2-norm: Queries and keys are normalised by --qk-layernorm.
-window-size window-attn-skip-freq: Attention is causal over the whole sequence; windows are not built yet.
-softmax-type: Attention uses the plain softmax.
 use-legacy-models: There is one implementation of the model.
 spec: The model is described by flags, not by a module.
 padded-vocab-size: The size follows from the tokenizer, TP and --make-vocab-size-divisible-by.

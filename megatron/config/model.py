@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.setting import OtherThan, acts_with, idle_with, setting
+from megatron.config.setting import GIVEN, OtherThan, acts_with, idle_with, setting
 from megatron.spec.activations import activation_of
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 RopeType = Literal["rope", "yarn", "dynamic", "longrope"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 
 
 FREE_FIELDS = frozenset(
@@ -23,6 +24,7 @@ FREE_FIELDS = frozenset(
 computes with dropout off, but for rounding."""
 FREE_AT_BEGINNING = frozenset(
     {
+        *("window_size", "rotary_base_local"),
         *("rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "rope_low_freq_factor"),
         *("rope_high_freq_factor", "rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast"),
         *("beta_slow", "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int", "rope_attention_factor"),
@@ -35,6 +37,8 @@ _ROPE = acts_with(position_embedding_type="rope")
 _STRETCHED = acts_with(rope_type=("yarn", "dynamic", "longrope"))
 _YARN, _LONGROPE = acts_with(rope_type="yarn"), acts_with(rope_type="longrope")
 _LLAMA3 = acts_with(use_rope_scaling=True)
+_WINDOW = acts_with(window_size=GIVEN)
+_WITH_BIASES = idle_with("all linear layers have biases", disable_bias_linear=False)
 
 _MOST_LAYERS = 100_000  # more are refused, because each is a spec, and an entry of the layer table
 
@@ -115,6 +119,27 @@ class ModelConfig:
     """What each rotary frequency is divided by in sequences within the original context: one factor for each pair of channels."""
     rope_long_factors: tuple[float, ...] = setting((), above=0, unit="factors", acts=_LONGROPE)
     """The same in longer sequences."""
+    no_rope_freq: str | None = setting(None, acts=_ROPE)
+    """Layers without rotary positions: every N-th, or a list with 1 for each such layer, such as [0,0,0,1] or ([0]*3+[1])*4."""
+    rotary_base_local: float | None = setting(
+        None,
+        above=0,
+        unit="plain number",
+        acts=acts_with(every=True, window_size=GIVEN, position_embedding_type="rope"),
+    )
+    """Base of the rotary frequencies in layers with a window, which then have no scaling (Gemma 3); by default as in all layers."""
+    window_size: str | None = None
+    """How far layers with a window attend: 127,0 is to 127 tokens before the own, and none after."""
+    window_attn_skip_freq: str | None = setting(None, acts=_WINDOW)
+    """Which layers have the window: all but every N-th, or a list with 1 for each of them and 0 for each of the others, such as
+    [1,1,1,0] or ([1]*5+[0])*4; by default all have it."""
+    softmax_scale: float | None = setting(None, above=0, unit="factor")
+    """Factor of attention's scores; by default 1 / sqrt(size of a head)."""
+    attn_logit_softcapping: float | None = setting(None, above=0, unit="plain number")
+    """Cap attention's scores softly: cap x tanh(score / cap), as Gemma 2 does."""
+    softmax_type: SoftmaxType = "vanilla"
+    """What stands in the denominator of attention's softmax beside the scores (an attention sink): nothing, exp(0) = 1, or exp of a
+    weight for each head (GPT-OSS)."""
     normalization: Normalization = "LayerNorm"
     """Kind of every norm."""
     norm_epsilon: float = setting(1e-5, above=0, unit="plain number")
@@ -127,10 +152,16 @@ class ModelConfig:
     """Give the output layer a weight of its own instead of the word embedding's."""
     disable_bias_linear: bool = False
     """Leave out the biases of all linear layers."""
-    add_qkv_bias: bool = setting(False, idle=idle_with("all linear layers have biases", disable_bias_linear=False))
+    add_qkv_bias: bool = setting(False, idle=_WITH_BIASES)
     """Keep a bias on the query-key-value projection even with --disable-bias-linear."""
+    add_attn_output_bias: bool = setting(False, idle=_WITH_BIASES)
+    """Keep a bias on attention's output projection even with --disable-bias-linear."""
+    add_mlp_bias: bool = setting(False, idle=_WITH_BIASES)
+    """Keep biases on the MLP's projections even with --disable-bias-linear."""
     qk_layernorm: bool = False
     """Normalise each query and key head before attention."""
+    qk_layernorm_all_heads: bool = setting(False, acts=acts_with(qk_layernorm=True))
+    """Normalise all query heads together, and all key heads, as OLMo 2 does."""
     attention_dropout: float = setting(0.1, at_least=0, below=1, unit="probability")
     """Dropout probability of the attention weights."""
     hidden_dropout: float = setting(0.1, at_least=0, below=1, unit="probability")

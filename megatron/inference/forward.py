@@ -101,8 +101,9 @@ class Decoder:
         for row, prompt in enumerate(prompts):
             tokens[: len(prompt), row] = torch.tensor(prompt)
         positions = torch.arange(max(lengths), device=device).unsqueeze(1).expand(-1, len(prompts)).contiguous()
+        self.cache.expect(lengths, device)
         hidden = last_hidden_states(self._model, self._context, ModelInputs(positions, tokens.to(device), cache=self.cache))
-        self.cache.begin(lengths, device, copies)
+        self.cache.begin(copies)
         if hidden is None:
             return None
         last = hidden[torch.tensor(lengths, device=device) - 1, torch.arange(len(prompts), device=device)]

@@ -13,47 +13,99 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.memory.recompute import recomputed
+from megatron.model.all_heads_norm import norm_all_heads
 from megatron.model.attention_kernel import keeps_probabilities
-from megatron.model.document_attention import Documents, attention_within_documents
+from megatron.model.block_attention import Call, Reach, block_attention
+from megatron.model.document_attention import (
+    MOST_AT_ONCE,
+    Documents,
+    attention_within_documents,
+    flash_attention,
+    flash_takes,
+)
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.norms import Norm
 from megatron.model.rope import rotate, turn
+from megatron.parallel.accumulate import through
 from megatron.parallel.products import slow_half
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.scope import Scope
-from megatron.spec.layers import AttentionSpec, NormSpec
+from megatron.spec.layers import PLAIN, AttentionSpec, NormSpec, ScoreSpec
 from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tensor_parallel.linear import Remade
 
 
 def core_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents | None = None, dropout: float = 0.0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: Documents | None = None,
+    dropout: float = 0.0,
+    *,
+    scores: ScoreSpec = PLAIN,
+    sinks: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T / sqrt(d)) v with a causal mask; the softmax is in at least float32.
+    """softmax(scale q k^T) v with a causal mask, or what `scores` says; the softmax is in at least float32.
 
     Args:
         q: [s, b, g, r, d] or [s, b, n, d].
-        k, v: [s, b, g, d]; each serves r neighbouring query heads.
+        k, v: [s, b, g, d] and [s, b, g, e]; each serves r neighbouring query heads.
         documents: a token attends only to its own; None to its whole sample.
+        sinks: [n], where the softmax has learnable ones.
+        seed: of the dropout mask; None for what the generator says.
 
     Returns:
-        [s, b, n * d].
+        [s, b, n * e].
     """
     if q.dim() == 4:
         q = q.unflatten(2, (k.shape[2], -1))
     dtype, shape = q.dtype, q.shape
     if slow_half(q):
         q, k, v = q.float(), k.float(), v.float()
+    if not one_kernel(scores, shape[0] if documents is None else documents.longest):
+        return _shaped_attention(q, k, v, documents, dropout, scores, sinks, seed).to(dtype)
+    if dropout > 0.0 and seed is not None:
+        seed_device(q.device, seed)
     if documents is not None:
-        return attention_within_documents(q.flatten(2, 3), k, v, documents, dropout).to(dtype)
+        return attention_within_documents(q.flatten(2, 3), k, v, documents, dropout, scores.scale).to(dtype)
     grouped = shape[3] > 1
     if grouped:  # each group is a sample of its own: as one sample, its heads could not lie among keys and values without a copy
         q, k, v = q.flatten(1, 2), k.flatten(1, 2).unsqueeze(2), v.flatten(1, 2).unsqueeze(2)  # [s, b * g, r or 1, d]
     else:
         q = q.squeeze(3)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [samples, heads, s, d]
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scores.scale, enable_gqa=grouped)
     return out.permute(2, 0, 1, 3).reshape(*shape[:2], -1).to(dtype)
+
+
+def one_kernel(scores: ScoreSpec, longest: int) -> bool:
+    """Whether torch has a kernel for scores of samples or documents of at most so many tokens, whatever the device."""
+    return scores.softcap is None and scores.softmax == "vanilla" and scores.reach(longest) is None
+
+
+def _shaped_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: Documents | None,
+    dropout: float,
+    scores: ScoreSpec,
+    sinks: torch.Tensor | None,
+    seed: int | None,
+) -> torch.Tensor:
+    """Attention with a window, a cap or sinks."""
+    length, batch = q.shape[:2]
+    window = scores.reach(length)
+    if scores.softcap is None and scores.softmax == "vanilla" and flash_takes(q, v, dropout):
+        if documents is None:
+            bounds, longest = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device), length
+        else:
+            bounds, longest = documents.on_device, documents.longest
+        if len(bounds) - 1 <= MOST_AT_ONCE:
+            return flash_attention(q.flatten(2, 3), k, v, bounds, longest, window=window, scale=scores.scale)
+    assert dropout == 0.0 or seed is not None, "masks are made again in backward"
+    return block_attention(q, k, v, sinks, Call(scores, Reach(window, documents), dropout, seed or 0))
 
 
 class _Split(torch.autograd.Function):
@@ -111,14 +163,16 @@ class Attention(nn.Module):
         self, scope: Scope, spec: AttentionSpec, norm: NormSpec, layer: int, dropout: float, *, recomputes_core: bool = False
     ) -> None:
         super().__init__()
+        self.scores, self.sequence_ranks = spec.scores, scope.tp.size if scope.sequence_parallel else 1
         self.recomputes_core = recomputes_core
         self.head_size, self.queries_per_group = spec.head_size, spec.heads // spec.kv_heads
         self.interleaved = spec.rotary is not None and spec.rotary.interleaved
         self.layer, self.dropout, self.tensor_rank = layer, dropout, scope.tp.index
         self.qkv = ColumnParallelLinear(scope.child("qkv"))
-        # These act on this rank's heads only.
-        self.q_norm = Norm(scope.child("q_norm"), norm) if spec.qk_norm else None
-        self.k_norm = Norm(scope.child("k_norm"), norm) if spec.qk_norm else None
+        self.q_norm = Norm(scope.child("q_norm"), norm) if spec.qk_norm is not None else None
+        self.k_norm = Norm(scope.child("k_norm"), norm) if spec.qk_norm is not None else None
+        self.group_of_heads = scope.tp if spec.qk_norm == "all_heads" else None
+        scope.optional(self, "sinks")
         self.output = RowParallelLinear(scope.child("output"))
 
     def forward(
@@ -140,7 +194,10 @@ class Attention(nn.Module):
         split = _traced_split if torch.compiler.is_compiling() else _Split.apply
         q, k, v = split(qkv, None if normed else rotary, self.interleaved)  # [s, b, g, r, d] and [s, b, g, d]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            if self.group_of_heads is None:  # each on this rank's heads only
+                q, k = self.q_norm(q), self.k_norm(k)
+            else:
+                q, k = norm_all_heads(q, k, self.q_norm, self.k_norm, self.group_of_heads)
             if rotary is not None:
                 q, k = (rotate(part, rotary, self.interleaved) for part in (q, k))
         return q, k, v
@@ -155,17 +212,19 @@ class Attention(nn.Module):
         cache: KeyValueCache | None,
     ) -> torch.Tensor:
         """What lies between the two layers: [s, b, n * d]."""
+        sinks = None if self.sinks is None else through(self.sinks)
         if cache is not None:
-            cache.append(self.layer, k, v)
+            cache.append(self.layer, k, v, self.scores.window)
             if not cache.empty:
-                return cache.attend(self.layer, q)
-        probability = 0.0 if key is None else self.dropout
+                return cache.attend(self.layer, q, self.scores, sinks)
+        probability, seed = 0.0, None
+        if key is not None and self.dropout > 0.0:
+            probability, seed = self.dropout, key.site(self.layer, "attention", self.tensor_rank)
 
         def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, again: bool = False) -> torch.Tensor:
-            if probability > 0.0 and key is not None:
-                seed_device(q.device, key.site(self.layer, "attention", self.tensor_rank))
-            return core_attention(q, k, v, documents, probability)
+            return core_attention(q, k, v, documents, probability, scores=self.scores, sinks=sinks, seed=seed)
 
-        if self.recomputes_core and keeps_probabilities(q, grouped=self.queries_per_group > 1, dropout=probability):
+        plain = one_kernel(self.scores, len(q) if documents is None else documents.longest)
+        if self.recomputes_core and plain and keeps_probabilities(q, grouped=self.queries_per_group > 1, dropout=probability):
             return recomputed(core, q, k, v)
         return core(q, k, v)

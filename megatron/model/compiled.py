@@ -1,7 +1,7 @@
 """Layers through torch's compiler: their operations beside products, attention and communication fused to few kernels.
 
-Compiled is a layer without its hooks. Where attention is one kernel of torch, the whole layer is one graph. Attention with dropout
-or within documents stays as it is, between two graphs: what lies before it, and what lies after.
+Compiled is a layer without its hooks. Where attention is one kernel of torch, the whole layer is one graph. Attention with dropout,
+within documents, with a window, a cap or sinks stays as it is, between two graphs: what lies before it, and what lies after.
 
 Equal layers share one compilation: parameters are inputs, linear layers enter by their handles (`megatron.tensor_parallel.linear`),
 seeds of dropout masks in a tensor. In evaluation and generation, without a backward, layers run as they are.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.config.speed import CompileBackend, SpeedConfig
+from megatron.model.attention import one_kernel
 from megatron.model.document_attention import Documents
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.vectors import entered, vector_users
@@ -97,7 +98,8 @@ class CompiledBlock:
         """See `Block.forward`; `seeds` of its dropout masks."""
         block, masks = self._block, None if seeds is None else torch.tensor(seeds)
         attention = block.attention
-        if documents is None and not attention.recomputes_core and (key is None or attention.dropout == 0.0):
+        one = one_kernel(attention.scores, len(x) * attention.sequence_ranks)
+        if one and documents is None and not attention.recomputes_core and (key is None or attention.dropout == 0.0):
             with entered(self._users):
                 return self._whole(block, x, rotary, masks)
         with entered(self._users):

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from megatron.model.attention_kernel import flash_is_on, flash_runs_on
 from megatron.spec.attention_backends import LARGEST_FLASH_HEAD
 
-_MOST_AT_ONCE = 65535
+MOST_AT_ONCE = 65535
 """The most sequences in one call: a CUDA grid has room for so many in its second dimension."""
-_CAUSAL = (-1, 0)
-"""Window of `varlen_attn`: every token before, none after."""
+_ALL = -1
+"""In a window of `varlen_attn`: every token."""
 
 
 class Documents:
@@ -44,6 +44,22 @@ class Documents:
     def by_length(self) -> ByLength:
         """The documents sorted by length."""
         return ByLength.of(self.bounds, self.batch, self.on_device.device)
+
+    @functools.cached_property
+    def starts(self) -> torch.Tensor:
+        """Place in its sample at which the document of each token starts, [s, b]."""
+        return _to_device(self._starts, self.on_device.device)
+
+    def lowest_start(self, place: int) -> int:
+        """The first place at which, in any sample, the document of a place begins."""
+        return int(self._starts[place].min())
+
+    @functools.cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        """The same on the host."""
+        length = int(self.bounds[-1]) // self.batch
+        starts = np.repeat(self.bounds[:-1].astype(np.int64) % length, np.diff(self.bounds))
+        return np.ascontiguousarray(starts.reshape(self.batch, length).T)
 
 
 class ByLength(NamedTuple):
@@ -74,38 +90,65 @@ class ByLength(NamedTuple):
         places[order] = np.arange(len(order))
         distinct, counts = np.unique(sizes, return_counts=True)
         groups = [
-            (min(_MOST_AT_ONCE, count - done), length)
+            (min(MOST_AT_ONCE, count - done), length)
             for count, length in zip(counts.tolist(), distinct.tolist(), strict=True)
-            for done in range(0, count, _MOST_AT_ONCE)
+            for done in range(0, count, MOST_AT_ONCE)
         ]
         return cls(_to_device(order, device), _to_device(places, device), groups)
 
 
 def attention_within_documents(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, dropout: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, dropout: float, scale: float | None = None
 ) -> torch.Tensor:
-    """softmax(q k^T / sqrt(d)) v, where a token sees itself and what comes before it in its document.
+    """softmax(scale q k^T) v, where a token sees itself and what comes before it in its document.
 
     Args:
         q: [s, b, n, d].
-        k, v: [s, b, g, d]; each serves n/g neighbouring query heads.
+        k, v: [s, b, g, d]; each serves n/g neighbouring query heads. The channels of v may be others.
+        scale: None for 1 / sqrt(d).
 
     Returns:
-        [s, b, n * d].
+        [s, b, n * channels of v].
     """
-    if _flash_takes(q, dropout) and len(documents.bounds) - 1 <= _MOST_AT_ONCE:
-        return varlen_attention(q, k, v, documents, *_varlen())
-    return grouped_attention(q, k, v, documents, dropout)
+    if flash_takes(q, v, dropout) and len(documents.bounds) - 1 <= MOST_AT_ONCE:
+        return flash_attention(q, k, v, documents.on_device, documents.longest, scale=scale)
+    return grouped_attention(q, k, v, documents, dropout, scale)
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The same by torch's `varlen_attn`; see `varlen_attention`."""
+    return varlen_attention(q, k, v, bounds, longest, *_varlen(), window=window, scale=scale)
 
 
 def varlen_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, attend: Callable[..., Any], takes_groups: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    attend: Callable[..., Any],
+    takes_groups: bool,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Compute attention by one call of flash attention for sequences of different lengths.
 
     Args:
+        bounds: of the sequences, with the samples laid end to end: int32 [D + 1].
+        longest: length of the longest.
         attend: torch's `varlen_attn`.
         takes_groups: whether it lets one key-value head serve several query heads (`enable_gqa`).
+        window: tokens before its own to which a token attends; None for all.
     """
     length, batch, heads, _ = q.shape
     grouped = heads != k.shape[2]
@@ -113,12 +156,14 @@ def varlen_attention(
         k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [T, heads, d], sample after sample
     options = {"enable_gqa": True} if grouped and takes_groups else {}
-    bounds, longest = documents.on_device, documents.longest
-    out = attend(q, k, v, bounds, bounds, longest, longest, window_size=_CAUSAL, **options)
+    reach = (_ALL if window is None else window, 0)
+    out = attend(q, k, v, bounds, bounds, longest, longest, window_size=reach, scale=scale, **options)
     return out.reshape(batch, length, -1).transpose(0, 1).contiguous()
 
 
-def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, dropout: float) -> torch.Tensor:
+def grouped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, dropout: float, scale: float | None = None
+) -> torch.Tensor:
     """Compute attention by one call of `scaled_dot_product_attention` for all documents of one length."""
     by_length, grouped = documents.by_length, q.shape[2] != k.shape[2]
     ordered = [_Reorder.apply(x.flatten(0, 1), by_length.order, by_length.places) for x in (q, k, v)]
@@ -126,8 +171,10 @@ def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documen
     for count, length in by_length.groups:
         rows = slice(start, start + count * length)
         some_q, some_k, some_v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in ordered)
-        out = F.scaled_dot_product_attention(some_q, some_k, some_v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
-        outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [count * length, n * d]
+        out = F.scaled_dot_product_attention(
+            some_q, some_k, some_v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+        outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [count * length, n * channels]
         start = rows.stop
     joined = outs[0] if len(outs) == 1 else torch.cat(outs)
     return _Reorder.apply(joined, by_length.places, by_length.order).unflatten(0, q.shape[:2])
@@ -146,10 +193,11 @@ class _Reorder(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def _flash_takes(q: torch.Tensor, dropout: float) -> bool:
-    """Whether flash attention can compute it: 16 bits on CUDA without dropout, head size a multiple of 8."""
+def flash_takes(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:
+    """Whether flash attention can compute it: 16 bits on CUDA without dropout, head size a multiple of 8, also of the values."""
     return (
         q.is_cuda
+        and q.shape[-1] == v.shape[-1]
         and dropout == 0.0
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[-1] % 8 == 0

@@ -113,19 +113,19 @@ class CudaKernels(TorchFunctionMode):
 
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, dropout_p: float, is_causal: bool, enable_gqa: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> torch.Tensor:
     aten, head_size = torch.ops.aten, q.shape[-1]
     kernel = attention_kernel(AttentionCall(8 * q.itemsize, head_size, enable_gqa, on_cuda=True, dropout=dropout_p))
     if kernel == "flash":
         if head_size % 8:
             q, k, v = (F.pad(x, (0, 8 - head_size % 8)) for x in (q, k, v))
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0][..., :head_size]
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0][..., :head_size]
     if kernel == "cudnn":
-        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, dropout_p, is_causal)[0]
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, dropout_p, is_causal, scale=scale)[0]
     if kernel == "efficient":
-        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout_p, is_causal)[0]
-    return aten._scaled_dot_product_attention_math(q, k, v, None, dropout_p, is_causal, enable_gqa=enable_gqa)[0]
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout_p, is_causal, scale=scale)[0]
+    return aten._scaled_dot_product_attention_math(q, k, v, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
 
 
 def _dropout(x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Which kernels compute attention, and what each of them cannot take.
+"""Which kernels compute attention, and what each of them cannot take. What none of torch's takes is multiplied block by block
+(`megatron/model/block_attention.py`), with auto and math.
 
 The conditions are those of torch for a causal mask without further mask (aten/src/ATen/native/transformers: sdp_utils_cpp.cpp,
 cuda/sdp_utils.cpp).
@@ -39,12 +40,20 @@ class AttentionCall:
     dropout: float = 0.0
     deterministic: bool = False
     within_documents: bool = False
+    window: bool = False
+    """A token attends to some of those before it."""
+    shaped: bool = False
+    """Scores are capped, or the softmax has sinks."""
 
     def obstacle(self, kernel: AttentionKernel) -> str | None:
         """Why a kernel cannot compute it, as a sentence goes on behind its name; None if it can."""
+        if not self.on_cuda and kernel in ("cudnn", "efficient"):
+            return "runs on GPUs only"
+        if kernel != "math" and self.shaped:
+            return "takes neither capped scores nor sinks"
+        if kernel != "math" and self.window and (obstacle := self._obstacle_of_window(kernel)) is not None:
+            return obstacle
         if not self.on_cuda:
-            if kernel in ("cudnn", "efficient"):
-                return "runs on GPUs only"
             return "has no dropout on a CPU" if kernel == "flash" and self.dropout else None
         size = self.head_size
         if kernel == "flash":
@@ -61,6 +70,15 @@ class AttentionCall:
                 return "takes as many key-value heads as query heads"
             return f"takes heads of a multiple of {multiple} channels, not {size}" if size % multiple else None
         return None
+
+    def _obstacle_of_window(self, kernel: AttentionKernel) -> str | None:
+        if kernel != "flash":
+            return "takes no window"
+        if not self.on_cuda:
+            return "takes no window on a CPU"
+        if self.dropout:
+            return "has no dropout with a window"
+        return f"takes heads of a multiple of 8 channels with a window, not {self.head_size}" if self.head_size % 8 else None
 
     def _wide(self) -> str | None:
         return None if self.bits == 16 else f"computes in 16 bits, not in {self.bits}"

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from megatron.config.model import ModelConfig, Normalization
+from megatron.config.model import ModelConfig, Normalization, SoftmaxType
 from megatron.spec.activations import Activation, activation_of
+from megatron.spec.layer_pattern import marked, read_pattern, read_window
 from megatron.spec.rotary import RotarySpec, rotary_of
 
 Kind = TypeVar("Kind", bound=Hashable)
@@ -27,8 +28,32 @@ class NormSpec:
 
 
 @dataclass(frozen=True)
+class ScoreSpec:
+    """How products of queries and keys become probabilities: scaled, capped, then a softmax over the keys in reach."""
+
+    scale: float | None = None
+    """Factor of the products; None for 1 / sqrt(size of a query head)."""
+    softcap: float | None = None
+    """A score x becomes cap x tanh(x / cap)."""
+    window: int | None = None
+    """Tokens before its own to which a token attends; None for all of its sample (or document)."""
+    softmax: SoftmaxType = "vanilla"
+    """What the denominator holds beside exp of the scores: nothing, 1, or exp of a weight for each head."""
+
+    def reach(self, longest: int) -> int | None:
+        """The window, if it makes a difference to samples or documents of at most so many tokens."""
+        return None if self.window is None or self.window >= longest - 1 else self.window
+
+
+PLAIN = ScoreSpec()
+"""Scores of all tokens before, over the root of the head size."""
+
+QKNorm = Literal["each_head", "all_heads"]
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
-    """Causal self-attention over the whole sample (or document)."""
+    """Causal self-attention."""
 
     heads: int
     """Query heads."""
@@ -38,8 +63,9 @@ class AttentionSpec:
     rotary: RotarySpec | None
     qkv_bias: bool
     output_bias: bool
-    qk_norm: bool
-    """Whether each query and key head is normalised."""
+    qk_norm: QKNorm | None
+    """What of queries, and of keys, is normalised together, if anything is."""
+    scores: ScoreSpec = PLAIN
 
     @property
     def qkv_rows(self) -> int:
@@ -69,21 +95,50 @@ class LayerSpec:
 @lru_cache(maxsize=64)
 def layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """One spec for each layer, in the order of the depth. The shape must be valid (see `config.checks.model`)."""
+    kinds = {marks: _layer(model, *marks) for marks in ((False, True), (False, False), (True, True), (True, False))}
+    return tuple(kinds[_has_window(model, number), _is_rotated(model, number)] for number in range(model.num_layers))
+
+
+def _layer(model: ModelConfig, window: bool, rotated: bool) -> LayerSpec:
+    """A layer with or without the window and rotary positions."""
     bias = not model.disable_bias_linear
-    layer = LayerSpec(
+    return LayerSpec(
         norm_of(model),
         AttentionSpec(
             model.num_attention_heads,
             model.num_key_value_heads,
             model.head_size,
-            rotary_of(model),
+            rotary_of(model, local=window) if rotated else None,
             qkv_bias=bias or model.add_qkv_bias,
-            output_bias=bias,
-            qk_norm=model.qk_layernorm,
+            output_bias=bias or model.add_attn_output_bias,
+            qk_norm=("all_heads" if model.qk_layernorm_all_heads else "each_head") if model.qk_layernorm else None,
+            scores=scores_of(model, window=window),
         ),
-        MLPSpec(model.ffn_size, activation_of(model), bias),
+        MLPSpec(model.ffn_size, activation_of(model), bias or model.add_mlp_bias),
     )
-    return (layer,) * model.num_layers
+
+
+def scores_of(model: ModelConfig, *, window: bool) -> ScoreSpec:
+    """How a layer with or without the window makes probabilities."""
+    return ScoreSpec(
+        model.softmax_scale,
+        model.attn_logit_softcapping,
+        read_window(model.window_size) if window else None,
+        model.softmax_type,
+    )
+
+
+def _has_window(model: ModelConfig, layer: int) -> bool:
+    """Whether a layer, counted from 0, has the window. A number N marks those that have not, a list those that have."""
+    if model.window_size is None:
+        return False
+    pattern = read_pattern(model.window_attn_skip_freq)
+    return marked(pattern, layer) is isinstance(pattern, tuple)
+
+
+def _is_rotated(model: ModelConfig, layer: int) -> bool:
+    """Whether a layer, counted from 0, has rotary positions if the model has."""
+    return not marked(read_pattern(model.no_rope_freq), layer)
 
 
 def norm_of(model: ModelConfig) -> NormSpec:

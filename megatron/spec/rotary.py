@@ -104,10 +104,16 @@ def rotated_channels(model: ModelConfig) -> int:
     return int(model.head_size * model.rotary_percent)
 
 
-def rotary_of(model: ModelConfig) -> RotarySpec | None:
-    """The rotary positions, or None where the model has others."""
+def rotary_of(model: ModelConfig, *, local: bool = False) -> RotarySpec | None:
+    """The rotary positions, or None where the model has others.
+
+    Args:
+        local: of layers with a window, which may have a base of their own, and then no scaling.
+    """
     if model.position_embedding_type != "rope":
         return None
+    if local and model.rotary_base_local is not None:
+        return RotarySpec(rotated_channels(model), model.rotary_base_local, None, model.rotary_interleaved)
     return RotarySpec(rotated_channels(model), model.rotary_base, _scaling_of(model), model.rotary_interleaved)
 
 

@@ -146,9 +146,13 @@ def layer_weights(model: ModelConfig, layer: LayerSpec, number: int) -> Iterator
     output_std = std / (2 * model.num_layers) ** 0.5
     yield from norm(f"{name}.attention_norm", layer.norm, hidden)
     yield from column(f"{name}.attention.qkv", hidden, attention.qkv_rows, bias=attention.qkv_bias, std=std)
-    if attention.qk_norm:
-        for which in ("q_norm", "k_norm"):
+    for which, heads in (("q_norm", attention.heads), ("k_norm", attention.kv_heads)):
+        if attention.qk_norm == "each_head":
             yield from norm(f"{name}.attention.{which}", layer.norm, attention.head_size, on_own_heads=True)
+        elif attention.qk_norm == "all_heads":
+            yield from norm(f"{name}.attention.{which}", layer.norm, heads * attention.head_size, splits=((0, "tp"),))
+    if attention.scores.softmax == "learnable":
+        yield Weight(f"{name}.attention.sinks", (attention.heads,), ((0, "tp"),), kind="vector")
     inputs = attention.heads * attention.head_size
     yield from row(f"{name}.attention.output", inputs, hidden, bias=attention.output_bias, std=output_std)
     yield from norm(f"{name}.mlp_norm", layer.norm, hidden)
@@ -174,8 +178,10 @@ def row(name: str, inputs: int, outputs: int, *, bias: bool, std: float) -> Iter
         yield Weight(f"{name}.bias", (outputs,), kind="vector")
 
 
-def norm(name: str, spec: NormSpec, size: int, *, on_own_heads: bool = False) -> Iterator[Weight]:
+def norm(
+    name: str, spec: NormSpec, size: int, *, on_own_heads: bool = False, splits: tuple[tuple[int, str], ...] = ()
+) -> Iterator[Weight]:
     """A norm over `size` channels. RMSNorm has no bias."""
-    yield Weight(f"{name}.weight", (size,), kind="vector", init=Init(constant=1.0), on_own_heads=on_own_heads)
+    yield Weight(f"{name}.weight", (size,), splits, kind="vector", init=Init(constant=1.0), on_own_heads=on_own_heads)
     if spec.kind == "LayerNorm":
-        yield Weight(f"{name}.bias", (size,), kind="vector", on_own_heads=on_own_heads)
+        yield Weight(f"{name}.bias", (size,), splits, kind="vector", on_own_heads=on_own_heads)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatron.config.config import Config
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, SoftmaxType
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.spec.activations import activation_of
@@ -152,12 +154,49 @@ def reference_shape(
         activation=activation_of(model).name,
         bias=not model.disable_bias_linear,
         qkv_bias=model.add_qkv_bias,
+        output_bias=model.add_attn_output_bias,
+        mlp_bias=model.add_mlp_bias,
         qk_norm=model.qk_layernorm,
+        qk_norm_all_heads=model.qk_layernorm_all_heads,
+        windows=windows(model),
+        unrotated=tuple(_marks(model.no_rope_freq, model.num_layers)) if model.no_rope_freq else (),
+        local_base=model.rotary_base_local,
+        score_scale=model.softmax_scale,
+        score_cap=model.attn_logit_softcapping,
+        sink=_SINKS[model.softmax_type],
         tied=not model.untie_embeddings_and_output_weights,
         z_loss=z_loss,
         eight_bits=EightBits(precision.fp8_recipe, precision.fp8_format == "hybrid") if precision.fp8_format else None,
         in_64_bits=ends if precision.first_last_layers_bf16 else (0, 0),
     )
+
+
+_SINKS: dict[SoftmaxType, Literal["none", "one", "learned"]] = {"vanilla": "none", "off-by-one": "one", "learnable": "learned"}
+
+
+def windows(model: ModelConfig) -> tuple[int | None, ...]:
+    """The window of each layer, in tokens before the own."""
+    if model.window_size is None:
+        return ()
+    size, which = int(model.window_size.strip("()").split(",")[0]), model.window_attn_skip_freq
+    if which is None:
+        return (size,) * model.num_layers
+    marks = _marks(which, model.num_layers)
+    return tuple(size if mark is ("[" in which) else None for mark in marks)
+
+
+def _marks(text: str, count: int) -> list[bool]:
+    """Whether each of so many layers is marked, by every N-th or by a list."""
+    if "[" not in text:
+        return [number % int(text) == 0 for number in range(1, count + 1)]
+
+    def values(node: ast.expr) -> Any:
+        if isinstance(node, ast.BinOp):
+            left, right = values(node.left), values(node.right)
+            return left + right if isinstance(node.op, ast.Add) else left * right
+        return ast.literal_eval(node)
+
+    return [bool(entry) for entry in values(ast.parse(text.strip(), mode="eval").body)]
 
 
 def rotary_stretch(model: ModelConfig) -> RotaryStretch | None:

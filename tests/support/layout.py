@@ -26,6 +26,7 @@ from megatron.parallel.overlap import Pieces
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.spec.attention_backends import AttentionBackend
+from megatron.spec.layer_pattern import pattern_text
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
 from megatron.verification.observation import TensorPart
@@ -134,7 +135,16 @@ def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
         untie_embeddings_and_output_weights=not shape.tied,
         disable_bias_linear=not shape.bias,
         add_qkv_bias=shape.qkv_bias,
+        add_attn_output_bias=shape.output_bias,
+        add_mlp_bias=shape.mlp_bias,
         qk_layernorm=shape.qk_norm,
+        qk_layernorm_all_heads=shape.qk_norm_all_heads,
+        **window_settings(shape.windows),
+        no_rope_freq=pattern_text(shape.unrotated) if shape.unrotated else None,
+        rotary_base_local=shape.local_base,
+        softmax_scale=shape.score_scale,
+        attn_logit_softcapping=shape.score_cap,
+        softmax_type={"none": "vanilla", "one": "off-by-one", "learned": "learnable"}[shape.sink],
         attention_dropout=0.0,
         hidden_dropout=0.0,
         make_vocab_size_divisible_by=1,
@@ -159,6 +169,15 @@ def stretch_settings(stretch: RotaryStretch | None) -> dict[str, Any]:
     if stretch.kind == "longrope":
         settings |= {"rope_short_factors": stretch.short, "rope_long_factors": stretch.long}
     return settings | ({} if stretch.kind == "dynamic" else {"rope_attention_factor": stretch.enlarged})
+
+
+def window_settings(windows: Sequence[int | None]) -> dict[str, Any]:
+    """The settings for the window of each layer; all windows are of one size."""
+    sizes = {window for window in windows if window is not None}
+    if not sizes:
+        return {}
+    (size,) = sizes
+    return {"window_size": f"{size},0", "window_attn_skip_freq": pattern_text(tuple(window is not None for window in windows))}
 
 
 def context_of(layout: Layout, rank: int) -> ParallelContext:

@@ -140,7 +140,7 @@ def _place_of(error: BaseException) -> str:
 
 def varlen(place: Place) -> str:
     """Outputs and gradients in bfloat16, for grouped queries."""
-    from megatron.model.document_attention import Documents, _varlen, grouped_attention, varlen_attention
+    from megatron.model.document_attention import Documents, flash_attention, grouped_attention
 
     device, draws = device_of(place), torch.Generator().manual_seed(1)
     length, batch = 512, 2
@@ -150,7 +150,7 @@ def varlen(place: Place) -> str:
     weights = torch.randn(length, batch, 8 * 64, generator=draws).to(device, torch.bfloat16)
     found = []
     for attend in (
-        lambda q, k, v: varlen_attention(q, k, v, documents, *_varlen()),
+        lambda q, k, v: flash_attention(q, k, v, documents.on_device, documents.longest),
         lambda q, k, v: grouped_attention(q, k, v, documents, 0.0),
     ):
         leaves = [one.clone().requires_grad_() for one in start]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from megatron.config.checks.finding import (
     Finding,
+    SettingsRule,
     at_most,
     change,
     divides,
@@ -14,11 +16,13 @@ from megatron.config.checks.finding import (
     rule,
     shown,
     try_values,
+    value_of,
     without,
 )
 from megatron.config.config import Config
 from megatron.config.setting import acts_with
 from megatron.spec.activations import FLAGS, activation_of, spelled
+from megatron.spec.layer_pattern import pattern_problem, read_pattern, read_window
 from megatron.spec.rotary import rotated_channels
 
 hidden_divides_by_heads = divides(
@@ -148,3 +152,47 @@ sequence_fits_positions = at_most(
     "The learned position table needs a row for every token of a sequence.",
     where=acts_with(position_embedding_type="learned_absolute"),
 )
+
+
+_WINDOW, _WINDOWED, _UNROTATED = "window_size", "window_attn_skip_freq", "no_rope_freq"
+
+
+@rule(_WINDOW)
+def window_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
+    """A window is written as how many tokens before its own a token attends to, and how many after: N,0, since attention is causal.
+    Models of transformers count the own token too: a window of N there is N-1,0 here."""
+    text = config.model.window_size
+    if text is not None and read_window(text) is None:
+        numbers = [int(number) for number in re.findall(r"\d{1,15}", text)]
+        yield Finding(
+            f"{shown(config, _WINDOW)} cannot be read.",
+            [[change(window_size=f"{number},0") for number in numbers[:1]], without(config, _WINDOW)],
+        )
+
+
+def _names_layers(field: str) -> SettingsRule:
+    @rule(field, "num_layers")
+    def check(config: Config, world_size: int) -> Iterator[Finding]:
+        """It is a number N, which means every N-th layer, or a list with 0 or 1 for each layer."""
+        text = value_of(config, field)
+        problem = None if text is None else pattern_problem(text, config.model.num_layers)
+        if problem is not None:
+            pattern = read_pattern(text)
+            other = [change(num_layers=len(pattern))] if isinstance(pattern, tuple) and pattern else []
+            yield Finding(f"{shown(config, field)} does not say which layers it means. {problem}", [other, without(config, field)])
+
+    return check
+
+
+windowed_layers_are_named = _names_layers(_WINDOWED)
+unrotated_layers_are_named = _names_layers(_UNROTATED)
+
+
+@rule("qk_layernorm_all_heads", "normalization", reads=("qk_layernorm",))
+def all_heads_have_a_mean_square(config: Config, world_size: int) -> Iterator[Finding]:
+    """All heads are normalised together by their mean square (RMSNorm), as models that do so have it."""
+    if config.model.qk_layernorm_all_heads and config.model.qk_layernorm and config.model.normalization != "RMSNorm":
+        yield Finding(
+            f"{shown(config, 'qk_layernorm_all_heads')} does not go with {shown(config, 'normalization')}.",
+            [change(normalization="RMSNorm"), without(config, "qk_layernorm_all_heads")],
+        )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron.config.checks.finding import Finding, change, rule, shown, without
 from megatron.config.config import Config
 from megatron.spec.attention_backends import AttentionCall, kernels_of
+from megatron.spec.layers import scores_of
 
 _BACKEND = "attention_backend"
 _REMADE = ("layernorm", "mlp_act", "mlp")
@@ -36,6 +37,7 @@ def the_compiler_remakes_itself(config: Config, world_size: int) -> Iterator[Fin
 def attention_call(config: Config, *, on_cuda: bool) -> AttentionCall:
     """The attention of a run on a device."""
     model, precision = config.model, config.precision
+    scores = [scores_of(model, window=window) for window in (False, True)]
     return AttentionCall(
         16 if precision.fp16 or precision.bf16 else 64 if precision.fp64 else 32,
         model.head_size,
@@ -44,6 +46,8 @@ def attention_call(config: Config, *, on_cuda: bool) -> AttentionCall:
         model.attention_dropout,
         config.training.deterministic_mode,
         config.data.reset_attention_mask,
+        window=any(each.reach(model.seq_length) is not None for each in scores),
+        shaped=any(each.softcap is not None or each.softmax != "vanilla" for each in scores),
     )
 
 
@@ -74,6 +78,7 @@ def _refused(config: Config, *, on_cuda: bool) -> str | None:
     reads=(
         *("device", "fp16", "bf16", "fp64", "deterministic_mode", "reset_attention_mask", "attention_dropout"),
         *("hidden_size", "num_attention_heads", "kv_channels", "group_query_attention", "num_query_groups"),
+        *("seq_length", "window_size", "softmax_type", "softmax_scale", "attn_logit_softcapping"),
     ),
 )
 def a_kernel_takes_the_shapes(config: Config, world_size: int) -> Iterator[Finding]:

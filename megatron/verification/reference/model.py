@@ -64,7 +64,7 @@ def logits(
     for i in range(shape.num_layers):
         layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
         eight = shape.eight_bits_of(i)
-        attended = attention(shape, layer, norm(shape, layer, "attention_norm", x), positions, documents, eight)
+        attended = attention(shape, i, layer, norm(shape, layer, "attention_norm", x), positions, documents, eight)
         x = x + attended
         fed = mlp(shape, layer, norm(shape, layer, "mlp_norm", x), eight)
         x = x + fed
@@ -76,41 +76,56 @@ def logits(
 
 def attention(
     shape: ReferenceShape,
+    number: int,
     layer: Weights,
     x: Tensor,
     positions: Tensor | None = None,
     documents: Tensor | None = None,
     eight: EightBits | None = None,
 ) -> Tensor:
-    """Causal attention over [B, s, h], within documents."""
+    """Causal attention of a layer over [B, s, h], within documents and the layer's window."""
     batch, seq, _ = x.shape
     n, g, d = shape.heads, shape.kv_heads, shape.head_size
     groups = linear(layer, "attention.qkv", x, eight).view(batch, seq, g, n // g + 2, d)
     q = groups[:, :, :, : n // g].reshape(batch, seq, n, d)
     k, v = groups[:, :, :, -2], groups[:, :, :, -1]
     if shape.qk_norm:
+        if shape.qk_norm_all_heads:
+            q, k = q.reshape(batch, seq, n * d), k.reshape(batch, seq, g * d)
         q, k = norm(shape, layer, "attention.q_norm", q), norm(shape, layer, "attention.k_norm", k)
-    if shape.positions == "rope":
-        q, k = rotate(shape, q, positions), rotate(shape, k, positions)
+        q, k = q.reshape(batch, seq, n, d), k.reshape(batch, seq, g, d)
+    window = shape.window_of(number)
+    if shape.is_rotated(number):
+        local = window is not None and shape.local_base is not None
+        q, k = rotate(shape, q, positions, local=local), rotate(shape, k, positions, local=local)
     # Every query head of a group uses the same key and value head.
     k, v = k.repeat_interleave(n // g, dim=2), v.repeat_interleave(n // g, dim=2)
-    scores = torch.einsum("bind,bjnd->bnij", q, k) / math.sqrt(d)
-    future = torch.ones(seq, seq, dtype=torch.bool, device=x.device).triu(1)
-    hidden = future if documents is None else future | (documents[:, :, None] != documents[:, None, :])[:, None]
-    probabilities = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+    scores = torch.einsum("bind,bjnd->bnij", q, k) * (1 / math.sqrt(d) if shape.score_scale is None else shape.score_scale)
+    if shape.score_cap is not None:
+        scores = shape.score_cap * torch.tanh(scores / shape.score_cap)
+    back = torch.arange(seq, device=x.device)[:, None] - torch.arange(seq, device=x.device)  # i - j
+    hidden = back < 0 if window is None else (back < 0) | (back > window)
+    if documents is not None:
+        hidden = hidden | (documents[:, :, None] != documents[:, None, :])[:, None]
+    scores = scores.masked_fill(hidden, -math.inf)
+    if shape.sink != "none":  # one more column, of which nothing is mixed in
+        sinks = layer["attention.sinks"] if shape.sink == "learned" else x.new_zeros(n)
+        scores = torch.cat([scores, sinks.view(1, n, 1, 1).expand(batch, n, seq, 1)], dim=-1)
+    probabilities = scores.softmax(dim=-1)[..., :seq]
     mixed = torch.einsum("bnij,bjnd->bind", probabilities, v)
     return linear(layer, "attention.output", mixed.reshape(batch, seq, n * d), eight)
 
 
-def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None) -> Tensor:
+def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None, *, local: bool = False) -> Tensor:
     """Rotary position embedding (Su et al. 2021) of heads [B, s, heads, d] at positions [B, s], by default 0 to s - 1.
 
     The first rotary_percent of the channels are rotated; channel c and channel c + half of them are a pair, as in GPT-NeoX and
-    Llama, or with rotary_interleaved each channel and its neighbour.
+    Llama, or with rotary_interleaved each channel and its neighbour. `local` is by local_base, without stretching.
     """
     rotated = int(shape.head_size * shape.rotary_percent)
-    stretch = shape.stretch
-    found = rotary_frequencies(shape.rotary_base, rotated, stretch, x.shape[1])
+    base, stretch = (shape.local_base, None) if local else (shape.rotary_base, shape.stretch)
+    assert base is not None
+    found = rotary_frequencies(base, rotated, stretch, x.shape[1])
     frequencies = torch.tensor(found, dtype=x.dtype, device=x.device)
     positions = torch.arange(x.shape[1]).expand(x.shape[:2]) if positions is None else positions
     angles = (positions.to(x.dtype)[..., None] * frequencies)[:, :, None, :]  # [B, s, 1, rotated / 2]

@@ -42,7 +42,25 @@ class ReferenceShape:
     """Whether all linear layers except the output layer have biases."""
     qkv_bias: bool = False
     """Whether the query-key-value projection has a bias even without the others."""
+    output_bias: bool = False
+    """Whether attention's output projection has a bias even without the others."""
+    mlp_bias: bool = False
+    """Whether the MLP's projections have biases even without the others."""
     qk_norm: bool = False
+    qk_norm_all_heads: bool = False
+    """Whether all query heads are normalised as one vector, and all key heads; else each head is."""
+    windows: tuple[int | None, ...] = ()
+    """For each layer, how many tokens before its own a token attends to; None for all. Empty: all layers attend to all."""
+    unrotated: tuple[bool, ...] = ()
+    """For each layer, whether it does without the rotary positions. Empty: none does."""
+    local_base: float | None = None
+    """Rotary base of layers with a window, which have no stretching then; by default as in all."""
+    score_scale: float | None = None
+    """Factor of the scores; by default 1 / sqrt(head_size)."""
+    score_cap: float | None = None
+    """Scores are capped softly by this."""
+    sink: Literal["none", "one", "learned"] = "none"
+    """What the softmax adds to its denominator: nothing, 1, or exp of a weight for each head."""
     tied: bool = True
     z_loss: float = 0.0
     """Beside the cross entropy, this x (log Z)^2 of each token is minimised (but not reported)."""
@@ -50,6 +68,14 @@ class ReferenceShape:
     """How products of layers are computed, if in 8 bits."""
     in_64_bits: tuple[int, int] = (0, 0)
     """How many of the first and of the last layers are not."""
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens before its own to which a token of a layer attends; None for all."""
+        return self.windows[layer] if self.windows else None
+
+    def is_rotated(self, layer: int) -> bool:
+        """Whether a layer has rotary positions."""
+        return self.positions == "rope" and not (self.unrotated and self.unrotated[layer])
 
     def eight_bits_of(self, layer: int) -> EightBits | None:
         """How products of a layer are computed."""
@@ -85,12 +111,14 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
         add_norm(f"layers.{i}.attention_norm", h)
         add_linear(f"layers.{i}.attention.qkv", (qkv_rows,), h, shape.bias or shape.qkv_bias)
         if shape.qk_norm:
-            add_norm(f"layers.{i}.attention.q_norm", d)
-            add_norm(f"layers.{i}.attention.k_norm", d)
-        add_linear(f"layers.{i}.attention.output", (h,), shape.heads * d, shape.bias)
+            add_norm(f"layers.{i}.attention.q_norm", shape.heads * d if shape.qk_norm_all_heads else d)
+            add_norm(f"layers.{i}.attention.k_norm", shape.kv_heads * d if shape.qk_norm_all_heads else d)
+        if shape.sink == "learned":
+            shapes[f"layers.{i}.attention.sinks"] = (shape.heads,)
+        add_linear(f"layers.{i}.attention.output", (h,), shape.heads * d, shape.bias or shape.output_bias)
         add_norm(f"layers.{i}.mlp_norm", h)
-        add_linear(f"layers.{i}.mlp.up", up, h, shape.bias)
-        add_linear(f"layers.{i}.mlp.down", (h,), shape.ffn, shape.bias)
+        add_linear(f"layers.{i}.mlp.up", up, h, shape.bias or shape.mlp_bias)
+        add_linear(f"layers.{i}.mlp.down", (h,), shape.ffn, shape.bias or shape.mlp_bias)
     add_norm("final_norm", h)
     if not shape.tied:
         shapes["output.weight"] = (shape.vocab, h)
@@ -103,8 +131,8 @@ def is_norm(name: str) -> bool:
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies: to matrices and embeddings, not to norms and biases."""
-    return not is_norm(name) and not name.endswith(".bias")
+    """Whether weight decay applies: to matrices and embeddings, not to norms, biases and sinks."""
+    return not is_norm(name) and not name.endswith((".bias", ".sinks"))
 
 
 def random_weights(shape: ReferenceShape, seed: int, std: float = 0.1) -> Weights:

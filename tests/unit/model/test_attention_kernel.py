@@ -61,6 +61,11 @@ def test_what_each_kernel_takes() -> None:
         ({"dropout": 0.125}, {}),
         ({"deterministic": True}, {"cudnn": "not deterministic"}),
         ({"within_documents": True}, {"cudnn": "one token"}),
+        ({"window": True}, {"cudnn": "no window", "efficient": "no window"}),
+        ({"window": True, "dropout": 0.125}, {"flash": "dropout with a window", "cudnn": "window", "efficient": "window"}),
+        ({"window": True, "head_size": 68}, {"flash": "multiple of 8", "cudnn": "window", "efficient": "window"}),
+        ({"window": True, "on_cuda": False}, {"flash": "on a CPU", "cudnn": "GPUs only", "efficient": "GPUs only"}),
+        ({"shaped": True}, {"flash": "nor sinks", "cudnn": "nor sinks", "efficient": "nor sinks"}),
         ({"on_cuda": False}, {"cudnn": "GPUs only", "efficient": "GPUs only"}),
         (
             {"on_cuda": False, "bits": 64, "head_size": 7, "dropout": 0.1},

@@ -64,10 +64,11 @@ def plain_varlen(
     max_k: int,
     *,
     window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """What torch's `varlen_attn` computes on CUDA, sequence by sequence."""
-    assert query.dim() == 3 and cu_seq_q.dtype == torch.int32 and window_size == (-1, 0)
+    assert query.dim() == 3 and cu_seq_q.dtype == torch.int32 and window_size[1] == 0
     lengths = cu_seq_q.diff().tolist()
     assert torch.equal(cu_seq_q, cu_seq_k) and max_q == max_k == max(lengths)
     assert int(cu_seq_q[0]) == 0 and int(cu_seq_q[-1]) == len(query) and min(lengths) > 0
@@ -79,16 +80,21 @@ def plain_varlen(
     outs = []
     for part in parts:
         q, k, v = (x.transpose(0, 1)[None] for x in part)
-        outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)[0])
+        if window_size[0] == -1:
+            outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0])
+            continue
+        back = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+        seen = (back >= 0) & (back <= window_size[0])
+        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)[0])
     return torch.cat(outs, dim=1).transpose(0, 1).contiguous()
 
 
 def by_varlen_with_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> torch.Tensor:
-    return varlen_attention(q, k, v, documents, plain_varlen, takes_groups=True)
+    return varlen_attention(q, k, v, documents.on_device, documents.longest, plain_varlen, takes_groups=True)
 
 
 def by_varlen_without_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> torch.Tensor:
-    return varlen_attention(q, k, v, documents, plain_varlen, takes_groups=False)
+    return varlen_attention(q, k, v, documents.on_device, documents.longest, plain_varlen, takes_groups=False)
 
 
 WAYS: list[Callable[..., torch.Tensor]] = [core_attention, by_varlen_with_groups, by_varlen_without_groups]
@@ -163,7 +169,7 @@ def test_one_call_serves_all_documents_of_one_length(monkeypatch: pytest.MonkeyP
 
 
 def test_more_documents_than_one_call_takes_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document_attention, "_MOST_AT_ONCE", 3)
+    monkeypatch.setattr(document_attention, "MOST_AT_ONCE", 3)
     assert documents_of([[0] * 8, [1, 0] * 4]).by_length.groups == [(3, 1), (3, 1), (2, 1), (3, 2), (1, 2)]
     for rows in CASES.values():
         check(core_attention, rows, 2, 1)
@@ -244,7 +250,7 @@ def test_flash_attention_is_used_where_it_runs(
     flash_runs_on.cache_clear()
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert document_attention._flash_takes(OnCuda(), dropout) is expected  # type: ignore[arg-type]
+    assert document_attention.flash_takes(OnCuda(), OnCuda(), dropout) is expected  # type: ignore[arg-type]
     flash_runs_on.cache_clear()
 
 
@@ -255,4 +261,4 @@ def test_torchs_function_has_the_arguments_that_are_given() -> None:
     q, k, v = (x.detach().to(torch.bfloat16).to("meta") for x in heads(S, 2, 4, 2, 1))
     on_meta = Documents(documents.bounds, documents.on_device.to("meta"), 2)
     for groups in {takes_groups, False}:
-        assert varlen_attention(q, k, v, on_meta, attend, groups).shape == (S, 2, 32)
+        assert varlen_attention(q, k, v, on_meta.on_device, S, attend, groups, window=3, scale=0.5).shape == (S, 2, 32)

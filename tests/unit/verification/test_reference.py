@@ -126,7 +126,7 @@ def test_attention_is_that_of_torch(shape: ReferenceShape) -> None:
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
     ).transpose(1, 2)
     expected = F.linear(mixed.flatten(2), layer["attention.output.weight"], layer.get("attention.output.bias"))
-    assert_close(attention(shape, layer, x), expected)
+    assert_close(attention(shape, 0, layer, x), expected)
 
 
 def test_grouped_queries_equal_full_heads_with_repeated_keys_and_values() -> None:
