@@ -8,7 +8,7 @@ Shapes: `s` sequence, `b` microbatch, `g` this rank's key-value heads, `r` query
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -90,8 +90,8 @@ def _traced(
 @torch.library.custom_op("megatron::sum_both_ways", mutates_args=())
 def _sum_both_ways(x: torch.Tensor, group: str) -> torch.Tensor:
     """Sum over a group, forward and backward: each rank uses the sum for a part of what follows."""
-    total = x.clone()
-    dist.all_reduce(total, group=dist.distributed_c10d._resolve_process_group(group))
+    total, name = x.clone(), cast("Any", group)  # a str, with a type of torch's own
+    dist.all_reduce(total, group=dist.distributed_c10d._resolve_process_group(name))
     return total
 
 

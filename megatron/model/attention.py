@@ -159,6 +159,8 @@ class Attention(nn.Module):
         recomputes_core: probabilities are computed again in backward, where the kernel would keep them.
     """
 
+    sinks: nn.Parameter | None
+
     def __init__(
         self, scope: Scope, spec: AttentionSpec, norm: NormSpec, layer: int, dropout: float, *, recomputes_core: bool = False
     ) -> None:
