@@ -185,7 +185,7 @@ def test_a_tokenizer_that_transformers_reads_otherwise_is_told_and_stops_verify(
     [
         (["export", "{hf}", "{full}"], "exists already"),
         (["import", "{hf}", "{full}"], "exists already"),
-        (["export", "{hf}", "{new}", "--family", "gpt2"], "gpt2: positions are rope"),
+        (["export", "{hf}", "{new}", "--family", "gpt2"], "--position-embedding-type is rope, there learned_absolute"),
         (["export", "{nothing}", "{new}"], "no such folder"),
         (["import", "{hf}", "{new}", "--embedding-rows", "5"], "--embedding-rows has no effect"),
         (["export", "{hf}", "{new}", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"], "is not its tokenizer"),

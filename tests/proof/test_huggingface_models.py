@@ -35,6 +35,16 @@ SHAPES: dict[str, tuple[str, ReferenceShape]] = {
     "mistral": ("mistral", llama_like(vocab=131, heads=6, kv_heads=3, hidden=32, epsilon=1e-3)),
     "qwen2": ("qwen2", llama_like(vocab=131, heads=6, kv_heads=3, hidden=48, qkv_bias=True, tied=True)),
     "qwen3": ("qwen3", llama_like(vocab=131, heads=6, kv_heads=2, hidden=48, qk_norm=True)),
+    "llama-yarn": ("llama", llama_like(vocab=131, stretch=RotaryStretch("yarn", 4.0, 12, 0.05, 1.0, False, 1.2))),
+    "llama-dynamic": ("llama", llama_like(vocab=131, stretch=RotaryStretch("dynamic", 3.0, 6))),
+    "mistral-window": ("mistral", llama_like(vocab=131, windows=(4, 4))),
+    "qwen3-windows": ("qwen3", llama_like(vocab=131, windows=(None, 4), qk_norm=True, qkv_bias=True, output_bias=True)),
+    "phi3": ("phi3", llama_like(vocab=131, windows=(5, 5), rotary_percent=0.5)),
+    "llama-longrope": (
+        "llama",
+        llama_like(vocab=131, stretch=RotaryStretch("longrope", 2.0, 9, enlarged=1.1, short=(2.0,) * 4, long=(1.0, 1.5, 2.0, 4.0))),
+    ),
+    "smollm3": ("smollm3", llama_like(vocab=131, unrotated=(True, False), windows=(4, None), mlp_bias=True, tied=True)),
 }
 """Our models, and the architecture that each must become. Mistral's has heads that do not divide the hidden size."""
 
@@ -63,7 +73,8 @@ def double_source(shape: ReferenceShape) -> MemorySource:
 @pytest.mark.parametrize("case", CASES)
 def test_their_models_have_the_same_logits_here_and_come_back_bit_for_bit(case: str, tmp_path: Path) -> None:
     theirs = saved(case, tmp_path / "theirs", shard="500KB")
-    source, ids = HuggingFaceFolder(tmp_path / "theirs"), some_ids()
+    source = HuggingFaceFolder(tmp_path / "theirs")
+    ids = some_ids(source.vocab_size)
     expected = logits(theirs, ids)
     assert expected.abs().max() > 2
     torch.testing.assert_close(one_process(source, ids), expected, rtol=0, atol=CLOSE)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 VOCAB = 50257
 _LLAMA = {
@@ -27,6 +28,18 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.4,
+}
+_LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0], "partial_rotary_factor": 0.75}
+_WINDOW_LAST = ["full_attention", "full_attention", "sliding_attention"]
+_SMALL = _LLAMA | {"vocab_size": 131}
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 64, "n_inner": 80}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,6 +55,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", _LLAMA | {"head_dim": 10, "sliding_window": None}),
     "qwen2-tied": ("qwen2", _LLAMA | {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", _LLAMA | {"head_dim": 12}),
+    "llama-dynamic": ("llama", _SMALL | {"rope_scaling": {"type": "dynamic", "factor": 3.0}, "max_position_embeddings": 24}),
+    "llama-yarn": ("llama", _SMALL | {"rope_scaling": _YARN}),
+    "mistral-window": ("mistral", _SMALL | {"sliding_window": 7}),
+    "qwen3-windows-biases": (
+        "qwen3",
+        _SMALL
+        | {"head_dim": 10, "use_sliding_window": True, "sliding_window": 5, "layer_types": _WINDOW_LAST, "attention_bias": True},
+    ),
+    "smollm3": ("smollm3", _SMALL | {"no_rope_layer_interval": 2, "pad_token_id": None, "mlp_bias": True}),
+    "smollm3-windows": (
+        "smollm3",
+        _SMALL | {"no_rope_layers": [1, 0, 0], "pad_token_id": None, "use_sliding_window": True, "sliding_window": 9},
+    ),
+    "phi3": ("phi3", _SMALL | {"pad_token_id": None, "sliding_window": 11}),
+    "phi3-longrope": ("phi3", _SMALL | {"pad_token_id": None, "original_max_position_embeddings": 24, "rope_scaling": _LONGROPE}),
 }
 """Name -> architecture and settings; grouped queries of 6 heads over 3 unless they say otherwise."""
 
@@ -68,6 +96,31 @@ def huggingface_model(case: str, **changes: Any) -> Any:
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.1)
     return model
+
+
+class InDoubles(TorchFunctionMode):
+    """Whatever asks for float32 gets float64. transformers computes norms, softmaxes and rotary tables in float32, whatever the
+    dtype of the weights is; a model that is made and run in this mode is in float64 throughout."""
+
+    def __enter__(self) -> Any:
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.set_default_dtype(torch.float32)
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
+
+
+def in_doubles(folder: Path) -> Any:
+    """The model that transformers makes of a folder, in float64."""
+    transformers = library(json.loads((folder / "config.json").read_text())["model_type"])
+    with InDoubles():
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
 
 
 def saved(case: str, folder: Path, *, shard: str = "5GB", **changes: Any) -> Any:

@@ -3,56 +3,15 @@ configuration classes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.huggingface.family import Family
+from megatron.checkpoint.huggingface.family import Family, FieldGroup, Settings
 from megatron.checkpoint.huggingface.fields import Fields
-from megatron.checkpoint.huggingface.rotary_fields import read_rope, read_window, write_rope
+from megatron.checkpoint.huggingface.groups import ActivationField, Biases, Dropouts, Number, Only, Sizes, Switch
+from megatron.checkpoint.huggingface.layer_fields import NoRotaryLayers, WindowFields
+from megatron.checkpoint.huggingface.rotary_fields import Rotary
 from megatron.config.model import ModelConfig
-from megatron.spec.layers import alike, layers
-
-
-class _GPT2(Family):
-    """GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases everywhere; projections stored [in, out]."""
-
-    def read_shape(self, fields: Fields) -> dict[str, Any]:
-        sizes = {name: _aliased(fields, name, alias) for name, alias in _ALIASES.items()}
-        hidden, heads = sizes["n_embd"], sizes["n_head"]
-        if hidden % heads:
-            fields.refuse("n_head", f"does not divide n_embd = {hidden}")
-        fields.expect("scale_attn_weights", (True,), True)
-        fields.expect("scale_attn_by_inverse_layer_idx", (False,), False, "layers scale all attention alike here")
-        dropout = fields.number("resid_pdrop", 0.1)
-        if (embedding := fields.number("embd_pdrop", 0.1)) != dropout:
-            fields.notes.append(
-                f"the dropout of the embedding (embd_pdrop {embedding:g}) becomes that of the layers (resid_pdrop {dropout:g})"
-            )
-        return {
-            "num_layers": sizes["n_layer"],
-            "hidden_size": hidden,
-            "ffn_hidden_size": fields.size("n_inner", 4 * hidden),
-            "num_attention_heads": heads,
-            "seq_length": sizes["n_positions"],
-            "max_position_embeddings": sizes["n_positions"],
-            "hidden_dropout": dropout,
-        }
-
-    def write_shape(self, model: ModelConfig) -> dict[str, Any]:
-        return {
-            "n_embd": model.hidden_size,
-            "n_head": model.num_attention_heads,
-            "n_layer": model.num_layers,
-            "n_positions": model.num_positions,
-            "n_inner": model.ffn_size,
-            "resid_pdrop": model.hidden_dropout,
-            "embd_pdrop": model.hidden_dropout,
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "reorder_and_upcast_attn": False,
-        }
-
 
 _ALIASES = {
     "n_embd": "hidden_size",
@@ -63,29 +22,58 @@ _ALIASES = {
 """Second names of fields, which transformers takes too."""
 
 
-def _aliased(fields: Fields, name: str, alias: str) -> int:
-    given = fields.raw(name) is None and fields.raw(alias) is not None
-    size = fields.size(alias if given else name)
-    if fields.raw(alias) not in (None, size):
-        fields.refuse(alias, f"differs from {name} = {size}")
-    return size
+class _GPT2Sizes:
+    """GPT-2's names of sizes."""
+
+    def read(self, fields: Fields) -> Settings:
+        sizes = {name: self._size(fields, name, alias) for name, alias in _ALIASES.items()}
+        hidden, heads = sizes["n_embd"], sizes["n_head"]
+        if hidden % heads:
+            fields.refuse("n_head", f"does not divide n_embd = {hidden}")
+        return {
+            "num_layers": sizes["n_layer"],
+            "hidden_size": hidden,
+            "ffn_hidden_size": fields.size("n_inner", 4 * hidden),
+            "num_attention_heads": heads,
+            "seq_length": sizes["n_positions"],
+            "max_position_embeddings": sizes["n_positions"],
+        }
+
+    def _size(self, fields: Fields, name: str, alias: str) -> int:
+        given = fields.raw(name) is None and fields.raw(alias) is not None
+        size = fields.size(alias if given else name)
+        if fields.raw(alias) not in (None, size):
+            fields.refuse(alias, f"differs from {name} = {size}")
+        return size
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {
+            "n_embd": model.hidden_size,
+            "n_head": model.num_attention_heads,
+            "n_layer": model.num_layers,
+            "n_positions": model.num_positions,
+            "n_inner": model.ffn_size,
+        }
 
 
-GPT2 = _GPT2(
+_UNTIED = "untie_embeddings_and_output_weights"
+
+GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
-    positions="learned_absolute",
-    normalization="LayerNorm",
-    gated=False,
-    biases={"all": {}},
-    free_heads=False,
-    activation="activation_function",
-    numbers={
-        "layer_norm_epsilon": ("norm_epsilon", 1e-5),
-        "attn_pdrop": ("attention_dropout", 0.1),
-        "initializer_range": ("init_method_std", 0.02),
-    },
-    tied=True,
+    always={"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"},
+    groups=(
+        _GPT2Sizes(),
+        ActivationField("activation_function", gated=False),
+        Biases(always=("qkv", "output", "mlp")),
+        Number("layer_norm_epsilon", "norm_epsilon", 1e-5),
+        Number("attn_pdrop", "attention_dropout", 0.1),
+        Number("initializer_range", "init_method_std", 0.02),
+        Dropouts("resid_pdrop", "embd_pdrop", 0.1),
+        Switch("tie_word_embeddings", _UNTIED, True, opposite=True),
+        Only("scale_attn_weights", True),
+        Only("scale_attn_by_inverse_layer_idx", False, "layers scale all attention alike here"),
+    ),
     without_effect=(
         "n_ctx",  # the former name of n_positions
         "reorder_and_upcast_attn",  # float32 scores, which are always used here
@@ -110,142 +98,115 @@ GPT2 = _GPT2(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _LlamaStyle(Family):
-    """Llama and what is like it: rotary positions, RMSNorm, gated MLP, grouped queries."""
-
-    no_window: dict[str, Any]
-    """The fields for no attention window, if it can have one."""
-    kv_heads: int | None = None
-    """Default of key-value heads (None: as many as query heads)."""
-    head_size: int | None = None
-    """Default of channels of a head (None: hidden / heads)."""
-    max_positions: int = 32768
-    """Default of max_position_embeddings."""
-
-    def read_shape(self, fields: Fields) -> dict[str, Any]:
-        hidden, heads, layers = (fields.size(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-        kv_heads = _or_null(fields, "num_key_value_heads", absent=self.kv_heads or heads, null=heads)
-        if heads % kv_heads:
-            fields.refuse("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads = {heads}")
-        size = _or_null(fields, "head_dim", absent=self.head_size or 0, null=0)
-        if not size and hidden % heads:
-            fields.refuse("hidden_size", f"does not divide by num_attention_heads = {heads}, and there is no head_dim")
-        size = size or hidden // heads
-        if size % 2:
-            fields.refuse("hidden_size", f"heads of {size} channels cannot be rotated in pairs")
-        positions = fields.size("max_position_embeddings", self.max_positions)
-        window = read_window(fields, self.no_window, layers)
-        if window is not None and window < positions:
-            fields.notes.append(
-                f"attention is within a window of {window} tokens there, which is not known here: the same up to that length, so "
-                f"sequences are limited to {window} tokens"
-            )
-        return {
-            "num_layers": layers,
-            "hidden_size": hidden,
-            "ffn_hidden_size": fields.size("intermediate_size"),
-            "num_attention_heads": heads,
-            "kv_channels": size,
-            "group_query_attention": kv_heads != heads,
-            "num_query_groups": kv_heads if kv_heads != heads else 1,
-            "seq_length": min(positions, window or positions),
-            "max_position_embeddings": positions,
-            **read_rope(fields, positions),
-            "hidden_dropout": 0.0,
-        }
-
-    def write_shape(self, model: ModelConfig) -> dict[str, Any]:
-        return {
-            "hidden_size": model.hidden_size,
-            "intermediate_size": model.ffn_size,
-            "num_hidden_layers": model.num_layers,
-            "num_attention_heads": model.num_attention_heads,
-            "num_key_value_heads": model.num_key_value_heads,
-            "head_dim": model.head_size,
-            "max_position_embeddings": model.num_positions,
-            **write_rope(model),
-            **self.no_window,
-        }
+def _like_llama(
+    name: str,
+    architecture: str,
+    *groups: FieldGroup,
+    sizes: Sizes,
+    tied: bool = False,
+    epsilon: float = 1e-6,
+    rotary: Rotary | None = None,
+    activation: str = "hidden_act",
+    always: Settings | None = None,
+    names: dict[str, str] | None = None,
+    without_effect: tuple[str, ...] = (),
+) -> Family:
+    """Llama and what is like it: rotary positions, RMSNorm, gated MLP, grouped queries; with what is otherwise."""
+    return Family(
+        model_type=name,
+        architecture=architecture,
+        always={"position_embedding_type": "rope", "normalization": "RMSNorm", "hidden_dropout": 0.0, **(always or {})},
+        groups=(
+            sizes,
+            rotary or Rotary(max_positions=sizes.max_positions),
+            ActivationField(activation, gated=True),
+            Number("rms_norm_eps", "norm_epsilon", epsilon),
+            Number("attention_dropout", "attention_dropout", 0.0),
+            Number("initializer_range", "init_method_std", 0.02),
+            Switch("tie_word_embeddings", _UNTIED, tied, opposite=True),
+            *groups,
+        ),
+        without_effect=without_effect,
+        prefix="model.",
+        layer="layers.{}",
+        names={
+            "embedding.word": "embed_tokens",
+            "attention_norm": "input_layernorm",
+            "attention": "self_attn",
+            "attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+            "attention.q_norm": "self_attn.q_norm",
+            "attention.k_norm": "self_attn.k_norm",
+            "attention.output": "self_attn.o_proj",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp.up": "mlp.gate_proj mlp.up_proj",
+            "mlp.down": "mlp.down_proj",
+            "final_norm": "norm",
+            "output": "lm_head",
+            **(names or {}),
+        },
+        buffers=r"(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # frequencies
+    )
 
 
-def _or_null(fields: Fields, name: str, *, absent: int, null: int) -> int:
-    """A size for which absence and null mean different things."""
-    value = fields.raw(name, "absent")
-    return absent if value == "absent" else null if value is None else fields.size(name)
+_ATTENTION_AND_MLP = Biases(switches={"attention_bias": ("qkv", "output"), "mlp_bias": ("mlp",)})
+_ATTENTION = Biases(switches={"attention_bias": ("qkv", "output")})
+_QWEN_WINDOWS = WindowFields(default=4096, where="switched")
 
-
-_LIKE_LLAMA: dict[str, Any] = dict(
-    positions="rope",
-    normalization="RMSNorm",
-    gated=True,
-    activation="hidden_act",
-    numbers={
-        "rms_norm_eps": ("norm_epsilon", 1e-6),
-        "attention_dropout": ("attention_dropout", 0.0),
-        "initializer_range": ("init_method_std", 0.02),
-    },
-    tied=False,
-    prefix="model.",
-    layer="layers.{}",
-    names={
-        "embedding.word": "embed_tokens",
-        "attention_norm": "input_layernorm",
-        "attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
-        "attention.output": "self_attn.o_proj",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp.up": "mlp.gate_proj mlp.up_proj",
-        "mlp.down": "mlp.down_proj",
-        "final_norm": "norm",
-        "output": "lm_head",
-    },
-    buffers=r"(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # frequencies
+LLAMA = _like_llama("llama", "LlamaForCausalLM", _ATTENTION_AND_MLP, sizes=Sizes(max_positions=2048, heads_divide_hidden=True))
+QWEN2 = _like_llama(
+    "qwen2", "Qwen2ForCausalLM", Biases(always=("qkv",)), _QWEN_WINDOWS, sizes=Sizes(max_positions=32768, kv_heads=32)
+)
+QWEN3 = _like_llama(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    _ATTENTION,
+    _QWEN_WINDOWS,
+    sizes=Sizes(max_positions=32768, kv_heads=32, head_size=128),
+    always={"qk_layernorm": True},
+)
+MISTRAL = _like_llama(
+    "mistral", "MistralForCausalLM", Biases(), WindowFields(default=4096), sizes=Sizes(max_positions=4096 * 32, kv_heads=8)
+)
+PHI3 = _like_llama(
+    "phi3",
+    "Phi3ForCausalLM",
+    Biases(),
+    Dropouts("resid_pdrop", "embd_pdrop", 0.0),
+    WindowFields(default=None),
+    sizes=Sizes(max_positions=4096),
+    rotary=Rotary(max_positions=4096, partial=1.0, types=("longrope",), original_outside=4096),
+    epsilon=1e-5,
+    names={"attention.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"},
 )
 
-LLAMA = _LlamaStyle(
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    biases={
-        "none": {"attention_bias": False, "mlp_bias": False},
-        "all": {"attention_bias": True, "mlp_bias": True},
-    },
-    heads_divide_hidden=True,
-    no_window={},
-    max_positions=2048,
-    **_LIKE_LLAMA,
-)
-QWEN2 = _LlamaStyle(
-    model_type="qwen2",
-    architecture="Qwen2ForCausalLM",
-    biases={"qkv": {}},
-    no_window={"use_sliding_window": False, "sliding_window": None},
-    kv_heads=32,
-    **_LIKE_LLAMA,
-)
-QWEN3 = _LlamaStyle(
-    model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
-    biases={"none": {"attention_bias": False}},
-    qk_norm=True,
-    no_window={"use_sliding_window": False, "sliding_window": None},
-    kv_heads=32,
-    head_size=128,
-    **_LIKE_LLAMA,
-)
-MISTRAL = _LlamaStyle(
-    model_type="mistral",
-    architecture="MistralForCausalLM",
-    biases={"none": {}},
-    no_window={"sliding_window": None},
-    kv_heads=8,
-    max_positions=4096 * 32,
-    **_LIKE_LLAMA,
+SMOLLM3 = _like_llama(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    _ATTENTION_AND_MLP,
+    NoRotaryLayers(every=4),
+    WindowFields(default=None, where="switched", unrotated=NoRotaryLayers(every=4)),
+    sizes=Sizes(max_positions=32768, kv_heads=4),
+    rotary=Rotary(max_positions=32768, theta=2e6),
+    tied=True,
 )
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, SMOLLM3)}
 """Architectures by their name in config.json. A model is written as the first that it fits."""
+
+_TWO_NORMS = "norms on both sides of attention and MLP with weights around zero, a scaled embedding and a GeGLU"
+_NORM_BEHIND = "norms behind attention and MLP instead of before"
+MISSING = {
+    "gemma": "norm weights around zero, a scaled embedding and a GeGLU",
+    "gemma2": f"{_TWO_NORMS}, and a soft cap of the logits",
+    "gemma3_text": _TWO_NORMS,
+    "olmo2": _NORM_BEHIND,
+    "olmo3": _NORM_BEHIND,
+    "gpt_neox": "attention and MLP side by side on one residual, and the exact GELU",
+    "granite": "multipliers of embedding, residuals and logits",
+    "stablelm": "attention and MLP side by side, and a norm of its own for each query and key head",
+    "gpt_oss": "mixtures of experts (num_local_experts) with a clamped SwiGLU",
+}
+"""Architectures that cannot be converted, with what they have and cannot be built here."""
 
 
 def fitting(model: ModelConfig, wanted: str | None = None) -> Family:
@@ -256,8 +217,7 @@ def fitting(model: ModelConfig, wanted: str | None = None) -> Family:
     """
     if wanted is not None and wanted not in FAMILIES:
         raise CheckpointError(f"there is no family {wanted!r}; known are {', '.join(FAMILIES)}")
-    unlike = ["layers are of several kinds"] if len(alike(layers(model))) > 1 else []
-    tried = {name: [*unlike, *family.misfits(model)] for name, family in FAMILIES.items() if wanted in (None, name)}
+    tried = {name: family.misfits(model) for name, family in FAMILIES.items() if wanted in (None, name)}
     for name, misfits in tried.items():
         if not misfits:
             return FAMILIES[name]

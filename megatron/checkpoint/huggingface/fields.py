@@ -71,7 +71,8 @@ class Fields:
     def __init__(self, name: str, values: Mapping[str, Any], without_effect: Collection[str] = ()) -> None:
         self._name, self._values = name, values
         self._read: set[str] = {"model_type", "architectures", *WITHOUT_EFFECT, *without_effect}
-        self._faults: list[str] = []
+        self.faults: list[str] = []
+        """What cannot be accepted."""
         self.notes: list[str] = []
         """Notes for the user on what was read."""
 
@@ -83,14 +84,14 @@ class Fields:
     def refuse(self, name: str, why: str) -> None:
         """Record that a value cannot be accepted."""
         self._read.add(name)
-        self._faults.append(f"{name} = {self._values.get(name)!r}: {why}")
+        self.faults.append(f"{name} = {self._values.get(name)!r}: {why}")
 
     def size(self, name: str, default: int | None = None) -> int:
         """A positive integer, which must be there if there is no default. `null` counts as absent."""
         value = self.raw(name)
         value = default if value is None else value
         if value is None:
-            self._faults.append(f"{name} is missing")
+            self.faults.append(f"{name} is missing")
             return 1
         if type(value) is not int or value < 1:
             self.refuse(name, "must be a positive integer")
@@ -131,6 +132,6 @@ class Fields:
             if name in self._values and name not in self._read:
                 self.expect(name, allowed, None)
         strange = {name: value for name, value in self._values.items() if name not in self._read and value is not None}
-        faults = self._faults + [f"{name} = {value!r}: {_STRANGE.get(name, _UNKNOWN)}" for name, value in strange.items()]
+        faults = self.faults + [f"{name} = {value!r}: {_STRANGE.get(name, _UNKNOWN)}" for name, value in strange.items()]
         if faults:
             raise CheckpointError(f"{self._name} describes a model that cannot be read:\n  " + "\n  ".join(faults))

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
-from megatron.checkpoint.huggingface.families import FAMILIES
-from megatron.checkpoint.huggingface.family import OUTPUT, Family
+from megatron.checkpoint.huggingface.families import FAMILIES, MISSING
+from megatron.checkpoint.huggingface.family import Family
 from megatron.checkpoint.huggingface.fields import CONFIG, Fields
 from megatron.checkpoint.huggingface.weight_files import WEIGHT_DTYPES, stored_tensors
 from megatron.checkpoint.source import TensorInfo, misfits
@@ -79,12 +79,13 @@ class HuggingFaceFolder:
         wrong += [f"{name} is not of floating-point numbers" for name in integers]
         unread = [name for name in stored if name not in expected]
         buffers = [name for name in unread if family.is_buffer(name)]
-        if self.model.tied and OUTPUT in unread:
-            buffers.append(OUTPUT)  # a second copy, as old files have
+        output = family.output
+        if self.model.tied and output in unread:
+            buffers.append(output)  # a second copy, as old files have
             (embedding,) = self._layouts[WORD_EMBEDDING].rows
-            if embedding in stored and not torch.equal(stored[embedding].read(), stored[OUTPUT].read()):
+            if embedding in stored and not torch.equal(stored[embedding].read(), stored[output].read()):
                 raise CheckpointError(
-                    f"{self.name}: {CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {OUTPUT} is stored "
+                    f"{self.name}: {CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {output} is stored "
                     "with other values.\n  Set tie_word_embeddings to false if the model has both, or remove the tensor."
                 )
         wrong += [f"{name} {list(stored[name].shape)} is not of this model" for name in unread if name not in buffers]
@@ -117,9 +118,10 @@ def _family(folder: Path, config: dict[str, Any]) -> Family:
     known = "; ".join(f"{family.model_type} ({family.architecture})" for family in FAMILIES.values())
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
+        lacking = MISSING.get(str(config.get("model_type")))
         raise CheckpointError(
-            f"{folder}: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is not supported; "
-            f"known are {known}"
+            f"{folder}: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is not supported"
+            f"{f', since it has {lacking}' if lacking else ''}; known are {known}"
         )
     if "quantization_config" in config and config["quantization_config"] is not None:
         raise CheckpointError(

@@ -11,9 +11,11 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.huggingface.families import FAMILIES, fitting
+from megatron.checkpoint.huggingface.family import computed
 from megatron.checkpoint.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.model.rope import frequencies
+from megatron.spec.layers import layers
 from megatron.spec.rotary import rotary_of
 from tests.support.huggingface_models import library
 from tests.support.layout import model_config
@@ -37,6 +39,8 @@ LLAMA = {
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}
 QWEN2 = LLAMA | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32, "max_window_layers": 2}
 QWEN3 = QWEN2 | {"model_type": "qwen3", "head_dim": 16}
+PHI3 = LLAMA | {"model_type": "phi3"}
+SMOLLM3 = LLAMA | {"model_type": "smollm3"}
 GPT2 = {"model_type": "gpt2", "vocab_size": 128, "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 64}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -60,8 +64,7 @@ def read(config: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
     ("base", "changes", "named"),
     [
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        (LLAMA, {"attention_bias": True}, "attention_bias = True"),
-        (LLAMA, {"mlp_bias": True}, "mlp_bias = True"),
+        (LLAMA, {"attention_bias": 1}, "attention_bias = 1"),
         (LLAMA, {"sliding_window": 4096}, "sliding_window = 4096: unknown"),
         (LLAMA, {"layer_types": ["full_attention"] * 3}, "layer_types"),
         (LLAMA, {"some_new_multiplier": 0.5}, "some_new_multiplier = 0.5: unknown"),
@@ -79,16 +82,20 @@ def read(config: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
         (LLAMA, {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "whole heads"),
-        (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type 'yarn'"),
-        (LLAMA, {"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": [2]}}, "type 'longrope'"),
+        (LLAMA, {"rope_scaling": {"type": "proportional", "factor": 2.0}}, "type 'proportional'"),
+        (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "original_max_position_embeddings": 32}, "32 is not max_pos"),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "betas": 3}}, "betas unknown with type 'yarn'"),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0}}, "beta_fast is 0"),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0.5}}, "--beta-slow 1.0 is not below"),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1}}, "at least 2"),
+        (LLAMA, {"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": [2]}}, "has 1 factors, but 4 pairs"),
+        (LLAMA, {"rope_scaling": {"rope_type": "longrope", "short_factor": 1, "long_factor": [2]}}, "short_factor is 1"),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "factor is None"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1.0}}, "mscale unknown"),
         (LLAMA, {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}}, "rope_type and type differ"),
-        (LLAMA, {"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "only {'low_freq_factor': 1.0"),
-        (LLAMA, {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}}, "only {'low_freq_factor': 1.0"),
-        (LLAMA, {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}}, "only {'low"),
+        (LLAMA, {"rope_scaling": LLAMA3 | {"high_freq_factor": 0.5}}, "--rope-high-freq-factor 0.5"),
+        (LLAMA, {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "low_freq_factor"}}, "low_freq_factor is None"),
         (LLAMA, {"rope_scaling": LLAMA3, "original_max_position_embeddings": 4096}, "original_max_position_embeddings"),
         (LLAMA, {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta = 10000.0"),
         (LLAMA, {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_scaling"),
@@ -98,7 +105,9 @@ def read(config: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
         (QWEN2, {"layer_types": ["full_attention"]}, "names 1 layers of 3"),
         (QWEN2, {"layer_types": 5}, "must be a list"),
         (QWEN2, {"attention_bias": False}, "attention_bias = False: unknown"),
-        (QWEN3, {"attention_bias": True}, "attention_bias = True"),
+        (MISTRAL, {"sliding_window": 0}, "sliding_window = 0"),
+        (SMOLLM3, {"no_rope_layers": [1, 0]}, "no_rope_layers = [1, 0]"),
+        (PHI3, {"partial_rotary_factor": 0.1}, "of a head of 8 channels rotates 0"),
         (GPT2, {"activation_function": "gelu"}, "activation_function = 'gelu'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         (GPT2, {"scale_attn_weights": False}, "scale_attn_weights = False"),
@@ -115,8 +124,8 @@ def test_what_changes_the_model_is_refused_by_name(base: dict[str, Any], changes
 
 
 def test_everything_that_is_wrong_is_named_at_once() -> None:
-    with pytest.raises(CheckpointError, match=r"(?s)hidden_act.*rope_scaling.*one.*two") as error:
-        read(LLAMA | {"hidden_act": "relu", "rope_scaling": {"type": "yarn"}, "one": 1, "two": 2})
+    with pytest.raises(CheckpointError, match=r"(?s)rope_scaling.*hidden_act.*one.*two") as error:
+        read(LLAMA | {"hidden_act": "relu", "rope_scaling": {"type": "new"}, "one": 1, "two": 2})
     assert len(str(error.value).splitlines()) == 5
 
 
@@ -181,7 +190,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768}
         | {"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "vocab_size": 32000}
         | {"rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False},
-        {"seq_length": 4096, "head_size": 128},
+        {"seq_length": 32768, "head_size": 128, "window_size": "4095,0", "window_attn_skip_freq": None},
     ),
     "Qwen2.5 7B": (
         {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072}
@@ -212,7 +221,7 @@ def test_published_models_are_read(name: str) -> None:
     config, fields = PUBLISHED[name]
     model, notes = read(config)
     assert {field: getattr(model, field) for field in fields} == fields
-    assert bool(notes) == (name == "Mistral 7B v0.1")
+    assert not notes
 
 
 def test_sizes_and_parts_of_a_llama() -> None:
@@ -324,28 +333,47 @@ def test_llama3_scaling_keeps_its_factor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "changes", "window"),
+    ("base", "changes", "slides"),
     [
-        (MISTRAL, {"sliding_window": 32}, 32),
-        (MISTRAL, {"sliding_window": 64}, None),
-        (MISTRAL, {"sliding_window": None}, None),
-        (QWEN2, {}, None),
-        (QWEN2, {"use_sliding_window": True}, 32),
-        (QWEN2, {"use_sliding_window": True, "max_window_layers": 3}, None),
-        (QWEN3, {"use_sliding_window": True, "layer_types": ["full_attention"] * 3}, None),
-        (QWEN3, {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, 32),
-        (QWEN3, {"use_sliding_window": True, "sliding_window": None}, None),
+        (MISTRAL, {"sliding_window": 32}, "111"),
+        (MISTRAL, {"sliding_window": None}, "000"),
+        (QWEN2, {}, "000"),
+        (QWEN2, {"use_sliding_window": True}, "001"),
+        (QWEN2, {"use_sliding_window": True, "max_window_layers": 3}, "000"),
+        (QWEN3, {"use_sliding_window": True, "layer_types": ["full_attention"] * 3}, "000"),
+        (QWEN3, {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "010"),
+        (QWEN3, {"use_sliding_window": True, "sliding_window": None}, "000"),
+        (PHI3, {}, "000"),
+        (PHI3, {"sliding_window": 32}, "111"),
+        (SMOLLM3, {"use_sliding_window": True, "sliding_window": 32, "no_rope_layer_interval": 2}, "010"),
+        (SMOLLM3, {"use_sliding_window": True, "sliding_window": 32, "no_rope_layers": [0, 1, 0]}, "101"),
     ],
 )
-def test_windows_limit_the_sequence_and_are_told(base: dict[str, Any], changes: dict[str, Any], window: int | None) -> None:
+def test_windows_of_layers(base: dict[str, Any], changes: dict[str, Any], slides: str) -> None:
+    """A window of 32 tokens has 31 before the own."""
     model, notes = read(base | changes)
-    assert model.seq_length == (window or 64) and model.num_positions == 64
-    assert bool(notes) == (window is not None) and all(f"window of {window} tokens" in note for note in notes)
+    assert model.seq_length == 64 and not notes
+    assert [layer.attention.scores.window for layer in layers(model)] == [31 if each == "1" else None for each in slides]
 
 
 def test_a_mistral_without_the_field_has_a_window_of_4096() -> None:
-    model, notes = read({k: v for k, v in MISTRAL.items() if k != "sliding_window"} | {"max_position_embeddings": 32768})
-    assert model.seq_length == 4096 and "window of 4096" in notes[0]
+    model, _ = read({k: v for k, v in MISTRAL.items() if k != "sliding_window"} | {"max_position_embeddings": 32768})
+    assert (model.seq_length, model.window_size) == (32768, "4095,0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotated"),
+    [
+        ({}, "111"),
+        ({"num_hidden_layers": 8}, "11101110"),
+        ({"no_rope_layer_interval": 2}, "101"),
+        ({"no_rope_layers": [0, 1, 1]}, "011"),
+        ({"no_rope_layers": [1, 1, 0, 0], "no_rope_layer_interval": 1}, "110"),
+    ],
+)
+def test_layers_without_rotary_positions(changes: dict[str, Any], rotated: str) -> None:
+    model, _ = read(SMOLLM3 | changes)
+    assert [layer.attention.rotary is not None for layer in layers(model)] == [each == "1" for each in rotated]
 
 
 def test_one_dropout_for_two_is_told() -> None:
@@ -356,16 +384,17 @@ def test_one_dropout_for_two_is_told() -> None:
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        (model_config(gpt2_like(positions="rope")), "gpt2: positions are rope, not learned_absolute"),
-        (model_config(llama_like(positions="none")), "positions are none"),
-        (model_config(llama_like(norm="LayerNorm")), "llama: the norm is LayerNorm, not RMSNorm"),
-        (model_config(llama_like(activation="squared_relu")), "llama: the MLP is not gated"),
-        (model_config(llama_like(rotary_percent=0.5)), "llama: only 50% of a head is rotated"),
-        (model_config(llama_like(qk_norm=True, qkv_bias=True)), "qwen3: only query, key and value have biases"),
-        (model_config(llama_like(qk_norm=True, bias=True)), "all have biases"),
-        (model_config(gpt2_like(heads=4, kv_heads=2)), "gpt2: 2 key-value heads for 4 query heads"),
-        (model_config(gpt2_like(head_size=16)), "heads of 16 channels x 4 are not the hidden size 32"),
-        (model_config(gpt2_like(bias=False)), "--disable-bias-linear"),
+        (model_config(gpt2_like(positions="rope")), "gpt2: --position-embedding-type is rope, there learned_absolute"),
+        (model_config(llama_like(positions="learned")), "llama: --position-embedding-type is learned_absolute, there rope"),
+        (model_config(llama_like(norm="LayerNorm")), "llama: --normalization is LayerNorm, there RMSNorm"),
+        (model_config(llama_like(activation="squared_relu")), "llama: --swiglu is off, there on"),
+        (model_config(llama_like(rotary_percent=0.5, qk_norm=True)), "qwen3: --rotary-percent is 0.5, there 1"),
+        (model_config(llama_like(qk_norm=True, qkv_bias=True)), "qwen3: --add-qkv-bias is on, there off"),
+        (model_config(gpt2_like(heads=4, kv_heads=2)), "gpt2: --group-query-attention is on, there off"),
+        (model_config(gpt2_like(head_size=16)), "gpt2: --kv-channels is 16, there by default"),
+        (model_config(gpt2_like(bias=False)), "gpt2: --disable-bias-linear is on, there off"),
+        (model_config(llama_like(), rotary_interleaved=True), "llama: --rotary-interleaved is on, there off"),
+        (model_config(llama_like(), no_rope_freq="2", rotary_percent=0.5), "smollm3: --rotary-percent is 0.5, there 1"),
     ],
 )
 def test_a_model_that_no_architecture_has_is_refused_nearest_first(model: ModelConfig, named: str) -> None:
@@ -376,38 +405,51 @@ def test_a_model_that_no_architecture_has_is_refused_nearest_first(model: ModelC
 
 
 def test_an_architecture_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="queries and keys are not normalised"):
+    with pytest.raises(CheckpointError, match="qwen3: --qk-layernorm is off, there on"):
         fitting(model_config(llama_like()), "qwen3")
     with pytest.raises(CheckpointError, match="known are gpt2, llama"):
         fitting(model_config(llama_like()), "falcon")
     assert fitting(model_config(llama_like()), "mistral").model_type == "mistral"
 
 
+SCALINGS: list[dict[str, Any]] = [
+    {},
+    {"rotary_seq_len_interpolation_factor": 2.5},
+    {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+    {"use_rope_scaling": True, "rope_low_freq_factor": 0.5, "rope_high_freq_factor": 3.0, "original_max_position_embeddings": 99},
+    {"rope_type": "dynamic", "rotary_scaling_factor": 3.0, "original_max_position_embeddings": 9},
+    {"rope_type": "yarn", "rotary_scaling_factor": 3.0, "original_max_position_embeddings": 8, "beta_fast": 3.0, "beta_slow": 0.5},
+    {"rope_type": "yarn", "rotary_scaling_factor": 3.0, "mscale": 0.7, "yarn_correction_range_round_to_int": False},
+    {"rope_type": "yarn", "rotary_scaling_factor": 3.0, "mscale": 0.7, "mscale_all_dim": 0.4},
+    {"rope_type": "yarn", "rotary_scaling_factor": 3.0, "rope_attention_factor": 1.25},
+    {"rope_type": "longrope", "rotary_scaling_factor": 3.0, "rope_short_factors": (1.0, 2.0), "rope_long_factors": (1.5, 4.0)},
+]
+PARTS: dict[str, dict[str, Any]] = {
+    "qwen2": {"add_qkv_bias": True, "window_size": "7,0", "window_attn_skip_freq": "2"},
+    "qwen3": {"qk_layernorm": True, "add_qkv_bias": True, "add_attn_output_bias": True},
+    "mistral": {"window_size": "7,0"},
+    "phi3": {"window_size": "7,0", "rotary_percent": 0.5},
+    "smollm3": {"no_rope_freq": "2", "window_size": "7,0", "window_attn_skip_freq": "[0,1]", "add_mlp_bias": True},
+}
+"""Of each family, something that it has and Llama has not."""
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("scaling", [{}, {"use_rope_scaling": True, "rope_scaling_factor": 32.0}, {"factor": 2.5}])
-def test_what_is_written_is_read_as_the_same_model(name: str, scaling: dict[str, Any]) -> None:
-    """Also with every spelling of rotary positions but one taken out."""
-    parts = {"qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}.get(name, {})
-    shape = gpt2_like(tied=False) if name == "gpt2" else llama_like(rotary_base=77.0, epsilon=1e-4, **parts)
-    if scaling and name == "gpt2":
-        pytest.skip("no rotary positions")
-    factor = scaling.get("factor", 1.0)
-    settings = {key: value for key, value in scaling.items() if key != "factor"}
-    settings |= {"rotary_seq_len_interpolation_factor": factor, "init_method_std": 0.05, "max_position_embeddings": 16}
-    model = model_config(shape, **settings)
-    family = fitting(model, name)
-    config: dict[str, Any] = json.loads(json.dumps({"model_type": name, "vocab_size": 64, **family.write(model)}))
-    assert _same(read(config)[0], model)
-    if name != "gpt2":
-        assert _same(read({k: v for k, v in config.items() if k != "rope_parameters"})[0], model)
-        assert _same(read({k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling")})[0], model)
-
-
-def _same(read_back: ModelConfig, model: ModelConfig) -> bool:
-    free = {"num_query_groups", "group_query_attention", "kv_channels", "ffn_hidden_size", "make_vocab_size_divisible_by"}
-    ours, theirs = ({k: v for k, v in vars(one).items() if k not in free} for one in (model, read_back))
-    assert ours == theirs
-    return all(getattr(model, name) == getattr(read_back, name) for name in ("num_key_value_heads", "head_size", "ffn_size"))
+def test_what_is_written_is_read_as_the_same_model(name: str) -> None:
+    """With every scaling, and with every spelling of rotary positions but one taken out."""
+    parts = PARTS.get(name, {})
+    base = llama_like(rotary_base=77.0, epsilon=1e-4, head_size=4 if parts.get("rotary_percent") is None else 8)
+    for scaling in SCALINGS[::9] if name == "phi3" else SCALINGS:
+        free: dict[str, Any] = {"init_method_std": 0.05, "attention_dropout": 0.25, "max_position_embeddings": 16}
+        model = model_config(gpt2_like(tied=False)) if name == "gpt2" else model_config(base, **parts, **scaling, **free)
+        family = fitting(model, name)
+        config: dict[str, Any] = json.loads(json.dumps({"model_type": name, "vocab_size": 64, **family.write(model)}))
+        old = {k: v for k, v in config.items() if k != "rope_parameters"}
+        new = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling", "partial_rotary_factor")}
+        for written in (config, old, new):
+            again, notes = read(written)
+            assert computed(again) == computed(model) and not notes, scaling
+            assert all(getattr(again, each) == getattr(model, each) for each in ("init_method_std", "attention_dropout", "tied"))
 
 
 def test_transformers_reads_what_is_written(tmp_path: Path) -> None:

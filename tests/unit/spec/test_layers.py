@@ -56,12 +56,16 @@ def test_each_layer_has_its_own_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [shapes[f"layers.{layer}.mlp.up.weight"][0] // 64 for layer in range(7)] == [1, 1, 2, 1, 1, 2, 1]
 
 
-def test_models_of_mixed_layers_are_not_exported_as_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No architecture of transformers that is known here says which layers differ."""
+def test_models_of_mixed_layers_are_not_exported_as_equal_ones() -> None:
+    """An architecture fits only where it can say which layers differ."""
     model = dataclasses.replace(
         MODEL, swiglu=True, ffn_hidden_size=32, disable_bias_linear=True, untie_embeddings_and_output_weights=True
     )
     assert fitting(model).model_type == "llama"
-    mix_layers(monkeypatch, 3)
-    with pytest.raises(CheckpointError, match="llama: layers are of several kinds"):
-        fitting(model)
+    assert fitting(dataclasses.replace(model, window_size="3,0")).model_type == "mistral"
+    mixed = dataclasses.replace(model, no_rope_freq="3")
+    assert fitting(mixed).model_type == "smollm3"
+    with pytest.raises(CheckpointError, match="llama: --no-rope-freq is 3, there by default"):
+        fitting(mixed, "llama")
+    with pytest.raises(CheckpointError, match="mistral: --window-size is 3,0, there by default"):
+        fitting(dataclasses.replace(model, window_size="3,0", window_attn_skip_freq="2"), "mistral")

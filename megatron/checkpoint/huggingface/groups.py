@@ -1,0 +1,197 @@
+"""Groups of fields that several architectures have: numbers, switches, sizes, biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.checkpoint.huggingface.family import Settings
+from megatron.checkpoint.huggingface.fields import Fields
+from megatron.config.model import ModelConfig
+from megatron.spec.activations import activation_of, by_hugging_face_name
+from megatron.spec.layers import layers
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that is a setting of ours."""
+
+    theirs: str
+    ours: str
+    default: float | None
+    """Its value where the field is absent. None: it is then not given here either, and null there is the same."""
+
+    def read(self, fields: Fields) -> Settings:
+        if self.default is None and fields.raw(self.theirs) is None:
+            return {}
+        return {self.ours: fields.number(self.theirs, self.default or 0.0)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {self.theirs: getattr(model, self.ours)}
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A switch that is one of ours, or its opposite."""
+
+    theirs: str
+    ours: str
+    default: bool
+    opposite: bool = False
+
+    def read(self, fields: Fields) -> Settings:
+        return {self.ours: fields.switch(self.theirs, self.default) is not self.opposite}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {self.theirs: getattr(model, self.ours) is not self.opposite}
+
+
+@dataclass(frozen=True)
+class Only:
+    """A field that must have one value: with another the architecture computes what cannot be computed here."""
+
+    theirs: str
+    value: Any
+    why: str = ""
+    written: bool = True
+
+    def read(self, fields: Fields) -> Settings:
+        fields.expect(self.theirs, (self.value,), self.value, self.why)
+        return {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {self.theirs: self.value} if self.written else {}
+
+
+@dataclass(frozen=True)
+class ActivationField:
+    """The function of the MLP, by transformers' name."""
+
+    theirs: str
+    gated: bool
+
+    def read(self, fields: Fields) -> Settings:
+        known = by_hugging_face_name(gated=self.gated)
+        flag = known[fields.expect(self.theirs, tuple(known), next(iter(known)))].flag
+        return {} if flag is None else {flag: True}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {self.theirs: activation_of(model).hugging_face[0]}
+
+
+BiasPlace = Literal["qkv", "output", "mlp"]
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Which linear layers of a layer have biases."""
+
+    always: tuple[BiasPlace, ...] = ()
+    switches: Mapping[str, tuple[BiasPlace, ...]] | None = None
+    """By field: the places that it switches."""
+    default: bool = False
+    """Value of absent fields."""
+
+    def read(self, fields: Fields) -> Settings:
+        places = set(self.always)
+        for name, switched in (self.switches or {}).items():
+            places |= set(switched) if fields.switch(name, self.default) else set()
+        if places == {"qkv", "output", "mlp"}:
+            return {"disable_bias_linear": False}
+        flags = {"qkv": "add_qkv_bias", "output": "add_attn_output_bias", "mlp": "add_mlp_bias"}
+        return {"disable_bias_linear": True, **{flags[place]: True for place in places}}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        layer = layers(model)[0]
+        there: dict[BiasPlace, bool] = {
+            "qkv": layer.attention.qkv_bias,
+            "output": layer.attention.output_bias,
+            "mlp": layer.mlp.bias,
+        }
+        return {name: all(there[place] for place in switched) for name, switched in (self.switches or {}).items()}
+
+
+@dataclass(frozen=True)
+class Dropouts:
+    """Dropout of the embedding and of the layers, which are one here."""
+
+    layers: str
+    embedding: str
+    default: float
+
+    def read(self, fields: Fields) -> Settings:
+        dropout, embedding = (fields.number(name, self.default) for name in (self.layers, self.embedding))
+        if embedding != dropout:
+            become = f"becomes that of the layers ({self.layers} {dropout:g})"
+            fields.notes.append(f"the dropout of the embedding ({self.embedding} {embedding:g}) {become}")
+        return {"hidden_dropout": dropout}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {self.layers: model.hidden_dropout, self.embedding: model.hidden_dropout}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Llama's names of sizes, with grouped queries and heads of any size."""
+
+    max_positions: int
+    """Default of max_position_embeddings."""
+    kv_heads: int | None = None
+    """Default of key-value heads (None: as many as query heads)."""
+    head_size: int | None = None
+    """Default of channels of a head (None: hidden / heads)."""
+    free_heads: bool = True
+    """Whether heads may have any size and share keys and values, for which there are fields."""
+    heads_divide_hidden: bool = False
+    """Whether transformers refuses a hidden size that does not divide by the heads, even with heads of another size."""
+
+    def read(self, fields: Fields) -> Settings:
+        hidden, heads, depth = (fields.size(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+        kv_heads, size = heads, 0
+        if self.free_heads:
+            kv_heads = _or_null(fields, "num_key_value_heads", absent=self.kv_heads or heads, null=heads)
+            size = _or_null(fields, "head_dim", absent=self.head_size or 0, null=0)
+        if heads % kv_heads:
+            fields.refuse("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads = {heads}")
+        if hidden % heads and (not size or self.heads_divide_hidden):
+            fields.refuse(
+                "hidden_size", f"does not divide by num_attention_heads = {heads}{'' if size else ', and there is no head_dim'}"
+            )
+        size = size or hidden // heads
+        if size % 2:
+            fields.refuse("hidden_size", f"heads of {size} channels cannot be rotated in pairs")
+        positions = max_positions(fields, self.max_positions)
+        return {
+            "num_layers": depth,
+            "hidden_size": hidden,
+            "ffn_hidden_size": fields.size("intermediate_size"),
+            "num_attention_heads": heads,
+            "kv_channels": size,
+            "group_query_attention": kv_heads != heads,
+            "num_query_groups": kv_heads if kv_heads != heads else 1,
+            "seq_length": positions,
+            "max_position_embeddings": positions,
+        }
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        heads = {"num_key_value_heads": model.num_key_value_heads, "head_dim": model.head_size} if self.free_heads else {}
+        return {
+            "hidden_size": model.hidden_size,
+            "intermediate_size": model.ffn_size,
+            "num_hidden_layers": model.num_layers,
+            "num_attention_heads": model.num_attention_heads,
+            **heads,
+            "max_position_embeddings": model.num_positions,
+        }
+
+
+def max_positions(fields: Fields, default: int) -> int:
+    """The longest sequence that the model was made for."""
+    return fields.size("max_position_embeddings", default)
+
+
+def _or_null(fields: Fields, name: str, *, absent: int, null: int) -> int:
+    """A size for which absence and null mean different things."""
+    value = fields.raw(name, "absent")
+    return absent if value == "absent" else null if value is None else fields.size(name)

@@ -1,0 +1,88 @@
+"""One training step in float64, of transformers and here with the weights of the same folder: logits, loss, every gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.huggingface.families import FAMILIES
+from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
+from megatron.config.parallel import ParallelConfig
+from megatron.config.training import OptimizerConfig
+from megatron.inference.forward import sequence_logits
+from megatron.model.build import build_model
+from megatron.model.gpt import ModelInputs
+from megatron.optimizer.grad_scaler import GradScaler
+from megatron.parallel.boxes import Box
+from megatron.pipeline_parallel.partition import table_of
+from megatron.training.step import TrainStep
+from megatron.verification.observation import TensorPart
+from megatron.verification.recording import set_weights
+from tests.support.huggingface_models import CASES, InDoubles, in_doubles, saved, some_ids
+from tests.support.layout import keep_gradients
+from tests.support.lone_rank import lone_rank
+
+VOCAB = 131
+
+
+def their_step(folder: Path, ids: torch.Tensor) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+    """Logits, loss, and gradients by their names."""
+    model = in_doubles(folder)
+    with InDoubles():
+        logits = model(ids[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+    return logits.detach(), loss.item(), {name: param.grad for name, param in model.named_parameters()}
+
+
+def our_step(folder: HuggingFaceFolder, ids: torch.Tensor) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+    """The same of ours: one process, one microbatch."""
+    context, dtype = lone_rank(), torch.float64
+    model = dataclasses.replace(folder.model, attention_dropout=0.0, hidden_dropout=0.0, make_vocab_size_divisible_by=1)
+    parallel = ParallelConfig()
+    built = build_model(
+        model,
+        context,
+        dtype=dtype,
+        vocab_size=folder.vocab_size,
+        sequence_parallel=False,
+        seed=1,
+        table=table_of(model, parallel, folder.vocab_size),
+    )
+    step = TrainStep(
+        built,
+        context,
+        GradScaler(1.0),
+        parallel=parallel,
+        optimizer=OptimizerConfig(lr=0.1, optimizer="sgd"),
+        micro_batch_size=len(ids),
+        skip_overflow=False,
+    )
+    set_weights(step, {name: folder.read(name).double() for name in folder.weights})
+    kept: list[TensorPart] = []
+    keep_gradients(step, kept)
+    tokens, labels = ids[:, :-1], ids[:, 1:]
+    with torch.no_grad():
+        logits = sequence_logits(built, context, tokens)
+    positions = torch.arange(tokens.shape[1]).unsqueeze(1).expand(-1, len(tokens))
+    inputs = ModelInputs(positions, tokens.t().contiguous(), labels.t().contiguous(), torch.ones(tokens.t().shape))
+    result = step.run([inputs], iteration=1, learning_rate=0.1, weight_decay=0.0)
+    return logits, result.loss, {part.name: part.values for part in kept}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_that_of_transformers(case: str, tmp_path: Path) -> None:
+    saved(case, tmp_path, vocab_size=VOCAB)
+    ids = some_ids(VOCAB, (2, 41))
+    logits, loss, gradients = their_step(tmp_path, ids)
+    folder = HuggingFaceFolder(tmp_path)
+    found_logits, found_loss, found = our_step(folder, ids)
+    torch.testing.assert_close(found_logits, logits, rtol=0, atol=1e-10)
+    assert found_loss == pytest.approx(loss, abs=1e-12)
+    family = FAMILIES[CASES[case][0]]
+    for name, layout in family.layouts(folder.model, VOCAB).items():
+        expected = layout.ours(Box.whole(layout.shape), torch.float64, gradients.__getitem__)
+        assert torch.allclose(found[name], expected, rtol=1e-9, atol=1e-12) and expected.abs().max() > 0, name
