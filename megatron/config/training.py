@@ -54,7 +54,14 @@ class TrainingConfig:
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 
 _SHARE_OF_WEIGHT = "share of a weight taken off in an update, in units of the rate"
-_ADAM = acts_with(optimizer="adam")
+_SHARE_KEPT = "share that is kept from one update to the next"
+ADAM_LIKE = ("adam", "ademamix", "lamb")
+"""Optimizers with Adam's two moments and eps."""
+_ADAM = acts_with(optimizer=ADAM_LIKE)
+_LION = acts_with(optimizer="lion", param_groups=GIVEN)
+_ADEMAMIX = acts_with(optimizer="ademamix", param_groups=GIVEN)
+_ADAFACTOR = acts_with(optimizer="adafactor", param_groups=GIVEN)
+_RELATIVE = acts_with(adafactor_relative_step=True)
 _WSD = acts_with(lr_decay_style="WSD")
 _HAS_DECAY = acts_with(
     "with a --lr-decay-style other than constant, or with --lr-warmup-fraction",
@@ -72,11 +79,11 @@ _LOADS = acts_with(load=GIVEN)
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW or SGD. All schedules count the samples of the updates that were made."""
+    """Rule of update, its numbers, and schedules. All schedules count the samples of the updates that were made."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """Update rule: adam is AdamW, sgd has momentum."""
-    use_apex: bool = False
+    optimizer: Literal["adam", "sgd", "lion", "ademamix", "adafactor", "lamb"] = "adam"
+    """Update rule: adam is AdamW, sgd has momentum. docs/optimizers.md compares them."""
+    use_apex: bool = setting(False, acts=acts_with(optimizer=("adam", "sgd")))
     """Take FusedAdam or FusedSGD of NVIDIA apex, if it is installed, instead of torch's."""
     lr: float | None = setting(None, above=0, unit="step length of the update", required=True)
     """Highest learning rate. Required."""
@@ -126,16 +133,37 @@ class OptimizerConfig:
     min-lr, wd-mult, adam-beta1, adam-beta2, adam-eps; or entries such as 'embedding.* lr-mult=0.1'. Later entries win."""
     clip_grad: float = setting(1.0, at_least=0, unit="norm of the whole gradient")
     """Clip the global gradient norm to this; 0 switches clipping off."""
-    adam_beta1: float = setting(0.9, at_least=0, below=1, unit="share that is kept from one update to the next", acts=_ADAM)
+    adam_beta1: float = setting(0.9, at_least=0, below=1, unit=_SHARE_KEPT, acts=_ADAM)
     """Decay rate of Adam's first moment."""
-    adam_beta2: float = setting(0.999, at_least=0, below=1, unit="share that is kept from one update to the next", acts=_ADAM)
+    adam_beta2: float = setting(0.999, at_least=0, below=1, unit=_SHARE_KEPT, acts=_ADAM)
     """Decay rate of Adam's second moment."""
     adam_eps: float = setting(1e-8, above=0, unit="plain number", acts=_ADAM)
     """Added to the root of Adam's second moment."""
-    sgd_momentum: float = setting(
-        0.9, at_least=0, below=1, unit="share that is kept from one update to the next", acts=acts_with(optimizer="sgd")
-    )
+    sgd_momentum: float = setting(0.9, at_least=0, below=1, unit=_SHARE_KEPT, acts=acts_with(optimizer="sgd"))
     """Momentum of SGD."""
+    lion_beta1: float = setting(0.9, at_least=0, below=1, unit=_SHARE_KEPT, acts=_LION)
+    """Share of the momentum in Lion's update; the rest is the gradient's."""
+    lion_beta2: float = setting(0.99, at_least=0, below=1, unit=_SHARE_KEPT, acts=_LION)
+    """Decay rate of Lion's momentum."""
+    ademamix_beta3: float = setting(0.9999, above=0, below=1, unit=_SHARE_KEPT, acts=_ADEMAMIX)
+    """Decay rate of AdEMAMix's slow average of gradients, after its warm-up."""
+    ademamix_alpha: float = setting(8.0, at_least=0, unit="factor", acts=_ADEMAMIX)
+    """Weight of the slow average in an update, after its warm-up; the other average has weight 1."""
+    ademamix_warmup_iters: int | None = setting(None, at_least=0, unit="updates", acts=_ADEMAMIX)
+    """Updates over which weight and decay rate of the slow average grow. Required with --optimizer ademamix; its authors take the
+    length of the run."""
+    adafactor_decay_rate: float = setting(0.8, above=0, unit="exponent", acts=_ADAFACTOR)
+    """In update t the second moments keep a share of 1 - t^-this."""
+    adafactor_clip_threshold: float = setting(1.0, above=0, unit="root mean square of an update", acts=_ADAFACTOR)
+    """An update of a matrix, before the learning rate, is scaled down to this root mean square."""
+    adafactor_eps: float = setting(1e-30, above=0, unit="square of a gradient", acts=_ADAFACTOR)
+    """Added to the squares of the gradient."""
+    adafactor_beta1: float = setting(0.0, at_least=0, below=1, unit=_SHARE_KEPT, acts=_ADAFACTOR)
+    """Decay rate of a first moment, a number for each element; 0 keeps none."""
+    adafactor_relative_step: bool = setting(False, acts=_ADAFACTOR)
+    """Multiply the learning rate by the root mean square of the matrix that is updated."""
+    adafactor_least_scale: float = setting(1e-3, above=0, unit="root mean square of a matrix", acts=_RELATIVE)
+    """Least factor of --adafactor-relative-step, so that what is zero can grow."""
     ema_decay: float | None = setting(None, above=0, below=1, unit="share that is kept from one update to the next")
     """Keep, beside the weights, their exponential moving average with this decay, often 0.999 or 0.9999. It begins at the first
     weights and is saved; tools take it with --ema."""

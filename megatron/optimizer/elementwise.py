@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.rule import Lists, Target, Update, Updater, UpdateRule, by_torch, fused, param_groups
+from megatron.optimizer.rule import Lists, Target, Update, Updater, UpdateRule, by_torch, fused, param_groups, scaled
 from megatron.parallel.context import ParallelContext
 
 
@@ -76,6 +77,72 @@ class SGD(UpdateRule):
             is_first_step=False,
             grad_scale=grad_scale,
         )
+
+
+class Lion(UpdateRule):
+    """The sign of an average of momentum and gradient (Chen et al. 2023, algorithm 2), with decoupled weight decay."""
+
+    moments = ("exp_avg",)
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._betas = config.lion_beta1, config.lion_beta2
+
+    def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
+        """See `UpdateRule`."""
+        return scaled(targets, self.moments, self._kernel)
+
+    def _kernel(self, lists: Lists, update: Update) -> None:
+        rate, (momentum,) = update.rate(lists.group), lists.moments
+        signs = torch._foreach_lerp(momentum, lists.grads, 1.0 - self._betas[0])
+        torch._foreach_sign_(signs)
+        torch._foreach_lerp_(momentum, lists.grads, 1.0 - self._betas[1])
+        torch._foreach_mul_(lists.main_params, 1.0 - rate * update.decay(lists.group))
+        torch._foreach_add_(lists.main_params, signs, alpha=-rate)
+
+
+class AdEMAMix(UpdateRule):
+    """AdamW with a second, slow average of gradients (Pagliardini et al. 2024, algorithm 1).
+
+    The update is (m / (1 - beta1^t) + alpha slow) / (sqrt(v / (1 - beta2^t)) + eps). Over a warm-up alpha grows linearly from 0,
+    and the decay rate of the slow average from beta1 to beta3, so that its half-life, ln(1/2) / ln(rate), grows linearly.
+    """
+
+    moments = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._beta3, self._alpha = config.ademamix_beta3, config.ademamix_alpha
+        self._warmup = config.ademamix_warmup_iters or 0
+
+    def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
+        """See `UpdateRule`."""
+        return scaled(targets, self.moments, self._kernel)
+
+    def _kernel(self, lists: Lists, update: Update) -> None:
+        rate, (beta1, beta2), number = update.rate(lists.group), lists.group.betas, update.number
+        (fast, second, slow), grads = lists.moments, lists.grads
+        alpha, beta3 = self._slow_at(number, beta1)
+        torch._foreach_lerp_(fast, grads, 1.0 - beta1)
+        torch._foreach_lerp_(slow, grads, 1.0 - beta3)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, value=1.0 - beta2)
+        torch._foreach_copy_(grads, second)  # the gradient has served: its place takes the denominator
+        torch._foreach_div_(grads, 1.0 - beta2**number)
+        torch._foreach_sqrt_(grads)
+        torch._foreach_add_(grads, lists.group.eps)
+        steps = torch._foreach_div(fast, 1.0 - beta1**number)
+        torch._foreach_add_(steps, slow, alpha=alpha)
+        torch._foreach_mul_(lists.main_params, 1.0 - rate * update.decay(lists.group))
+        torch._foreach_addcdiv_(lists.main_params, steps, grads, value=-rate)
+
+    def _slow_at(self, number: int, beta1: float) -> tuple[float, float]:
+        """Weight of the slow average in an update, and its decay rate."""
+        if number >= self._warmup:
+            return self._alpha, self._beta3
+        way = number / self._warmup
+        if not beta1:  # whose half-life is zero
+            return way * self._alpha, self._beta3 ** (1.0 / way)
+        first, last = math.log(beta1), math.log(self._beta3)
+        return way * self._alpha, math.exp(first * last / ((1.0 - way) * last + way * first))
 
 
 def _apex(name: str) -> Any:

@@ -155,6 +155,14 @@ class Lists:
     moments: list[list[torch.Tensor]]
 
 
+def lists_by_group(targets: Sequence[Target], moments: Sequence[str]) -> list[Lists]:
+    """Targets as kernels take them, group by group."""
+    return [
+        Lists(group, [t.main for t in some], [t.grad for t in some], [[t.moments[name] for t in some] for name in moments])
+        for group, some in by_group(targets)
+    ]
+
+
 def fused(
     targets: Sequence[Target], moments: Sequence[str], kernel: Callable[[Lists, Update, torch.Tensor | None], None]
 ) -> Updater:
@@ -164,10 +172,7 @@ def fused(
         moments: their names, in the order in which the kernel takes them.
         kernel: updates the targets of one group. It divides their gradients by a float32 scalar on their device, if given.
     """
-    all_lists = [
-        Lists(group, [t.main for t in some], [t.grad for t in some], [[t.moments[name] for t in some] for name in moments])
-        for group, some in by_group(targets)
-    ]
+    all_lists = lists_by_group(targets, moments)
 
     def step(update: Update) -> None:
         for lists in all_lists:
@@ -178,6 +183,24 @@ def fused(
                 else:
                     scale = update.scalar(1.0 / update.factor, lists.grads[0].device)
             kernel(lists, update, scale)
+
+    return step
+
+
+def scaled(targets: Sequence[Target], moments: Sequence[str], kernel: Callable[[Lists, Update], None]) -> Updater:
+    """Update targets on one device, in one dtype, by operations on lists. The factor costs a pass over the gradients.
+
+    Args:
+        moments: their names, in the order in which the kernel takes them.
+        kernel: updates the targets of one group by their unscaled, clipped gradients, which it may change.
+    """
+    all_lists = lists_by_group(targets, moments)
+
+    def step(update: Update) -> None:
+        for lists in all_lists:
+            if update.factor != 1.0:
+                torch._foreach_mul_(lists.grads, update.factor)
+            kernel(lists, update)
 
     return step
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.elementwise import SGD, AdamW
+from megatron.optimizer.adafactor import Adafactor
+from megatron.optimizer.elementwise import SGD, AdamW, AdEMAMix, Lion
+from megatron.optimizer.lamb import Lamb
 from megatron.optimizer.rule import UpdateRule
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.shards import Granularity
@@ -20,9 +22,18 @@ def for_all(rule: UpdateRule) -> RuleOf:
     return lambda record: rule
 
 
+def vectors_by(of_vectors: UpdateRule, others: UpdateRule) -> RuleOf:
+    """Use one rule for biases and the weights of norms, another for matrices and tables."""
+    return lambda record: of_vectors if record.kind == "vector" else others
+
+
 RULES: dict[str, Callable[[OptimizerConfig], RuleOf]] = {
     "adam": lambda config: for_all(AdamW(config)),
     "sgd": lambda config: for_all(SGD(config)),
+    "lion": lambda config: for_all(Lion(config)),
+    "ademamix": lambda config: for_all(AdEMAMix(config)),
+    "adafactor": lambda config: for_all(Adafactor(config)),
+    "lamb": lambda config: vectors_by(AdamW(config), Lamb()),
 }
 """The rules by the value of --optimizer, or of a group's."""
 

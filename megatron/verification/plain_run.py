@@ -23,6 +23,7 @@ from megatron.verification.reference.model import Batch, Rules, Seen, by_nobody,
 from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import ReferenceShape, Weights
 from megatron.verification.reference.training import Course, Rule, State, batch_size, update
+from megatron.verification.reference.update_rules import Numbers
 
 
 def run_plain(task: ProofTask) -> PlainRun:
@@ -226,7 +227,23 @@ def update_rule(optimizer: OptimizerConfig) -> Rule:
     """The reference's update rule for these settings."""
     betas = optimizer.adam_beta1, optimizer.adam_beta2
     return Rule(
-        optimizer.optimizer, optimizer.clip_grad or None, betas, optimizer.adam_eps, optimizer.sgd_momentum, optimizer.ema_decay
+        optimizer.optimizer, optimizer.clip_grad or None, betas, optimizer.adam_eps, rule_numbers(optimizer), optimizer.ema_decay
+    )
+
+
+def rule_numbers(optimizer: OptimizerConfig) -> Numbers:
+    """What the settings give to single rules."""
+    return Numbers(
+        momentum=optimizer.sgd_momentum,
+        lion_betas=(optimizer.lion_beta1, optimizer.lion_beta2),
+        beta3=optimizer.ademamix_beta3,
+        alpha=optimizer.ademamix_alpha,
+        slow_warmup=optimizer.ademamix_warmup_iters or 0,
+        decay_rate=optimizer.adafactor_decay_rate,
+        clip_threshold=optimizer.adafactor_clip_threshold,
+        factor_eps=optimizer.adafactor_eps,
+        factor_beta1=optimizer.adafactor_beta1,
+        least_scale=optimizer.adafactor_least_scale if optimizer.adafactor_relative_step else None,
     )
 
 

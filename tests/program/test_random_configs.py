@@ -65,7 +65,20 @@ _WANTED = [
     *("compile", "fp8_format", "first_last_layers_bf16", "hybrid", "tensorwise", "rowwise"),
     *("learned_absolute", "group_query_attention", "kv_channels", "use_rope_scaling", "disable_bias_linear", "add_qkv_bias"),
     *("untie_embeddings_and_output_weights", "rampup_batch_size", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
-    *("sgd", "adam", "WSD", "cosine", "inverse-square-root", "constant", "train_samples", "iterations_to_skip"),
+    *(
+        "sgd",
+        "adam",
+        "lion",
+        "ademamix",
+        "adafactor",
+        "lamb",
+        "WSD",
+        "cosine",
+        "inverse-square-root",
+        "constant",
+        "train_samples",
+        "iterations_to_skip",
+    ),
     *("loss_chunk_tokens", "z_loss_coeff", "cpu_offload_activations", "cpu_offloading", "cpu_offloading_num_layers"),
 ]
 """Settings that are on, and choices, that must occur among the lines that can be run."""

@@ -14,6 +14,7 @@ import pytest
 
 from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import ReferenceShape, random_weights
+from megatron.verification.reference.update_rules import Numbers
 from tests.support.covering import covering, product
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
@@ -141,8 +142,8 @@ def test_model_variants_equal_the_reference(variant: str, layout: Layout) -> Non
 def test_sgd_equals_the_reference(momentum: float) -> None:
     shape = gpt2_like(vocab=VOCAB)
     batches = random_batches(shape, 4, 4, 2, seed=4)
-    r = Recipe(shape, random_weights(shape, seed=3), batches, lr=0.1, optimizer="sgd", momentum=momentum)
+    r = Recipe(shape, random_weights(shape, seed=3), batches, lr=0.1, optimizer="sgd", update={"sgd_momentum": momentum})
     expected = train(
-        shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip, optimizer="sgd", momentum=momentum
+        shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip, optimizer="sgd", numbers=Numbers(momentum)
     )
     assert_equal_runs(run_layout(r, Layout(tp=2, dp=2)), expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -103,7 +103,8 @@ class Recipe:
     weight_decay: float = 0.1
     clip: float = 0.7
     optimizer: str = "adam"
-    momentum: float = 0.0
+    update: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of the update rule."""
     ema: float | None = None
     """Decay of the average of the weights, if one is kept."""
     scaler: GradScaler = field(default_factory=lambda: GradScaler(1.0))
@@ -212,8 +213,8 @@ def optimizer_config(recipe: Recipe, layout: Layout) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer=recipe.optimizer,  # type: ignore[arg-type]
         clip_grad=recipe.clip,
-        sgd_momentum=recipe.momentum,
         ema_decay=recipe.ema,
+        **recipe.update,
         optimizer_cpu_offload=layout.offload is not None,
         optimizer_offload_fraction=1.0 if layout.offload is None else layout.offload,
     )

@@ -18,7 +18,7 @@ from megatron.spec.schedules import SCHEDULES
 from tests.support.random_draws import Draw, chance, number, one_of
 from tests.support.random_layout import draw_layout
 from tests.support.random_model import draw_model
-from tests.support.random_training import draw_eight_bits, draw_logging, draw_training
+from tests.support.random_training import draw_eight_bits, draw_logging, draw_rule, draw_training
 
 MAX_RANKS = 8
 
@@ -56,6 +56,7 @@ def settings_of_a_run(draw: Draw) -> tuple[dict[str, Any], int]:
     settings = draw_layout(draw, tp, pp, dp)
     settings |= draw_model(draw, tp, bool(settings.get("sequence_parallel")))
     settings |= draw_training(draw, dp)
+    draw_rule(draw, settings)
     if settings.get("bf16") or settings.get("fp64"):
         settings |= draw_eight_bits(draw, settings, tp)
     return settings | draw_logging(draw), tp * pp * dp

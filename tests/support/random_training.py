@@ -30,6 +30,28 @@ def draw_training(draw: Draw, dp: int) -> dict[str, Any]:
     return settings
 
 
+def draw_rule(draw: Draw, settings: dict[str, Any]) -> None:
+    """Another update rule than Adam and SGD, one time in three."""
+    if not chance(draw, 3):
+        return
+    rule = one_of(draw, "lion", "ademamix", "adafactor", "lamb")
+    for field in ("sgd_momentum", *(("adam_beta1", "adam_beta2", "adam_eps") if rule in ("lion", "adafactor") else ())):
+        settings.pop(field, None)
+    settings |= {"optimizer": rule, "lr": 0.01}
+    if rule in ("lion", "adafactor"):  # they make noise of gradients whose true value is zero, such as that of a key's bias
+        settings |= {"disable_bias_linear": True, "add_qkv_bias": None, "normalization": "RMSNorm"}
+    if rule == "lion":
+        settings |= {"lion_beta1": one_of(draw, None, 0.5), "lion_beta2": one_of(draw, None, 0.9)}
+    elif rule == "ademamix":
+        settings |= {"ademamix_warmup_iters": number(draw, 0, 4), "ademamix_beta3": one_of(draw, None, 0.9)}
+        settings["ademamix_alpha"] = one_of(draw, None, 1.0)
+    elif rule == "adafactor":
+        settings |= {"adafactor_decay_rate": one_of(draw, None, 0.5), "adafactor_clip_threshold": one_of(draw, None, 0.3)}
+        settings |= {"adafactor_beta1": one_of(draw, None, 0.9), "adafactor_eps": one_of(draw, None, 1e-20)}
+        if chance(draw, 2):
+            settings |= {"adafactor_relative_step": True, "adafactor_least_scale": one_of(draw, None, 0.05)}
+
+
 def draw_eight_bits(draw: Draw, settings: Mapping[str, Any], tp: int) -> dict[str, Any]:
     """Products in 8 bits, one time in three, in a model whose sizes are grown to multiples of 16. (Of 128 it would be slow.)"""
     if not chance(draw, 3) or settings.get("tp_comm_overlap"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from megatron.verification.reference.model import Batch, Rules, losses_with_rules, spans, token_losses
 from megatron.verification.reference.shape import ReferenceShape, Weights
 from megatron.verification.reference.training import Rule, State, update
+from megatron.verification.reference.update_rules import Numbers
 
 
 def gpt2_like(**changes: object) -> ReferenceShape:
@@ -82,10 +82,10 @@ def train(
     lr: float | Sequence[float],
     weight_decay: float = 0.0,
     clip: float | None = None,
-    optimizer: Literal["adam", "sgd"] = "adam",
+    optimizer: str = "adam",
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-    momentum: float = 0.0,
+    numbers: Numbers = Numbers(),  # noqa: B008 (frozen)
     ema: float | None = None,
 ) -> ReferenceRun:
     """One step on every batch.
@@ -98,16 +98,16 @@ def train(
         lr: learning rate, of every step or one a step.
         weight_decay: of matrices and embeddings, not of norms and biases.
         clip: greatest norm of the whole gradient; None for no clipping.
-        optimizer: adam (with decoupled decay, Loshchilov and Hutter 2019) or sgd (decay added to the gradient).
+        optimizer: the name of a function in the reference's `update_rules.py`.
         betas: of adam.
         eps: of adam.
-        momentum: of sgd.
+        numbers: what other rules have of their own.
         ema: decay of the average of the weights.
     """
     assert all(w.dtype == torch.float64 for w in weights.values()), "the reference is float64 throughout"
     rates = [lr] * len(batches) if isinstance(lr, int | float) else list(lr)
     assert len(rates) == len(batches)
-    rule = Rule(optimizer, clip, betas, eps, momentum, ema)
+    rule = Rule(optimizer, clip, betas, eps, numbers, ema)
     state = State(weights)
     losses: list[float] = []
     grad_norms: list[float] = []

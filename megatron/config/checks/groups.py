@@ -12,6 +12,7 @@ from megatron.config.checks.finding import Finding, at_most, change, flag_for, i
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.param_groups import GroupEntry, entry_of
+from megatron.config.training import ADAM_LIKE
 from megatron.spec.groups import groups_of
 from megatron.spec.weights import ParamFacts, model_weights
 
@@ -51,6 +52,17 @@ def groups_act(config: Config, world_size: int) -> Iterator[Finding]:
             )
 
 
+@rule("ademamix_warmup_iters", "optimizer", reads=("param_groups", "train_iters"))
+def slow_average_has_a_warmup(config: Config, world_size: int) -> Iterator[Finding]:
+    """Its slow average begins with few gradients, so its weight must grow."""
+    optimizer = config.optimizer
+    used = [optimizer.optimizer, *(entry.optimizer for entry in _readable(optimizer.param_groups))]
+    if "ademamix" in used and optimizer.ademamix_warmup_iters is None:
+        length = config.training.train_iters
+        candidates = [change(ademamix_warmup_iters=length)] if length else []
+        yield Finding("The optimizer ademamix, but no --ademamix-warmup-iters.", candidates)
+
+
 @rule()
 def group_values_fit(config: Config, world_size: int) -> Iterator[Finding]:
     """Rates of groups fall from lr to min-lr, and the betas are Adam's."""
@@ -63,14 +75,15 @@ def group_values_fit(config: Config, world_size: int) -> Iterator[Finding]:
     for facts in _parameters(config.model):
         group = group_of(facts)
         for entry in entries:
-            if idle[entry] and group.optimizer != "sgd" and entry.matches(facts.name):
+            if idle[entry] and group.optimizer in ADAM_LIKE and entry.matches(facts.name):
                 idle[entry] = False
         high = optimizer.lr if group.ends.lr is None else group.ends.lr
         low = optimizer.min_lr if group.ends.min_lr is None else group.ends.min_lr
         if high is not None and low > high:
             crossed.setdefault(f"{low:g} is above {high:g}", facts.name)
     for entry in (entry for entry, unused in idle.items() if unused):
-        yield _finding(f"--param-groups {entry.pattern}: adam-beta1, adam-beta2 and adam-eps do nothing to what sgd updates.")
+        rules = ", ".join(ADAM_LIKE)
+        yield _finding(f"--param-groups {entry.pattern}: adam-beta1, adam-beta2 and adam-eps act only on what {rules} update.")
     for which, name in crossed.items():
         yield _finding(f"--param-groups: the lowest learning rate of {name} {which}, its highest.", why="Give min-lr beside lr.")
 

@@ -4,40 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.verification.reference.shape import Weights, decays
+from megatron.verification.reference.update_rules import Kept, Numbers, One, updated
 
 
 @dataclass(frozen=True)
 class Rule:
     """The update rule."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """adam has decoupled decay (Loshchilov and Hutter 2019); with sgd the decay is added to the gradient."""
+    optimizer: str = "adam"
+    """The name of a function in `update_rules.py`."""
     clip: float | None = None
     """The largest norm of the whole gradient; None for no clipping."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    momentum: float = 0.0
-    """Used by sgd; the two before are adam's."""
+    """These two are adam's and those of rules like it."""
+    numbers: Numbers = field(default_factory=Numbers)
+    """What other rules have of their own."""
     ema: float | None = None
     """Decay of the average of the weights, if there is one."""
 
 
 class State:
-    """Weights and moments in float64. The weights that it is made from are not changed."""
+    """Weights, and what rules keep of them, in float64. The weights that it is made from are not changed."""
 
     def __init__(self, weights: Weights) -> None:
         assert all(w.dtype == torch.float64 for w in weights.values()), "the reference is float64 throughout"
         self.weights = {name: w.detach().clone() for name, w in weights.items()}
-        self.first_moments = {name: torch.zeros_like(w) for name, w in weights.items()}
-        self.second_moments = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.kept: dict[str, Kept] = {name: {} for name in weights}
         self.averages = dict(self.weights)
         """Exponential moving averages of the weights."""
         self.updates = 0
@@ -78,15 +79,8 @@ def update(
     for name, w in state.weights.items():
         g = gradients[name] * factor
         rule, rate, decay = own.get(name, plain[name])
-        beta1, beta2 = rule.betas
-        if rule.optimizer == "adam":
-            state.first_moments[name] = m = beta1 * state.first_moments[name] + (1 - beta1) * g
-            state.second_moments[name] = v = beta2 * state.second_moments[name] + (1 - beta2) * g.square()
-            m, v = m / (1 - beta1**state.updates), v / (1 - beta2**state.updates)
-            state.weights[name] = w * (1 - rate * decay) - rate * m / (v.sqrt() + rule.eps)
-        else:
-            state.first_moments[name] = m = rule.momentum * state.first_moments[name] + g + decay * w
-            state.weights[name] = w - rate * m
+        one = One(w, g, state.kept[name], state.updates, rate, decay, rule.betas, rule.eps, is_vector=not decays(name))
+        state.weights[name] = updated(one, rule.optimizer, rule.numbers)
     if decay_of_average is not None:
         for name, w in state.weights.items():
             state.averages[name] = decay_of_average * state.averages[name] + (1 - decay_of_average) * w

@@ -63,7 +63,7 @@ def test_a_value_comes_from_the_last_entry_that_gives_it() -> None:
         ("* wd-mult=2 lr-mult", "lr-mult is not of the form key=value"),
         ("lr-mult=2 *", "lr-mult=2 stands where the pattern of names should"),
         ("* optimizer=adan", "there is no optimizer adan. Did you mean adam?"),
-        ("* optimizer=sgd adam-eps=1", "do nothing to what sgd updates"),
+        ("* optimizer=sgd adam-eps=1", "act only on what adam"),
         ("*.bias lr=1e-9 min-lr=1e-8", "the lowest learning rate of"),
     ],
 )

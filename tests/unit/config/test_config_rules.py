@@ -327,7 +327,7 @@ CASES: list[Case] = [
         ["--decoupled-min-lr 1e-05"],
     ),
     ("--param-groups 'norm.* lr-mult=2'", 1, {"--param-groups"}, ["no parameter has a name like norm.*"], []),
-    ("--param-groups '* optimizer=sgd adam-eps=1'", 1, {"--param-groups"}, ["do nothing to what sgd updates"], []),
+    ("--param-groups '* optimizer=sgd adam-eps=1'", 1, {"--param-groups"}, ["act only on what adam"], []),
     ("--lr-warmup-init 1 --lr-warmup-iters 5", 1, {"--lr-warmup-init", "--lr"}, ["above --lr"], ["--lr-warmup-init 0.001"]),
     (
         "--lr-warmup-iters 100",
@@ -533,6 +533,38 @@ CASES: list[Case] = [
     ("--optimizer sgd --adam-beta2 0.8", 1, {"--adam-beta2"}, ["only with --optimizer adam"], ["--optimizer adam"]),
     ("--optimizer sgd --adam-eps 0.8", 1, {"--adam-eps"}, ["only with --optimizer adam"], ["--optimizer adam"]),
     ("--sgd-momentum 0.8", 1, {"--sgd-momentum"}, ["only with --optimizer sgd"], ["--optimizer sgd"]),
+    ("--optimizer lion --use-apex", 1, {"--use-apex"}, ["only with --optimizer adam or sgd"], ["--optimizer adam"]),
+    *(
+        (f"--{flag}", 1, {f"--{flag.split()[0]}"}, [f"only with --optimizer {name} or --param-groups"], [f"--optimizer {name}"])
+        for name, flags in {
+            "lion": ("lion-beta1 0.8", "lion-beta2 0.8"),
+            "ademamix": ("ademamix-warmup-iters 8",),
+            "adafactor": (
+                "adafactor-decay-rate 0.7",
+                "adafactor-clip-threshold 2",
+                "adafactor-eps 1e-20",
+                "adafactor-beta1 0.5",
+                "adafactor-relative-step",
+            ),
+        }.items()
+        for flag in flags
+    ),
+    (
+        "--optimizer adafactor --adafactor-least-scale 0.1",
+        1,
+        {"--adafactor-least-scale"},
+        ["only with --adafactor-relative-step"],
+        ["--adafactor-relative-step"],
+    ),
+    ("--ademamix-beta3 0.99", 1, {"--ademamix-beta3"}, ["only with --optimizer ademamix or --param-groups"], []),
+    ("--ademamix-alpha 2", 1, {"--ademamix-alpha"}, ["only with --optimizer ademamix or --param-groups"], []),
+    (
+        "--optimizer ademamix",
+        1,
+        {"--ademamix-warmup-iters", "--optimizer"},
+        ["but no --ademamix-warmup-iters"],
+        ["--ademamix-warmup-iters 100"],
+    ),
     ("--lr-wsd-decay-iters 3", 1, {"--lr-wsd-decay-iters"}, ["only with --lr-decay-style WSD"], ["--lr-decay-style WSD"]),
     ("--lr-wsd-decay-style linear", 1, {"--lr-wsd-decay-style"}, ["only with --lr-decay-style WSD"], []),
     (
