@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.param_groups import as_text, entry_of
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.planner.plan import loss_chunk
+from megatron.spec.rotary import original_context
 from megatron.spec.weights import model_weights
 from megatron.verification.reference.training import batch_size
 
@@ -108,7 +110,22 @@ def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, c
         seq_length=sequence,
         max_position_embeddings=positions,
         make_vocab_size_divisible_by=multiple,
+        **_stretching(model, size, sequence),
     )
+
+
+def _stretching(model: ModelConfig, head_size: int, sequence: int) -> dict[str, Any]:
+    """Settings of rotary frequencies that depend on the length of the sequence: it exceeds the original context where it did, and
+    each small pair of channels has the factor of one of the large ones."""
+    if model.rope_type not in ("dynamic", "longrope"):
+        return {}
+    context, pairs = original_context(model), int(head_size * model.rotary_percent) // 2
+    small = max(2, context * sequence // model.seq_length) if model.seq_length > context else sequence
+    lists = {name: getattr(model, name) for name in ("rope_short_factors", "rope_long_factors")}
+    picked = {
+        name: tuple(factors[pair * len(factors) // pairs] for pair in range(pairs)) for name, factors in lists.items() if factors
+    }
+    return {"original_max_position_embeddings": small, **picked}
 
 
 def _head_size(model: ModelConfig, groups: int, queries: int, cuts: Cuts) -> int:

@@ -94,6 +94,11 @@ CASES = {
         "--lr-decay-style WSD --lr-wsd-decay-samples 20000 --lr-warmup-iters 0 --lr-warmup-samples 3000 --train-samples 300000 "
         "--rampup-batch-size 128 704 10000",
     ),
+    "LongRoPE": (
+        2,
+        "--num-attention-heads 768 --position-embedding-type rope --rope-type longrope --original-max-position-embeddings 1024 "
+        "--rope-short-factors 1 1.5 1.5 2 2.5 2.5 3 4 --rope-long-factors 1 2 3 4 5 6 7 8 --rotary-scaling-factor 2",
+    ),
     "odd": (
         210,
         "--tensor-model-parallel-size 3 --pipeline-model-parallel-size 5 --num-attention-heads 9 --hidden-size 1152 "
@@ -119,6 +124,13 @@ def test_a_kernel_of_a_gpu_stays_though_small_heads_are_not_for_it() -> None:
     for backend in ("cudnn", "efficient", "flash"):
         (each,) = shrink(config_of(1, flags + backend), 1, 50257)
         assert each.config.speed.attention_backend == backend and each.config.model.head_size % 8
+
+
+def test_a_sequence_beyond_the_original_context_stays_beyond_it() -> None:
+    (each, *_) = shrunk(*CASES["LongRoPE"])
+    model = each.config.model
+    assert (model.rope_type, model.seq_length, model.original_max_position_embeddings) == ("longrope", 16, 8)
+    assert (model.head_size, model.rope_short_factors, model.rope_long_factors) == (8, (1, 1.5, 2.5, 3), (1, 3, 5, 7))
 
 
 def test_settings_that_choose_stay() -> None:
