@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron.checkpoint.huggingface.families import FAMILIES
+from megatron.checkpoint.huggingface.families import FAMILIES, GPT_OSS
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
+from megatron.checkpoint.huggingface.groups import NotBuilt
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.inference.forward import sequence_logits
@@ -21,7 +23,7 @@ from megatron.pipeline_parallel.partition import table_of
 from megatron.training.step import TrainStep
 from megatron.verification.observation import TensorPart
 from megatron.verification.recording import set_weights
-from tests.support.huggingface_models import CASES, InDoubles, in_doubles, saved, some_ids
+from tests.support.huggingface_models import CASES, GPT_OSS_CASE, InDoubles, in_doubles, saved, some_ids
 from tests.support.layout import keep_gradients
 from tests.support.lone_rank import lone_rank
 
@@ -75,6 +77,10 @@ def our_step(folder: HuggingFaceFolder, ids: torch.Tensor) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_that_of_transformers(case: str, tmp_path: Path) -> None:
+    check_step(case, tmp_path)
+
+
+def check_step(case: str, tmp_path: Path) -> None:
     saved(case, tmp_path, vocab_size=VOCAB)
     ids = some_ids(VOCAB, (2, 41))
     logits, loss, gradients = their_step(tmp_path, ids)
@@ -86,3 +92,27 @@ def test_a_step_is_that_of_transformers(case: str, tmp_path: Path) -> None:
     for name, layout in family.layouts(folder.model, VOCAB).items():
         expected = layout.ours(Box.whole(layout.shape), torch.float64, gradients.__getitem__)
         assert torch.allclose(found[name], expected, rtol=1e-9, atol=1e-12) and expected.abs().max() > 0, name
+
+
+class _DenseMLP(torch.nn.Module):
+    """A gated MLP in the place of GPT-OSS's experts, with Llama's names."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        sizes = config.hidden_size, config.intermediate_size
+        self.gate_proj, self.up_proj = (torch.nn.Linear(*sizes, bias=False) for _ in range(2))
+        self.down_proj = torch.nn.Linear(*sizes[::-1], bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)), None
+
+
+def test_a_step_of_gpt_oss_without_its_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sinks, windows in every second layer, YaRN without rounding, biases of attention alone."""
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    monkeypatch.setattr(modeling, "GptOssMLP", _DenseMLP)
+    groups = tuple(group for group in GPT_OSS.groups if not isinstance(group, NotBuilt))
+    ignored = next(group.names for group in GPT_OSS.groups if isinstance(group, NotBuilt))
+    monkeypatch.setitem(FAMILIES, "gpt_oss", dataclasses.replace(GPT_OSS, groups=groups, without_effect=ignored))
+    monkeypatch.setitem(CASES, "gpt_oss", GPT_OSS_CASE)
+    check_step("gpt_oss", tmp_path)

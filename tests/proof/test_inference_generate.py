@@ -15,6 +15,7 @@ from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.verification.reference.model import logits
+from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import ReferenceShape, Weights, random_weights
 from tests.support.layout import Layout, context_of
 from tests.support.memory_source import reference_source
@@ -27,6 +28,12 @@ SHAPES = {
     "llama": llama_like(num_layers=2, vocab=VOCAB, heads=6, kv_heads=3, head_size=6),
     "qk-norm-part-rotated": llama_like(num_layers=2, vocab=VOCAB, kv_heads=1, qk_norm=True, rotary_percent=0.5, tied=True),
     "no-positions": gpt2_like(num_layers=2, vocab=VOCAB, positions="none"),
+    # Prompts are within the original context, and the whole sequences beyond it.
+    "longrope": llama_like(
+        vocab=VOCAB,
+        rotary_interleaved=True,
+        stretch=RotaryStretch("longrope", 1.0, 12, enlarged=0.8, short=(9.0,) * 4, long=(1.0, 1.5, 2.0, 4.0)),
+    ),
 }
 PROMPTS = [[5, 9, 2, 60, 7], [1], [3, 3, 8, 0, 12, 44, 2, 19, 23]]
 GREEDY = Sampling(temperature=0)
@@ -55,11 +62,16 @@ def alone() -> ParallelContext:
     return make_context(Topology(), 0, torch.device("cpu"))
 
 
-def by_recomputation(shape: ReferenceShape, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens, and the scores each was chosen by, from the plain model, which reads the whole sequence for each."""
+def by_recomputation(shape: ReferenceShape, prompt: list[int], count: int, whole: int = 0) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens, and the scores each was chosen by, from the plain model, which reads the whole sequence for each.
+
+    Args:
+        whole: tokens of the longest sequence in the end: so many are read, whatever the last ones are.
+    """
     ids, scores = list(prompt), []
     for _ in range(count):
-        scores.append(logits(shape, weights_of(shape), torch.tensor([ids]))[0, -1])
+        read = ids + [0] * (whole - len(ids))
+        scores.append(logits(shape, weights_of(shape), torch.tensor([read]))[0, len(ids) - 1])
         ids.append(int(scores[-1].argmax()))
     return ids[len(prompt) :], torch.stack(scores)
 
@@ -71,8 +83,9 @@ def test_scores_are_those_of_recomputation(
     alone: ParallelContext, style: str, dtype: torch.dtype, prompts: list[list[int]]
 ) -> None:
     shape, count = SHAPES[style], 12
-    decoder = Decoder(build(shape, alone, dtype), alone, max(map(len, prompts)) + count)
-    expected = [by_recomputation(shape, prompt, count) for prompt in prompts]
+    whole = max(map(len, prompts)) + count
+    decoder = Decoder(build(shape, alone, dtype), alone, whole)
+    expected = [by_recomputation(shape, prompt, count, whole if style == "longrope" else 0) for prompt in prompts]
     found = decoder.read(prompts)
     for step in range(count):
         assert found is not None and found.shape == (len(prompts), VOCAB)

@@ -73,6 +73,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> architecture and settings; grouped queries of 6 heads over 3 unless they say otherwise."""
 
+GPT_OSS_CASE: tuple[str, dict[str, Any]] = (
+    "gpt_oss",
+    _SMALL | {"head_dim": 12, "sliding_window": 6, "rope_scaling": _YARN | {"truncate": False}, "rope_theta": 150000.0},
+)
+
 
 def library(kind: str) -> Any:
     """transformers, quiet; skips the test where it is not installed, or too old for an architecture."""

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.huggingface.family import Family, FieldGroup, Settings
 from megatron.checkpoint.huggingface.fields import Fields
-from megatron.checkpoint.huggingface.groups import ActivationField, Biases, Dropouts, Number, Only, Sizes, Switch
+from megatron.checkpoint.huggingface.groups import ActivationField, Biases, Dropouts, NotBuilt, Number, Only, Sizes, Switch
 from megatron.checkpoint.huggingface.layer_fields import NoRotaryLayers, WindowFields
 from megatron.checkpoint.huggingface.rotary_fields import Rotary
 from megatron.config.model import ModelConfig
@@ -190,7 +190,33 @@ SMOLLM3 = _like_llama(
     tied=True,
 )
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, SMOLLM3)}
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+GPT_OSS = _like_llama(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    Biases(switches={"attention_bias": ("qkv", "output")}, default=True),
+    WindowFields(default=128, where="layer_types", every=2),
+    NotBuilt(
+        (
+            *("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits", "swiglu_alpha"),
+            *("swiglu_limit", "experts_per_token", "initial_context_length"),
+        ),
+        "its MLPs are mixtures of experts, which are not built yet; its attention is",
+    ),
+    sizes=Sizes(max_positions=131072, kv_heads=8, head_size=64),
+    rotary=Rotary(max_positions=131072, theta=150000.0, default=_GPT_OSS_YARN),
+    epsilon=1e-5,
+    always={"softmax_type": "learnable"},
+)
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, SMOLLM3, GPT_OSS)}
 """Architectures by their name in config.json. A model is written as the first that it fits."""
 
 _TWO_NORMS = "norms on both sides of attention and MLP with weights around zero, a scaled embedding and a GeGLU"
@@ -204,7 +230,6 @@ MISSING = {
     "gpt_neox": "attention and MLP side by side on one residual, and the exact GELU",
     "granite": "multipliers of embedding, residuals and logits",
     "stablelm": "attention and MLP side by side, and a norm of its own for each query and key head",
-    "gpt_oss": "mixtures of experts (num_local_experts) with a clamped SwiGLU",
 }
 """Architectures that cannot be converted, with what they have and cannot be built here."""
 

@@ -115,10 +115,28 @@ class Family:
         return re.fullmatch(rf"(?:{re.escape(self.prefix)})?(?:{self.buffers})", name) is not None
 
 
+IN_SPECS = frozenset(
+    {
+        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention"),
+        *("num_query_groups", "max_position_embeddings", "position_embedding_type", "normalization", "norm_epsilon"),
+        *("swiglu", "squared_relu", "untie_embeddings_and_output_weights", "disable_bias_linear", "add_qkv_bias"),
+        *("add_attn_output_bias", "add_mlp_bias", "qk_layernorm", "qk_layernorm_all_heads", "window_size", "window_attn_skip_freq"),
+        *("no_rope_freq", "softmax_scale", "attn_logit_softcapping", "softmax_type", "rotary_base", "rotary_base_local"),
+        *("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"),
+        *("rope_low_freq_factor", "rope_high_freq_factor", "rope_type", "rotary_scaling_factor", "beta_fast", "beta_slow"),
+        *("original_max_position_embeddings", "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"),
+        *("rope_attention_factor", "rope_short_factors", "rope_long_factors"),
+    }
+)
+"""Settings whose whole effect is in the specs of layers and weights, so that two spellings of one model are known as the same. All
+others are compared as they are."""
+
+
 def computed(model: ModelConfig) -> tuple[Any, ...]:
     """What tells a model from all that compute something else or have other weights; the rest of its settings is spelling."""
     weights = tuple((weight.name, weight.shape, weight.tied) for weight in model_weights(model, 1))
-    return layers(model), norm_of(model), weights
+    others = {name: value for name, value in vars(model).items() if name not in IN_SPECS | FREE_FIELDS}
+    return layers(model), norm_of(model), weights, others
 
 
 def different_settings(model: ModelConfig, other: ModelConfig) -> list[str]:

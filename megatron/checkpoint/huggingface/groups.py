@@ -80,6 +80,24 @@ class ActivationField:
         return {self.theirs: activation_of(model).hugging_face[0]}
 
 
+@dataclass(frozen=True)
+class NotBuilt:
+    """Fields about something that cannot be built here, and that the architecture always has."""
+
+    names: tuple[str, ...]
+    """Fields; the first is refused, for all of them."""
+    why: str
+
+    def read(self, fields: Fields) -> Settings:
+        for name in self.names[1:]:
+            fields.raw(name)
+        fields.refuse(self.names[0], self.why)
+        return {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {}
+
+
 BiasPlace = Literal["qkv", "output", "mlp"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.huggingface.families import FAMILIES, fitting
-from megatron.checkpoint.huggingface.family import computed
+from megatron.checkpoint.huggingface.family import IN_SPECS, computed
 from megatron.checkpoint.huggingface.fields import Fields
+from megatron.config.flags import flag_for
 from megatron.config.model import ModelConfig
 from megatron.model.rope import frequencies
 from megatron.spec.layers import layers
 from megatron.spec.rotary import rotary_of
+from megatron.verification.reference.rotary import RotaryStretch
 from tests.support.huggingface_models import library
 from tests.support.layout import model_config
 from tests.support.lone_rank import CPU
@@ -434,7 +437,61 @@ PARTS: dict[str, dict[str, Any]] = {
 """Of each family, something that it has and Llama has not."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+BASES = (
+    gpt2_like(),
+    gpt2_like(positions="rope", num_layers=4, kv_heads=2, head_size=8, qk_norm=True, windows=(3, None, 3, None), local_base=7.0),
+    llama_like(stretch=RotaryStretch("linear", 2.0)),
+    llama_like(stretch=RotaryStretch("llama3", 2.0, 99)),
+    llama_like(stretch=RotaryStretch("yarn", 2.0, 99)),
+    llama_like(stretch=RotaryStretch("longrope", 2.0, 99, short=(1.0,) * 4, long=(2.0,) * 4)),
+)
+OTHERS: dict[str, Any] = {
+    "window_size": "5,0",
+    "window_attn_skip_freq": "3",
+    "no_rope_freq": "2",
+    "kv_channels": 4,
+    "softmax_scale": 0.5,
+}
+"""Other values, for settings whose type does not say which there are."""
+
+
+def test_what_is_left_to_the_specs_is_in_them() -> None:
+    """Else two models that compute something else would count as the same, and one would be written as the other."""
+    assert not [name for name in sorted(IN_SPECS) if not _tells(name)]
+
+
+def _tells(name: str) -> bool:
+    """Whether a setting with another value makes another model, in some base."""
+    for shape in BASES:
+        settings: dict[str, Any] = {"rope_attention_factor": None} if name.startswith("mscale") else {}
+        model = dataclasses.replace(model_config(shape), **settings)
+        value, flag = getattr(model, name), flag_for(name)
+        if name in OTHERS:
+            others = [OTHERS[name]]
+        elif flag.choices:
+            others = [choice for choice in flag.choices if choice != value]
+        elif isinstance(value, bool):
+            others = [not value]
+        else:
+            others = [tuple(2 * each for each in value) if isinstance(value, tuple) else 2 * (value or 50)]
+        if any(computed(dataclasses.replace(model, **{name: other})) != computed(model) for other in others):
+            return True
+    return False
+
+
+def test_experts_are_refused_by_name_and_nothing_else_of_a_gpt_oss() -> None:
+    transformers = library("gpt_oss")
+    config = json.loads(transformers.AutoConfig.for_model("gpt_oss", num_local_experts=32).to_json_string())
+    with pytest.raises(CheckpointError) as error:
+        read(config)
+    assert (
+        "num_local_experts = 32: its MLPs are mixtures of experts" in str(error.value) and len(str(error.value).splitlines()) == 2
+    )
+    with pytest.raises(CheckpointError, match="gpt_oss: .*num_local_experts"):
+        fitting(model_config(llama_like(sink="learned")), "gpt_oss")
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"gpt_oss"}))
 def test_what_is_written_is_read_as_the_same_model(name: str) -> None:
     """With every scaling, and with every spelling of rotary positions but one taken out."""
     parts = PARTS.get(name, {})
