@@ -168,6 +168,9 @@ class ModelConfig:
     """Dropout probability of the embedding and of each sublayer's output."""
     init_method_std: float = setting(0.02, above=0, unit="standard deviation")
     """Standard deviation of the initial weights; output projections use std / sqrt(2 x layers)."""
+    mup_base_width: int | None = setting(None, at_least=1, unit="channels")
+    """Scale initial values, learning rates and logits with the width as muP does (Yang et al. 2022, table 8), so that rates found
+    at this --hidden-size hold here too."""
     make_vocab_size_divisible_by: int = setting(128, at_least=1, unit="rows of a table")
     """Rows of the word embedding are padded to a multiple of this x TP, for speed; padding never reaches the loss."""
     fp32_residual_connection: bool = setting(
@@ -184,6 +187,11 @@ class ModelConfig:
     def num_key_value_heads(self) -> int:
         """Key-value heads: the query groups, or one for each query head."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def mup_width(self) -> float:
+        """How many times as wide as the base of muP the model is; 1 without muP."""
+        return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width
 
     @property
     def ffn_size(self) -> int:

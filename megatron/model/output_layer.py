@@ -59,6 +59,8 @@ class OutputLayer(nn.Module):
         else:
             scope.parameter(self, "weight", weight)
         self.overlap = scope.overlap
+        self.input_factor = 1.0 / config.mup_width
+        """Factor on the hidden states: muP's multiplier of the output (Yang et al. 2022, table 8)."""
         self.gather, self.vocab_size, self.form = scope.sequence_parallel, weight.shape[0], form
         self.rows = len(self.weight)
         first = scope.tp.index * self.rows
@@ -69,14 +71,18 @@ class OutputLayer(nn.Module):
 
         With a z-loss there are two sums, [2]: that of the cross entropy and that of the z-loss.
         """
+        x = self._scaled(x)
         if size := self.form.chunk(labels.numel(), self.rows):
             return chunked_loss(x, self.weight, labels, mask, self.columns, gathers=self.gather, size=size)
         return vocab_parallel_cross_entropy(self._logits(x), labels, mask, self.columns)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Map hidden states [s, b, h] (or [s/n, b, h]) to logits [s, b, v], without padding, whole on every tensor rank."""
-        columns = self._logits(x).permute(2, 0, 1)  # the gather joins dimension 0
+        columns = self._logits(self._scaled(x)).permute(2, 0, 1)  # the gather joins dimension 0
         return all_gather(columns, self.columns.group)[: self.vocab_size].permute(1, 2, 0)
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.input_factor == 1.0 else x * self.input_factor
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's columns of the logits, padding included: [s, b, v/n]."""

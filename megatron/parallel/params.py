@@ -58,6 +58,7 @@ class ParamRecord(ParamFacts):
             kind=weight.kind,
             init=weight.init,
             tied=weight.tied,
+            width=weight.width,
         )
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron.config.param_groups import merged
 from megatron.config.training import OptimizerConfig
-from megatron.spec.weights import OUTPUT, WORD_EMBEDDING, ParamFacts, Weight, in_layer
+from megatron.spec.weights import OUTPUT, WORD_EMBEDDING, ParamFacts, Role, Weight, in_layer
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,18 @@ class ParamGroup:
 
 GroupOf = Callable[[ParamFacts], ParamGroup]
 """Gives the group of a parameter."""
+
+
+MUP_RULES = {"adam": "adam", "lion": "adam", "ademamix": "adam", "sgd": "sgd"}
+"""The optimizers whose learning rates muP is known to scale, each with its column of table 8 in Yang et al. 2022: that of Adam
+where every element moves by about the rate, however large the gradient is."""
+
+
+def mup_factor(column: str, role: Role, width: float) -> float:
+    """Factor on the learning rate of a parameter in a model `width` times as wide as the base (Yang et al. 2022, table 8)."""
+    if column == "adam":
+        return 1.0 / width if role == "hidden" else 1.0
+    return 1.0 if role == "hidden" else width
 
 
 def groups_of(config: OptimizerConfig) -> GroupOf:
@@ -90,11 +102,13 @@ def _group(config: OptimizerConfig, facts: ParamFacts) -> ParamGroup:
     decoupled = config.decoupled_lr is not None and facts.name in (WORD_EMBEDDING, OUTPUT)
     ends = RateEnds(config.decoupled_lr, config.decoupled_min_lr) if decoupled else RUN_ENDS
     decays = facts.decay and (config.decay_embeddings or facts.kind != "table")
+    optimizer = own.get("optimizer", config.optimizer)
+    mup = 1.0 if facts.width == 1.0 else mup_factor(MUP_RULES[optimizer], facts.role, facts.width)
     return ParamGroup(
-        own.get("optimizer", config.optimizer),
-        own.get("lr_mult", 1.0),
+        optimizer,
+        own.get("lr_mult", 1.0) * mup,
         RateEnds(own.get("lr", ends.lr), own.get("min_lr", ends.min_lr)),
-        own.get("wd_mult", 1.0 if decays else 0.0),
+        own.get("wd_mult", 1.0 if decays else 0.0) / mup,  # an update takes off as much at every width
         (own.get("adam_beta1", config.adam_beta1), own.get("adam_beta2", config.adam_beta2)),
         own.get("adam_eps", config.adam_eps),
     )

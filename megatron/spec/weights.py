@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron.config.model import ModelConfig
@@ -35,6 +35,7 @@ class Init:
     constant: float = 0.0
 
 
+Role = Literal["input", "hidden", "output"]
 ParamKind = Literal["matrix", "table", "vector"]
 
 
@@ -52,6 +53,16 @@ class ParamFacts:
     init: Init = field(default=Init(), kw_only=True)
     tied: bool = field(default=False, kw_only=True)
     """Whether both the embedding and the output layer use it."""
+    width: float = field(default=1.0, kw_only=True)
+    """How many times as wide as the base of muP the model is; 1 without muP."""
+
+    @property
+    def role(self) -> Role:
+        """Which of its dimensions grow with the model's width: hidden, both; input (also embeddings, biases and norms), the outputs
+        alone; output, the inputs alone (Yang et al. 2022, table 8)."""
+        if self.name == OUTPUT:
+            return "output"
+        return "hidden" if self.kind == "matrix" else "input"
 
     @property
     def decay(self) -> bool:
@@ -102,6 +113,11 @@ def model_weights(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
     Args:
         vocab_size: rows of the word embedding, without padding.
     """
+    for weight in _in_order(model, vocab_size):
+        yield weight if model.mup_width == 1.0 else replace(weight, width=model.mup_width)
+
+
+def _in_order(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
     outside = list(outside_layers(model, vocab_size))
     yield from (weight for weight in outside if weight.part.startswith("embedding."))
     for number, layer in enumerate(layers(model)):
@@ -140,9 +156,10 @@ def vocabulary(name: str, model: ModelConfig, vocab_size: int, kind: ParamKind) 
 
 
 def layer_weights(model: ModelConfig, layer: LayerSpec, number: int) -> Iterator[Weight]:
-    """The parameters of one layer. Output projections have initial standard deviation std / sqrt(2 x layers) (GPT-2)."""
+    """The parameters of one layer. Output projections have initial standard deviation std / sqrt(2 x layers) (GPT-2). With muP the
+    standard deviation of all matrices falls as 1 / sqrt(width), that of tables and of the output layer stays (Yang et al. 2022)."""
     name, hidden, attention, mlp = f"layers.{number}", model.hidden_size, layer.attention, layer.mlp
-    std = model.init_method_std
+    std = model.init_method_std / model.mup_width**0.5
     output_std = std / (2 * model.num_layers) ** 0.5
     yield from norm(f"{name}.attention_norm", layer.norm, hidden)
     yield from column(f"{name}.attention.qkv", hidden, attention.qkv_rows, bias=attention.qkv_bias, std=std)

@@ -17,14 +17,17 @@ At = Callable[[int], Own]
 """How a parameter is updated after updates with so many samples."""
 
 
-def own_updates(names: Iterable[str], settings: OptimizerConfig, rule: Rule, rates: Course, decay: Course) -> dict[str, At]:
+def own_updates(
+    names: Iterable[str], settings: OptimizerConfig, rule: Rule, rates: Course, decay: Course, width: float
+) -> dict[str, At]:
     """How each parameter is updated of which the settings say something of its own.
 
     Args:
         rule: the update rule of all others; rates and decay are theirs too.
+        width: that of the model over the base of muP.
     """
     found = {name: _words(name, settings) for name in names}
-    return {name: _own(name, words, rule, rates, decay) for name, words in found.items() if words}
+    return {name: _own(name, words, rule, rates, decay, width) for name, words in found.items() if words or width != 1}
 
 
 def _words(name: str, settings: OptimizerConfig) -> dict[str, str]:
@@ -43,11 +46,20 @@ def _words(name: str, settings: OptimizerConfig) -> dict[str, str]:
     return found
 
 
-def _own(name: str, words: dict[str, str], rule: Rule, rates: Course, decay: Course) -> At:
+def _own(name: str, words: dict[str, str], rule: Rule, rates: Course, decay: Course, width: float) -> At:
     number = {key: float(value) for key, value in words.items() if key != "optimizer"}
     betas = number.get("adam-beta1", rule.betas[0]), number.get("adam-beta2", rule.betas[1])
     optimizer: Any = words.get("optimizer", rule.optimizer)
     own_rule = dataclasses.replace(rule, optimizer=optimizer, betas=betas, eps=number.get("adam-eps", rule.eps))
     course = dataclasses.replace(rates, high=number.get("lr", rates.high), low=number.get("min-lr", rates.low))
     more, less = number.get("lr-mult", 1.0), number.get("wd-mult", 1.0 if decays(name) else 0.0)
-    return lambda samples: Own(own_rule, more * course.at(samples), less * decay.at(samples))
+    mup = _mup(name, optimizer, width)
+    return lambda samples: Own(own_rule, more * mup * course.at(samples), less / mup * decay.at(samples))
+
+
+def _mup(name: str, optimizer: str, width: float) -> float:
+    """The column of table 8 of Yang et al. 2022 that is on learning rates. Rate x decay stays the same."""
+    hidden = name.startswith("layers.") and name.endswith(".weight") and "norm" not in name
+    if optimizer == "sgd":
+        return 1 if hidden else width
+    return 1 / width if hidden else 1

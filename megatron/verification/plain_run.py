@@ -44,7 +44,7 @@ class _Reference:
         total = training.train_samples or sum(self._batch_sizes())
         rates, decays = learning_rate_course(self.config, self._samples_of, total), decay_course(self.config.optimizer, total)
         rule = update_rule(self.config.optimizer)
-        own = own_updates(self.state.weights, self.config.optimizer, rule, rates, decays)
+        own = own_updates(self.state.weights, self.config.optimizer, rule, rates, decays, self.shape.width)
         found = PlainRun([], [self._evaluate()], {}, [], [], {})
         consumed = updated = 0
         for iteration, size in enumerate(self._batch_sizes(), start=1):
@@ -167,6 +167,7 @@ def reference_shape(
         sink=_SINKS[model.softmax_type],
         tied=not model.untie_embeddings_and_output_weights,
         z_loss=z_loss,
+        width=model.hidden_size / model.mup_base_width if model.mup_base_width else 1.0,
         eight_bits=EightBits(precision.fp8_recipe, precision.fp8_format == "hybrid") if precision.fp8_format else None,
         in_64_bits=ends if precision.first_last_layers_bf16 else (0, 0),
     )

@@ -33,6 +33,8 @@ def draw_model(draw: Draw, tp: int, sequence_parallel: bool) -> dict[str, Any]:
         settings[field] = one_of(draw, 0.0, 0.0, 0.0, 0.2, None)
     if chance(draw, 4):
         settings["init_method_std"] = 0.1
+    if chance(draw, 6):
+        settings["mup_base_width"] = one_of(draw, 2, 8, 24)
     return settings
 
 

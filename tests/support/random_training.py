@@ -38,6 +38,8 @@ def draw_rule(draw: Draw, settings: dict[str, Any]) -> None:
     for field in ("sgd_momentum", *(("adam_beta1", "adam_beta2", "adam_eps") if rule in ("lion", "adafactor") else ())):
         settings.pop(field, None)
     settings |= {"optimizer": rule, "lr": 0.01}
+    if rule in ("adafactor", "lamb"):
+        settings.pop("mup_base_width", None)
     if rule in ("lion", "adafactor"):  # they make noise of gradients whose true value is zero, such as that of a key's bias
         settings |= {"disable_bias_linear": True, "add_qkv_bias": None, "normalization": "RMSNorm"}
     if rule == "lion":

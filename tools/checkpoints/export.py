@@ -41,13 +41,15 @@ def run(args: argparse.Namespace) -> int:
     """Export and say what was written."""
     import torch
 
+    from megatron.checkpoint.folded_source import folded
     from megatron.checkpoint.huggingface.families import fitting
     from megatron.checkpoint.source import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
     from tools.checkpoints.huggingface_writer import SpecialTokens, export
     from tools.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
 
-    source = open_source(args.source, args.step, average=args.ema)
+    trained = open_source(args.source, args.step, average=args.ema)
+    source = folded(trained)
     tokenizer = chosen_tokenizer(args, source)
     tokens = SpecialTokens()
     if tokenizer is not None:
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         from tools.checkpoints.against_transformers import compare_ids, compare_logits
 
         dtype = getattr(torch, args.dtype) if args.dtype else torch.float64  # float64 holds every value of the source
-        told = compare_logits(source, folder, dtype)
+        told = compare_logits(source if args.dtype else trained, folder, dtype)  # what is folded is rounded only once
         has_files = (folder / "tokenizer_config.json").exists()
         return told if tokenizer is None or not has_files else f"{told} {compare_ids(tokenizer, folder)}"
 

@@ -108,6 +108,7 @@ def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, c
         kv_channels=None if hidden == heads * size else size,
         num_query_groups=groups if model.group_query_attention else model.num_query_groups,
         seq_length=sequence,
+        mup_base_width=None if model.mup_base_width is None else max(1, round(hidden / model.mup_width)),
         max_position_embeddings=positions,
         make_vocab_size_divisible_by=multiple,
         **_stretching(model, size, sequence),

@@ -13,7 +13,7 @@ from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.param_groups import GroupEntry, entry_of
 from megatron.config.training import ADAM_LIKE
-from megatron.spec.groups import groups_of
+from megatron.spec.groups import MUP_RULES, groups_of
 from megatron.spec.weights import ParamFacts, model_weights
 
 decoupled_rate_is_higher = at_most("decoupled_min_lr", "decoupled_lr", "--decoupled-lr is the highest of its course.")
@@ -30,8 +30,17 @@ def decoupled_rate_ends_lower(config: Config, world_size: int) -> Iterator[Findi
 
 @rule()
 def groups_act(config: Config, world_size: int) -> Iterator[Finding]:
-    """Entries of --param-groups can be read, and their patterns match."""
+    """Entries of --param-groups can be read, their patterns match, and muP knows how their optimizers' rates are scaled."""
     texts = config.optimizer.param_groups
+    used = {config.optimizer.optimizer, *(entry.optimizer for entry in _readable(texts) if entry.optimizer)}
+    unknown = sorted(name for name in used if name not in MUP_RULES and name in flag_for("optimizer").choices)
+    if config.model.mup_base_width is not None and unknown:
+        yield Finding(
+            f"{shown(config, 'mup_base_width')}: how the learning rates of {unknown[0]} are scaled is not known.",
+            [change(mup_base_width=None)],
+            f"It is built for {', '.join(MUP_RULES)} (Yang et al. 2022, table 8).",
+            ("mup_base_width", "optimizer", "param_groups"),
+        )
     for text in texts:
         try:
             entry = entry_of(text)

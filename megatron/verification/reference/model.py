@@ -71,7 +71,7 @@ def logits(
         for name, values in ((f"layers.{i}.attention", attended), (f"layers.{i}.mlp", fed), (f"layers.{i}", x)):
             seen(name, values)
     x = norm(shape, weights, "final_norm", x)
-    return x @ weights["embedding.word.weight" if shape.tied else "output.weight"].T
+    return x @ weights["embedding.word.weight" if shape.tied else "output.weight"].T / shape.width
 
 
 def attention(

@@ -64,6 +64,8 @@ class ReferenceShape:
     tied: bool = True
     z_loss: float = 0.0
     """Beside the cross entropy, this x (log Z)^2 of each token is minimised (but not reported)."""
+    width: float = 1.0
+    """muP: the logits are divided by this."""
     eight_bits: EightBits | None = None
     """How products of layers are computed, if in 8 bits."""
     in_64_bits: tuple[int, int] = (0, 0)

@@ -326,6 +326,13 @@ CASES: list[Case] = [
         ["is below --min-lr 0.0001, at which its course ends"],
         ["--decoupled-min-lr 1e-05"],
     ),
+    (
+        "--mup-base-width 24 --optimizer lamb",
+        1,
+        {"--mup-base-width", "--optimizer"},
+        ["how the learning rates of lamb are scaled is not known", "It is built for adam, lion, ademamix, sgd"],
+        ["--mup-base-width None"],
+    ),
     ("--param-groups 'norm.* lr-mult=2'", 1, {"--param-groups"}, ["no parameter has a name like norm.*"], []),
     ("--param-groups '* optimizer=sgd adam-eps=1'", 1, {"--param-groups"}, ["act only on what adam"], []),
     ("--lr-warmup-init 1 --lr-warmup-iters 5", 1, {"--lr-warmup-init", "--lr"}, ["above --lr"], ["--lr-warmup-init 0.001"]),

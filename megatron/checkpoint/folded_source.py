@@ -1,0 +1,51 @@
+"""A model trained with muP as one that needs no multiplier: the division of the logits goes into the final norm."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from megatron.checkpoint.source import TensorInfo, WeightSource
+from megatron.config.data import DataConfig
+from megatron.config.model import ModelConfig
+from megatron.parallel.boxes import Box
+
+
+def folded(source: WeightSource) -> WeightSource:
+    """The weights of a model that computes the same without --mup-base-width; a source without it as it is."""
+    return source if source.model.mup_width == 1.0 else _Folded(source)
+
+
+class _Folded:
+    """A `WeightSource`."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source, self._width = source, source.model.mup_width
+        self.model: ModelConfig = dataclasses.replace(source.model, mup_base_width=None)
+        self.notes = [
+            *source.notes,
+            f"the logits of this model are divided by {self._width:g} (--mup-base-width); here its final norm is, which gives the "
+            "same logits, but trains otherwise",
+        ]
+
+    @property
+    def name(self) -> str:
+        return self._source.name
+
+    @property
+    def vocab_size(self) -> int:
+        return self._source.vocab_size
+
+    @property
+    def tokenizer(self) -> DataConfig | None:
+        return self._source.tokenizer
+
+    @property
+    def weights(self) -> Mapping[str, TensorInfo]:
+        return self._source.weights
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        found = self._source.read(name, box)
+        return found / self._width if name.startswith("final_norm.") else found

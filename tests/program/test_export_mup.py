@@ -1,0 +1,22 @@
+"""A model trained with --mup-base-width becomes one that transformers computes alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.model_styles import STYLES
+from tests.support.runs import arguments, run
+from tools.checkpoint import main
+
+
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+def test_transformers_computes_the_logits_of_a_mup_model(style: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its logits are divided by 4 here, and its embedding, tied in one of the styles, is not."""
+    pytest.importorskip("transformers")
+    settings = {**STYLES[style], "train_iters": 2, "mup_base_width": 8}
+    run(arguments(**settings, save=tmp_path / "run"))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--verify"]) == 0
+    told = capsys.readouterr().out
+    assert "Verified: the logits" in told and "divided by 4 (--mup-base-width)" in told
