@@ -144,8 +144,7 @@ mrope-section relative-attention-num-buckets: The rotary embedding knows --rotar
     --rotary-interleaved, --rotary-seq-len-interpolation-factor, --use-rope-scaling, and --rope-type yarn, dynamic and longrope.
 openai-gelu quick-geglu activation-func-clamp-value glu-linear-offset: {_ACTIVATION}
 use-te-activation-func: Transformer Engine is not used.
-apply-layernorm-1p apply-residual-connection-post-layernorm: Norms stand before each sublayer and are LayerNorm or RMSNorm
-    (--normalization).
+apply-residual-connection-post-layernorm: What is added to is the residual stream itself (--norm-placement says where norms stand).
 qk-l2-norm: Queries and keys are normalised by --qk-layernorm.
 use-legacy-models: There is one implementation of the model.
 spec: The model is described by flags, not by a module.

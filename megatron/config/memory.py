@@ -28,6 +28,13 @@ def _flash_keeps_none(**others: Any) -> tuple[Beside, ...]:
     return tuple(idle_with(why, every=True, effect=effect, **alone, **one) for one in where)
 
 
+_NO_NORM_BEFORE = idle_with(
+    "no norm stands before attention and MLP; --recompute-modules names other parts",
+    effect="frees nothing",
+    norm_placement="post",
+    recompute_modules=(("layernorm",),),
+    every=True,
+)
 _ONE_MEMORY = idle_with("--device cpu has everything in host memory", effect="saves no memory", device="cpu")
 
 
@@ -58,7 +65,7 @@ class MemoryConfig:
     later stages of 1f1b keep fewer microbatches and need less. auto chooses, for each stage, the fewest that fit into
     --device-memory-gb. In place of --recompute-num-layers."""
     recompute_modules: tuple[RecomputeModule, ...] = setting(
-        ("core_attn",), acts=acts_with(recompute_granularity="selective", recompute_activations=True)
+        ("core_attn",), acts=acts_with(recompute_granularity="selective", recompute_activations=True), idle=_NO_NORM_BEFORE
     )
     """Parts of each layer that selective recompute takes. core_attn: the probabilities of attention, where its kernel keeps them
     (on CPU with dropout; on a GPU in 32 and 64 bits, by head

@@ -10,6 +10,7 @@ from megatron.spec.activations import activation_of
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
+NormPlacement = Literal["pre", "post", "sandwich"]
 RopeType = Literal["rope", "yarn", "dynamic", "longrope"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 
@@ -144,6 +145,19 @@ class ModelConfig:
     """Kind of every norm."""
     norm_epsilon: float = setting(1e-5, above=0, unit="plain number")
     """Added to the variance (or mean square) in every norm."""
+    norm_placement: NormPlacement = "pre"
+    """Where norms stand: pre, before attention and MLP; post, on what these give, before it is added (OLMo 2); sandwich, both
+    (Gemma 2)."""
+    norm_weight: bool = True
+    """Norms have weights. With --no-norm-weight they have none, and no biases (OLMo 1)."""
+    norm_bias: bool = setting(True, acts=acts_with(every=True, normalization="LayerNorm", norm_weight=True))
+    """LayerNorms have biases. With --no-norm-bias they have weights alone."""
+    apply_layernorm_1p: bool = setting(False, acts=acts_with(norm_weight=True))
+    """Keep the weights of norms as their distance from 1 (zero-centred, as in Gemma)."""
+    parallel_residual: bool = False
+    """Give attention and MLP the same input, and add what both give to it at once (GPT-NeoX)."""
+    residual_multiplier: float = setting(1.0, above=0, unit="factor")
+    """Multiply what attention and MLP give by this before it is added (Granite)."""
     swiglu: bool = False
     """Gated MLP: silu(gate) x up."""
     squared_relu: bool = False

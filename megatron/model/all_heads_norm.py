@@ -20,7 +20,8 @@ from megatron.parallel.context import Group
 
 def norm_all_heads(q: torch.Tensor, k: torch.Tensor, q_norm: Norm, k_norm: Norm, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise queries [s, b, g, r, d] and keys [s, b, g, d] over all heads of all ranks of a group; in at least float32."""
-    (q_weight, _), (k_weight, _) = q_norm.entering(), k_norm.entering()
+    wide = torch.promote_types(q.dtype, torch.float32) if q_norm.zero_centred else q.dtype
+    (q_weight, _), (k_weight, _) = q_norm.factors(wide), k_norm.factors(wide)
     assert q_weight is not None and k_weight is not None
     weights = q_weight.view(q.shape[2:]), k_weight.view(k.shape[2:])
     sizes = q_norm.shape[0], k_norm.shape[0]

@@ -171,8 +171,9 @@ class Attention(nn.Module):
         self.interleaved = spec.rotary is not None and spec.rotary.interleaved
         self.layer, self.dropout, self.tensor_rank = layer, dropout, scope.tp.index
         self.qkv = ColumnParallelLinear(scope.child("qkv"))
-        self.q_norm = Norm(scope.child("q_norm"), norm) if spec.qk_norm is not None else None
-        self.k_norm = Norm(scope.child("k_norm"), norm) if spec.qk_norm is not None else None
+        sizes = [heads * spec.head_size if spec.qk_norm == "all_heads" else spec.head_size for heads in (spec.heads, spec.kv_heads)]
+        self.q_norm = Norm(scope.child("q_norm"), norm, sizes[0]) if spec.qk_norm is not None else None
+        self.k_norm = Norm(scope.child("k_norm"), norm, sizes[1]) if spec.qk_norm is not None else None
         self.group_of_heads = scope.tp if spec.qk_norm == "all_heads" else None
         scope.optional(self, "sinks")
         self.output = RowParallelLinear(scope.child("output"))

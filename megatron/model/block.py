@@ -1,4 +1,4 @@
-"""One transformer layer: norm, attention, residual; norm, MLP, residual."""
+"""One transformer layer: attention and MLP with their norms, added to the residual stream."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SITES = ("attention_output", "mlp_output")
 
 
 class Block(nn.Module):
-    """A pre-norm layer. The residual stream keeps its dtype: the model's, or float32 with --fp32-residual-connection.
+    """A layer as its spec says. The residual stream keeps its dtype: the model's, or float32 with --fp32-residual-connection.
 
     Args:
         selective: parts that are computed again in backward instead of being kept.
@@ -39,7 +39,12 @@ class Block(nn.Module):
         self.layer, self.probability = layer, config.hidden_dropout
         self.remakes_norms, self.recomputes_mlp = "layernorm" in selective, "mlp" in selective
         self.coordinate = scope.tp.index if scope.sequence_parallel else 0
-        self.attention_norm = Norm(scope.child("attention_norm"), spec.norm)
+        self.parallel, self.multiplier, self.dtype = spec.parallel, spec.residual_multiplier, scope.dtype
+
+        def norm(name: str) -> Norm | None:
+            return Norm(scope.child(name), spec.norm, config.hidden_size) if name in spec.norms else None
+
+        self.attention_norm = norm("attention_norm")
         self.attention = Attention(
             scope.child("attention"),
             spec.attention,
@@ -48,8 +53,10 @@ class Block(nn.Module):
             config.attention_dropout,
             recomputes_core="core_attn" in selective,
         )
-        self.mlp_norm = Norm(scope.child("mlp_norm"), spec.norm)
+        self.attention_post_norm = norm("attention_post_norm")
+        self.mlp_norm = norm("mlp_norm")
         self.mlp = MLP(scope.child("mlp"), spec.mlp, remakes_activation="mlp_act" in selective)
+        self.mlp_post_norm = norm("mlp_post_norm")
         self.compiled: CompiledBlock | None = None
         """Runs the layer in its place, where there is a backward."""
 
@@ -79,15 +86,20 @@ class Block(nn.Module):
             attended: [s, b, n * d].
             seeds: of the two dropout masks; None switches dropout off.
         """
-        x = x + self._drop(self.attention.output(attended), seeds, 0)
-        added = recomputed(self._norm_and_mlp, x) if self.recomputes_mlp else self.mlp(self._normed(self.mlp_norm, x))
-        return x + self._drop(added, seeds, 1)
+        with_attention = self._added(x, self.attention.output(attended), self.attention_post_norm, seeds, 0)
+        source = x if self.parallel else with_attention
+        fed = recomputed(self._norm_and_mlp, source) if self.recomputes_mlp else self.mlp(self._normed(self.mlp_norm, source))
+        return self._added(with_attention, fed, self.mlp_post_norm, seeds, 1)
 
     def _norm_and_mlp(self, x: torch.Tensor, *, again: bool) -> torch.Tensor:
-        return self.mlp(self.mlp_norm(x))
+        return self.mlp(x.to(self.dtype) if self.mlp_norm is None else self.mlp_norm(x))
 
-    def _normed(self, norm: Norm, x: torch.Tensor) -> torch.Tensor | Remade:
+    def _normed(self, norm: Norm | None, x: torch.Tensor) -> torch.Tensor | Remade:
+        if norm is None:
+            return x.to(self.dtype)
         return norm.remade(x) if self.remakes_norms else norm(x)
 
-    def _drop(self, x: torch.Tensor, seeds: Seeds | None, number: int) -> torch.Tensor:
-        return dropout(x, self.probability, seeds, number)
+    def _added(self, x: torch.Tensor, given: torch.Tensor, norm: Norm | None, seeds: Seeds | None, number: int) -> torch.Tensor:
+        """The residual stream with what attention or MLP gives."""
+        dropped = dropout(given if norm is None else norm(given), self.probability, seeds, number)
+        return x + dropped if self.multiplier == 1.0 else torch.add(x, dropped, alpha=self.multiplier)

@@ -168,7 +168,7 @@ class GPTChunk(nn.Module):
             for place, segment in enumerate(segments)
         ]
         self._rotaries = dict.fromkeys(rotary for run in self._runs for rotary in run.rotaries)
-        self.final_norm = Norm(scope.child("final_norm"), norm_of(config)) if chunk.last else None
+        self.final_norm = Norm(scope.child("final_norm"), norm_of(config), config.hidden_size) if chunk.last else None
         self.output = OutputLayer(scope.child("output"), config, loss) if chunk.last else None
 
     @property

@@ -138,19 +138,19 @@ class _RMSNorm(torch.autograd.Function):
     """Takes the memory of `_fused_rms_norm`, which keeps its input and one number a row."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
         wide = torch.promote_types(x.dtype, torch.float32)
         ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=wide))
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
-def _rms_norm(x: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor, eps: float) -> torch.Tensor:
-    assert tuple(weight.shape) == shape, "one weight for each channel"
+def _rms_norm(x: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    assert weight is None or tuple(weight.shape) == shape, "one weight for each channel"
     return _RMSNorm.apply(x, weight)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeVar
 
-from megatron.config.model import ModelConfig, Normalization, SoftmaxType
+from megatron.config.model import ModelConfig, Normalization, NormPlacement, SoftmaxType
 from megatron.spec.activations import Activation, activation_of
 from megatron.spec.layer_pattern import marked, read_pattern, read_window
 from megatron.spec.rotary import RotarySpec, rotary_of
@@ -25,6 +25,10 @@ class NormSpec:
     kind: Normalization
     epsilon: float
     """Added to the variance (or mean square) before the root."""
+    weighted: bool = True
+    biased: bool = False
+    zero_centred: bool = False
+    """Whether the weight is kept as its distance from 1."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +88,24 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A pre-norm layer: norm, attention, residual; norm, MLP, residual."""
+    """Attention and an MLP, each with norms before, behind or on both sides of it, added to the residual stream."""
 
     norm: NormSpec
-    """Both norms of the layer, and those of query and key heads."""
+    """All norms of the layer, and those of query and key heads."""
     attention: AttentionSpec
     mlp: MLPSpec
+    placement: NormPlacement = "pre"
+    parallel: bool = False
+    """Whether the MLP has the same input as attention; if not, what attention has added is in it."""
+    residual_multiplier: float = 1.0
+    """Factor of what is added."""
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Names of the norms over the hidden size, in the order of the forward."""
+        before, behind = self.placement in ("pre", "sandwich"), self.placement in ("post", "sandwich")
+        names = {"attention_norm": before, "attention_post_norm": behind, "mlp_norm": before, "mlp_post_norm": behind}
+        return tuple(name for name, is_there in names.items() if is_there)
 
 
 @lru_cache(maxsize=64)
@@ -115,6 +131,9 @@ def _layer(model: ModelConfig, window: bool, rotated: bool) -> LayerSpec:
             scores=scores_of(model, window=window),
         ),
         MLPSpec(model.ffn_size, activation_of(model), bias or model.add_mlp_bias),
+        model.norm_placement,
+        model.parallel_residual,
+        model.residual_multiplier,
     )
 
 
@@ -143,7 +162,8 @@ def _is_rotated(model: ModelConfig, layer: int) -> bool:
 
 def norm_of(model: ModelConfig) -> NormSpec:
     """The spec of every norm in the model, the final one too."""
-    return NormSpec(model.normalization, model.norm_epsilon)
+    biased = model.normalization == "LayerNorm" and model.norm_weight and model.norm_bias
+    return NormSpec(model.normalization, model.norm_epsilon, model.norm_weight, biased, model.apply_layernorm_1p)
 
 
 def alike(kinds: Iterable[Kind]) -> dict[Kind, list[int]]:

@@ -161,7 +161,8 @@ def layer_weights(model: ModelConfig, layer: LayerSpec, number: int) -> Iterator
     name, hidden, attention, mlp = f"layers.{number}", model.hidden_size, layer.attention, layer.mlp
     std = model.init_method_std / model.mup_width**0.5
     output_std = std / (2 * model.num_layers) ** 0.5
-    yield from norm(f"{name}.attention_norm", layer.norm, hidden)
+    norms = {which: list(norm(f"{name}.{which}", layer.norm, hidden)) for which in layer.norms}
+    yield from norms.get("attention_norm", ())
     yield from column(f"{name}.attention.qkv", hidden, attention.qkv_rows, bias=attention.qkv_bias, std=std)
     for which, heads in (("q_norm", attention.heads), ("k_norm", attention.kv_heads)):
         if attention.qk_norm == "each_head":
@@ -172,10 +173,11 @@ def layer_weights(model: ModelConfig, layer: LayerSpec, number: int) -> Iterator
         yield Weight(f"{name}.attention.sinks", (attention.heads,), ((0, "tp"),), kind="vector")
     inputs = attention.heads * attention.head_size
     yield from row(f"{name}.attention.output", inputs, hidden, bias=attention.output_bias, std=output_std)
-    yield from norm(f"{name}.mlp_norm", layer.norm, hidden)
+    yield from (*norms.get("attention_post_norm", ()), *norms.get("mlp_norm", ()))
     halves = 2 if mlp.activation.gated else 1
     yield from column(f"{name}.mlp.up", hidden, mlp.width, bias=mlp.bias, std=std, halves=halves)
     yield from row(f"{name}.mlp.down", mlp.width, hidden, bias=mlp.bias, std=output_std)
+    yield from norms.get("mlp_post_norm", ())
 
 
 def column(name: str, inputs: int, outputs: int, *, bias: bool, std: float, halves: int = 1) -> Iterator[Weight]:
@@ -198,7 +200,9 @@ def row(name: str, inputs: int, outputs: int, *, bias: bool, std: float) -> Iter
 def norm(
     name: str, spec: NormSpec, size: int, *, on_own_heads: bool = False, splits: tuple[tuple[int, str], ...] = ()
 ) -> Iterator[Weight]:
-    """A norm over `size` channels. RMSNorm has no bias."""
-    yield Weight(f"{name}.weight", (size,), splits, kind="vector", init=Init(constant=1.0), on_own_heads=on_own_heads)
-    if spec.kind == "LayerNorm":
+    """A norm over `size` channels, which may have a weight, and beside it a bias."""
+    if spec.weighted:
+        init = Init(constant=0.0 if spec.zero_centred else 1.0)
+        yield Weight(f"{name}.weight", (size,), splits, kind="vector", init=init, on_own_heads=on_own_heads)
+    if spec.biased:
         yield Weight(f"{name}.bias", (size,), splits, kind="vector", on_own_heads=on_own_heads)

@@ -25,6 +25,7 @@ def draw_model(draw: Draw, tp: int, sequence_parallel: bool) -> dict[str, Any]:
         settings["normalization"] = "RMSNorm"
     if chance(draw, 4):
         settings["norm_epsilon"] = 1e-2
+    settings |= _draw_norms(draw, settings)
     settings |= switches(draw, "disable_bias_linear")
     if "disable_bias_linear" in settings or chance(draw, 8):
         settings |= switches(draw, "add_qkv_bias")
@@ -99,6 +100,19 @@ def _draw_stretch(draw: Draw, pairs: int) -> dict[str, Any]:
         for name in ("rope_short_factors", "rope_long_factors"):
             settings[name] = tuple(float(number(draw, 1, 4)) for _ in range(pairs))
     return settings
+
+
+def _draw_norms(draw: Draw, settings: dict[str, Any]) -> dict[str, Any]:
+    """Where norms stand and what they have, and how layers add to the residual stream."""
+    found: dict[str, Any] = {"norm_placement": one_of(draw, None, None, "post", "sandwich")}
+    if chance(draw, 6) and not settings.get("qk_layernorm_all_heads"):
+        found["norm_weight"] = False
+    else:
+        found |= switches(draw, "apply_layernorm_1p", one_in=4)
+        if settings.get("normalization") != "RMSNorm" and chance(draw, 6):
+            found["norm_bias"] = False
+    found |= switches(draw, "parallel_residual", one_in=5)
+    return found | ({"residual_multiplier": 0.4} if chance(draw, 6) else {})
 
 
 def _draw_vocabulary(draw: Draw) -> dict[str, Any]:

@@ -64,10 +64,13 @@ def logits(
     for i in range(shape.num_layers):
         layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
         eight = shape.eight_bits_of(i)
-        attended = attention(shape, i, layer, norm(shape, layer, "attention_norm", x), positions, documents, eight)
-        x = x + attended
-        fed = mlp(shape, layer, norm(shape, layer, "mlp_norm", x), eight)
-        x = x + fed
+        before, behind = shape.norms != "post", shape.norms != "pre"
+        start = x
+        attended = attention(shape, i, layer, norm(shape, layer, "attention_norm", x) if before else x, positions, documents, eight)
+        x = x + shape.residual_multiplier * (norm(shape, layer, "attention_post_norm", attended) if behind else attended)
+        source = start if shape.parallel else x
+        fed = mlp(shape, layer, norm(shape, layer, "mlp_norm", source) if before else source, eight)
+        x = x + shape.residual_multiplier * (norm(shape, layer, "mlp_post_norm", fed) if behind else fed)
         for name, values in ((f"layers.{i}.attention", attended), (f"layers.{i}.mlp", fed), (f"layers.{i}", x)):
             seen(name, values)
     x = norm(shape, weights, "final_norm", x)
@@ -161,11 +164,12 @@ def linear(weights: Weights, name: str, x: Tensor, eight: EightBits | None = Non
 
 def norm(shape: ReferenceShape, weights: Weights, name: str, x: Tensor) -> Tensor:
     """LayerNorm or RMSNorm over the last dimension."""
-    if shape.norm == "RMSNorm":
-        return x / (x.square().mean(dim=-1, keepdim=True) + shape.epsilon).sqrt() * weights[f"{name}.weight"]
-    centred = x - x.mean(dim=-1, keepdim=True)
-    variance = centred.square().mean(dim=-1, keepdim=True)
-    return centred / (variance + shape.epsilon).sqrt() * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+    if shape.norm == "LayerNorm":
+        x = x - x.mean(dim=-1, keepdim=True)
+    y = x / (x.square().mean(dim=-1, keepdim=True) + shape.epsilon).sqrt()
+    if f"{name}.weight" in weights:
+        y = y * (1 + weights[f"{name}.weight"] if shape.zero_centred else weights[f"{name}.weight"])
+    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
 
 Batch = tuple[Tensor, Tensor, Tensor]

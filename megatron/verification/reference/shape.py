@@ -37,6 +37,17 @@ class ReferenceShape:
     """How rotary frequencies are stretched."""
     norm: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     epsilon: float = 1e-5
+    norms: Literal["pre", "post", "sandwich"] = "pre"
+    """Whether norms stand before attention and MLP, on what they give, or both."""
+    norm_weight: bool = True
+    norm_bias: bool = True
+    """Whether LayerNorm has one."""
+    zero_centred: bool = False
+    """Whether norms multiply by 1 + their weights."""
+    parallel: bool = False
+    """Whether the MLP's input is that of attention."""
+    residual_multiplier: float = 1.0
+    """Factor of what attention and MLP give."""
     activation: Literal["gelu", "swiglu", "squared_relu"] = "gelu"
     bias: bool = True
     """Whether all linear layers except the output layer have biases."""
@@ -97,8 +108,9 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
 
     def add_norm(name: str, size: int) -> None:
-        shapes[f"{name}.weight"] = (size,)
-        if shape.norm == "LayerNorm":
+        if shape.norm_weight:
+            shapes[f"{name}.weight"] = (size,)
+        if shape.norm_weight and shape.norm_bias and shape.norm == "LayerNorm":
             shapes[f"{name}.bias"] = (size,)
 
     def add_linear(name: str, out: tuple[int, ...], inner: int, bias: bool) -> None:
@@ -110,7 +122,8 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
     if shape.positions == "learned":
         shapes["embedding.position.weight"] = (shape.num_positions or shape.seq, h)
     for i in range(shape.num_layers):
-        add_norm(f"layers.{i}.attention_norm", h)
+        if shape.norms != "post":
+            add_norm(f"layers.{i}.attention_norm", h)
         add_linear(f"layers.{i}.attention.qkv", (qkv_rows,), h, shape.bias or shape.qkv_bias)
         if shape.qk_norm:
             add_norm(f"layers.{i}.attention.q_norm", shape.heads * d if shape.qk_norm_all_heads else d)
@@ -118,9 +131,14 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
         if shape.sink == "learned":
             shapes[f"layers.{i}.attention.sinks"] = (shape.heads,)
         add_linear(f"layers.{i}.attention.output", (h,), shape.heads * d, shape.bias or shape.output_bias)
-        add_norm(f"layers.{i}.mlp_norm", h)
+        if shape.norms != "pre":
+            add_norm(f"layers.{i}.attention_post_norm", h)
+        if shape.norms != "post":
+            add_norm(f"layers.{i}.mlp_norm", h)
         add_linear(f"layers.{i}.mlp.up", up, h, shape.bias or shape.mlp_bias)
         add_linear(f"layers.{i}.mlp.down", (h,), shape.ffn, shape.bias or shape.mlp_bias)
+        if shape.norms != "pre":
+            add_norm(f"layers.{i}.mlp_post_norm", h)
     add_norm("final_norm", h)
     if not shape.tied:
         shapes["output.weight"] = (shape.vocab, h)
@@ -143,5 +161,5 @@ def random_weights(shape: ReferenceShape, seed: int, std: float = 0.1) -> Weight
     weights = {}
     for name, size in weight_shapes(shape).items():
         values = torch.randn(size, generator=generator, dtype=torch.float64) * std
-        weights[name] = values + 1 if is_norm(name) and name.endswith(".weight") else values
+        weights[name] = values + 1 if is_norm(name) and name.endswith(".weight") and not shape.zero_centred else values
     return weights

@@ -60,7 +60,7 @@ no-pin-cpu-grads offload-optimizer-states suggested-communication-unit-size
 multiple-validation-sets full-validation
 fp8-param-gather fp8-margin fp8-interval fp8-amax-history-len no-fp8-wgrad fp4-format
 moe-router-topk moe-layer-freq moe-grouped-gemm num-experts multi-latent-attention
-batch-size use-rotary-position-embeddings use-legacy-models init-method-xavier-uniform apply-layernorm-1p
+batch-size use-rotary-position-embeddings use-legacy-models init-method-xavier-uniform
 use-torch-fsdp2 tp-comm-overlap-cfg disable-tp-comm-overlap-ag cuda-graph-scope rl-prompts-per-eval retro-num-neighbors
 log-straggler no-check-for-nan-in-loss-and-grad grad-reduce-in-bf16 nccl-communicator-config-path local-rank
 """)
@@ -185,7 +185,7 @@ def test_a_launch_script_of_megatron_is_understood() -> None:
         load(script, 8)
     refused = {violation.flags[0] for violation in caught.value.violations}
     assert refused == {
-        *("--apply-layernorm-1p", "--grad-reduce-in-bf16", "--empty-unused-memory-level"),
+        *("--grad-reduce-in-bf16", "--empty-unused-memory-level"),
     }
     for name in refused:
         place = script.index(name)

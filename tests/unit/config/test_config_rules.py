@@ -962,6 +962,8 @@ CASES: list[Case] = [
     ("--tiktoken-num-special-tokens 3", 1, {"--tiktoken-num-special-tokens"}, ["only with --tokenizer-type TikTokenizer"], []),
     ("--tiktoken-special-tokens a", 1, {"--tiktoken-special-tokens"}, ["only with --tokenizer-type TikTokenizer"], []),
     ("--data-cache-path c", 1, {"--data-cache-path"}, ["without --mock-data"], []),
+    ("--normalization RMSNorm --no-norm-bias", 1, {"--norm-bias"}, ["no effect"], []),
+    ("--no-norm-weight --apply-layernorm-1p", 1, {"--apply-layernorm-1p"}, ["no effect"], ["--norm-weight"]),
     ("--data-loss-mask", 1, {"--data-loss-mask"}, ["without --mock-data"], []),
 ]
 

@@ -23,9 +23,9 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def run(kind: Normalization, dtype: torch.dtype, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     table = ParamTable()
-    spec = NormSpec(kind, 1e-5)
+    spec = NormSpec(kind, 1e-5, biased=kind == "LayerNorm")
     weights = {weight.name: weight for weight in norm_weights("norm", spec, SIZE)}
-    norm = Norm(Scope(lone_rank(), table, weights, dtype).child("norm"), spec)
+    norm = Norm(Scope(lone_rank(), table, weights, dtype).child("norm"), spec, SIZE)
     materialize(norm, table, CPU)
     for entry in table:
         with torch.no_grad():

@@ -158,7 +158,10 @@ def test_norms_are_those_of_torch() -> None:
     weights = {"n.weight": weight, "n.bias": bias}
     layer_norm = norm(gpt2_like(epsilon=1e-2), weights, "n", x)
     assert_close(layer_norm, F.layer_norm(x, (16,), weight, bias, 1e-2))
+    weights = {"n.weight": weight}
     assert_close(norm(llama_like(epsilon=1e-2), weights, "n", x), F.rms_norm(x, (16,), weight, 1e-2))
+    assert_close(norm(llama_like(epsilon=1e-2, zero_centred=True), weights, "n", x), F.rms_norm(x, (16,), 1 + weight, 1e-2))
+    assert_close(norm(gpt2_like(epsilon=1e-2), {}, "n", x), F.layer_norm(x, (16,), None, None, 1e-2))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "squared_relu", "swiglu"])
