@@ -68,6 +68,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "smollm3",
         _SMALL | {"no_rope_layers": [1, 0, 0], "pad_token_id": None, "use_sliding_window": True, "sliding_window": 9},
     ),
+    "stablelm": ("stablelm", _SMALL | {"hidden_size": 96, "use_qkv_bias": True}),
+    "olmo2": ("olmo2", _SMALL | {"pad_token_id": None, "attention_bias": True}),
+    "olmo3": ("olmo3", _SMALL | {"pad_token_id": None, "num_hidden_layers": 4, "sliding_window": 6}),
+    "olmo3-yarn": (
+        "olmo3",
+        _SMALL
+        | {"pad_token_id": None, "sliding_window": 6, "layer_types": _WINDOW_LAST, "rope_theta": 5e5}
+        | {"rope_parameters": {"full_attention": _YARN, "sliding_attention": {"rope_type": "default"}}},
+    ),
     "phi3": ("phi3", _SMALL | {"pad_token_id": None, "sliding_window": 11}),
     "phi3-longrope": ("phi3", _SMALL | {"pad_token_id": None, "original_max_position_embeddings": 24, "rope_scaling": _LONGROPE}),
 }

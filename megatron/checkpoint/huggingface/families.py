@@ -106,6 +106,7 @@ def _like_llama(
     tied: bool = False,
     epsilon: float = 1e-6,
     rotary: Rotary | None = None,
+    epsilon_name: str = "rms_norm_eps",
     activation: str = "hidden_act",
     always: Settings | None = None,
     names: dict[str, str] | None = None,
@@ -120,7 +121,7 @@ def _like_llama(
             sizes,
             rotary or Rotary(max_positions=sizes.max_positions),
             ActivationField(activation, gated=True),
-            Number("rms_norm_eps", "norm_epsilon", epsilon),
+            Number(epsilon_name, "norm_epsilon", epsilon),
             Number("attention_dropout", "attention_dropout", 0.0),
             Number("initializer_range", "init_method_std", 0.02),
             Switch("tie_word_embeddings", _UNTIED, tied, opposite=True),
@@ -190,6 +191,43 @@ SMOLLM3 = _like_llama(
     tied=True,
 )
 
+STABLELM = _like_llama(
+    "stablelm",
+    "StableLmForCausalLM",
+    Biases(switches={"use_qkv_bias": ("qkv",)}),
+    Number("hidden_dropout", "hidden_dropout", 0.0),
+    Only("use_parallel_residual", False, "its attention and MLP side by side share one norm, which cannot be built here"),
+    Only("qk_layernorm", False, "it has a norm of its own for each query and key head, which cannot be built here"),
+    sizes=Sizes(max_positions=4096, kv_heads=32, free_heads=False),
+    rotary=Rotary(max_positions=4096, partial=0.25),
+    epsilon=1e-5,
+    epsilon_name="layer_norm_eps",
+    always={"normalization": "LayerNorm"},
+)
+_NESTED_TYPES = ("linear", "llama3", "yarn")
+"""Where rotary parameters stand by kind of layer, transformers looks for those of the other types in another place."""
+_NORMS_BEHIND = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+_OLMO = {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_all_heads": True}
+OLMO2 = _like_llama(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    _ATTENTION,
+    sizes=Sizes(max_positions=2048),
+    epsilon=1e-5,
+    always=_OLMO,
+    names=_NORMS_BEHIND,
+)
+OLMO3 = _like_llama(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    _ATTENTION,
+    WindowFields(default=4096, where="layer_types", every=4),
+    sizes=Sizes(max_positions=2048),
+    rotary=Rotary(max_positions=2048, theta=500000.0, local_theta=500000.0, local_theta_name="rope_theta", types=_NESTED_TYPES),
+    epsilon=1e-5,
+    always=_OLMO,
+    names=_NORMS_BEHIND,
+)
 _GPT_OSS_YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -216,20 +254,18 @@ GPT_OSS = _like_llama(
     always={"softmax_type": "learnable"},
 )
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, SMOLLM3, GPT_OSS)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, SMOLLM3, STABLELM, OLMO2, OLMO3, GPT_OSS)
+}
 """Architectures by their name in config.json. A model is written as the first that it fits."""
 
 _TWO_NORMS = "norms on both sides of attention and MLP with weights around zero, a scaled embedding and a GeGLU"
-_NORM_BEHIND = "norms behind attention and MLP instead of before"
 MISSING = {
     "gemma": "norm weights around zero, a scaled embedding and a GeGLU",
     "gemma2": f"{_TWO_NORMS}, and a soft cap of the logits",
     "gemma3_text": _TWO_NORMS,
-    "olmo2": _NORM_BEHIND,
-    "olmo3": _NORM_BEHIND,
     "gpt_neox": "attention and MLP side by side on one residual, and the exact GELU",
     "granite": "multipliers of embedding, residuals and logits",
-    "stablelm": "attention and MLP side by side, and a norm of its own for each query and key head",
 }
 """Architectures that cannot be converted, with what they have and cannot be built here."""
 

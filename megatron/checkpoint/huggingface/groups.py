@@ -159,16 +159,19 @@ class Sizes:
     """Default of key-value heads (None: as many as query heads)."""
     head_size: int | None = None
     """Default of channels of a head (None: hidden / heads)."""
+    shared_heads: bool = True
+    """Whether several query heads may share a key and a value, for which there is a field."""
     free_heads: bool = True
-    """Whether heads may have any size and share keys and values, for which there are fields."""
+    """Whether heads may have any size, for which there is a field; if not, it is hidden / heads."""
     heads_divide_hidden: bool = False
     """Whether transformers refuses a hidden size that does not divide by the heads, even with heads of another size."""
 
     def read(self, fields: Fields) -> Settings:
         hidden, heads, depth = (fields.size(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
         kv_heads, size = heads, 0
-        if self.free_heads:
+        if self.shared_heads:
             kv_heads = _or_null(fields, "num_key_value_heads", absent=self.kv_heads or heads, null=heads)
+        if self.free_heads:
             size = _or_null(fields, "head_dim", absent=self.head_size or 0, null=0)
         if heads % kv_heads:
             fields.refuse("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads = {heads}")
@@ -193,7 +196,8 @@ class Sizes:
         }
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        heads = {"num_key_value_heads": model.num_key_value_heads, "head_dim": model.head_size} if self.free_heads else {}
+        heads = {"num_key_value_heads": model.num_key_value_heads} if self.shared_heads else {}
+        heads |= {"head_dim": model.head_size} if self.free_heads else {}
         return {
             "hidden_size": model.hidden_size,
             "intermediate_size": model.ffn_size,

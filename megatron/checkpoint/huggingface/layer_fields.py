@@ -63,7 +63,7 @@ class WindowFields:
             window = None
         slides = [True] * depth if self.where == "everywhere" else self._kinds(fields, depth, window)
         if window is None or not any(slides):
-            return {}
+            return {"rotary_base_local": None}  # that of layers with a window, of which there are none
         return {"window_size": f"{window - 1},0", "window_attn_skip_freq": _skipping(slides)}
 
     def _kinds(self, fields: Fields, depth: int, window: int | None) -> list[bool]:

@@ -86,6 +86,8 @@ class Rotary:
             read |= _READERS[parameters.kind](parameters, positions, original)
         parameters.finish()
         if self.local_theta is not None:
+            if "yarn_correction_range_round_to_int" in read:
+                read["yarn_correction_range_round_to_int"] = True  # transformers looks for `truncate` beside the kinds of layers
             read |= self._read_local(fields, local, read)
         return read
 

@@ -14,11 +14,12 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.huggingface.families import FAMILIES, fitting
 from megatron.checkpoint.huggingface.family import IN_SPECS, computed
 from megatron.checkpoint.huggingface.fields import Fields
+from megatron.checkpoint.huggingface.rotary_fields import Rotary
 from megatron.config.flags import flag_for
 from megatron.config.model import ModelConfig
 from megatron.model.rope import frequencies
 from megatron.spec.layers import layers
-from megatron.spec.rotary import rotary_of
+from megatron.spec.rotary import YarnScaling, rotary_of
 from megatron.verification.reference.rotary import RotaryStretch
 from tests.support.huggingface_models import library
 from tests.support.layout import model_config
@@ -43,6 +44,8 @@ MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}
 QWEN2 = LLAMA | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32, "max_window_layers": 2}
 QWEN3 = QWEN2 | {"model_type": "qwen3", "head_dim": 16}
 PHI3 = LLAMA | {"model_type": "phi3"}
+STABLELM = {k: v for k, v in LLAMA.items() if k != "rms_norm_eps"} | {"model_type": "stablelm", "hidden_size": 96}
+OLMO3 = LLAMA | {"model_type": "olmo3"}
 SMOLLM3 = LLAMA | {"model_type": "smollm3"}
 GPT2 = {"model_type": "gpt2", "vocab_size": 128, "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 64}
 LLAMA3 = {
@@ -110,6 +113,8 @@ def read(config: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
         (QWEN2, {"attention_bias": False}, "attention_bias = False: unknown"),
         (MISTRAL, {"sliding_window": 0}, "sliding_window = 0"),
         (SMOLLM3, {"no_rope_layers": [1, 0]}, "no_rope_layers = [1, 0]"),
+        (STABLELM, {"use_parallel_residual": True}, "use_parallel_residual = True: its attention and MLP"),
+        (STABLELM, {"qk_layernorm": True}, "qk_layernorm = True: it has a norm of its own"),
         (PHI3, {"partial_rotary_factor": 0.1}, "of a head of 8 channels rotates 0"),
         (GPT2, {"activation_function": "gelu"}, "activation_function = 'gelu'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
@@ -350,6 +355,8 @@ def test_llama3_scaling_keeps_its_factor() -> None:
         (PHI3, {"sliding_window": 32}, "111"),
         (SMOLLM3, {"use_sliding_window": True, "sliding_window": 32, "no_rope_layer_interval": 2}, "010"),
         (SMOLLM3, {"use_sliding_window": True, "sliding_window": 32, "no_rope_layers": [0, 1, 0]}, "101"),
+        (OLMO3, {"num_hidden_layers": 5, "sliding_window": 32}, "11101"),
+        (OLMO3, {"sliding_window": 32, "layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "001"),
     ],
 )
 def test_windows_of_layers(base: dict[str, Any], changes: dict[str, Any], slides: str) -> None:
@@ -362,6 +369,29 @@ def test_windows_of_layers(base: dict[str, Any], changes: dict[str, Any], slides
 def test_a_mistral_without_the_field_has_a_window_of_4096() -> None:
     model, _ = read({k: v for k, v in MISTRAL.items() if k != "sliding_window"} | {"max_position_embeddings": 32768})
     assert (model.seq_length, model.window_size) == (32768, "4095,0")
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "local", "whole"),
+    [
+        ({}, 5e5, 5e5),
+        ({"rope_theta": 7.0, "rope_scaling": YARN}, 7.0, 7.0),
+        ({"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 3.0}}}, 3.0, 5e5),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 9.0}, "sliding_attention": {"rope_theta": 3.0}}}, 3.0, 9.0),
+    ],
+)
+def test_layers_with_a_window_have_their_own_base(changes: dict[str, Any], local: float, whole: float) -> None:
+    """And no scaling, whatever the others have."""
+    model, _ = read(OLMO3 | {"num_hidden_layers": 4} | changes)
+    first, *_, last = (layer.attention.rotary for layer in layers(model))
+    assert first is not None and last is not None
+    assert (first.base, first.scaling) == (local, None) and last.base == whole
+    assert isinstance(last.scaling, YarnScaling) == ("yarn" in str(changes))
+    plain, _ = read(OLMO3 | {"layer_types": ["full_attention"] * 3} | changes)
+    assert plain.rotary_base_local is None and plain.rotary_base == whole
 
 
 @pytest.mark.parametrize(
@@ -389,7 +419,7 @@ def test_one_dropout_for_two_is_told() -> None:
     [
         (model_config(gpt2_like(positions="rope")), "gpt2: --position-embedding-type is rope, there learned_absolute"),
         (model_config(llama_like(positions="learned")), "llama: --position-embedding-type is learned_absolute, there rope"),
-        (model_config(llama_like(norm="LayerNorm")), "llama: --normalization is LayerNorm, there RMSNorm"),
+        (model_config(llama_like(norm="LayerNorm", qk_norm=True)), "qwen3: --normalization is LayerNorm, there RMSNorm"),
         (model_config(llama_like(activation="squared_relu")), "llama: --swiglu is off, there on"),
         (model_config(llama_like(rotary_percent=0.5, qk_norm=True)), "qwen3: --rotary-percent is 0.5, there 1"),
         (model_config(llama_like(qk_norm=True, qkv_bias=True)), "qwen3: --add-qkv-bias is on, there off"),
@@ -432,6 +462,16 @@ PARTS: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_layernorm": True, "add_qkv_bias": True, "add_attn_output_bias": True},
     "mistral": {"window_size": "7,0"},
     "phi3": {"window_size": "7,0", "rotary_percent": 0.5},
+    "stablelm": {"normalization": "LayerNorm", "add_qkv_bias": True, "rotary_percent": 0.5},
+    "olmo2": {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_all_heads": True},
+    "olmo3": {
+        "norm_placement": "post",
+        "qk_layernorm": True,
+        "qk_layernorm_all_heads": True,
+        "window_size": "7,0",
+        "window_attn_skip_freq": "2",
+        "rotary_base_local": 77.0,
+    },
     "smollm3": {"no_rope_freq": "2", "window_size": "7,0", "window_attn_skip_freq": "[0,1]", "add_mlp_bias": True},
 }
 """Of each family, something that it has and Llama has not."""
@@ -496,7 +536,13 @@ def test_what_is_written_is_read_as_the_same_model(name: str) -> None:
     """With every scaling, and with every spelling of rotary positions but one taken out."""
     parts = PARTS.get(name, {})
     base = llama_like(rotary_base=77.0, epsilon=1e-4, head_size=4 if parts.get("rotary_percent") is None else 8)
-    for scaling in SCALINGS[::9] if name == "phi3" else SCALINGS:
+    for scaling in SCALINGS:
+        rotary = next((group for group in FAMILIES[name].groups if isinstance(group, Rotary)), None)
+        kind = scaling.get("rope_type", "llama3" if "use_rope_scaling" in scaling else "linear")
+        if scaling and (
+            rotary is None or kind not in rotary.types or (rotary.local_theta and "yarn_correction_range_round_to_int" in scaling)
+        ):
+            continue
         free: dict[str, Any] = {"init_method_std": 0.05, "attention_dropout": 0.25, "max_position_embeddings": 16}
         model = model_config(gpt2_like(tied=False)) if name == "gpt2" else model_config(base, **parts, **scaling, **free)
         family = fitting(model, name)
