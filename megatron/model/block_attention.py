@@ -105,10 +105,9 @@ def attention_of_a_token(
     """
     found = _capped(_product(q.flatten(0, 1), k.flatten(0, 1).mT), scores, q.shape[-1]).view(*q.shape[:3], -1)
     if visible is not None:
-        found = found.masked_fill_(~visible, -torch.inf)
-    log_sum = _with_sinks(found.logsumexp(-1)[:, :, None], scores, sinks)[:, :, 0]  # [b, g, r]
-    shares = found.sub_(log_sum[..., None]).exp_()
-    return _product(shares.flatten(0, 1), v.flatten(0, 1)).view(*q.shape[:3], -1)
+        found.masked_fill_(~visible, -torch.inf)
+    shares, _ = _softmax(found[:, :, None], scores, sinks)
+    return _product(shares.flatten(0, 2), v.flatten(0, 1)).view(*q.shape[:3], -1)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -124,9 +123,7 @@ class _BlockAttention(torch.autograd.Function):
         for number, (queries, keys) in enumerate(call.reach.blocks(s, len(k), b * g * r)):
             scores = _scores(q[queries], k[keys], call)
             _hide(scores, call, queries, keys)
-            scores = scores.view(b, g, -1, r, scores.shape[-1])
-            log_sum = _with_sinks(scores.logsumexp(-1), call.scores, sinks)  # [b, g, q, r]
-            shares = scores.sub_(log_sum[..., None]).exp_()
+            shares, log_sum = _softmax(scores.view(b, g, -1, r, scores.shape[-1]), call.scores, sinks)
             if call.dropout:
                 shares.mul_(_kept(shares, call, number))
             mixed = _product(shares.flatten(2, 3).flatten(0, 1), _heads(v[keys]))
@@ -188,9 +185,17 @@ def _capped(products: torch.Tensor, scores: ScoreSpec, size: int) -> torch.Tenso
     return products if scores.softcap is None else products.div_(scores.softcap).tanh_().mul_(scores.softcap)
 
 
-def _with_sinks(log_sum: torch.Tensor, scores: ScoreSpec, sinks: torch.Tensor | None) -> torch.Tensor:
-    """The logarithm of the softmax's denominator, of that of the sum over keys [b, g, q, r]."""
-    return log_sum if scores.softmax == "vanilla" else torch.logaddexp(log_sum, _sinks_of(sinks, log_sum))
+def _softmax(scores: torch.Tensor, spec: ScoreSpec, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn scores [b, g, q, r, k] into probabilities in place; and the logarithm of each row's denominator, [b, g, q, r]."""
+    highest = scores.amax(-1)
+    sink = None if spec.softmax == "vanilla" else _sinks_of(sinks, highest)
+    if sink is not None:
+        highest = torch.maximum(highest, sink)
+    total = scores.sub_(highest[..., None]).exp_().sum(-1)
+    if sink is not None:
+        total += (sink - highest).exp_()
+    scores.div_(total[..., None])
+    return scores, total.log_().add_(highest)
 
 
 def _hide(scores: torch.Tensor, call: Call, queries: slice, keys: slice) -> None:

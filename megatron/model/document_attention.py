@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from megatron.model.attention_kernel import flash_is_on, flash_runs_on
 from megatron.spec.attention_backends import LARGEST_FLASH_HEAD
+from megatron.spec.counts import attended
 
 MOST_AT_ONCE = 65535
 """The most sequences in one call: a CUDA grid has room for so many in its second dimension."""
@@ -35,10 +36,20 @@ class Documents:
 
     def __init__(self, bounds: NDArray[np.int32], on_device: torch.Tensor, batch: int) -> None:
         self.bounds, self.on_device, self.batch = bounds, on_device, batch
-        lengths = np.diff(bounds).astype(np.float64)
-        self.longest = int(lengths.max())
-        self.attended_sequences = float(lengths @ lengths) / (int(bounds[-1]) // batch) ** 2
-        """How many samples of one document each need as much attention."""
+        self.longest = int(np.diff(bounds).max())
+
+    def attended_sequences(self, shares: Mapping[int | None, float]) -> float:
+        """How many samples of one document each need as much attention.
+
+        Args:
+            shares: part of each window in the attention of a sample (`attention_shares`).
+        """
+        lengths, counts = np.unique(np.diff(self.bounds), return_counts=True)
+        each, whole = list(zip(lengths.tolist(), counts.tolist(), strict=True)), int(self.bounds[-1]) // self.batch
+        return sum(
+            share * sum(count * attended(length, window) for length, count in each) / attended(whole, window)
+            for window, share in shares.items()
+        )
 
     @functools.cached_property
     def by_length(self) -> ByLength:
@@ -47,7 +58,7 @@ class Documents:
 
     @functools.cached_property
     def starts(self) -> torch.Tensor:
-        """Place in its sample at which the document of each token starts, [s, b]."""
+        """Place in its sample at which the document of each token starts, int32 [s, b]."""
         return _to_device(self._starts, self.on_device.device)
 
     def lowest_start(self, place: int) -> int:
@@ -55,10 +66,10 @@ class Documents:
         return int(self._starts[place].min())
 
     @functools.cached_property
-    def _starts(self) -> NDArray[np.int64]:
+    def _starts(self) -> NDArray[np.int32]:
         """The same on the host."""
         length = int(self.bounds[-1]) // self.batch
-        starts = np.repeat(self.bounds[:-1].astype(np.int64) % length, np.diff(self.bounds))
+        starts = np.repeat(self.bounds[:-1] % length, np.diff(self.bounds))
         return np.ascontiguousarray(starts.reshape(self.batch, length).T)
 
 
@@ -215,6 +226,6 @@ def _varlen() -> tuple[Callable[..., Any], bool]:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _to_device(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def _to_device(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

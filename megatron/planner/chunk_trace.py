@@ -8,12 +8,14 @@ second stands for those between. That is exact, since each of them begins and en
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
@@ -49,7 +51,12 @@ _ATTENTION = {
     "aten::_scaled_dot_product_cudnn_attention": "cuDNN's attention",
     "aten::_scaled_dot_product_efficient_attention": "memory-efficient attention",
     "aten::_safe_softmax": "attention by plain products, which keeps its probabilities",
+    "aten::amax": "products block by block",  # only `block_attention` calls it in this form
 }
+
+
+PlaceOfDocuments = Literal["order", "starts"]
+"""The order of the tokens by the lengths of their documents, both ways; or where the document of each token starts."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,8 @@ class ChunkTrace:
     chunk."""
     attention: str
     """The kernel that computes attention, in words; empty without layers."""
-    sorts_documents: bool
-    """Whether attention keeps the order of the tokens by the lengths of their documents."""
+    kept_of_documents: frozenset[PlaceOfDocuments]
+    """What attention keeps of where documents lie."""
     leaving: int = 0
     """Bytes that the forward has moved to the host last: they are free on the device when the next operation has ended."""
     fetched: dict[OpKind, int] = field(default_factory=dict)
@@ -212,7 +219,7 @@ def _trace(
     return ChunkTrace(
         ops,
         attention,
-        data.reset_attention_mask and _VARIED_LENGTHS not in ledger.kernels,
+        chunk_run.kept_of_documents,
         chunk_run.leaving,
         chunk_run.fetched,
         tuple(of_moved[stand_ins[place]] for place, segment in enumerate(chunk.segments) if segment.offloaded),
@@ -337,6 +344,12 @@ class ChunkRun:
             with self._operation(OpKind.WEIGHT_GRAD):
                 deferred.run()
 
+    @property
+    def kept_of_documents(self) -> frozenset[PlaceOfDocuments]:
+        """As in `ChunkTrace`."""
+        documents = self._inputs.documents
+        return frozenset(documents.asked) if isinstance(documents, _PlannedDocuments) else frozenset()
+
     def _change(self, action: Callable[[], None]) -> int:
         """Bytes alive after it less those alive before."""
         self._ledger.cut()
@@ -363,6 +376,7 @@ class ChunkRun:
 
 
 _TOKEN, _MASK = torch.int64.itemsize, torch.float32.itemsize
+_OF_DOCUMENTS: dict[PlaceOfDocuments, int] = {"order": 2 * _TOKEN, "starts": torch.int32.itemsize}
 
 
 def make_inputs(model: Model, data: DataConfig, micro_batch_size: int, device: torch.device) -> ModelInputs:
@@ -373,27 +387,50 @@ def make_inputs(model: Model, data: DataConfig, micro_batch_size: int, device: t
     return ModelInputs(tokens, tokens, tokens, torch.zeros(shape, device=device), DropoutKey(0, 0, 0), documents)
 
 
-def input_bytes(model: Model, data: DataConfig, num_sequences: int, *, sorts_documents: bool) -> int:
+def input_bytes(
+    model: Model, data: DataConfig, num_sequences: int, kept_of_documents: Collection[PlaceOfDocuments] = frozenset()
+) -> int:
     """What the inputs of a step take on this rank, all of whose microbatches are there from its beginning.
 
     Args:
         num_sequences: of all microbatches of a data rank.
-        sorts_documents: attention keeps the order of the tokens by the lengths of their documents.
+        kept_of_documents: what attention keeps of where they lie.
     """
     whole_positions = 0 if data.reset_position_ids else model.config.seq_length * _TOKEN
     each = 0
     if 0 in model.chunks or model.computes_loss or data.reset_position_ids or data.reset_attention_mask:
-        each = 2 * _TOKEN + _MASK + _TOKEN * data.reset_position_ids + 2 * _TOKEN * sorts_documents
+        each = 2 * _TOKEN + _MASK + _TOKEN * data.reset_position_ids
+        each += sum(_OF_DOCUMENTS[kept] for kept in kept_of_documents)
     return num_sequences * model.config.seq_length * each + whole_positions
 
 
-def _documents(shape: tuple[int, int], device: torch.device) -> Documents:
+class _PlannedDocuments(Documents):
+    """Notes which of its tensors attention asks for, and gives some without memory."""
+
+    def __init__(self, bounds: NDArray[np.int32], on_device: torch.Tensor, batch: int) -> None:
+        super().__init__(bounds, on_device, batch)
+        self.asked: set[PlaceOfDocuments] = set()
+        shape, device = (int(bounds[-1]) // batch, batch), on_device.device
+        order, places = (torch.empty(int(bounds[-1]), dtype=torch.int64, device=device) for _ in range(2))
+        self._sorted = ByLength(order, places, ByLength.of(bounds, batch, torch.device("cpu")).groups)
+        self._begun = torch.empty(shape, dtype=torch.int32, device=device)
+
+    @property
+    def by_length(self) -> ByLength:  # type: ignore[override]
+        """See `Documents`."""
+        self.asked.add("order")
+        return self._sorted
+
+    @property
+    def starts(self) -> torch.Tensor:  # type: ignore[override]
+        """See `Documents`."""
+        self.asked.add("starts")
+        return self._begun
+
+
+def _documents(shape: tuple[int, int], device: torch.device) -> _PlannedDocuments:
     """Two documents of different lengths in each sample. How many there are and how long hardly changes what attention keeps."""
     length, batch = shape
     starts = np.arange(batch)[:, None] * length + np.array(sorted({0, length // 3}))
     bounds = np.append(starts.ravel(), batch * length).astype(np.int32)
-    documents = Documents(bounds, torch.empty(len(bounds), dtype=torch.int32, device=device), batch)
-    groups = ByLength.of(bounds, batch, torch.device("cpu")).groups
-    order, places = (torch.empty(length * batch, dtype=torch.int64, device=device) for _ in range(2))
-    documents.__dict__["by_length"] = ByLength(order, places, groups)  # the numbers themselves would be real tensors
-    return documents
+    return _PlannedDocuments(bounds, torch.empty(len(bounds), dtype=torch.int32, device=device), batch)

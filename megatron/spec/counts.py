@@ -1,8 +1,8 @@
 """Numbers of parameters, FLOPs and elements kept for deferred weight gradients, counted from the model's specs and weights.
 
 FLOPs are those that the model itself needs in matrix products. A multiply-add is two; causal attention does half of the full
-square; the lookup of the embedding does none. Norms, activations, softmax and rotation do not count, nor does anything that is
-computed a second time to save memory.
+square, less with a window; the lookup of the embedding does none. Norms, activations, softmax and rotation do not count, nor does
+anything that is computed a second time to save memory.
 """
 
 from __future__ import annotations
@@ -46,8 +46,33 @@ def layer_flops(model: ModelConfig) -> tuple[int, ...]:
 
 def attention_flops(model: ModelConfig) -> tuple[int, ...]:
     """The part of `layer_flops` that the products q k^T and scores x v take."""
-    # Two products over the sequence, of two FLOPs each; causal: half of each.
-    return _of_layers(model, lambda layer: 2 * (2 * layer.attention.heads * layer.attention.head_size * model.seq_length) // 2)
+    # Two products over the sequence, of two FLOPs each.
+    length = model.seq_length
+    return _of_layers(
+        model,
+        lambda layer: (
+            2
+            * (2 * layer.attention.heads * layer.attention.head_size * attended(length, layer.attention.scores.window))
+            // length
+            // 2
+        ),
+    )
+
+
+def attended(length: int, window: int | None) -> int:
+    """Twice the pairs of a query and a key in its reach, in a document of a length; a pair of a token with itself is half of one.
+    Without a window it is the full square, of which causal attention is half."""
+    reach = length if window is None else min(window + 1, length)
+    return (2 * length - reach) * reach
+
+
+def attention_shares(model: ModelConfig) -> dict[int | None, float]:
+    """The part of each window (None: all tokens before) in the FLOPs of attention."""
+    each: dict[int | None, int] = {}
+    for layer, flops in zip(layers(model), attention_flops(model), strict=True):
+        window = layer.attention.scores.reach(model.seq_length)
+        each[window] = each.get(window, 0) + flops
+    return {window: flops / sum(each.values()) for window, flops in each.items()}
 
 
 def flops_in_8_bits(model: ModelConfig, precision: PrecisionConfig) -> int:
@@ -87,8 +112,9 @@ def flops_per_step(model: ModelConfig, vocab_size: int, num_sequences: int, atte
     """Forward and backward FLOPs of `num_sequences` sequences (over all devices when that is the global batch size).
 
     Args:
-        attended_sequences: how many whole sequences need as much attention, where tokens attend only within their documents: the
-            sum over all documents of (length / sequence length) squared. By default each sequence is one document.
+        attended_sequences: how many whole sequences need as much attention, where tokens attend only within their documents:
+            without windows the sum over all documents of (length / sequence length) squared. By default each sequence is one
+            document.
     """
     whole = flops_per_token(model, vocab_size) * model.seq_length * num_sequences
     if attended_sequences is None:

@@ -33,6 +33,7 @@ from megatron.parallel.shards import Granularity
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors
 from megatron.pipeline_parallel.partition import recomputed_chunks
+from megatron.spec.counts import attention_shares
 from megatron.spec.groups import RateEnds
 from megatron.spec.operations import Schedule, forward_only
 from megatron.spec.schedules import make_schedule
@@ -97,6 +98,7 @@ class TrainStep:
         self.before_update: list[Callable[[StepResult], None]] = []
         """Called before each update, when the gradients of the shards are complete but neither unscaled nor clipped."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._attention_shares = attention_shares(model.config)
         self.providers = make_providers(model, context, parallel, granularity=granularity_of(optimizer))
         groups = [group for provider in self.providers for group in provider.groups]
         self.optimizer = ShardedOptimizer(groups, optimizer, context)
@@ -206,7 +208,10 @@ class TrainStep:
     def _attended(self, batch: Sequence[ModelInputs]) -> float:
         """This rank's share of a step's attended sequences: of the ranks with the same samples, one counts them, others have 0."""
         counts = self.model.computes_loss and self._counts_loss
-        return sum(inputs.documents.attended_sequences for inputs in batch if inputs.documents is not None) if counts else 0.0
+        if not counts:
+            return 0.0
+        documents = [inputs.documents for inputs in batch if inputs.documents is not None]
+        return sum(one.attended_sequences(self._attention_shares) for one in documents)
 
     def gradients(self, batch: Sequence[ModelInputs], *, inspect: Inspect | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill the shards' gradients with (loss scale) x the gradient of the mean loss, summed over all ranks.
