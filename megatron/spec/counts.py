@@ -60,10 +60,10 @@ def attention_flops(model: ModelConfig) -> tuple[int, ...]:
 
 
 def attended(length: int, window: int | None) -> int:
-    """Twice the pairs of a query and a key in its reach, in a document of a length; a pair of a token with itself is half of one.
-    Without a window it is the full square, of which causal attention is half."""
-    reach = length if window is None else min(window + 1, length)
-    return (2 * length - reach) * reach
+    """Twice the pairs of a token and one that it attends to, in a document of a length; a token and itself are half a pair. Without
+    a window it is the full square, of which causal attention is half."""
+    before = length - 1 if window is None else min(window, length - 1)
+    return 2 * length * before - before * (before + 1) + length
 
 
 def attention_shares(model: ModelConfig) -> dict[int | None, float]:

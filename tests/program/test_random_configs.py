@@ -64,6 +64,8 @@ _WANTED = [
     *("optimizer_cpu_offload", "fp16", "bf16", "fp64", "swiglu", "squared_relu", "qk_layernorm", "RMSNorm", "rope", "none"),
     *("compile", "fp8_format", "first_last_layers_bf16", "hybrid", "tensorwise", "rowwise"),
     *("learned_absolute", "group_query_attention", "kv_channels", "use_rope_scaling", "disable_bias_linear", "add_qkv_bias"),
+    *("window_size", "window_attn_skip_freq", "no_rope_freq", "rotary_base_local", "softmax_scale", "attn_logit_softcapping"),
+    *("learnable", "off-by-one", "qk_layernorm_all_heads", "add_attn_output_bias", "add_mlp_bias"),
     *("untie_embeddings_and_output_weights", "rampup_batch_size", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
     *(
         "sgd",
@@ -89,6 +91,7 @@ def _looked_for(config: Config) -> Iterator[str]:
     yield from (parallel.schedule, parallel.sharding, parallel.pipeline_split, parallel.fsdp_reshard_after_forward)
     yield from (config.precision.fp8_recipe, config.precision.fp8_format or "")
     yield from (optimizer.optimizer, optimizer.lr_decay_style, config.model.normalization, config.model.position_embedding_type)
+    yield config.model.softmax_type
     for topic in (parallel, optimizer, config.model, config.training, config.precision, config.memory, config.speed, config.data):
         yield from (field for field, value in vars(topic).items() if value)
 

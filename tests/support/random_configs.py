@@ -15,6 +15,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from megatron.spec.schedules import SCHEDULES
+from tests.support.random_attention import draw_attention
 from tests.support.random_draws import Draw, chance, number, one_of
 from tests.support.random_layout import draw_layout
 from tests.support.random_model import draw_model
@@ -55,6 +56,7 @@ def settings_of_a_run(draw: Draw) -> tuple[dict[str, Any], int]:
     tp, pp, dp = draw(st.sampled_from([sizes for sizes in _SIZES if math.prod(sizes) == ranks]))
     settings = draw_layout(draw, tp, pp, dp)
     settings |= draw_model(draw, tp, bool(settings.get("sequence_parallel")))
+    settings |= draw_attention(draw, settings)
     settings |= draw_training(draw, dp)
     draw_rule(draw, settings)
     if settings.get("bf16") or settings.get("fp64"):
@@ -124,6 +126,11 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "group_query_attention": (True,),
     "num_query_groups": (2, 3, 5),
     "qk_layernorm": (True,),
+    "qk_layernorm_all_heads": (True,),
+    "window_size": ("2,0", "3", "1,1"),
+    "window_attn_skip_freq": ("2", "[1,0]", "[1"),
+    "no_rope_freq": ("2", "[0]*3", "x"),
+    "softmax_type": ("learnable",),
     "position_embedding_type": ("rope", "none"),
     "rotary_percent": (0.1, 0.5, 1.5),
     "use_rope_scaling": (True,),

@@ -26,9 +26,11 @@ def draw_model(draw: Draw, tp: int, sequence_parallel: bool) -> dict[str, Any]:
     if chance(draw, 4):
         settings["norm_epsilon"] = 1e-2
     settings |= _draw_norms(draw, settings)
+    if "qk_layernorm" in settings and settings.get("normalization") == "RMSNorm":
+        settings |= switches(draw, "qk_layernorm_all_heads")
     settings |= switches(draw, "disable_bias_linear")
     if "disable_bias_linear" in settings or chance(draw, 8):
-        settings |= switches(draw, "add_qkv_bias")
+        settings |= switches(draw, "add_qkv_bias", "add_attn_output_bias", "add_mlp_bias")
     settings |= switches(draw, "fp32_residual_connection", one_in=4)
     for field in ("attention_dropout", "hidden_dropout"):
         settings[field] = one_of(draw, 0.0, 0.0, 0.0, 0.2, None)

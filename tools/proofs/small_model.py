@@ -7,6 +7,7 @@ ramp-up, warm-up, decay, skipped steps.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.param_groups import as_text, entry_of
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.planner.plan import loss_chunk
+from megatron.spec.layer_pattern import pattern_text, read_pattern, read_window
 from megatron.spec.rotary import original_context
 from megatron.spec.weights import model_weights
 from megatron.verification.reference.training import batch_size
@@ -101,6 +103,9 @@ def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, c
         positions = sequence + _up(_SPARE_POSITIONS, cuts.parts)
     return dataclasses.replace(
         model,
+        window_size=_window(model, sequence),
+        window_attn_skip_freq=_pattern(model.window_attn_skip_freq, num_layers),
+        no_rope_freq=_pattern(model.no_rope_freq, num_layers),
         num_layers=num_layers,
         hidden_size=hidden,
         ffn_hidden_size=_width(model, tp, cuts),
@@ -127,6 +132,22 @@ def _stretching(model: ModelConfig, head_size: int, sequence: int) -> dict[str, 
         name: tuple(factors[pair * len(factors) // pairs] for pair in range(pairs)) for name, factors in lists.items() if factors
     }
     return {"original_max_position_embeddings": small, **picked}
+
+
+def _window(model: ModelConfig, sequence: int) -> str | None:
+    """The window, as long a part of the sequence as before: at least one token, and over the whole sequence only if it was."""
+    window = read_window(model.window_size)
+    if window is None or window >= model.seq_length - 1:
+        return model.window_size
+    return f"{max(1, min(sequence - 2, window * sequence // model.seq_length))},0"
+
+
+def _pattern(text: str | None, num_layers: int) -> str | None:
+    """The beginning of a list of layers, begun again if there are more than before; a number means the same at any depth."""
+    pattern = read_pattern(text)
+    if not isinstance(pattern, tuple):
+        return text
+    return pattern_text(tuple(itertools.islice(itertools.cycle(pattern), num_layers)))
 
 
 def _head_size(model: ModelConfig, groups: int, queries: int, cuts: Cuts) -> int:
