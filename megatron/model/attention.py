@@ -15,7 +15,7 @@ from torch import nn
 from megatron.memory.recompute import recomputed
 from megatron.model.all_heads_norm import norm_all_heads
 from megatron.model.attention_kernel import keeps_probabilities
-from megatron.model.block_attention import Call, Reach, block_attention
+from megatron.model.block_attention import BLOCK_BY_BLOCK, Call, Reach, block_attention
 from megatron.model.document_attention import (
     MOST_AT_ONCE,
     Documents,
@@ -84,6 +84,16 @@ def one_kernel(scores: ScoreSpec, longest: int) -> bool:
     return scores.softcap is None and scores.softmax == "vanilla" and scores.reach(longest) is None
 
 
+def shaped_kernel(scores: ScoreSpec, q: torch.Tensor, v: torch.Tensor, dropout: float) -> str:
+    """What computes attention where it is not one kernel for any device, in words.
+
+    Args:
+        q, v: any tensors of the dtype, device and size of a head.
+    """
+    window_only = scores.softcap is None and scores.softmax == "vanilla"
+    return "flash attention" if window_only and flash_takes(q, v, dropout) else BLOCK_BY_BLOCK
+
+
 def _shaped_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -97,7 +107,7 @@ def _shaped_attention(
     """Attention with a window, a cap or sinks."""
     length, batch = q.shape[:2]
     window = scores.reach(length)
-    if scores.softcap is None and scores.softmax == "vanilla" and flash_takes(q, v, dropout):
+    if shaped_kernel(scores, q, v, dropout) == "flash attention":
         if documents is None:
             bounds, longest = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device), length
         else:

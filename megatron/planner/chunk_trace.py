@@ -26,6 +26,7 @@ from megatron.config.precision import Fp8, PrecisionConfig
 from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.memory.host import HostBuffer, HostMemory
 from megatron.memory.kept import Kept, keeping
+from megatron.model.block_attention import BLOCK_BY_BLOCK
 from megatron.model.build import Model
 from megatron.model.document_attention import ByLength, Documents
 from megatron.model.gpt import GPTChunk, ModelInputs
@@ -45,13 +46,13 @@ from megatron.tensor_parallel.cross_entropy import minimised
 
 _VARIED_LENGTHS = "torch_attn::_varlen_attn"
 _ATTENTION = {
-    _VARIED_LENGTHS: "flash attention over documents of different lengths",
+    _VARIED_LENGTHS: "flash attention over documents or in windows",
     "aten::_scaled_dot_product_flash_attention": "flash attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "the CPU's flash attention",
     "aten::_scaled_dot_product_cudnn_attention": "cuDNN's attention",
     "aten::_scaled_dot_product_efficient_attention": "memory-efficient attention",
     "aten::_safe_softmax": "attention by plain products, which keeps its probabilities",
-    "aten::amax": "products block by block",  # only `block_attention` calls it in this form
+    "aten::amax": BLOCK_BY_BLOCK,  # only `block_attention` calls it in this form
 }
 
 

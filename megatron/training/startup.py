@@ -19,6 +19,7 @@ from megatron.config.speed import SpeedConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.metrics.device_peaks import mixed_peak_flops
 from megatron.metrics.timers import Timers
+from megatron.model.attention import one_kernel, shaped_kernel
 from megatron.model.attention_kernel import chosen_kernel, use_backend
 from megatron.model.build import Model
 from megatron.model.gpt import residual_dtype
@@ -35,6 +36,7 @@ from megatron.planner.state_report import describe_state, state_report
 from megatron.precision.device import check_device, describe_precision
 from megatron.spec.counts import check_count, flops_in_8_bits, flops_per_token, kept_per_token
 from megatron.spec.groups import describe_groups
+from megatron.spec.layers import layers
 from megatron.spec.operations import Costs, Schedule
 from megatron.spec.weights import model_weights
 from megatron.training.failure import together
@@ -88,7 +90,14 @@ def describe_attention(config: Config, model: Model, context: ParallelContext) -
     kernel = chosen_kernel(queries, kv_heads, model.dtype, context.device, sizes.attention_dropout)
     if kernel is None:
         raise ValueError(f"--attention-backend {backend} has no kernel that runs on this {context.device.type} device. Use auto.")
-    return f"attention is computed by {kernel} (--attention-backend {backend})"
+    head = torch.empty(sizes.head_size, dtype=model.dtype, device=context.device)
+    found: dict[str, int] = {}
+    for spec in layers(sizes):
+        scores = spec.attention.scores
+        own = kernel if one_kernel(scores, sizes.seq_length) else shaped_kernel(scores, head, head, sizes.attention_dropout)
+        found[own] = found.get(own, 0) + 1
+    words = [kernel if count == sizes.num_layers else f"{kernel} in {count} layers" for kernel, count in found.items()]
+    return f"attention is computed by {' and '.join(words)} (--attention-backend {backend})"
 
 
 def with_batch_size(config: Config, plan: BatchSizePlan) -> Config:

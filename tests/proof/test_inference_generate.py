@@ -34,6 +34,13 @@ SHAPES = {
         rotary_interleaved=True,
         stretch=RotaryStretch("longrope", 1.0, 12, enlarged=0.8, short=(9.0,) * 4, long=(1.0, 1.5, 2.0, 4.0)),
     ),
+    # Of the prompts some are longer than a window and some shorter; some rows fill it while others are beyond it.
+    "windows-two-bases": llama_like(
+        num_layers=3, vocab=VOCAB, windows=(3, None, 3), local_base=20.0, unrotated=(False, True, False)
+    ),
+    "windows-sinks": llama_like(num_layers=2, vocab=VOCAB, windows=(7, None), sink="learned", score_scale=0.3, output_bias=True),
+    "windows-caps": gpt2_like(num_layers=2, vocab=VOCAB, num_positions=32, windows=(None, 1), score_cap=0.5, sink="one"),
+    "norms-over-all-heads": llama_like(num_layers=2, vocab=VOCAB, qk_norm=True, qk_norm_all_heads=True, windows=(0, None)),
 }
 PROMPTS = [[5, 9, 2, 60, 7], [1], [3, 3, 8, 0, 12, 44, 2, 19, 23]]
 GREEDY = Sampling(temperature=0)
@@ -98,7 +105,7 @@ def test_scores_are_those_of_recomputation(
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)], ids=["one", "tp2", "pp2", "tp2-pp2"])
 def test_the_same_text_at_every_layout(layout: Layout) -> None:
     """Greedy as by recomputation on every rank; drawn as by one process."""
-    shape = SHAPES["llama"] if layout.tp == 1 else dataclasses.replace(SHAPES["llama"], heads=4, kv_heads=2)
+    shape = SHAPES["windows-sinks"]
     drawn = Sampling(temperature=1.3, top_k=30, top_p=0.9, seed=5)
 
     def texts(rank: int, layout: Layout = layout) -> Any:
@@ -173,3 +180,13 @@ def test_what_memory_held_before_does_not_matter(alone: ParallelContext, monkeyp
 def test_what_cannot_be_generated(alone: ParallelContext, prompts: list[list[int]], count: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         next(generate(build(SHAPES["gpt2"], alone), alone, GenerationRequest(prompts, count, GREEDY)))
+
+
+def test_a_layer_with_a_window_keeps_no_more_than_it(alone: ParallelContext) -> None:
+    """Of the longest prompt and of what comes after it."""
+    decoder = Decoder(build(SHAPES["windows-two-bases"], alone), alone, 30)
+    decoder.read(PROMPTS, copies=2)
+    for _ in range(5):
+        decoder.step(torch.zeros(2 * len(PROMPTS), dtype=torch.long))
+    room = {layer: k.shape[2] for layer, (k, _) in decoder.cache._layers.items()}
+    assert room == {0: 4, 1: 30, 2: 4}

@@ -166,8 +166,11 @@ def test_the_kernel_that_cuda_takes(dtype: torch.dtype, head_size: int, grouped:
     ("device_type", "changes", "words"),
     [
         ("cuda", {"bf16": True, **DROPOUT}, "flash attention"),
-        ("cuda", {"bf16": True, **PACKED, **LLAMA}, "flash attention over documents of different lengths"),
+        ("cuda", {"bf16": True, **PACKED, **LLAMA}, "flash attention over documents or in windows"),
         ("cuda", {"bf16": True, **PACKED, **DROPOUT}, "flash attention"),
+        ("cuda", {"bf16": True, "window_size": "100,0", **LLAMA}, "flash attention over documents or in windows"),
+        ("cuda", {"bf16": True, "window_size": "100,0", "softmax_type": "learnable"}, "products block by block"),
+        ("cpu", {"window_size": "100,0", **DROPOUT}, "products block by block"),
         ("cuda", {}, "memory-efficient attention"),
         ("cuda", {"bf16": True, **LLAMA, "attention_backend": "fused"}, "cuDNN's attention"),
         ("cuda", {"bf16": True, "attention_backend": "efficient"}, "memory-efficient attention"),

@@ -144,6 +144,26 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {"sequence_parallel": True, "bf16": True, **selective("layernorm", "mlp"), **OFFLOAD, **TP2, **LLAMA},
     ),
     "llama, offload, optim_grads_params": (2, {SHARDING: "optim_grads_params", **OFFLOAD, **LLAMA}),
+    "llama, windows that differ over stages, bf16": (
+        2,
+        {"bf16": True, "window_size": "50,0", "window_attn_skip_freq": "[1,1,0,0]", "no_rope_freq": "4", **PP2, **LLAMA},
+    ),
+    "gpt, windows, caps and sinks, packed, dropout, fp16": (
+        1,
+        {
+            "window_size": "60,0",
+            "window_attn_skip_freq": "2",
+            "attn_logit_softcapping": 20.0,
+            "softmax_type": "learnable",
+            "fp16": True,
+            **PACKED,
+            **DROPOUT,
+        },
+    ),
+    "llama, windows, norms over all heads, offload, tensor parallel": (
+        2,
+        {"window_size": "99,0", "qk_layernorm": True, "qk_layernorm_all_heads": True, **OFFLOAD, **TP2, **LLAMA},
+    ),
     "gpt, optim_grads": (2, {SHARDING: "optim_grads"}),
     "llama, optim_grads_params": (2, {SHARDING: "optim_grads_params", **LLAMA}),
 }
