@@ -31,6 +31,9 @@ class TrainingConfig:
     z_loss_coeff: float = setting(0.0, at_least=0, unit="factor on the square of log Z")
     """Minimise, beside the cross entropy, this x (log Z)^2 of each token, with Z the sum of the exponentials of its logits (PaLM's
     z-loss; PaLM took 1e-4). "lm loss" and evaluations are without it; it is logged as "z loss"."""
+    label_smoothing: float = setting(0.0, at_least=0, below=1, unit="share of each target")
+    """Spread this share of each target evenly over the vocabulary (Szegedy et al. 2016 took 0.1). "lm loss" and evaluations stay
+    the cross entropy with the label alone."""
     seed: int = setting(1234, at_least=0, at_most=2**32 - 1, unit="plain number")
     """Seed of the initial weights, of dropout and of the order of data."""
     iterations_to_skip: tuple[int, ...] = setting((), at_least=1, unit="number of a step, from 1 on")

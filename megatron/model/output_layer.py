@@ -26,11 +26,13 @@ class LossForm:
     """Tokens whose logits are there at once; 0: all of a microbatch; None: as `chosen_chunk` says."""
     z_coeff: float = 0.0
     """Coefficient of the z-loss."""
+    smoothing: float = 0.0
+    """Share of each target that is spread over the vocabulary."""
 
     @classmethod
     def of(cls, memory: MemoryConfig, training: TrainingConfig) -> LossForm:
         """As the settings say."""
-        return cls(memory.loss_chunk_tokens, training.z_loss_coeff)
+        return cls(memory.loss_chunk_tokens, training.z_loss_coeff, training.label_smoothing)
 
     def chunk(self, tokens: int, columns: int) -> int:
         """Tokens of a chunk, 0 for the whole loss.
@@ -64,7 +66,8 @@ class OutputLayer(nn.Module):
         self.gather, self.vocab_size, self.form = scope.sequence_parallel, weight.shape[0], form
         self.rows = len(self.weight)
         first = scope.tp.index * self.rows
-        self.columns = Columns(scope.tp, first, max(0, min(self.rows, self.vocab_size - first)), form.z_coeff)
+        valid = max(0, min(self.rows, self.vocab_size - first))
+        self.columns = Columns(scope.tp, first, valid, form.z_coeff, form.smoothing, self.vocab_size)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Map hidden states [s, b, h] (or [s/n, b, h]), labels and mask [s, b] to the sum over tokens of mask x loss.

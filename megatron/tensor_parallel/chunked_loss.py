@@ -20,7 +20,7 @@ from torch import nn
 from megatron.parallel.accumulate import accumulate_products
 from megatron.parallel.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
 from megatron.parallel.products import product_into
-from megatron.tensor_parallel.cross_entropy import Columns, Targets, joined, loss_sums, one_factor, write_gradient
+from megatron.tensor_parallel.cross_entropy import Columns, RowGradients, Targets, joined, loss_sums, one_factor, write_gradient
 
 _MOST_LOGITS = 1 << 27
 _MULTIPLE = 128
@@ -75,19 +75,19 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:  # type: ignore[override]
-        x, factor, local, at_local = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
         weight, columns, group = ctx.weight, ctx.columns, ctx.columns.group
         whole = all_gather(x, group) if ctx.gathers else x
         rows, grad_input = whole.flatten(0, -2), torch.empty_like(whole)
         grad_rows = grad_input.view(rows.shape)
-        factor, at_local = factor * one_factor(grad), at_local * one_factor(grad)
+        of_rows = RowGradients(*saved).times(one_factor(grad))
         reduced: list[Pending] = []
 
         def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             logits = rows.new_empty(min(ctx.size, len(rows)), len(weight))
             for place in _places(len(rows), ctx.size):
                 part = product_into(logits[: place.stop - place.start], rows[place], weight.t())
-                write_gradient(part, columns, factor[place], local[place], at_local[place])
+                write_gradient(part, columns, of_rows.at(place))
                 product_into(grad_rows[place], part, weight)
                 if place.stop == len(rows):  # on its way while the last chunk's weight gradient is computed
                     reduced.append((start_reduce_scatter if ctx.gathers else start_all_reduce)(grad_input, group))

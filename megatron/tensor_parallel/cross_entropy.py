@@ -11,6 +11,10 @@ times one factor a token, but at the target.
 A z-loss may stand beside it: coefficient x (log Z)^2 for each token, which keeps log Z near 0 (Chowdhery et al. 2022, section 5).
 Together their gradient is mask x (softmax x (1 + 2 x coefficient x log Z) - one-hot).
 
+Label smoothing (Szegedy et al. 2016, section 7) takes, in place of the one-hot target, (1 - smoothing) of it, and smoothing
+spread evenly over the vocabulary, padding excluded. The softmax's part of the gradient stays; the target is subtracted in every
+column. The sums that are told are those of the plain cross entropy, so the value of a smoothed one is never computed.
+
 Here the logits of a microbatch are there as a whole. `chunked_loss.py` makes the same of these parts, a chunk of tokens at a time.
 """
 
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,6 +48,33 @@ class Columns:
     """Columns that are no padding (perhaps 0)."""
     z_coeff: float = 0.0
     """Coefficient of the z-loss; 0 for none."""
+    smoothing: float = 0.0
+    """Share of each target that is spread over the vocabulary; 0 for none."""
+    vocab_size: int = 0
+    """Columns of all ranks that are no padding (read where the target is smoothed)."""
+
+
+class RowGradients(NamedTuple):
+    """What a backward needs beside the softmax over the rank's columns, [t] each, to make of it the gradient of `minimised`."""
+
+    factor: torch.Tensor
+    """What the softmax is multiplied by."""
+    local: torch.Tensor
+    """A column: the label's, if it is here."""
+    at_local: torch.Tensor
+    """The gradient there."""
+    spread: torch.Tensor | None
+    """What is subtracted in every column that is no padding; None where no target is smoothed."""
+
+    def times(self, grad: torch.Tensor) -> RowGradients:
+        """Those of so many times what is minimised."""
+        return RowGradients(
+            self.factor * grad, self.local, self.at_local * grad, None if self.spread is None else self.spread * grad
+        )
+
+    def at(self, place: slice) -> RowGradients:
+        """Those of some tokens."""
+        return RowGradients(*(None if each is None else each[place] for each in self))  # type: ignore[arg-type]
 
 
 class Targets:
@@ -91,49 +122,54 @@ class Targets:
         target = self._at_local.masked_fill(self._elsewhere, 0.0).to(self.dtype)
         return self._largest - self._probability.log(), target
 
-    def for_gradient(
-        self, log_sum: torch.Tensor, log_z: torch.Tensor, mask: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a backward needs beside the softmax over the rank's columns, [t] each: the factor that makes it the gradient of
-        `minimised`; a column, the label's if it is here; and the gradient there.
+    def for_gradient(self, log_sum: torch.Tensor, log_z: torch.Tensor, mask: torch.Tensor) -> RowGradients:
+        """What a backward needs.
 
         Args:
             log_sum: that of the rank's own columns, [t], as the others.
         """
-        z_coeff = self._columns.z_coeff
+        z_coeff, smoothing = self._columns.z_coeff, self._columns.smoothing
         of_softmax = mask * (1.0 + 2.0 * z_coeff * log_z) if z_coeff else mask
         at_local = of_softmax * torch.exp(self._at_local - log_z)
-        at_local = at_local - mask.masked_fill(self._elsewhere, 0.0)
-        return of_softmax if log_sum is log_z else of_softmax * torch.exp(log_sum - log_z), self._local, at_local
+        own, spread = mask.masked_fill(self._elsewhere, 0.0), None
+        if smoothing:
+            own = own * (1.0 - smoothing)
+            # A rank that has only padding subtracts nothing, in the column either that stands for labels of others.
+            spread = mask * (smoothing / self._columns.vocab_size if self._columns.num_valid else 0.0)
+            own = own + spread
+        factor = of_softmax if log_sum is log_z else of_softmax * torch.exp(log_sum - log_z)
+        return RowGradients(factor, self._local, at_local - own, spread)
 
 
-def write_gradient(
-    logits: torch.Tensor, columns: Columns, factor: torch.Tensor, local: torch.Tensor, at_local: torch.Tensor
-) -> None:
+def write_gradient(logits: torch.Tensor, columns: Columns, of_rows: RowGradients) -> None:
     """Overwrite logits [t, v/n] by the gradient of the losses of these tokens, in their dtype.
 
     Args:
-        factor, local, at_local: from `for_gradient`; the factors times what a backward begins with.
+        of_rows: from `for_gradient`, times what a backward begins with.
     """
     _lower_padding(logits, columns)
     for block in _blocks(logits):
         part = logits[block]
-        _multiply(_softmax(part, factor.dtype), factor[block], part)
-    _write_at(logits, local, at_local)
+        _multiply(_softmax(part, of_rows.factor.dtype), of_rows.at(block), part)
+    _write_targets(logits, columns, of_rows)
 
 
-def _scale(softmax: torch.Tensor, factor: torch.Tensor, local: torch.Tensor, at_local: torch.Tensor) -> None:
+def _scale(softmax: torch.Tensor, columns: Columns, of_rows: RowGradients) -> None:
     """The same where the softmax is kept, in its place."""
     if softmax.dtype == torch.float16:
-        factor = factor / _HALF_HEADROOM
+        of_rows = of_rows._replace(factor=of_rows.factor / _HALF_HEADROOM)
     for block in _blocks(softmax) if softmax.device.type == "cpu" else [slice(None)]:
-        _multiply(softmax[block], factor[block], softmax[block])
-    _write_at(softmax, local, at_local)
+        _multiply(softmax[block], of_rows.at(block), softmax[block])
+    _write_targets(softmax, columns, of_rows)
 
 
-def _write_at(gradient: torch.Tensor, local: torch.Tensor, at_local: torch.Tensor) -> None:
+def _write_targets(gradient: torch.Tensor, columns: Columns, of_rows: RowGradients) -> None:
+    """Write the gradient at the labels; where targets are smoothed, clear the padding, from which `_multiply` subtracted too."""
+    local = of_rows.local
     # Not scatter_: that of the CPU passes over the whole of a 16-bit tensor.
-    gradient.index_put_((torch.arange(len(local), device=local.device), local), at_local.to(gradient.dtype))
+    gradient.index_put_((torch.arange(len(local), device=local.device), local), of_rows.at_local.to(gradient.dtype))
+    if of_rows.spread is not None and columns.num_valid < gradient.shape[-1]:
+        gradient[:, columns.num_valid :] = 0.0
 
 
 def _lower_padding(logits: torch.Tensor, columns: Columns) -> None:
@@ -149,14 +185,19 @@ def _softmax(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.softmax(wide, -1, out=wide)
 
 
-def _multiply(rows: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-    """Write rows x factor to `out`, in its dtype; computed in that of factor."""
+def _multiply(rows: torch.Tensor, of_rows: RowGradients, out: torch.Tensor) -> None:
+    """Write rows x factor - spread to `out`, in its dtype; computed in that of factor."""
+    factor, spread = of_rows.factor.unsqueeze(-1), of_rows.spread
     if rows.device.type == "cpu":  # slow where dtypes meet in one operation
-        product = rows.to(factor.dtype).mul_(factor.unsqueeze(-1))
+        product = rows.to(factor.dtype).mul_(factor)
+        if spread is not None:
+            product.sub_(spread.unsqueeze(-1))
         if product is not out:
             out.copy_(product)
-    else:
-        torch.mul(rows, factor.unsqueeze(-1), out=out)
+    elif spread is None:
+        torch.mul(rows, factor, out=out)
+    else:  # one launch, and one rounding
+        torch.addcmul(spread.neg().unsqueeze(-1), rows, factor, out=out)
 
 
 def _blocks(rows: torch.Tensor) -> Iterator[slice]:
@@ -207,14 +248,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         mask = mask.reshape(-1).to(targets.dtype)
         if differentiates:
             ctx.save_for_backward(logits, *targets.for_gradient(log_sum, log_z, mask))
+        ctx.columns = columns
         return loss_sums(log_z, target, mask, columns.z_coeff)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        softmax, factor, local, at_local = ctx.saved_tensors
-        grad = one_factor(grad)
+        softmax, *of_rows = ctx.saved_tensors
         # In place, since nobody else reads it: the logits were an intermediate result of ours.
-        _scale(softmax.view(-1, softmax.shape[-1]), factor * grad, local, at_local * grad)
+        _scale(softmax.view(-1, softmax.shape[-1]), ctx.columns, RowGradients(*of_rows).times(one_factor(grad)))
         return softmax, None, None, None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig, SoftmaxType
 from megatron.config.precision import PrecisionConfig
-from megatron.config.training import OptimizerConfig
+from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.spec.activations import activation_of
 from megatron.verification.observation import EVALUATED_BATCHES, EVALUATED_STEPS, PlainRun, PlainStep, ProofTask
 from megatron.verification.plain_groups import own_updates
@@ -34,7 +34,7 @@ def run_plain(task: ProofTask) -> PlainRun:
 class _Reference:
     def __init__(self, task: ProofTask) -> None:
         self.task, self.config = task, task.config
-        self.shape = reference_shape(self.config.model, task.vocab_size, self.config.training.z_loss_coeff, self.config.precision)
+        self.shape = reference_shape(self.config.model, task.vocab_size, self.config.training, self.config.precision)
         self.state = State(task.start)
         training = task.config.training
         self.full_batch = training.global_batch_size or training.micro_batch_size * task.data_size  # after any ramp-up
@@ -130,7 +130,7 @@ def _batch(samples: RandomSamples, first: int, size: int) -> Batch:
 def reference_shape(
     model: ModelConfig,
     vocab_size: int,
-    z_loss: float = 0.0,
+    training: TrainingConfig = TrainingConfig(),  # noqa: B008 (frozen)
     precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
 ) -> ReferenceShape:
     """The reference model's shape for these settings."""
@@ -172,7 +172,8 @@ def reference_shape(
         score_cap=model.attn_logit_softcapping,
         sink=_SINKS[model.softmax_type],
         tied=not model.untie_embeddings_and_output_weights,
-        z_loss=z_loss,
+        z_loss=training.z_loss_coeff,
+        smoothing=training.label_smoothing,
         width=model.hidden_size / model.mup_base_width if model.mup_base_width else 1.0,
         eight_bits=EightBits(precision.fp8_recipe, precision.fp8_format == "hybrid") if precision.fp8_format else None,
         in_64_bits=ends if precision.first_last_layers_bf16 else (0, 0),

@@ -81,7 +81,14 @@ _WANTED = [
         "train_samples",
         "iterations_to_skip",
     ),
-    *("loss_chunk_tokens", "z_loss_coeff", "cpu_offload_activations", "cpu_offloading", "cpu_offloading_num_layers"),
+    *(
+        "loss_chunk_tokens",
+        "z_loss_coeff",
+        "label_smoothing",
+        "cpu_offload_activations",
+        "cpu_offloading",
+        "cpu_offloading_num_layers",
+    ),
 ]
 """Settings that are on, and choices, that must occur among the lines that can be run."""
 

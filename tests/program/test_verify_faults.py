@@ -261,8 +261,8 @@ FAULTS = {
     "a chunk of the loss that takes the first chunk's labels in backward": Fault(
         (
             (
-                "write_gradient(part, columns, factor[place], local[place], at_local[place])",
-                "write_gradient(part, columns, factor[place], local[: len(part)], at_local[: len(part)])",
+                "write_gradient(part, columns, of_rows.at(place))",
+                "write_gradient(part, columns, of_rows.at(slice(len(part)))._replace(factor=of_rows.at(place).factor))",
             ),
         ),
         "--world-size 2 --loss-chunk-tokens 24",
@@ -274,6 +274,14 @@ FAULTS = {
     "a z-loss that counts once for each tensor rank": Fault(
         (("(1.0 + 2.0 * z_coeff * log_z", "(1.0 + 2.0 * self._columns.group.size * z_coeff * log_z"),),
         "--tensor-model-parallel-size 2 --z-loss-coeff 1e-4",
+        "gradient",
+        "final_norm.bias",
+        None,
+        ("so are the gradients of all parameters",),
+    ),
+    "labels smoothed over the columns of a rank": Fault(
+        (("smoothing / self._columns.vocab_size", "smoothing / self._columns.num_valid"),),
+        "--tensor-model-parallel-size 2 --label-smoothing 0.1",
         "gradient",
         "final_norm.bias",
         None,

@@ -33,6 +33,7 @@ SCALE = 0.37
 SIZES = [0, 1, 4, 6, TOKENS, 1000]
 """Whole; one token; does not divide the tokens; does; all; more than all."""
 Z_COEFF = 0.1
+SMOOTHING = 0.3
 
 
 def example(vocab: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -48,14 +49,17 @@ def example(vocab: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 @functools.cache
-def plain(z_coeff: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cross entropy, z-loss, and the gradients of x and weight of SCALE x both, by torch."""
+def plain(z_coeff: float, smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cross entropy, z-loss, and the gradients of x and weight of SCALE x both, that one with smoothed labels, by torch."""
     x, weight, labels, mask = example()
     x, weight = x.requires_grad_(), weight.requires_grad_()
     logits = x @ weight.t()
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(mask.shape)
+    losses, smoothed = (
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=share).view(mask.shape)
+        for share in (0.0, smoothing)
+    )
     sums = (losses * mask).sum(), z_coeff * (logits.exp().sum(-1).log() ** 2 * mask).sum()
-    grad_x, grad_weight = torch.autograd.grad(SCALE * (sums[0] + sums[1]), (x, weight))
+    grad_x, grad_weight = torch.autograd.grad(SCALE * ((smoothed * mask).sum() + sums[1]), (x, weight))
     return sums[0].detach(), sums[1].detach(), grad_x, grad_weight
 
 
@@ -88,8 +92,8 @@ def run(layer: OutputLayer, x: torch.Tensor, scale: float = SCALE) -> tuple[torc
     return sums.detach(), x.grad, summed(layer.weight.grad_sink)  # type: ignore[attr-defined]
 
 
-def check(sums: torch.Tensor, grad_x: torch.Tensor, grad_weight: torch.Tensor, z_coeff: float) -> None:
-    cross_entropy, z_loss, exact_x, exact_weight = plain(z_coeff)
+def check(sums: torch.Tensor, grad_x: torch.Tensor, grad_weight: torch.Tensor, z_coeff: float, smoothing: float = 0.0) -> None:
+    cross_entropy, z_loss, exact_x, exact_weight = plain(z_coeff, smoothing)
     expected = torch.stack([cross_entropy, z_loss]) if z_coeff else cross_entropy
     torch.testing.assert_close(sums, expected, rtol=1e-13, atol=0.0)
     torch.testing.assert_close(grad_x, exact_x, rtol=1e-12, atol=1e-14)
@@ -98,16 +102,16 @@ def check(sums: torch.Tensor, grad_x: torch.Tensor, grad_weight: torch.Tensor, z
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("z_coeff", [0.0, Z_COEFF])
-def test_one_rank_equals_torch(size: int, z_coeff: float) -> None:
-    layer, writes = layer_of(lone_rank(), LossForm(size, z_coeff))
-    check(*run(layer, example()[0]), z_coeff)
+@pytest.mark.parametrize("beside", [(0.0, 0.0), (Z_COEFF, 0.0), (0.0, SMOOTHING), (Z_COEFF, SMOOTHING)])
+def test_one_rank_equals_torch(size: int, beside: tuple[float, float]) -> None:
+    layer, writes = layer_of(lone_rank(), LossForm(size, *beside))
+    check(*run(layer, example()[0]), *beside)
     assert len(writes) == 1, "one write, however many chunks"
     *_, twice = run(layer, example()[0])
-    torch.testing.assert_close(twice[:VOCAB], 2 * plain(z_coeff)[3], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(twice[:VOCAB], 2 * plain(*beside)[3], rtol=1e-12, atol=1e-14)
 
 
-CASES = [(size, z_coeff, split) for size in SIZES for z_coeff in (0.0, Z_COEFF) for split in (False, True)]
+CASES = [(size, beside, split) for size in SIZES for beside in ((0.0, SMOOTHING), (Z_COEFF, 0.0)) for split in (False, True)]
 
 
 def in_group(rank: int, size: int) -> list[Any]:
@@ -118,8 +122,8 @@ def in_group(rank: int, size: int) -> list[Any]:
         if hasattr(dist, name):
             _count(name, called)
     found = []
-    for chunk, z_coeff, split in CASES:
-        layer, writes = layer_of(context, LossForm(chunk, z_coeff), sequence_parallel=split)
+    for chunk, beside, split in CASES:
+        layer, writes = layer_of(context, LossForm(chunk, *beside), sequence_parallel=split)
         called.clear()
         x = example()[0]
         result = run(layer, x.chunk(size)[rank].contiguous() if split else x)
@@ -146,11 +150,11 @@ def _count(name: str, called: list[str]) -> None:
 def test_ranks_together_equal_torch(size: int) -> None:
     """With padding on the last rank; and what is sent does not depend on the number of chunks."""
     ranks = run_forked_ranks(size, in_group, size, timeout=60.0)
-    for number, (chunk, z_coeff, split) in enumerate(CASES):
+    for number, (chunk, beside, split) in enumerate(CASES):
         sums, grad_x, grad_weight, called, writes = zip(*(rank[number] for rank in ranks), strict=True)
         assert all(torch.equal(sums[0], other) for other in sums), "the same loss on every rank"
         assert split or all(torch.equal(grad_x[0], other) for other in grad_x)
-        check(sums[0], torch.cat(grad_x) if split else grad_x[0], torch.cat(grad_weight), z_coeff)
+        check(sums[0], torch.cat(grad_x) if split else grad_x[0], torch.cat(grad_weight), *beside)
         assert set(writes) == {1}
         moved = ["all_gather", "all_gather", "all_reduce", "all_reduce", "reduce_scatter"] if split else ["all_reduce"] * 3
         assert all(each == moved for each in called), (chunk, called)

@@ -20,6 +20,7 @@ SEQ, BATCH = 5, 3
 SCALE = 0.37
 """What backward starts from."""
 Z_COEFF = 0.1
+SMOOTHING = 0.3
 
 
 def example(vocab: int, key: int = 0, spread: float = 3.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -35,16 +36,25 @@ def example(vocab: int, key: int = 0, spread: float = 3.0) -> tuple[torch.Tensor
 
 
 def plain(
-    logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, scale: float = SCALE, z_coeff: float = 0.0
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float = SCALE,
+    z_coeff: float = 0.0,
+    smoothing: float = 0.0,
 ) -> tuple[float, torch.Tensor]:
-    """Loss (with the z-loss) and gradient by torch in float64."""
+    """Loss (with the z-loss, without smoothing) and gradient (with both) by torch in float64."""
     leaf = logits.double().detach().requires_grad_()
-    losses = F.cross_entropy(leaf.flatten(0, 1), labels.flatten(), reduction="none")
-    losses = losses + z_coeff * leaf.flatten(0, 1).exp().sum(-1).log() ** 2 if z_coeff else losses
-    loss = (losses * mask.flatten().double()).sum()
-    loss.backward(torch.tensor(scale, dtype=torch.float64))
+    rows, weights = leaf.flatten(0, 1), mask.flatten().double()
+    z_losses = z_coeff * rows.exp().sum(-1).log() ** 2 if z_coeff else torch.zeros_like(weights)
+
+    def loss(smoothing: float) -> torch.Tensor:
+        losses = F.cross_entropy(rows, labels.flatten(), reduction="none", label_smoothing=smoothing)
+        return ((losses + z_losses) * weights).sum()
+
+    loss(smoothing).backward(torch.tensor(scale, dtype=torch.float64), retain_graph=True)
     assert leaf.grad is not None
-    return loss.item(), leaf.grad
+    return loss(0.0).item(), leaf.grad
 
 
 def ours(
@@ -57,10 +67,13 @@ def ours(
     first: int = 0,
     num_valid: int | None = None,
     z_coeff: float = 0.0,
+    smoothing: float = 0.0,
+    vocab: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss (with the z-loss) and gradient of this rank's columns."""
+    """Loss (with the z-loss) and gradient of this rank's columns; `vocab` has those of all ranks, by default this one's."""
     leaf = logits.detach().clone().requires_grad_()
-    columns = Columns(group, first, logits.shape[-1] if num_valid is None else num_valid, z_coeff)
+    num_valid = logits.shape[-1] if num_valid is None else num_valid
+    columns = Columns(group, first, num_valid, z_coeff, smoothing, num_valid if vocab is None else vocab)
     loss = minimised(vocab_parallel_cross_entropy(leaf.clone(), labels, mask, columns))
     loss.backward(torch.tensor(scale, dtype=loss.dtype))
     assert leaf.grad is not None and leaf.grad.dtype == logits.dtype
@@ -89,8 +102,9 @@ def in_group(rank: int, size: int) -> dict[int, Any]:
         for block in (1 << 21, 2 * columns, 1):
             cross_entropy._BLOCK_ELEMENTS = block
             z_coeff = Z_COEFF if block == 2 * columns else 0.0
-            found[vocab, z_coeff, block // columns] = ours(  # type: ignore[index]
-                part, labels, mask, group, first=first, num_valid=valid, z_coeff=z_coeff
+            smoothing = SMOOTHING if block < 1 << 21 else 0.0
+            found[vocab, z_coeff, smoothing, block // columns] = ours(  # type: ignore[index]
+                part, labels, mask, group, first=first, num_valid=valid, z_coeff=z_coeff, smoothing=smoothing, vocab=vocab
             )
     dist.barrier()
     return found
@@ -99,10 +113,10 @@ def in_group(rank: int, size: int) -> dict[int, Any]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_together_equal_torch(size: int) -> None:
     ranks = run_forked_ranks(size, in_group, size, timeout=60.0)
-    for vocab, z_coeff, rows in ranks[0]:
+    for vocab, z_coeff, smoothing, rows in ranks[0]:
         logits, labels, mask = example(vocab)
-        loss, gradient = plain(logits, labels, mask, z_coeff=z_coeff)
-        found = [rank[vocab, z_coeff, rows] for rank in ranks]
+        loss, gradient = plain(logits, labels, mask, z_coeff=z_coeff, smoothing=smoothing)
+        found = [rank[vocab, z_coeff, smoothing, rows] for rank in ranks]
         joined = torch.cat([part for _, part in found], dim=-1)
         assert all(torch.equal(found[0][0], other) for other, _ in found), "the same loss on every rank"
         assert found[0][0].item() == pytest.approx(loss, rel=1e-13)
@@ -120,9 +134,9 @@ def test_one_rank_equals_torch(rows_in_a_block: int, monkeypatch: pytest.MonkeyP
     logits, labels, mask = example(61)
     padded = torch.cat([logits, torch.full((SEQ, BATCH, 3), 1e3, dtype=torch.float64)], -1)
     monkeypatch.setattr(cross_entropy, "_BLOCK_ELEMENTS", rows_in_a_block * 64)
-    for z_coeff in (0.0, Z_COEFF):
-        loss, gradient = ours(padded, labels, mask, num_valid=61, z_coeff=z_coeff)
-        exact, exact_gradient = plain(logits, labels, mask, z_coeff=z_coeff)
+    for z_coeff, smoothing in ((0.0, 0.0), (Z_COEFF, 0.0), (Z_COEFF, SMOOTHING), (0.0, SMOOTHING)):
+        loss, gradient = ours(padded, labels, mask, num_valid=61, z_coeff=z_coeff, smoothing=smoothing)
+        exact, exact_gradient = plain(logits, labels, mask, z_coeff=z_coeff, smoothing=smoothing)
         assert loss.item() == pytest.approx(exact, rel=1e-13)
         torch.testing.assert_close(gradient[..., :61], exact_gradient, rtol=1e-12, atol=1e-15)
         assert not gradient[..., 61:].any()
@@ -180,10 +194,33 @@ def test_loss_and_gradient_in_fewer_bits(dtype: torch.dtype, rounding: float) ->
     """Of the same rounded logits: the loss is a float32 one, each element of the gradient is within rounding of its dtype."""
     logits, labels, mask = example(3000, key=1)
     logits = logits.to(dtype)
-    loss, gradient = ours(logits, labels, mask, scale=1024.0)
-    exact, exact_gradient = plain(logits, labels, mask, scale=1024.0)
-    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact, rel=1e-6)
-    torch.testing.assert_close(gradient.double(), exact_gradient, rtol=4 * rounding, atol=2.0**-24)
+    for smoothing, smallest in ((0.0, 2.0**-24), (SMOOTHING, 1024 * SMOOTHING / 3000 * 4 * rounding)):
+        loss, gradient = ours(logits, labels, mask, scale=1024.0, smoothing=smoothing)
+        exact, exact_gradient = plain(logits, labels, mask, scale=1024.0, smoothing=smoothing)
+        assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact, rel=1e-6)
+        # What is spread is subtracted from the softmax, so the difference may be smaller than what rounding made of the two.
+        torch.testing.assert_close(gradient.double(), exact_gradient, rtol=4 * rounding, atol=smallest)
+
+
+def test_devices_that_mix_dtypes_compute_the_same() -> None:
+    """The one launch that a GPU takes, in each dtype of the logits: on the CPU, where it is only slower."""
+    rows, factor, spread = torch.rand(5, 7), torch.rand(5), torch.rand(5)
+    local = torch.zeros(5, dtype=torch.int64)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for each in (None, spread):
+            of_rows = cross_entropy.RowGradients(factor, local, factor, each)
+            expected, rounded = torch.empty(5, 7, dtype=dtype), rows.to(dtype)
+            cross_entropy._multiply(rounded.clone(), of_rows, expected)
+            found = torch.empty_like(expected, device="meta")
+            cross_entropy._multiply(rounded.to("meta"), cross_entropy.RowGradients(*(_on_meta(x) for x in of_rows)), found)
+            assert found.dtype == dtype
+            if each is not None:
+                torch.addcmul(each.neg().unsqueeze(-1), rounded, factor.unsqueeze(-1), out=(mixed := torch.empty_like(expected)))
+                torch.testing.assert_close(mixed, expected)
+
+
+def _on_meta(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to("meta")
 
 
 def test_the_tail_of_a_float16_softmax_is_kept() -> None:

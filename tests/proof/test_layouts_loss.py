@@ -1,4 +1,4 @@
-"""The proof again for the forms of the loss: whole and in chunks of any size, with and without a z-loss, at every layout.
+"""The proof again for the forms of the loss at every layout: whole and in chunks of any size, with z-loss or smoothed labels.
 
 In float64 all of them train as one plain process does, which has the whole logits. Every pair of settings occurs; `--full` takes
 every case, with two steps of each instead of three.
@@ -30,6 +30,7 @@ AXES: dict[str, list[Any]] = {
     "sizes": [(3, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2)],
     "chunk": [0, 1, 3, 4, 1000],  # of the 6 tokens of a microbatch
     "z_loss": [0.0, 0.05],
+    "smoothing": [0.0, 0.3],
     "style": ["gpt2 tied", "llama"],
     "sequence_parallel": [False, True, "overlapping"],
     "schedule": sorted(SCHEDULES),
@@ -55,11 +56,11 @@ def chunks_of(case: dict[str, Any]) -> int:
 
 
 @functools.cache
-def recipe(style: str, layers: int, batch: int, steps: int, z_loss: float, documents: bool) -> Recipe:
+def recipe(style: str, layers: int, batch: int, steps: int, z_loss: float, documents: bool, smoothing: float = 0.0) -> Recipe:
     """One sample a microbatch; of documents, some end in each sample."""
     like = llama_like if "llama" in style else gpt2_like
     sizes = dict(num_layers=layers, hidden=12, ffn=12, heads=6, kv_heads=6, head_size=2, vocab=29, seq=6, tied="tied" in style)
-    shape = replace(like(**sizes), z_loss=z_loss)
+    shape = replace(like(**sizes), z_loss=z_loss, smoothing=smoothing)
     batches = random_batches(shape, steps, batch, 1, seed=6)
     if documents:
         batches = [_ended(batch) for batch in batches]
@@ -83,7 +84,7 @@ def reference(*key: Any) -> ReferenceRun:
 def name(case: dict[str, Any]) -> str:
     words = ["tp{}-pp{}-dp{}".format(*case["sizes"]), f"chunk{case['chunk']}", case["style"], case["schedule"], case["sharding"]]
     sequence = {False: [], True: ["sequence_parallel"], "overlapping": ["overlapping"]}[case["sequence_parallel"]]
-    return "-".join([*words, *sequence, *(name for name in ("z_loss", "documents") if case[name])])
+    return "-".join([*words, *sequence, *(name for name in ("z_loss", "smoothing", "documents") if case[name])])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -95,7 +96,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_every_form_of_the_loss_equals_one_plain_process(case: dict[str, Any], full: bool) -> None:
     tp, pp, dp = case["sizes"]
     chunks = chunks_of(case)
-    key = (case["style"], pp * chunks + 1, dp * (3 if pp > 1 else 2), 2 if full else 3, case["z_loss"], case["documents"])
+    of_loss = (case["z_loss"], case["documents"], case["smoothing"])
+    key = (case["style"], pp * chunks + 1, dp * (3 if pp > 1 else 2), 2 if full else 3, *of_loss)
     layout = Layout(
         tp=tp,
         pp=pp,

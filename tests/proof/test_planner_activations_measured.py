@@ -107,6 +107,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {"sequence_parallel": True, "bf16": True, **selective("layernorm", "mlp"), **TP2, **LLAMA},
     ),
     "gpt, loss in chunks, z-loss": (1, {"loss_chunk_tokens": 300, "z_loss_coeff": 0.1, "vocab_size": 4000}),
+    "gpt, whole loss, smoothed": (1, {"loss_chunk_tokens": 0, "label_smoothing": 0.1, "vocab_size": 4000}),
     "gpt, whole loss, z-loss, fp16": (1, {"loss_chunk_tokens": 0, "z_loss_coeff": 0.1, "fp16": True, "vocab_size": 4000}),
     "llama, loss in chunks, gpipe, bf16": (
         2,

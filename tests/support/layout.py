@@ -253,7 +253,7 @@ def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> M
         seed=1,
         table=table_of(config, parallel_config(layout), recipe.shape.vocab, layout.memory),
         materialized=False,
-        loss=LossForm(layout.memory.loss_chunk_tokens, recipe.shape.z_loss),
+        loss=LossForm(layout.memory.loss_chunk_tokens, recipe.shape.z_loss, recipe.shape.smoothing),
         precision=precision_config(recipe.shape),
         compiler=layout.compiler,
     )

@@ -112,6 +112,7 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "overlap_param_gather": (True,),
     "loss_chunk_tokens": (0, 1, 7),
     "z_loss_coeff": (0.01,),
+    "label_smoothing": (0.1, 1.0),
     "recompute_granularity": ("full", "selective"),
     "recompute_modules": (("mlp", "mlp_act"), ("layernorm",)),
     "recompute_num_layers": (2, 9),

@@ -25,6 +25,8 @@ def draw_training(draw: Draw, dp: int) -> dict[str, Any]:
     settings["seed"] = one_of(draw, None, 1, 2)
     if chance(draw, 3):
         settings["z_loss_coeff"] = one_of(draw, 1e-4, 0.1)
+    if chance(draw, 4):
+        settings["label_smoothing"] = one_of(draw, 0.1, 0.6)
     if chance(draw, 6):
         settings["iterations_to_skip"] = (1,)
     return settings

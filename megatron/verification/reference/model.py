@@ -33,7 +33,7 @@ def token_losses(
     documents: Tensor | None = None,
     seen: Seen = by_nobody,
 ) -> Tensor:
-    """Cross entropy of every token [B, s], for tokens and labels [B, s]; its gradient is that of the z-loss too.
+    """Cross entropy of every token [B, s], for tokens and labels [B, s]; its gradient is that of smoothed labels and of the z-loss.
 
     Args:
         positions: [B, s]; by default 0 to s - 1.
@@ -44,7 +44,10 @@ def token_losses(
     log_z = scores.logsumexp(dim=-1)
     cross_entropy = log_z - scores.gather(-1, labels[..., None])[..., 0]
     z_loss = shape.z_loss * log_z.square()
-    return cross_entropy + (z_loss - z_loss.detach())  # the value of the one, the gradient of both
+    to_any = log_z - scores.mean(dim=-1)  # the cross entropy with every token of the vocabulary in equal parts
+    smoothed = (1 - shape.smoothing) * cross_entropy + shape.smoothing * to_any
+    minimised = smoothed + z_loss
+    return cross_entropy.detach() + (minimised - minimised.detach())  # the value of the one, the gradient of the other
 
 
 def logits(

@@ -75,6 +75,8 @@ class ReferenceShape:
     tied: bool = True
     z_loss: float = 0.0
     """Beside the cross entropy, this x (log Z)^2 of each token is minimised (but not reported)."""
+    smoothing: float = 0.0
+    """Share of each target that is spread over the vocabulary where the loss is minimised (but not where it is reported)."""
     width: float = 1.0
     """muP: the logits are divided by this."""
     eight_bits: EightBits | None = None

@@ -54,20 +54,21 @@ def assert_close(a: Tensor, b: Tensor, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def test_the_gradient_is_that_of_the_z_loss_too_and_the_value_is_not() -> None:
-    shape = replace(gpt2_like(), z_loss=0.3)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_gradient_is_that_of_z_loss_and_smoothed_labels_too_and_the_value_is_not(smoothing: float) -> None:
+    shape = replace(gpt2_like(), z_loss=0.3, smoothing=smoothing)
     weights, (tokens, labels, mask) = random_weights(shape, seed=1), random_batches(shape, 1, 4, 1, seed=2)[0]
 
     def minimised(shape: ReferenceShape, weights: dict[str, Tensor], batch: object) -> Tensor:
         scores = logits(shape, weights, tokens)
-        each = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-        return ((each + 0.3 * scores.exp().sum(-1).log() ** 2) * mask).sum() / mask.sum()
+        each = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing)
+        return ((each.view(labels.shape) + 0.3 * scores.exp().sum(-1).log() ** 2) * mask).sum() / mask.sum()
 
     value, found = loss_and_gradients(shape, weights, (tokens, labels, mask))
     _, expected = loss_and_gradients(shape, weights, (tokens, labels, mask), minimised)
     for name in expected:
         assert_close(found[name], expected[name])
-    assert value == mean_loss(replace(shape, z_loss=0.0), weights, (tokens, labels, mask)).item()
+    assert value == mean_loss(replace(shape, z_loss=0.0, smoothing=0.0), weights, (tokens, labels, mask)).item()
 
 
 def test_shares_no_code_with_the_framework() -> None:
