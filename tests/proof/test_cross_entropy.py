@@ -212,15 +212,16 @@ def test_devices_that_mix_dtypes_compute_the_same() -> None:
             expected, rounded = torch.empty(5, 7, dtype=dtype), rows.to(dtype)
             cross_entropy._multiply(rounded.clone(), of_rows, expected)
             found = torch.empty_like(expected, device="meta")
-            cross_entropy._multiply(rounded.to("meta"), cross_entropy.RowGradients(*(_on_meta(x) for x in of_rows)), found)
+            cross_entropy._multiply(rounded.to("meta"), _on_meta(of_rows), found)
             assert found.dtype == dtype
             if each is not None:
                 torch.addcmul(each.neg().unsqueeze(-1), rounded, factor.unsqueeze(-1), out=(mixed := torch.empty_like(expected)))
                 torch.testing.assert_close(mixed, expected)
 
 
-def _on_meta(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to("meta")
+def _on_meta(of_rows: cross_entropy.RowGradients) -> cross_entropy.RowGradients:
+    factor, local, at_local = (each.to("meta") for each in of_rows[:3])
+    return cross_entropy.RowGradients(factor, local, at_local, None if of_rows.spread is None else of_rows.spread.to("meta"))
 
 
 def test_the_tail_of_a_float16_softmax_is_kept() -> None:
