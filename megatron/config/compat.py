@@ -188,7 +188,7 @@ fp8-recipe=delayed: is refused: its scales follow from what earlier steps saw, a
     do without, and that a first step does not have; tensorwise is the same with the scales of the numbers at hand
 fp8-recipe=mxfp8: is not built yet (blocks of 32 numbers with scales that are powers of two); blockwise has blocks of 128
 fp8-recipe=custom: is not supported; tensorwise, rowwise and blockwise are
-optimizer=muon,dist_muon: is not built yet; adam (AdamW), sgd, lion, ademamix, adafactor and lamb are
+optimizer=muon,dist_muon: is not built yet; adam (AdamW), sgd, adam8bit, lion, ademamix, adafactor and lamb are
 position-embedding-type=mrope,relative: is not built yet; rope, learned_absolute and none are
 position-embedding-type=yarn: is --position-embedding-type rope with --rope-type yarn here
 attention-backend=local: is not built; unfused (math) computes the same

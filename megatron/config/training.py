@@ -58,9 +58,10 @@ DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD
 
 _SHARE_OF_WEIGHT = "share of a weight taken off in an update, in units of the rate"
 _SHARE_KEPT = "share that is kept from one update to the next"
-ADAM_LIKE = ("adam", "ademamix", "lamb")
+ADAM_LIKE = ("adam", "ademamix", "lamb", "adam8bit")
 """Optimizers with Adam's two moments and eps."""
 _ADAM = acts_with(optimizer=ADAM_LIKE)
+_EIGHT_BITS = acts_with(optimizer="adam8bit", param_groups=GIVEN)
 _LION = acts_with(optimizer="lion", param_groups=GIVEN)
 _ADEMAMIX = acts_with(optimizer="ademamix", param_groups=GIVEN)
 _ADAFACTOR = acts_with(optimizer="adafactor", param_groups=GIVEN)
@@ -84,7 +85,7 @@ _LOADS = acts_with(load=GIVEN)
 class OptimizerConfig:
     """Rule of update, its numbers, and schedules. All schedules count the samples of the updates that were made."""
 
-    optimizer: Literal["adam", "sgd", "lion", "ademamix", "adafactor", "lamb"] = "adam"
+    optimizer: Literal["adam", "sgd", "lion", "ademamix", "adafactor", "lamb", "adam8bit"] = "adam"
     """Update rule: adam is AdamW, sgd has momentum. docs/optimizers.md compares them."""
     use_apex: bool = setting(False, acts=acts_with(optimizer=("adam", "sgd")))
     """Take FusedAdam or FusedSGD of NVIDIA apex, if it is installed, instead of torch's."""
@@ -144,6 +145,8 @@ class OptimizerConfig:
     """Added to the root of Adam's second moment."""
     sgd_momentum: float = setting(0.9, at_least=0, below=1, unit=_SHARE_KEPT, acts=acts_with(optimizer="sgd"))
     """Momentum of SGD."""
+    adam_8bit_block_size: int = setting(256, at_least=1, unit="elements of a row", acts=_EIGHT_BITS)
+    """Elements that share a scale, with --optimizer adam8bit. Tensor ranks that divide rows must hold whole blocks."""
     lion_beta1: float = setting(0.9, at_least=0, below=1, unit=_SHARE_KEPT, acts=_LION)
     """Share of the momentum in Lion's update; the rest is the gradient's."""
     lion_beta2: float = setting(0.99, at_least=0, below=1, unit=_SHARE_KEPT, acts=_LION)

@@ -99,6 +99,7 @@ class StatePlacement(ABC):
                 group_of(shard.record),
                 FlatPiece(shard.piece.start + span.start, shard.piece.start + span.stop),
                 counted,
+                numbers.cuts_of(shard.record.name),
                 numbers.of(shard.record.name),
             )
 

@@ -51,6 +51,8 @@ class Target:
     """The elements of this rank's flattened parameter that `main` holds, where it is flat."""
     counted: range
     """Indices of the elements of `main` whose shares of the whole parameter's sums this rank gives."""
+    cuts: tuple[int, ...]
+    """Elements of this rank's flattened parameter at which another rank's piece begins, see `DividedParam`."""
     whole: Mapping[str, torch.Tensor]
     """The numbers of the whole parameter that the rule asked for, see `statistics.py`."""
 

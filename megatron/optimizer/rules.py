@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer.adafactor import Adafactor
+from megatron.optimizer.eight_bits import EightBitAdamW
 from megatron.optimizer.elementwise import SGD, AdamW, AdEMAMix, Lion
 from megatron.optimizer.lamb import Lamb
 from megatron.optimizer.rule import UpdateRule
@@ -33,6 +34,7 @@ RULES: dict[str, Callable[[OptimizerConfig], RuleOf]] = {
     "lion": lambda config: for_all(Lion(config)),
     "ademamix": lambda config: for_all(AdEMAMix(config)),
     "adafactor": lambda config: for_all(Adafactor(config)),
+    "adam8bit": lambda config: vectors_by(AdamW(config), EightBitAdamW(config)),
     "lamb": lambda config: vectors_by(AdamW(config), Lamb()),
 }
 """The rules by the value of --optimizer, or of a group's."""

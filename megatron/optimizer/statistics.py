@@ -64,6 +64,7 @@ class WholeNumbers:
         self._context = context
         rounds = {param: statistics_of(param) for param in params}
         self._rounds_of = {param.record.name: of for param, of in rounds.items()}
+        self._cuts = {param.record.name: param.cuts for param in params}
         self._rounds: list[list[_Buffer]] = []
         self._found: dict[str, dict[str, torch.Tensor]] = {param.record.name: {} for param in params}
         for number in range(max((len(of) for of in rounds.values()), default=0)):
@@ -97,6 +98,10 @@ class WholeNumbers:
     def of(self, name: str) -> Mapping[str, torch.Tensor]:
         """The numbers of a parameter, by name: before their round's end this rank's shares, to be added up, then the whole."""
         return self._found.get(name, {})
+
+    def cuts_of(self, name: str) -> tuple[int, ...]:
+        """Where ranks cut a parameter."""
+        return self._cuts.get(name, ())
 
     def begin(self) -> None:
         """Begin an update: all numbers are zero."""

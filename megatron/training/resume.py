@@ -299,6 +299,9 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
         raise CheckpointError(
             f"{path} holds the state of --optimizer {before}, not of {now}: take {before}, or leave its state with --no-load-optim"
         )
+    blocks, block = saved.optimizer.adam_8bit_block_size, config.optimizer.adam_8bit_block_size
+    if goes_on and blocks != block and now == "adam8bit" and config.checkpoint.load_optim:
+        raise CheckpointError(f"{path} holds moments in blocks of {blocks}, not of {block}: take --adam-8bit-block-size {blocks}")
     free = list(model.values())
     for topic in _TOLD if goes_on else ():
         differing = _differences(getattr(saved, topic), getattr(config, topic))

@@ -244,6 +244,7 @@ def rule_numbers(optimizer: OptimizerConfig) -> Numbers:
     return Numbers(
         momentum=optimizer.sgd_momentum,
         lion_betas=(optimizer.lion_beta1, optimizer.lion_beta2),
+        block_size=optimizer.adam_8bit_block_size,
         beta3=optimizer.ademamix_beta3,
         alpha=optimizer.ademamix_alpha,
         slow_warmup=optimizer.ademamix_warmup_iters or 0,

@@ -74,6 +74,7 @@ _WANTED = [
         "ademamix",
         "adafactor",
         "lamb",
+        "adam8bit",
         "WSD",
         "cosine",
         "inverse-square-root",

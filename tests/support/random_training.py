@@ -36,7 +36,7 @@ def draw_rule(draw: Draw, settings: dict[str, Any]) -> None:
     """Another update rule than Adam and SGD, one time in three."""
     if not chance(draw, 3):
         return
-    rule = one_of(draw, "lion", "ademamix", "adafactor", "lamb")
+    rule = one_of(draw, "lion", "ademamix", "adafactor", "lamb", "adam8bit")
     for field in ("sgd_momentum", *(("adam_beta1", "adam_beta2", "adam_eps") if rule in ("lion", "adafactor") else ())):
         settings.pop(field, None)
     settings |= {"optimizer": rule, "lr": 0.01}
@@ -46,6 +46,8 @@ def draw_rule(draw: Draw, settings: dict[str, Any]) -> None:
         settings |= {"disable_bias_linear": True, "add_qkv_bias": None, "normalization": "RMSNorm"}
     if rule == "lion":
         settings |= {"lion_beta1": one_of(draw, None, 0.5), "lion_beta2": one_of(draw, None, 0.9)}
+    elif rule == "adam8bit":
+        settings["adam_8bit_block_size"] = one_of(draw, 1, 2, 3) if settings.get("tensor_model_parallel_size", 1) > 1 else None
     elif rule == "ademamix":
         settings |= {"ademamix_warmup_iters": number(draw, 0, 4), "ademamix_beta3": one_of(draw, None, 0.9)}
         settings["ademamix_alpha"] = one_of(draw, None, 1.0)

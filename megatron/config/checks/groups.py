@@ -8,13 +8,13 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 
-from megatron.config.checks.finding import Finding, at_most, change, flag_for, in_range, rule, shown, value_of
+from megatron.config.checks.finding import Finding, at_most, change, flag_for, in_range, rule, shown, try_values, value_of
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.param_groups import GroupEntry, entry_of
 from megatron.config.training import ADAM_LIKE
 from megatron.spec.groups import MUP_RULES, groups_of
-from megatron.spec.weights import ParamFacts, model_weights
+from megatron.spec.weights import Weight, model_weights
 
 decoupled_rate_is_higher = at_most("decoupled_min_lr", "decoupled_lr", "--decoupled-lr is the highest of its course.")
 
@@ -73,6 +73,29 @@ def slow_average_has_a_warmup(config: Config, world_size: int) -> Iterator[Findi
 
 
 @rule()
+def tensor_ranks_hold_whole_blocks(config: Config, world_size: int) -> Iterator[Finding]:
+    """Where tensor ranks divide rows, the elements that share a scale lie on one of them."""
+    ranks, size, optimizer = config.parallel.tensor_model_parallel_size, config.optimizer.adam_8bit_block_size, config.optimizer
+    entries = _readable(optimizer.param_groups)
+    used = "adam8bit" in (optimizer.optimizer, *(entry.optimizer for entry in entries))
+    if not used or ranks == 1 or len(entries) < len(optimizer.param_groups) or not _has_parameters(config):
+        return
+    group_of = groups_of(optimizer)
+    for weight in _parameters(config.model):
+        columns = weight.shape[-1] // ranks
+        divided = any(dim == len(weight.shape) - 1 for dim, _ in weight.splits) and weight.kind != "vector"
+        if divided and group_of(weight).optimizer == "adam8bit" and columns % size:
+            message = (
+                f"{shown(config, 'adam_8bit_block_size')} does not divide the {columns} columns of {weight.name} that each of "
+                f"{ranks} tensor ranks holds, with the optimizer adam8bit."
+            )
+            fitting = [number for number in range(min(size, columns), 0, -1) if columns % number == 0]
+            fields = ("adam_8bit_block_size", "tensor_model_parallel_size", "optimizer")
+            yield Finding(message, [try_values("adam_8bit_block_size", size, fitting)], fields=fields)
+            return
+
+
+@rule()
 def group_values_fit(config: Config, world_size: int) -> Iterator[Finding]:
     """Rates of groups fall from lr to min-lr, and the betas are Adam's."""
     entries = _readable(config.optimizer.param_groups)
@@ -120,7 +143,7 @@ def _readable(texts: Sequence[str]) -> list[GroupEntry]:
 
 
 @functools.lru_cache(maxsize=4)
-def _parameters(model: ModelConfig) -> tuple[ParamFacts, ...]:
+def _parameters(model: ModelConfig) -> tuple[Weight, ...]:
     """Every parameter. How many tokens there are changes none of the names."""
     return tuple(model_weights(model, vocab_size=1))
 

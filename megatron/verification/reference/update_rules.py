@@ -22,6 +22,8 @@ class Numbers:
 
     momentum: float = 0.0
     """The momentum of sgd."""
+    block_size: int = 256
+    """Elements of a row that share a scale in adam8bit."""
     lion_betas: tuple[float, float] = (0.9, 0.99)
     beta3: float = 0.9999
     alpha: float = 8.0
@@ -77,6 +79,36 @@ def _adams(one: One) -> Tensor:
 def adam(one: One, numbers: Numbers) -> Tensor:
     """Decoupled weight decay (Loshchilov and Hutter 2019)."""
     return one.weights * (1 - one.rate * one.decay) - one.rate * _adams(one)
+
+
+def adam8bit(one: One, numbers: Numbers) -> Tensor:
+    """Adam whose moments are rounded between updates, in blocks (Dettmers et al. 2022); vectors as by adam."""
+    weights = adam(one, numbers)
+    if not one.is_vector:
+        one.kept["m"] = rounded(one.kept["m"], numbers.block_size, signed=True)
+        one.kept["v"] = rounded(one.kept["v"], numbers.block_size, signed=False)
+    return weights
+
+
+def rounded(tensor: Tensor, block_size: int, *, signed: bool) -> Tensor:
+    """Each element as the nearest of 256 values, times the largest absolute value of its block of a row.
+
+    The values are 0, 1, and for each k from 0 to 6 the middles of 2^k parts (if unsigned 2^(k+1)) of [10^(k-7), 10^(k-6)]; if
+    signed also their negatives.
+    """
+    values = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
+    for k in range(7):
+        edges = torch.linspace(0.1, 1.0, 2 ** (k if signed else k + 1) + 1, dtype=torch.float64) * 10.0 ** (k - 6)
+        middles = (edges[1:] + edges[:-1]) / 2
+        values += [middles, -middles] if signed else [middles]
+    table = torch.cat(values)
+    assert len(table) == 256
+    blocks = []
+    for block in tensor.split(block_size, dim=-1):
+        scale = block.abs().amax(-1, keepdim=True)
+        nearest = (block / scale.clamp(min=1e-300)).unsqueeze(-1).sub(table).abs().argmin(-1)
+        blocks.append(table[nearest] * scale)
+    return torch.cat(blocks, -1)
 
 
 def sgd(one: One, numbers: Numbers) -> Tensor:
@@ -141,4 +173,4 @@ def lamb(one: One, numbers: Numbers) -> Tensor:
     return one.weights - one.rate * ratio * u
 
 
-_RULES = {"adam": adam, "sgd": sgd, "lion": lion, "ademamix": ademamix, "adafactor": adafactor, "lamb": lamb}
+_RULES = {"adam": adam, "sgd": sgd, "lion": lion, "ademamix": ademamix, "adafactor": adafactor, "adam8bit": adam8bit, "lamb": lamb}

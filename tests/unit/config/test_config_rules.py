@@ -546,6 +546,7 @@ CASES: list[Case] = [
         for name, flags in {
             "lion": ("lion-beta1 0.8", "lion-beta2 0.8"),
             "ademamix": ("ademamix-warmup-iters 8",),
+            "adam8bit": ("adam-8bit-block-size 8",),
             "adafactor": (
                 "adafactor-decay-rate 0.7",
                 "adafactor-clip-threshold 2",
@@ -565,6 +566,13 @@ CASES: list[Case] = [
     ),
     ("--ademamix-beta3 0.99", 1, {"--ademamix-beta3"}, ["only with --optimizer ademamix or --param-groups"], []),
     ("--ademamix-alpha 2", 1, {"--ademamix-alpha"}, ["only with --optimizer ademamix or --param-groups"], []),
+    (
+        "--optimizer adam8bit --tensor-model-parallel-size 2",
+        2,
+        {"--adam-8bit-block-size", "--tensor-model-parallel-size", "--optimizer"},
+        ["256 does not divide the 48 columns of layers.0.attention.output.weight"],
+        ["--adam-8bit-block-size 48"],
+    ),
     (
         "--optimizer ademamix",
         1,

@@ -74,7 +74,7 @@ def mixed(config: OptimizerConfig) -> RuleOf:
     return lambda record: table if record.name == "embedding" else vector if record.kind == "vector" else whole
 
 
-ACROSS_RANKS = ("adafactor", "lamb")
+ACROSS_RANKS = ("adafactor", "lamb", "adam8bit")
 """Rules that put numbers of all ranks together, which are not there here: tests/proof/test_layouts_optimizers.py is about them."""
 ALL = {name: rule for name, rule in RULES.items() if name not in ACROSS_RANKS} | {
     "matrices": lambda config: for_all(MatricesRule()),
