@@ -142,7 +142,7 @@ init-method-xavier-uniform embedding-init-method-std: Weights are drawn from a n
 data-parallel-random-init: All data ranks start from the same weights.
 mrope-section relative-attention-num-buckets: The rotary embedding knows --rotary-base, --rotary-percent,
     --rotary-interleaved, --rotary-seq-len-interpolation-factor, --use-rope-scaling, and --rope-type yarn, dynamic and longrope.
-openai-gelu quick-geglu activation-func-clamp-value glu-linear-offset: {_ACTIVATION}
+openai-gelu: {_ACTIVATION}
 use-te-activation-func: Transformer Engine is not used.
 apply-residual-connection-post-layernorm: What is added to is the residual stream itself (--norm-placement says where norms stand).
 qk-l2-norm: Queries and keys are normalised by --qk-layernorm.

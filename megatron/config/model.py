@@ -38,6 +38,7 @@ _ROPE = acts_with(position_embedding_type="rope")
 _STRETCHED = acts_with(rope_type=("yarn", "dynamic", "longrope"))
 _YARN, _LONGROPE = acts_with(rope_type="yarn"), acts_with(rope_type="longrope")
 _LLAMA3 = acts_with(use_rope_scaling=True)
+_QUICK_GEGLU = acts_with(quick_geglu=True)
 _WINDOW = acts_with(window_size=GIVEN)
 _WITH_BIASES = idle_with("all linear layers have biases", disable_bias_linear=False)
 
@@ -53,7 +54,7 @@ class ModelConfig:
     hidden_size: int = setting(0, at_least=1, unit="channels", required=True)
     """Width of the residual stream. Required."""
     ffn_hidden_size: int | None = setting(None, at_least=1, unit="channels")
-    """Width of the MLP; by default 4 x hidden, with --swiglu floor(8 x hidden / 3) rounded down to a multiple of 64."""
+    """Width of the MLP; by default 4 x hidden, of a gated MLP floor(8 x hidden / 3) rounded down to a multiple of 64."""
     num_attention_heads: int = setting(0, at_least=1, unit="heads", required=True)
     """Number of query heads. Required."""
     kv_channels: int | None = setting(None, at_least=1, unit="channels")
@@ -158,10 +159,24 @@ class ModelConfig:
     """Give attention and MLP the same input, and add what both give to it at once (GPT-NeoX)."""
     residual_multiplier: float = setting(1.0, above=0, unit="factor")
     """Multiply what attention and MLP give by this before it is added (Granite)."""
-    swiglu: bool = False
-    """Gated MLP: silu(gate) x up."""
+    gelu_exact: bool = False
+    """MLP activation x times the normal distribution function, instead of its approximation by tanh."""
+    relu: bool = False
+    """MLP activation max(x, 0) instead of GELU."""
     squared_relu: bool = False
     """MLP activation relu(x)^2 instead of GELU."""
+    swiglu: bool = False
+    """Gated MLP: silu(gate) x up."""
+    geglu: bool = False
+    """Gated MLP: gelu(gate) x up, with the approximation of GELU by tanh (Gemma)."""
+    geglu_exact: bool = False
+    """Gated MLP: gelu(gate) x up, with the exact GELU."""
+    quick_geglu: bool = False
+    """Gated MLP: gate x sigmoid(1.702 gate) x (up + --glu-linear-offset) (GPT-OSS)."""
+    glu_linear_offset: float = setting(0.0, at_least=0, unit="plain number", acts=_QUICK_GEGLU)
+    """What --quick-geglu adds to up."""
+    activation_func_clamp_value: float | None = setting(None, above=0, unit="plain number", acts=_QUICK_GEGLU)
+    """Clamp the gate of --quick-geglu from above to this, and up to this and minus this."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer a weight of its own instead of the word embedding's."""
     disable_bias_linear: bool = False

@@ -52,6 +52,75 @@ def _swiglu_gradient(x: torch.Tensor, grad: torch.Tensor, *, few_launches: bool)
     return out
 
 
+class _GEGLU(torch.autograd.Function):
+    """gelu(gate) * up, [..., 2, f] to [..., f], by one of torch's two ways. Keeps only its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, approximate: str) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        ctx.approximate = approximate
+        return F.gelu(x[..., 0, :], approximate=approximate).mul_(x[..., 1, :])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        (gate, up), out, aten = x.unbind(-2), torch.empty_like(x), torch.ops.aten
+        grad_gate, grad_up = out[..., 0, :], out[..., 1, :]
+        torch.mul(grad, up, out=grad_up)
+        aten.gelu_backward.grad_input(grad_up, gate, approximate=ctx.approximate, grad_input=grad_gate)
+        aten.gelu.out(gate, approximate=ctx.approximate, out=grad_up).mul_(grad)
+        return out, None
+
+
+_QUICK = 1.702
+"""Factor in the sigmoid of the quick GELU (Hendrycks and Gimpel 2016)."""
+
+
+class _QuickGEGLU(torch.autograd.Function):
+    """gate * sigmoid(1.702 gate) * (up + offset) of the clamped input, [..., 2, f] to [..., f], computed in at least float32. Keeps
+    only its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, offset: float, clamp: float | None) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        ctx.offset, ctx.clamp = offset, clamp
+        gate, up = _clamped(x, clamp)
+        return (torch.sigmoid(gate * _QUICK).mul_(gate)).mul_(up + offset).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        gate, up = _clamped(x, ctx.clamp)
+        share, out = torch.sigmoid(gate * _QUICK), torch.empty_like(x)
+        slope = (1 - share).mul_(gate).mul_(_QUICK).add_(1).mul_(share)
+        out[..., 0, :] = slope.mul_(up + ctx.offset).mul_(grad)
+        out[..., 1, :] = share.mul_(gate).mul_(grad)
+        if ctx.clamp is not None:
+            out[..., 0, :].masked_fill_(x[..., 0, :] > ctx.clamp, 0.0)
+            out[..., 1, :].masked_fill_(x[..., 1, :].abs() > ctx.clamp, 0.0)
+        return out, None, None
+
+
+def _clamped(x: torch.Tensor, clamp: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up in at least float32."""
+    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).unbind(-2)
+    return (gate, up) if clamp is None else (gate.clamp(max=clamp), up.clamp(-clamp, clamp))
+
+
+class _ReLU(torch.autograd.Function):
+    """max(x, 0). Keeps its input and not, as torch's does, its result, which may be made again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return F.relu(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward(grad, x, 0.0)
+
+
 class _SquaredReLU(torch.autograd.Function):
     """relu(x)^2. Keeps only its input, as GELU does."""
 
@@ -66,23 +135,38 @@ class _SquaredReLU(torch.autograd.Function):
         return F.relu(x).mul_(2.0).mul_(grad)
 
 
-_FUNCTIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": partial(F.gelu, approximate="tanh"),  # as GPT-2
-    "swiglu": _SwiGLU.apply,
-    "squared_relu": _SquaredReLU.apply,
+_Function = Callable[[torch.Tensor], torch.Tensor]
+_FUNCTIONS: dict[ActivationName, Callable[[MLPSpec], _Function]] = {
+    "gelu": lambda spec: partial(F.gelu, approximate="tanh"),  # as GPT-2
+    "gelu_exact": lambda spec: F.gelu,
+    "relu": lambda spec: _ReLU.apply,
+    "squared_relu": lambda spec: _SquaredReLU.apply,
+    "swiglu": lambda spec: _SwiGLU.apply,
+    "geglu": lambda spec: lambda x: _GEGLU.apply(x, "tanh"),
+    "geglu_exact": lambda spec: lambda x: _GEGLU.apply(x, "none"),
+    "quick_geglu": lambda spec: lambda x: _QuickGEGLU.apply(x, spec.offset, spec.clamp),
 }
-"""Plain ones map [..., f] to [..., f], gated ones [..., 2, f] to [..., f]."""
+"""The function of an MLP. Plain ones map [..., f] to [..., f], gated ones [..., 2, f] to [..., f]."""
 
 
-def _swiglu(x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.unbind(-2)
-    return F.silu(gate) * up
+def _gated(gate_function: _Function) -> _Function:
+    return lambda x: gate_function(x[..., 0, :]) * x[..., 1, :]
 
 
-_TRACED: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
+def _quick_geglu(x: torch.Tensor, offset: float, clamp: float | None) -> torch.Tensor:
+    gate, up = _clamped(x, clamp)
+    return (gate * torch.sigmoid(gate * _QUICK) * (up + offset)).to(x.dtype)
+
+
+_TRACED: dict[ActivationName, Callable[[MLPSpec], _Function]] = {
     "gelu": _FUNCTIONS["gelu"],
-    "swiglu": _swiglu,
-    "squared_relu": lambda x: F.relu(x).square(),
+    "gelu_exact": _FUNCTIONS["gelu_exact"],
+    "relu": lambda spec: F.relu,
+    "squared_relu": lambda spec: lambda x: F.relu(x).square(),
+    "swiglu": lambda spec: _gated(F.silu),
+    "geglu": lambda spec: _gated(partial(F.gelu, approximate="tanh")),
+    "geglu_exact": lambda spec: _gated(F.gelu),
+    "quick_geglu": lambda spec: partial(_quick_geglu, offset=spec.offset, clamp=spec.clamp),
 }
 """The same for a compiler, which fuses them and chooses itself what it keeps."""
 
@@ -96,7 +180,7 @@ class MLP(nn.Module):
 
     def __init__(self, scope: Scope, spec: MLPSpec, *, remakes_activation: bool = False) -> None:
         super().__init__()
-        self.activation, self.traced = _FUNCTIONS[spec.activation.name], _TRACED[spec.activation.name]
+        self.activation, self.traced = _FUNCTIONS[spec.activation.name](spec), _TRACED[spec.activation.name](spec)
         self.remakes_activation = remakes_activation
         self.up = ColumnParallelLinear(scope.child("up"))
         self.down = RowParallelLinear(scope.child("down"))

@@ -54,6 +54,8 @@ class Norm(VectorUser):
 
     def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What the normalised channels are multiplied by, and what is added to them, in a dtype; None for nothing."""
+        if all(vector is None for vector in self.vectors()):
+            return None, None
         weight, bias = (None if vector is None else vector.to(dtype) for vector in self.entering())
         return weight + 1.0 if weight is not None and self.zero_centred else weight, bias
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ActivationName = Literal["gelu", "swiglu", "squared_relu"]
+ActivationName = Literal["gelu", "gelu_exact", "relu", "squared_relu", "swiglu", "geglu", "geglu_exact", "quick_geglu"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Activation:
 
     name: ActivationName
     flag: str | None
-    """The field of ModelConfig that asks for it, which is also Megatron-LM's argument; None for the one that needs no flag."""
+    """The field of ModelConfig that asks for it, which is also Megatron-LM's argument where that has it; None for the default."""
     gated: bool
     """Whether the first product gives two halves, gate and value, of which the activation makes one."""
     hugging_face: tuple[str, ...]
@@ -26,8 +26,13 @@ class Activation:
 
 ACTIVATIONS = (
     Activation("gelu", None, gated=False, hugging_face=("gelu_new", "gelu_pytorch_tanh")),
-    Activation("swiglu", "swiglu", gated=True, hugging_face=("silu", "swish")),
+    Activation("gelu_exact", "gelu_exact", gated=False, hugging_face=("gelu", "gelu_python")),
+    Activation("relu", "relu", gated=False, hugging_face=("relu",)),
     Activation("squared_relu", "squared_relu", gated=False, hugging_face=("relu2",)),
+    Activation("swiglu", "swiglu", gated=True, hugging_face=("silu", "swish")),
+    Activation("geglu", "geglu", gated=True, hugging_face=("gelu_pytorch_tanh", "gelu_new")),
+    Activation("geglu_exact", "geglu_exact", gated=True, hugging_face=("gelu", "gelu_python")),
+    Activation("quick_geglu", "quick_geglu", gated=True, hugging_face=("quick_gelu",)),
 )
 """All activations; the first is the default."""
 

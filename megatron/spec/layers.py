@@ -84,6 +84,10 @@ class MLPSpec:
     width: int
     activation: Activation
     bias: bool
+    offset: float = 0.0
+    """What quick_geglu adds to its second half."""
+    clamp: float | None = None
+    """The bound to which quick_geglu clamps its input."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,13 @@ def _layer(model: ModelConfig, window: bool, rotated: bool) -> LayerSpec:
             qk_norm=("all_heads" if model.qk_layernorm_all_heads else "each_head") if model.qk_layernorm else None,
             scores=scores_of(model, window=window),
         ),
-        MLPSpec(model.ffn_size, activation_of(model), bias or model.add_mlp_bias),
+        MLPSpec(
+            model.ffn_size,
+            activation_of(model),
+            bias or model.add_mlp_bias,
+            model.glu_linear_offset,
+            model.activation_func_clamp_value,
+        ),
         model.norm_placement,
         model.parallel_residual,
         model.residual_multiplier,

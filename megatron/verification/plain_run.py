@@ -159,6 +159,8 @@ def reference_shape(
         parallel=model.parallel_residual,
         residual_multiplier=model.residual_multiplier,
         activation=activation_of(model).name,
+        offset=model.glu_linear_offset,
+        clamp=model.activation_func_clamp_value,
         bias=not model.disable_bias_linear,
         qkv_bias=model.add_qkv_bias,
         output_bias=model.add_attn_output_bias,

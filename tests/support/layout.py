@@ -25,6 +25,7 @@ from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.overlap import Pieces
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
+from megatron.spec.activations import FLAGS
 from megatron.spec.attention_backends import AttentionBackend
 from megatron.spec.layer_pattern import pattern_text
 from megatron.training.inputs import BatchMaker, reads_samples
@@ -137,8 +138,9 @@ def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
         apply_layernorm_1p=shape.zero_centred,
         parallel_residual=shape.parallel,
         residual_multiplier=shape.residual_multiplier,
-        swiglu=shape.activation == "swiglu",
-        squared_relu=shape.activation == "squared_relu",
+        **{flag: shape.activation == flag for flag in FLAGS},
+        glu_linear_offset=shape.offset,
+        activation_func_clamp_value=shape.clamp,
         untie_embeddings_and_output_weights=not shape.tied,
         disable_bias_linear=not shape.bias,
         add_qkv_bias=shape.qkv_bias,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.spec.activations import FLAGS, GATED_FLAGS
 from tests.support.random_draws import Draw, chance, number, one_of, switches
 
 _FEW = 2
@@ -56,9 +57,11 @@ def _draw_attention(draw: Draw, tp: int) -> dict[str, Any]:
 
 def _draw_mlp(draw: Draw, tp: int, hidden: int) -> dict[str, Any]:
     """Activation and width."""
-    activation = one_of(draw, None, "swiglu", "squared_relu")
+    activation = one_of(draw, None, "swiglu", *FLAGS)
     settings: dict[str, Any] = {activation: True} if activation else {}
-    fits_by_default = activation != "swiglu" and 4 * hidden % tp == 0
+    if activation == "quick_geglu":
+        settings |= {"glu_linear_offset": one_of(draw, None, 1.0), "activation_func_clamp_value": one_of(draw, None, 0.05)}
+    fits_by_default = activation not in GATED_FLAGS and 4 * hidden % tp == 0
     if not fits_by_default or chance(draw, 2):
         settings["ffn_hidden_size"] = tp * number(draw, 1, 6)
     return settings

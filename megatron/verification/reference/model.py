@@ -150,12 +150,23 @@ def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None, *,
 def mlp(shape: ReferenceShape, layer: Weights, x: Tensor, eight: EightBits | None = None) -> Tensor:
     """The MLP over [B, s, h]."""
     up = linear(layer, "mlp.up", x, eight)
-    if shape.activation == "swiglu":
-        gate, up = up.chunk(2, dim=-1)
-        return linear(layer, "mlp.down", gate * torch.sigmoid(gate) * up, eight)
-    if shape.activation == "gelu":
-        return linear(layer, "mlp.down", up * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))), eight)
-    return linear(layer, "mlp.down", up.clamp(min=0) ** 2, eight)
+    if len(layer["mlp.up.weight"].shape) == 2:
+        return linear(layer, "mlp.down", activated(shape.activation, up), eight)
+    gate, up = up.chunk(2, dim=-1)
+    if shape.clamp is not None:
+        gate, up = torch.minimum(gate, torch.full_like(gate, shape.clamp)), up.clamp(-shape.clamp, shape.clamp)
+    return linear(layer, "mlp.down", activated(shape.activation, gate) * (up + shape.offset), eight)
+
+
+def activated(name: str, x: Tensor) -> Tensor:
+    """The activation function; of a gated one, that of the gate."""
+    if name in ("gelu", "geglu"):
+        return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    if name in ("gelu_exact", "geglu_exact"):
+        return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    if name in ("swiglu", "quick_geglu"):
+        return x / (1 + torch.exp(-x * (1.0 if name == "swiglu" else 1.702)))
+    return x.clamp(min=0) ** (1 if name == "relu" else 2)
 
 
 def linear(weights: Weights, name: str, x: Tensor, eight: EightBits | None = None) -> Tensor:

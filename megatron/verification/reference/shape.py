@@ -48,7 +48,11 @@ class ReferenceShape:
     """Whether the MLP's input is that of attention."""
     residual_multiplier: float = 1.0
     """Factor of what attention and MLP give."""
-    activation: Literal["gelu", "swiglu", "squared_relu"] = "gelu"
+    activation: Literal["gelu", "gelu_exact", "relu", "squared_relu", "swiglu", "geglu", "geglu_exact", "quick_geglu"] = "gelu"
+    offset: float = 0.0
+    """What quick_geglu adds to its second half."""
+    clamp: float | None = None
+    """The bound to which quick_geglu clamps its input."""
     bias: bool = True
     """Whether all linear layers except the output layer have biases."""
     qkv_bias: bool = False
@@ -106,7 +110,7 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
     """
     h, d = shape.hidden, shape.head_size
     qkv_rows = (shape.heads + 2 * shape.kv_heads) * d
-    up = (2, shape.ffn) if shape.activation == "swiglu" else (shape.ffn,)
+    up = (2, shape.ffn) if shape.activation.endswith("glu") or shape.activation == "geglu_exact" else (shape.ffn,)
     shapes: dict[str, tuple[int, ...]] = {}
 
     def add_norm(name: str, size: int) -> None:

@@ -69,7 +69,7 @@ def read(config: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
 @pytest.mark.parametrize(
     ("base", "changes", "named"),
     [
-        (LLAMA, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (LLAMA, {"hidden_act": "mish"}, "hidden_act = 'mish'"),
         (LLAMA, {"attention_bias": 1}, "attention_bias = 1"),
         (LLAMA, {"sliding_window": 4096}, "sliding_window = 4096: unknown"),
         (LLAMA, {"layer_types": ["full_attention"] * 3}, "layer_types"),
@@ -116,7 +116,7 @@ def read(config: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
         (STABLELM, {"use_parallel_residual": True}, "use_parallel_residual = True: its attention and MLP"),
         (STABLELM, {"qk_layernorm": True}, "qk_layernorm = True: it has a norm of its own"),
         (PHI3, {"partial_rotary_factor": 0.1}, "of a head of 8 channels rotates 0"),
-        (GPT2, {"activation_function": "gelu"}, "activation_function = 'gelu'"),
+        (GPT2, {"activation_function": "silu"}, "activation_function = 'silu'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         (GPT2, {"scale_attn_weights": False}, "scale_attn_weights = False"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention = True"),
@@ -420,7 +420,7 @@ def test_one_dropout_for_two_is_told() -> None:
         (model_config(gpt2_like(positions="rope")), "gpt2: --position-embedding-type is rope, there learned_absolute"),
         (model_config(llama_like(positions="learned")), "llama: --position-embedding-type is learned_absolute, there rope"),
         (model_config(llama_like(norm="LayerNorm", qk_norm=True)), "qwen3: --normalization is LayerNorm, there RMSNorm"),
-        (model_config(llama_like(activation="squared_relu")), "llama: --swiglu is off, there on"),
+        (model_config(llama_like(activation="squared_relu")), "--swiglu is off, there on"),
         (model_config(llama_like(rotary_percent=0.5, qk_norm=True)), "qwen3: --rotary-percent is 0.5, there 1"),
         (model_config(llama_like(qk_norm=True, qkv_bias=True)), "qwen3: --add-qkv-bias is on, there off"),
         (model_config(gpt2_like(heads=4, kv_heads=2)), "gpt2: --group-query-attention is on, there off"),

@@ -972,6 +972,8 @@ CASES: list[Case] = [
     ("--data-cache-path c", 1, {"--data-cache-path"}, ["without --mock-data"], []),
     ("--normalization RMSNorm --no-norm-bias", 1, {"--norm-bias"}, ["no effect"], []),
     ("--no-norm-weight --apply-layernorm-1p", 1, {"--apply-layernorm-1p"}, ["no effect"], ["--norm-weight"]),
+    ("--swiglu --glu-linear-offset 1", 1, {"--glu-linear-offset"}, ["only with --quick-geglu"], []),
+    ("--activation-func-clamp-value 7", 1, {"--activation-func-clamp-value"}, ["only with --quick-geglu"], []),
     ("--data-loss-mask", 1, {"--data-loss-mask"}, ["without --mock-data"], []),
 ]
 

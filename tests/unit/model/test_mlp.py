@@ -8,14 +8,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.model.mlp import _FUNCTIONS, _swiglu_gradient
-from megatron.spec.activations import ACTIVATIONS
+from megatron.model.mlp import _FUNCTIONS, _TRACED, _swiglu_gradient
+from megatron.spec.activations import ACTIVATIONS, Activation
+from megatron.spec.layers import MLPSpec
 
 PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
     "swiglu": lambda x: F.silu(x[..., 0, :]) * x[..., 1, :],
     "squared_relu": lambda x: F.relu(x).square(),
+    "relu": F.relu,
+    "gelu_exact": F.gelu,
+    "geglu": lambda x: F.gelu(x[..., 0, :], approximate="tanh") * x[..., 1, :],
+    "geglu_exact": lambda x: F.gelu(x[..., 0, :]) * x[..., 1, :],
+    "quick_geglu": lambda x: quick(x[..., 0, :].clamp(max=0.5)) * (x[..., 1, :].clamp(-0.5, 0.5) + 1.0),
 }
+
+
+def quick(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def function_of(activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
+    return _FUNCTIONS[activation.name](MLPSpec(8, activation, bias=False, offset=1.0, clamp=0.5))
 
 
 def test_each_equals_its_formula_and_keeps_its_input_alone() -> None:
@@ -32,7 +46,7 @@ def test_each_equals_its_formula_and_keeps_its_input_alone() -> None:
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                y = _FUNCTIONS[activation.name](x)
+                y = function_of(activation)(x)
             assert set(kept) == {x.data_ptr()}, activation.name
             exact = x.detach().double().requires_grad_()
             expected = PLAIN[activation.name](exact)
@@ -43,6 +57,13 @@ def test_each_equals_its_formula_and_keeps_its_input_alone() -> None:
             rounding = 8 * torch.finfo(dtype).eps
             torch.testing.assert_close(y.double(), expected, rtol=rounding, atol=rounding)
             torch.testing.assert_close(x.grad.double(), exact.grad, rtol=rounding, atol=rounding)
+
+
+def test_the_same_for_a_compiler() -> None:
+    for activation in ACTIVATIONS:
+        x = torch.randn((5, 2, 8) if activation.gated else (5, 8), dtype=torch.float64)
+        spec = MLPSpec(8, activation, bias=False, offset=1.0, clamp=0.5)
+        torch.testing.assert_close(_TRACED[activation.name](spec)(x), _FUNCTIONS[activation.name](spec)(x), rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("few_launches", [False, True])

@@ -10,6 +10,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.model.mlp import _FUNCTIONS
 from megatron.spec.activations import ACTIVATIONS, FLAGS, ActivationName, activation_of, by_hugging_face_name
+from megatron.spec.layers import MLPSpec
 
 
 def test_every_activation_has_a_name_a_flag_and_a_function() -> None:
@@ -22,7 +23,7 @@ def test_every_activation_has_a_name_a_flag_and_a_function() -> None:
         assert activation_of(dataclasses.replace(ModelConfig(), **flags)) is activation, activation.name
         x = torch.randn(3, 2, 5, dtype=torch.float64)
         width = (3, 5) if activation.gated else (3, 2, 5)
-        assert _FUNCTIONS[activation.name](x).shape == width, activation.name
+        assert _FUNCTIONS[activation.name](MLPSpec(5, activation, bias=False))(x).shape == width, activation.name
 
 
 def test_a_name_elsewhere_means_one_activation() -> None:

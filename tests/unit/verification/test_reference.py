@@ -165,18 +165,28 @@ def test_norms_are_those_of_torch() -> None:
     assert_close(norm(gpt2_like(epsilon=1e-2), {}, "n", x), F.layer_norm(x, (16,), None, None, 1e-2))
 
 
-@pytest.mark.parametrize("activation", ["gelu", "squared_relu", "swiglu"])
+ACTIVATED: dict[str, Any] = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_exact": F.gelu,
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
+    "swiglu": F.silu,
+    "geglu": lambda x: F.gelu(x, approximate="tanh"),
+    "geglu_exact": F.gelu,
+    "quick_geglu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATED)
 def test_mlps_are_those_of_torch(activation: str) -> None:
-    shape = gpt2_like(activation=activation)
+    shape = gpt2_like(activation=activation, offset=0.5 if activation == "quick_geglu" else 0.0)
     layer = {name[9:]: w for name, w in random_weights(shape, 1, std=0.5).items() if name.startswith("layers.0.")}
     x = randn(2, 3, shape.hidden)
     weight, bias = layer["mlp.up.weight"], layer["mlp.up.bias"]
-    if activation == "swiglu":
-        inner = F.silu(F.linear(x, weight[0], bias[0])) * F.linear(x, weight[1], bias[1])
-    elif activation == "gelu":
-        inner = F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    if weight.dim() == 3:
+        inner = ACTIVATED[activation](F.linear(x, weight[0], bias[0])) * (F.linear(x, weight[1], bias[1]) + shape.offset)
     else:
-        inner = F.relu(F.linear(x, weight, bias)).square()
+        inner = ACTIVATED[activation](F.linear(x, weight, bias))
     assert_close(mlp(shape, layer, x), F.linear(inner, layer["mlp.down.weight"], layer["mlp.down.bias"]))
 
 
