@@ -11,8 +11,10 @@ from megatron.config.cli import LoadedConfig
 from megatron.model.build import Model
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.optimizer.rules import granularity_of
+from megatron.optimizer.state_size import numbers_memory
 from megatron.parallel.context import ParallelContext
 from megatron.planner.plan import Plan
+from megatron.planner.state_report import layout_of
 from megatron.spec.counts import count_parameters
 from megatron.training.step import make_providers
 from tests.support.covering import Case, covering
@@ -49,7 +51,7 @@ AXES = {
     "style": tuple(STYLES),
     "data_parallel_sharding_strategy": STRATEGIES,
     "dtype": ("bf16", "fp64", None),
-    "optimizer": ("adam", "sgd"),
+    "optimizer": ("adam", "sgd", "adafactor", "adam8bit"),
     "offload": (None, 0.4, 1.0),
     "ema_decay": (None, 0.9),
     "ddp_bucket_size": (None, 1500),
@@ -71,6 +73,8 @@ def loaded(case: Case, world_size: int, **changes: Any) -> LoadedConfig:
     """The settings of a case."""
     chosen: dict[str, Any] = {"num_layers": 4, **GROUPS[case["groups"]], **STYLES[case["style"]]}
     chosen |= {name: case[name] for name in AXES if name not in ("groups", "style", "dtype", "offload")}
+    if case["optimizer"] == "adam8bit":
+        chosen["adam_8bit_block_size"] = 3 if GROUPS[case["groups"]].get("tensor_model_parallel_size") is None else 8
     if case["dtype"]:
         chosen[case["dtype"]] = True
     if case["offload"]:
@@ -92,7 +96,10 @@ def kept(context: ParallelContext, one: LoadedConfig, *, staged: bool) -> dict[s
         made = ShardedOptimizer([group for p in providers for group in p.groups], optimizer, context, staged=True)
     else:
         step = real_step(one.config, context)
-        providers, made = step.providers, step.optimizer
+        model, providers, made = step.model, step.providers, step.optimizer
+    layout = layout_of(model, context, one.config.parallel, one.config.optimizer, [], 1)
+    numbers = numbers_memory(layout.params(), one.config.optimizer, context)
+    assert sum(buffer.nbytes for buffer in made.buffers) == numbers.device, "numbers of whole parameters"
     device, host = state_held_by(made, one.config.optimizer)
     held = [held_by(provider) for provider in providers]
     places = (False, True)

@@ -30,6 +30,14 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer_offload_fraction": 0.3,
         "ddp_bucket_size": 20000,
     },
+    "rows, columns": {
+        "data_parallel_sharding_strategy": "optim",
+        "optimizer": "adafactor",
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.3,
+        "ddp_bucket_size": 9000,
+    },
+    "blocks": {"data_parallel_sharding_strategy": "optim_grads", "optimizer": "adam8bit", "adam_8bit_block_size": 4},
     "offloaded": {"data_parallel_sharding_strategy": "optim_grads", "optimizer_cpu_offload": True},
     "in parts, some empty": {"data_parallel_sharding_strategy": "optim_grads_params", "fsdp_params_cpu": True},
     "in parts": {

@@ -1,0 +1,116 @@
+"""Stop and go with states that lie over rows, columns and blocks: any layout loads what any other has saved, exactly.
+
+In float64. A run goes from layout to layout, whose slices cut matrices in other places; and resumes at its own bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.config.training import OptimizerConfig
+from megatron.verification.plain_run import rule_numbers
+from megatron.verification.reference.shape import random_weights
+from tests.support.checkpoint_worlds import read_manifest
+from tests.support.equality import assert_equal_tensors, number_differences
+from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches
+from tests.support.reference_runs import ReferenceRun, llama_like, random_batches, train
+from tests.support.runs import checkpoint, saved_tensors
+from tests.support.step_checkpoints import load, save
+from tests.support.warm import run_warm_ranks
+
+RULES: dict[str, dict[str, Any]] = {
+    "adafactor": {"adafactor_beta1": 0.9, "adafactor_relative_step": True},
+    "adam8bit": {"adam_8bit_block_size": 2},
+}
+SHAPES = {
+    "adafactor": {"exp_avg_sq_row": [2, 24], "exp_avg_sq_col": [2, 16], "exp_avg": [2, 24, 16]},
+    "adam8bit": {
+        "exp_avg_code": [2, 24, 16],
+        "exp_avg_scale": [2, 24, 8],
+        "exp_avg_sq_code": [2, 24, 16],
+        "exp_avg_sq_scale": [2, 24, 8],
+    },
+}
+"""The states of the gated MLP's first weight, [2, 24, 16]."""
+STEPS = 2
+WALK = (
+    Layout(tp=2, dp=2, sharding="optim", sequence_parallel=True),
+    Layout(dp=3, sharding="optim_grads"),
+    Layout(pp=2, dp=2, sharding="optim_grads_params"),
+    Layout(tp=4, sharding="no_shard", offload=0.5),
+    Layout(pp=2, dp=2, sharding="optim", bucket_size=400),
+)
+
+
+@functools.cache
+def recipe(rule: str) -> Recipe:
+    shape = llama_like(num_layers=2, hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, vocab=61, seq=8, tied=True)
+    batches = random_batches(shape, STEPS * len(WALK), 6, 1, seed=2)
+    return Recipe(shape, random_weights(shape, seed=1), batches, optimizer=rule, update=RULES[rule])
+
+
+@functools.cache
+def reference(rule: str) -> ReferenceRun:
+    r, numbers = recipe(rule), rule_numbers(OptimizerConfig(**RULES[rule]))
+    return train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip, optimizer=rule, numbers=numbers)
+
+
+def stretch(rank: int, rule: str, layout: Layout, done: int, steps: int, source: Path | None, folder: Path) -> list[float]:
+    """Steps after `done`, from the checkpoint in `source` if given. Saves what was loaded and what came out; returns the losses."""
+    context, r = context_of(layout, rank), recipe(rule)
+    # Other weights than those of the checkpoint, so that what is not filled shows.
+    step = build_step(context, r if source is None else replace(r, weights={k: w + 1 for k, w in r.weights.items()}), layout)
+    if source is not None:
+        load(step, source, done)
+        save(step, folder / "loaded", done)
+    losses = []
+    for at in range(done, done + steps):
+        inputs = microbatches(r.batches[at], context, layout.micro_batch_size)
+        losses.append(step.run(inputs, iteration=at + 1, learning_rate=r.lr, weight_decay=r.weight_decay).loss)
+    save(step, folder, done + steps)
+    if dist.is_initialized():
+        dist.barrier()
+    return losses
+
+
+def content(folder: Path, iteration: int) -> str:
+    found = read_manifest(checkpoint(folder, iteration)).content_digest
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_goes_on_at_any_other_layout(rule: str, tmp_path: Path) -> None:
+    """As one plain process trains. What is loaded is what was saved, bit for bit, and each state has its own shape."""
+    expected = reference(rule)
+    for hop, layout in enumerate(replace(one, micro_batch_size=1) for one in WALK):
+        done = hop * STEPS
+        source = tmp_path if hop else None
+        ranks = run_warm_ranks(layout.world_size, stretch, rule, layout, done, STEPS, source, tmp_path)
+        assert not number_differences("losses", ranks[0], expected.losses[done : done + STEPS], 1e-10)
+        if source is not None:
+            assert content(source, done) == content(tmp_path / "loaded", done)
+        stored = read_manifest(checkpoint(tmp_path, done + STEPS)).tensors
+        found = {kind: list(stored[f"{kind}.layers.0.mlp.up.weight"].shape) for kind in SHAPES[rule]}
+        assert found == SHAPES[rule] and stored["model.layers.0.mlp.up.weight"].shape == (2, 24, 16)
+        codes = {name: tensor.dtype for name, tensor in stored.items() if "_code." in name}
+        assert set(codes.values()) == ({"uint8"} if rule == "adam8bit" else set())
+    assert_equal_tensors(saved_tensors(tmp_path, len(WALK) * STEPS), expected.weights_after, what="weights")
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("layout", WALK[:3], ids=["tp2-dp2-optim", "dp3-optim_grads", "pp2-dp2-fsdp"])
+def test_a_resume_at_the_same_layout_changes_no_bit(rule: str, layout: Layout, tmp_path: Path) -> None:
+    """In float32, where every other order of a sum would show."""
+    layout = replace(layout, micro_batch_size=1, dtype=torch.float32)
+    run_warm_ranks(layout.world_size, stretch, rule, layout, 0, 4, None, tmp_path / "whole")
+    run_warm_ranks(layout.world_size, stretch, rule, layout, 0, 2, None, tmp_path / "part")
+    run_warm_ranks(layout.world_size, stretch, rule, layout, 2, 2, tmp_path / "part", tmp_path / "part")
+    assert content(tmp_path / "whole", 4) == content(tmp_path / "part", 4) != content(tmp_path / "part", 2)
