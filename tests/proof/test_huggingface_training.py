@@ -89,6 +89,7 @@ def check_step(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found_logits, logits, rtol=0, atol=1e-10)
     assert found_loss == pytest.approx(loss, abs=1e-12)
     family = FAMILIES[CASES[case][0]]
+    gradients = {family.renamed.get(name, name): values for name, values in gradients.items()}
     for name, layout in family.layouts(folder.model, VOCAB).items():
         expected = layout.ours(Box.whole(layout.shape), torch.float64, gradients.__getitem__)
         assert torch.allclose(found[name], expected, rtol=1e-9, atol=1e-12) and expected.abs().max() > 0, name

@@ -39,6 +39,16 @@ _YARN = {
 }
 _LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0], "partial_rotary_factor": 0.75}
 _WINDOW_LAST = ["full_attention", "full_attention", "sliding_attention"]
+_NEOX = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 42,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 64,
+    "rotary_emb_base": 5000,
+    "rotary_pct": 0.25,
+}
 _SMALL = _LLAMA | {"vocab_size": 131}
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 64, "n_inner": 80}
 
@@ -77,6 +87,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"pad_token_id": None, "sliding_window": 6, "layer_types": _WINDOW_LAST, "rope_theta": 5e5}
         | {"rope_parameters": {"full_attention": _YARN, "sliding_attention": {"rope_type": "default"}}},
     ),
+    "gpt-neox": ("gpt_neox", _NEOX),
+    "gpt-neox-in-turn": ("gpt_neox", _NEOX | {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "relu"}),
     "phi3": ("phi3", _SMALL | {"pad_token_id": None, "sliding_window": 11}),
     "phi3-longrope": ("phi3", _SMALL | {"pad_token_id": None, "original_max_position_embeddings": 24, "rope_scaling": _LONGROPE}),
 }

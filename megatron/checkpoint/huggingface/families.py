@@ -64,7 +64,7 @@ GPT2 = Family(
     always={"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"},
     groups=(
         _GPT2Sizes(),
-        ActivationField("activation_function", gated=False),
+        ActivationField("activation_function", gated=False, default="gelu_new"),
         Biases(always=("qkv", "output", "mlp")),
         Number("layer_norm_epsilon", "norm_epsilon", 1e-5),
         Number("attn_pdrop", "attention_dropout", 0.1),
@@ -98,6 +98,9 @@ GPT2 = Family(
 )
 
 
+_SILU = ActivationField("hidden_act", gated=True, default="silu")
+
+
 def _like_llama(
     name: str,
     architecture: str,
@@ -107,7 +110,7 @@ def _like_llama(
     epsilon: float = 1e-6,
     rotary: Rotary | None = None,
     epsilon_name: str = "rms_norm_eps",
-    activation: str = "hidden_act",
+    activation: ActivationField = _SILU,
     always: Settings | None = None,
     names: dict[str, str] | None = None,
     without_effect: tuple[str, ...] = (),
@@ -120,7 +123,7 @@ def _like_llama(
         groups=(
             sizes,
             rotary or Rotary(max_positions=sizes.max_positions),
-            ActivationField(activation, gated=True),
+            activation,
             Number(epsilon_name, "norm_epsilon", epsilon),
             Number("attention_dropout", "attention_dropout", 0.0),
             Number("initializer_range", "init_method_std", 0.02),
@@ -228,6 +231,39 @@ OLMO3 = _like_llama(
     always=_OLMO,
     names=_NORMS_BEHIND,
 )
+GPT_NEOX = Family(
+    model_type="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    always={"position_embedding_type": "rope", "normalization": "LayerNorm"},
+    groups=(
+        Sizes(max_positions=2048, shared_heads=False, free_heads=False),
+        Rotary(max_positions=2048, partial=0.25, theta_name="rotary_emb_base", partial_name="rotary_pct"),
+        ActivationField("hidden_act", gated=False, default="gelu"),
+        Biases(always=("mlp",), switches={"attention_bias": ("qkv", "output")}, default=True),
+        Number("layer_norm_eps", "norm_epsilon", 1e-5),
+        Number("attention_dropout", "attention_dropout", 0.0),
+        Number("hidden_dropout", "hidden_dropout", 0.0),
+        Number("initializer_range", "init_method_std", 0.02),
+        Switch("tie_word_embeddings", _UNTIED, False, opposite=True),
+        Switch("use_parallel_residual", "parallel_residual", True),
+    ),
+    prefix="gpt_neox.",
+    layer="layers.{}",
+    names={
+        "embedding.word": "embed_in",
+        "attention_norm": "input_layernorm",
+        "attention.qkv": "attention.query_key_value",
+        "attention.output": "attention.dense",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+        "final_norm": "final_layer_norm",
+        "output": "embed_out",
+    },
+    renamed={"lm_head.weight": "embed_out.weight"},  # transformers 5 calls it so, and takes the older name too
+    grouped_heads=True,
+    buffers=r"layers\.\d+\.attention\.(?:bias|masked_bias|rotary_emb\.inv_freq)",
+)
 _GPT_OSS_YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -255,7 +291,8 @@ GPT_OSS = _like_llama(
 )
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, SMOLLM3, STABLELM, OLMO2, OLMO3, GPT_OSS)
+    family.model_type: family
+    for family in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, SMOLLM3, STABLELM, OLMO2, OLMO3, GPT_NEOX, GPT_OSS)
 }
 """Architectures by their name in config.json. A model is written as the first that it fits."""
 
@@ -264,7 +301,6 @@ MISSING = {
     "gemma": "norm weights around zero, a scaled embedding and a GeGLU",
     "gemma2": f"{_TWO_NORMS}, and a soft cap of the logits",
     "gemma3_text": _TWO_NORMS,
-    "gpt_neox": "attention and MLP side by side on one residual, and the exact GELU",
     "granite": "multipliers of embedding, residuals and logits",
 }
 """Architectures that cannot be converted, with what they have and cannot be built here."""

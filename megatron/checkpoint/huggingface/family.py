@@ -58,6 +58,8 @@ class Family:
     """Name of layer {} after the prefix."""
     names: Mapping[str, str]
     """Their modules by ours: the name within the layer, or else after the prefix. Of several, the rows laid end to end are ours."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that some files hold under another name: the name there, and that by `names`."""
     grouped_heads: bool = False
     """Whether rows of their fused projection are grouped by key-value head, as ours are."""
     transposed: bool = False

@@ -47,7 +47,7 @@ class HuggingFaceFolder:
         self.vocab_size = fields.size("vocab_size")
         self.model: ModelConfig = family.read(fields)
         fields.finish()
-        self._stored = stored_tensors(folder)
+        self._stored = {family.renamed.get(name, name): tensor for name, tensor in stored_tensors(folder).items()}
         if not any(name.startswith(family.prefix) for name in self._stored):  # saved without the output layer
             family = dataclasses.replace(family, prefix="")
         self._layouts = family.layouts(self.model, self.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,15 +21,48 @@ class Number:
     theirs: str
     ours: str
     default: float | None
-    """Its value where the field is absent. None: it is then not given here either, and null there is the same."""
+    """Its value where the field is absent."""
+    optional: bool = False
+    """Whether null is a value, which is None here."""
 
     def read(self, fields: Fields) -> Settings:
-        if self.default is None and fields.raw(self.theirs) is None:
-            return {}
+        if self.optional and fields.raw(self.theirs, self.default) is None:
+            return {self.ours: None}
         return {self.ours: fields.number(self.theirs, self.default or 0.0)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         return {self.theirs: getattr(model, self.ours)}
+
+
+@dataclass(frozen=True)
+class ScoreScale:
+    """The factor of attention's scores, as it is or as a number of channels whose root it is divided by."""
+
+    theirs: str
+    default: float
+    """Value where the field is absent."""
+    sizes: Sizes
+    """The same as of the architecture: where the factor is the usual one, no setting gives it here."""
+    of_channels: bool = False
+
+    def read(self, fields: Fields) -> Settings:
+        given = fields.number(self.theirs, self.default)
+        if not given:
+            fields.refuse(self.theirs, "must be above 0")
+            return {}
+        scale = given**-0.5 if self.of_channels else given
+        return {"softmax_scale": None if scale == self.sizes.head_channels(fields) ** -0.5 else scale}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        scale = model.softmax_scale
+        if self.of_channels:
+            return {self.theirs: model.head_size if scale is None else _whole(scale**-2)}
+        return {self.theirs: model.head_size**-0.5 if scale is None else scale}
+
+
+def _whole(number: float) -> float:
+    """An integer, where rounding alone made it none."""
+    return round(number) if math.isclose(number, round(number), rel_tol=1e-12) else number
 
 
 @dataclass(frozen=True)
@@ -70,10 +104,11 @@ class ActivationField:
 
     theirs: str
     gated: bool
+    default: str
 
     def read(self, fields: Fields) -> Settings:
         known = by_hugging_face_name(gated=self.gated)
-        flag = known[fields.expect(self.theirs, tuple(known), next(iter(known)))].flag
+        flag = known[fields.expect(self.theirs, tuple(known), self.default)].flag
         return {} if flag is None else {flag: True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -194,6 +229,11 @@ class Sizes:
             "seq_length": positions,
             "max_position_embeddings": positions,
         }
+
+    def head_channels(self, fields: Fields) -> int:
+        """Channels of a head."""
+        size = _or_null(fields, "head_dim", absent=self.head_size or 0, null=0) if self.free_heads else 0
+        return size or fields.size("hidden_size") // fields.size("num_attention_heads")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         heads = {"num_key_value_heads": model.num_key_value_heads} if self.shared_heads else {}

@@ -417,7 +417,10 @@ def test_one_dropout_for_two_is_told() -> None:
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        (model_config(gpt2_like(positions="rope")), "gpt2: --position-embedding-type is rope, there learned_absolute"),
+        (
+            model_config(gpt2_like(positions="rope", qk_norm=True)),
+            "gpt2: --position-embedding-type is rope, there learned_absolute",
+        ),
         (model_config(llama_like(positions="learned")), "llama: --position-embedding-type is learned_absolute, there rope"),
         (model_config(llama_like(norm="LayerNorm", qk_norm=True)), "qwen3: --normalization is LayerNorm, there RMSNorm"),
         (model_config(llama_like(activation="squared_relu")), "--swiglu is off, there on"),
@@ -463,6 +466,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "mistral": {"window_size": "7,0"},
     "phi3": {"window_size": "7,0", "rotary_percent": 0.5},
     "stablelm": {"normalization": "LayerNorm", "add_qkv_bias": True, "rotary_percent": 0.5},
+    "gpt_neox": {"rotary_percent": 0.5, "parallel_residual": True, "gelu_exact": True},
     "olmo2": {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_all_heads": True},
     "olmo3": {
         "norm_placement": "post",
@@ -535,7 +539,8 @@ def test_experts_are_refused_by_name_and_nothing_else_of_a_gpt_oss() -> None:
 def test_what_is_written_is_read_as_the_same_model(name: str) -> None:
     """With every scaling, and with every spelling of rotary positions but one taken out."""
     parts = PARTS.get(name, {})
-    base = llama_like(rotary_base=77.0, epsilon=1e-4, head_size=4 if parts.get("rotary_percent") is None else 8)
+    style: dict[str, Any] = {"rotary_base": 77.0, "epsilon": 1e-4, "head_size": 4 if parts.get("rotary_percent") is None else 8}
+    base = gpt2_like(**style, positions="rope", tied=False) if name == "gpt_neox" else llama_like(**style)
     for scaling in SCALINGS:
         rotary = next((group for group in FAMILIES[name].groups if isinstance(group, Rotary)), None)
         kind = scaling.get("rope_type", "llama3" if "use_rope_scaling" in scaling else "linear")
@@ -548,7 +553,8 @@ def test_what_is_written_is_read_as_the_same_model(name: str) -> None:
         family = fitting(model, name)
         config: dict[str, Any] = json.loads(json.dumps({"model_type": name, "vocab_size": 64, **family.write(model)}))
         old = {k: v for k, v in config.items() if k != "rope_parameters"}
-        new = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling", "partial_rotary_factor")}
+        spelled = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_emb_base", "rotary_pct")
+        new = {k: v for k, v in config.items() if k not in spelled}
         for written in (config, old, new):
             again, notes = read(written)
             assert computed(again) == computed(model) and not notes, scaling
