@@ -60,6 +60,9 @@ class LoggingConfig:
     """Add the norm of all parameters to the log line."""
     log_num_zeros_in_grad: bool = False
     """Add the number of zeros in the gradient to the log line."""
+    log_gradient_noise: bool = False
+    """Add the gradient's noise scale to the log line: about the batch size, in sequences, beyond which larger ones gain little
+    (McCandlish et al. 2018). It compares the step's first microbatch with the whole batch."""
     log_layer_norms: bool = setting(False, acts=acts_with(metrics_file=GIVEN, tensorboard_dir=GIVEN, wandb_project=GIVEN))
     """Log gradient and weight norms of each layer (TensorBoard and metrics file)."""
     metrics_file: str | None = None

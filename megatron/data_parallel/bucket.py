@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -167,6 +167,10 @@ class Bucket(ABC):
         params = self.plan.divided(grads.dtype, sharded=self.sharded)
         self.shard_group = ShardGroup(shards, self._publish, params)
         return self.shard_group
+
+    def sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """Where the gradient of each parameter is written."""
+        return ((placed.entry.record, sink) for placed, sink in zip(self.plan.params, self._sinks, strict=True))
 
     def start_step(self, num_microbatches: int, *, early: bool, inspect: Inspect | None) -> None:
         """Begin a step: forget the last one's gradients.

@@ -7,7 +7,7 @@ all-reduce. So does optim_grads with one microbatch; with several, it adds them 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,9 @@ from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.bucket import Bucket, BufferPool, Fill, SlicedBucket, WholeBucket, main_grad_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
 from megatron.data_parallel.provider import HeldTensors, Inspect, Provider
+from megatron.parallel.accumulate import GradSink
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamEntry
+from megatron.parallel.params import ParamEntry, ParamRecord
 from megatron.parallel.shards import Granularity, ShardGroup, by_elements
 
 
@@ -71,6 +72,10 @@ class Buckets(Provider):
             pool.settle()
         for bucket in self.buckets:
             bucket.join_ends()
+
+    def sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """See `Provider`."""
+        return (one for bucket in self.buckets for one in bucket.sinks())
 
     def held(self) -> HeldTensors:
         """See `Provider`."""

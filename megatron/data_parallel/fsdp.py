@@ -19,7 +19,7 @@ the buffer at the end. For further ones FSDP waits on the host, to add them: the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -37,7 +37,7 @@ from megatron.data_parallel.provider import HeldTensors, Inspect, Provider, chec
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamEntry
+from megatron.parallel.params import ParamEntry, ParamRecord
 from megatron.parallel.shards import Shard, ShardGroup
 
 
@@ -98,6 +98,10 @@ class FsdpUnit:
                 values = torch.empty_like(shard.weights, dtype=dtype)
                 fill(values, shard.record, shard.boxes(context))
                 shard.weights.copy_(values)
+
+    def sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """Where the gradient of each parameter is written."""
+        return ((entry.record, sink) for entry, sink in zip(self._entries, self._sinks, strict=True))
 
     def start_step(self, num_microbatches: int, *, inspect: Inspect | None) -> None:
         """Begin a step: forget the last one's gradients, and what a failed step has left."""
@@ -285,6 +289,10 @@ class FullyShardedParams(Provider):
         for module in modules:
             if isinstance(module, FSDPModule):
                 module.unshard()
+
+    def sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """See `Provider`."""
+        return (one for unit in self._units for one in unit.sinks())
 
     def held(self) -> HeldTensors:
         """See `Provider`. What passes through is torch's, and is freed before a step ends."""

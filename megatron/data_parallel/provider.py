@@ -7,13 +7,14 @@ missing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from megatron.parallel.params import ParamEntry
+from megatron.parallel.accumulate import GradSink
+from megatron.parallel.params import ParamEntry, ParamRecord
 from megatron.parallel.shards import ShardGroup
 
 Inspect = Callable[[ParamEntry, torch.Tensor], None]
@@ -63,6 +64,10 @@ class Provider(ABC):
         Raises:
             RuntimeError: a parameter got no gradient, or one too many.
         """
+
+    @abstractmethod
+    def sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """Where the gradient of each parameter is written."""
 
     @abstractmethod
     def held(self) -> HeldTensors:

@@ -53,6 +53,12 @@ class StepSums(NamedTuple):
     """Ranks whose time is up."""
     attended: float
     """How many samples of one document each need as much attention."""
+    first_squares: float
+    """Squares of the first microbatch's gradient of the parameters of which its noise is measured, if it is."""
+    whole_squares: float
+    """Squares of the whole gradient of these."""
+    first_mask: float
+    """The loss mask of the first microbatch."""
 
 
 NUM_SCALARS = 1 + len(StepSums._fields)

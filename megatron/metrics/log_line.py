@@ -30,6 +30,7 @@ def training_log_line(
     grad_norm: float | None = None,
     num_zeros: float | None = None,
     params_norm: float | None = None,
+    gradient_noise: float | None = None,
 ) -> str:
     """One line of progress, without a newline.
 
@@ -50,6 +51,7 @@ def training_log_line(
         grad_norm: Global gradient norm of the last update; None when there was none.
         num_zeros: Zeros in the gradient, with --log-num-zeros-in-grad.
         params_norm: Norm of all parameters, with --log-params-norm.
+        gradient_noise: Noise scale of the gradient over the interval in sequences, with --log-gradient-noise.
     """
     fields = [
         f" [{time:%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{train_iterations:8d}",
@@ -70,6 +72,8 @@ def training_log_line(
         fields.append(f"num zeros: {num_zeros:.1f}")
     if params_norm is not None:
         fields.append(f"params norm: {params_norm:.3f}")
+    if gradient_noise is not None:
+        fields.append(f"gradient noise scale: {gradient_noise:.1f}")
     fields += [f"number of skipped iterations: {skipped:3d}", f"number of nan iterations: {nans:3d}"]
     return " | ".join(fields) + " |"
 

@@ -23,6 +23,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
 from megatron.spec.counts import flops_per_step
 from megatron.spec.weights import in_layer
+from megatron.training.gradient_noise import NoiseEstimate, noise_scale
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
 
@@ -41,6 +42,7 @@ class _Interval:
     nans: int = 0
     losses: list[float] = field(default_factory=list)
     z_losses: list[float] = field(default_factory=list)
+    noises: list[NoiseEstimate] = field(default_factory=list)
 
 
 class Reporter:
@@ -95,6 +97,7 @@ class Reporter:
             if not result.skipped:
                 sums.losses.append(result.loss)
                 sums.z_losses += [] if result.z_loss is None else [result.z_loss]
+                sums.noises += [] if result.noise is None else [result.noise]
         now = time.perf_counter()
         if self._curves and progress.iteration % self._config.tensorboard_log_interval == 0 and result is not None:
             self._write_curves(progress, result, learning_rate, batch, now - self._last_step)
@@ -150,7 +153,7 @@ class Reporter:
         sums = self._interval
         seconds = time.perf_counter() - sums.started
         elapsed_ms, tflops = 1000 * seconds / sums.steps, self._tflops(sums.samples, sums.attended, seconds)
-        loss, z_loss = _mean(sums.losses), _mean(sums.z_losses)
+        loss, z_loss, noise = _mean(sums.losses), _mean(sums.z_losses), noise_scale(sums.noises)
         self.say(
             training_log_line(
                 time=datetime.now(),
@@ -169,6 +172,7 @@ class Reporter:
                 grad_norm=result.grad_norm if result and not result.skipped else None,
                 num_zeros=result.num_zeros if result else None,
                 params_norm=extras.get("params_norm"),
+                gradient_noise=noise,
             )
         )
         values = {
@@ -186,6 +190,8 @@ class Reporter:
             values["lm_loss"] = loss
         if z_loss is not None:
             values["z_loss"] = z_loss
+        if noise is not None:
+            values["gradient_noise"] = noise
         if result is not None:
             values |= {"loss_scale": result.loss_scale, "grad_norm": result.grad_norm}
         if result is not None and result.num_zeros is not None:

@@ -39,6 +39,7 @@ from megatron.spec.operations import Schedule, forward_only
 from megatron.spec.schedules import make_schedule
 from megatron.tensor_parallel.cross_entropy import minimised
 from megatron.training.failure import raise_nonfinite, raise_uncounted
+from megatron.training.gradient_noise import GradientNoise, NoiseEstimate
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class StepResult:
     """The scale that this step used."""
     z_loss: float | None = None
     """The z-loss, where there is one: a mean over tokens as `loss`, which is without it."""
+    noise: NoiseEstimate | None = None
+    """What the step says of the noise of the gradient, where it is measured."""
     attended_sequences: float | None = None
     """How many samples of one document each need as much attention, where attention stays within documents."""
     exit_votes: tuple[bool, bool] = (False, False)
@@ -78,6 +81,7 @@ class TrainStep:
         micro_batch_size: int,
         skip_overflow: bool,
         count_zeros: bool = False,
+        gradient_noise: bool = False,
         timers: Timers | None = None,
     ) -> None:
         """Divide the model's state over the data ranks, and allocate missing parameters, gradients, main parameters, moments.
@@ -85,9 +89,11 @@ class TrainStep:
         Args:
             skip_overflow: a gradient that is not finite skips the update (float16); else it is an error.
             count_zeros: count the zeros of the gradient in every step.
+            gradient_noise: measure the noise of the gradient in every step.
             timers: for the parts of a step.
         """
         self.model, self.context, self.scaler = model, context, scaler
+        self._micro_batch_size = micro_batch_size
         self._pipeline, self._clip = parallel.schedule, optimizer.clip_grad
         self.overlaps_publishing = parallel.overlap_param_gather
         """Whether the new values of parameters may still be on their way when `run` returns."""
@@ -114,6 +120,7 @@ class TrainStep:
         """Sums of squares of the (scaled) gradients of `counted_shards` in the last step."""
         self._counted_grads = [shard.counted_grad for shard in self.counted_shards]
         self._copied_grads = [shard.copied_grad for shard in self.optimizer.shards if shard.copied]
+        self._noise = GradientNoise(self.providers, self.counted_shards, context) if gradient_noise else None
         self._num_padding = sum(
             len(s.counted) - sum(placed.box.numel for placed in s.counted_boxes(context)) for s in self.counted_shards
         )
@@ -132,6 +139,7 @@ class TrainStep:
             micro_batch_size=config.training.micro_batch_size,
             skip_overflow=config.precision.fp16,
             count_zeros=count_zeros,
+            gradient_noise=config.logging.log_gradient_noise,
             timers=timers,
         )
 
@@ -158,7 +166,7 @@ class TrainStep:
         """
         loss_sum, count = self.gradients(batch)
         with self._timers("grad-norm", level=1):
-            sums = self._sums(loss_sum, count, exit_votes, self._attended(batch))
+            sums = self._sums(loss_sum, count, exit_votes, batch)
         if not sums.mask:
             raise_uncounted(iteration)
         scale = self.scaler.scale
@@ -175,6 +183,7 @@ class TrainStep:
             z_loss=sums.z_loss / sums.mask if self.model.loss.z_coeff else None,
             skipped=overflow,
             loss_scale=scale,
+            noise=self._noise_of(sums, batch, scale),
             attended_sequences=sums.attended if batch[0].documents is not None else None,
             exit_votes=(sums.asked_to_exit > 0, sums.out_of_time > 0),
         )
@@ -189,7 +198,18 @@ class TrainStep:
         self.scaler.update(overflow)
         return result
 
-    def _sums(self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool], attended: float) -> StepSums:
+    def _noise_of(self, sums: StepSums, batch: Sequence[ModelInputs], scale: float) -> NoiseEstimate | None:
+        """What a step says of the noise; None where its first microbatch is all of it, or counts no token, or it overflowed."""
+        small = self._micro_batch_size
+        big = len(batch) * self.context.data_group.size * small
+        if self._noise is None or big == small or not sums.first_mask or not math.isfinite(sums.squares):
+            return None
+        alone = (sums.mask / sums.first_mask) ** 2  # its gradient was divided by the tokens of the whole batch
+        return NoiseEstimate.of(sums.first_squares * alone / scale**2, sums.whole_squares / scale**2, small, big)
+
+    def _sums(
+        self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool], batch: Sequence[ModelInputs]
+    ) -> StepSums:
         """Sum the results of this rank over the world. It is the step's only host synchronisation and, but for the count of tokens
         in `gradients`, its only reduction of scalars."""
         device = self.context.device
@@ -201,8 +221,13 @@ class TrainStep:
         zeros = torch.zeros_like(squares)
         if self._count_zeros:  # the gradient of padding is always zero, and how much padding there is depends on the layout
             zeros = count_zeros(self._counted_grads, device) - self._num_padding
-        numbers = [torch.full_like(squares, number) for number in (*exit_votes, attended)]  # on the device, so nothing waits
-        sums = torch.stack([loss_sum, self._z_loss_sum, count, squares, zeros, *numbers])
+        numbers = [
+            torch.full_like(squares, number) for number in (*exit_votes, self._attended(batch))
+        ]  # on the device, so nothing waits
+        noise = [torch.zeros_like(squares)] * 3
+        if self._noise is not None:
+            noise = [*self._noise.sums(self.counted_squares), self._mask_sum(batch[:1] if self._noise.has_first else ())]
+        sums = torch.stack([loss_sum, self._z_loss_sum, count, squares, zeros, *numbers, *noise])
         return StepSums(*all_reduce(sums, self.context.world).tolist())
 
     def _attended(self, batch: Sequence[ModelInputs]) -> float:
@@ -233,6 +258,8 @@ class TrainStep:
                 scale.append((self.scaler.scale / pending.wait().clamp(min=1.0)).to(self._wide))
             return minimised(loss) * scale[0]
 
+        if self._noise is not None:
+            self._noise.start(measures=inspect is None)
         for provider in self.providers:
             provider.start_step(len(batch), inspect=inspect)
         with self._timers("forward-backward", level=1):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.data_parallel.buckets import Buckets
+from megatron.data_parallel.traffic import StepSums
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
 from megatron.planner.state_report import state_report
@@ -46,7 +47,7 @@ def sent_of(calls: Iterable[GroupCall]) -> Sent:
     """What calls send, without messages between pipeline stages and sums of a few scalars."""
     found: Counter[tuple[tuple[int, ...], str]] = Counter()
     for call in calls:
-        if call.what not in ("send", "barrier") and not (call.what == "all-reduce" and call.elements <= 8):
+        if call.what not in ("send", "barrier") and not (call.what == "all-reduce" and call.elements <= len(StepSums._fields)):
             found[call.ranks, KINDS[call.what]] += call.sent  # type: ignore[assignment]
     return dict(found)  # type: ignore[arg-type]
 

@@ -18,6 +18,8 @@ def draw_training(draw: Draw, dp: int) -> dict[str, Any]:
     batch = settings.get("global_batch_size") or settings["micro_batch_size"] * dp
     settings |= _draw_length(draw, batch)
     settings |= _draw_update(draw)
+    if batch > settings["micro_batch_size"] and chance(draw, 6):
+        settings["log_gradient_noise"] = True
     settings |= _draw_rates(draw, settings, batch)
     settings |= _draw_precision(draw)
     settings |= {"mock_data": True, "num_workers": one_of(draw, 0, 0, 2)}

@@ -51,6 +51,15 @@ def batch_divides(config: Config, world_size: int) -> Iterator[Finding]:
     )
 
 
+@rule("log_gradient_noise", "global_batch_size", "micro_batch_size", reads=RANKS)
+def noise_has_two_batches(config: Config, world_size: int) -> Iterator[Finding]:
+    """The noise of the gradient is told from two batches: a step's first microbatch, and the whole one."""
+    micro, ranks = config.training.micro_batch_size, data_size(config, world_size)
+    if config.logging.log_gradient_noise and ranks is not None and config.training.final_batch_size(ranks) == micro:
+        message = f"--log-gradient-noise needs steps of several microbatches, and the batch is one of {micro} sequences."
+        yield Finding(message, [change(global_batch_size=2 * micro), change(log_gradient_noise=False)])
+
+
 @rule("rampup_batch_size", "global_batch_size", "micro_batch_size", reads=RANKS)
 def ramp_up_reaches_batch(config: Config, world_size: int) -> Iterator[Finding]:
     """Batch sizes of the ramp-up are whole numbers of microbatches, and it ends at the global batch size."""

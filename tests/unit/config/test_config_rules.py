@@ -327,6 +327,13 @@ CASES: list[Case] = [
         ["--decoupled-min-lr 1e-05"],
     ),
     (
+        "--log-gradient-noise",
+        1,
+        {"--log-gradient-noise", "--micro-batch-size"},
+        ["needs steps of several microbatches, and the batch is one of 2 sequences"],
+        ["--global-batch-size 4"],
+    ),
+    (
         "--mup-base-width 24 --optimizer lamb",
         1,
         {"--mup-base-width", "--optimizer"},

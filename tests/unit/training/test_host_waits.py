@@ -79,6 +79,12 @@ CASES: dict[str, dict[str, Any]] = {
         "tp_comm_overlap": True,
     },
     "loss in chunks": {"bf16": True, "loss_chunk_tokens": 256},
+    "groups, average, noise": {
+        "bf16": True,
+        "log_gradient_noise": True,
+        "ema_decay": 0.9,
+        "param_groups": ("*.mlp.* lr-mult=0.5 adam-beta1=0.8",),
+    },
 }
 
 

@@ -1,0 +1,76 @@
+"""The gradient's noise scale is that of plain gradients of the first microbatch and of the whole batch, at every layout."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from megatron.training.gradient_noise import GradientNoise, NoiseEstimate, noise_scale
+from megatron.verification.reference.shape import random_weights
+from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches
+from tests.support.reference_runs import gpt2_like, loss_and_gradients, random_batches
+from tests.support.warm import run_warm_ranks
+
+BATCH, MICRO = 8, 2
+LAYOUTS = {
+    "one process": Layout(),
+    "tensor": Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim"),
+    "pipeline": Layout(pp=2, dp=2, sharding="optim_grads", overlap=True),
+    "late weight gradients": Layout(pp=2, schedule="zb-v", virtual_stages=2, dp=2),
+    "sharded": Layout(tp=2, dp=2, sharding="optim_grads_params"),
+    "sharded, reduced once": Layout(dp=2, pp=2, sharding="optim_grads_params", reduce_once=True),
+}
+
+
+@functools.cache
+def recipe() -> Recipe:
+    shape = gpt2_like(num_layers=4, hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, vocab=61, seq=8, tied=True)
+    batches = [batch for seed in range(9) for batch in random_batches(shape, 1, BATCH, MICRO, seed) if batch[2][:MICRO].sum() > 1]
+    return Recipe(shape, random_weights(shape, seed=1), batches[:2])
+
+
+def estimates(rank: int, layout: Layout) -> list[NoiseEstimate | None]:
+    """Of each step."""
+    r = recipe()
+    context = context_of(layout, rank)
+    step = build_step(context, r, layout)
+    step._noise = GradientNoise(step.providers, step.counted_shards, context)
+    found = []
+    for number, batch in enumerate(r.batches, start=1):
+        inputs = microbatches(batch, context, MICRO)
+        found.append(step.run(inputs, iteration=number, learning_rate=0.0, weight_decay=0.0).noise)
+    return found
+
+
+@functools.cache
+def expected() -> list[NoiseEstimate]:
+    """McCandlish et al. 2018, appendix A.1, of the matrices in layers."""
+    r, found = recipe(), []
+    for tokens, labels, mask in r.batches:
+        squares = {}
+        for size in (MICRO, BATCH):
+            _, gradients = loss_and_gradients(r.shape, r.weights, (tokens[:size], labels[:size], mask[:size]))
+            inside = (g for name, g in gradients.items() if name.startswith("layers.") and g.dim() > 1)
+            squares[size] = sum(g.square().sum().item() for g in inside)
+        noise = (squares[MICRO] - squares[BATCH]) / (1 / MICRO - 1 / BATCH)
+        signal = (BATCH * squares[BATCH] - MICRO * squares[MICRO]) / (BATCH - MICRO)
+        found.append(NoiseEstimate(noise, signal))
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_estimates_are_those_of_plain_gradients(name: str) -> None:
+    layout = replace(LAYOUTS[name], micro_batch_size=MICRO, bucket_size=1500)
+    ranks = run_warm_ranks(layout.world_size, estimates, layout)
+    for found in ranks:
+        for one, wanted in zip(found, expected(), strict=True):
+            assert one is not None
+            assert (one.trace, one.square) == pytest.approx((wanted.trace, wanted.square), rel=1e-10)
+
+
+def test_a_noise_scale_is_a_ratio_of_sums() -> None:
+    assert noise_scale([NoiseEstimate(6.0, 1.0), NoiseEstimate(2.0, 3.0)]) == 2.0
+    assert noise_scale([NoiseEstimate(6.0, -1.0)]) is None and noise_scale([]) is None
+    assert NoiseEstimate.of(small=3.0, big=1.5, small_batch=2, big_batch=8) == NoiseEstimate(trace=4.0, square=1.0)
