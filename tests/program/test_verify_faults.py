@@ -148,6 +148,39 @@ FAULTS = {
         ("what the attention gives differs, though all before it agrees", "the first token of a sample", "rotary positions"),
         stages=(2,),
     ),
+    "a window that is one token too short": Fault(
+        (("hidden |= keys_at < at - self.window", "hidden |= keys_at <= at - self.window"),),
+        "--pipeline-model-parallel-size 2 --window-size 9,0 --window-attn-skip-freq [0,0,1,0]",
+        "forward",
+        "layers.2.attention (layer 2, stage 1)",
+        None,
+        ("what the attention gives differs, though all before it agrees",),
+        stages=(1,),
+    ),
+    "the rotary base of the other kind of layer": Fault(
+        (("x = run(x, tables[rotary],", "x = run(x, tables[next(iter(tables))],"),),
+        "--position-embedding-type rope --window-size 9,0 --window-attn-skip-freq 2 --rotary-base-local 100",
+        "forward",
+        "layers.1.attention (layer 1)",
+        None,
+        ("what the attention gives differs, though all before it agrees",),
+    ),
+    "a sink that the softmax forgets": Fault(
+        (("total += (sink - highest).exp_()", "total += 0 * (sink - highest)"),),
+        "--tensor-model-parallel-size 2 --softmax-type learnable",
+        "forward",
+        "layers.0.attention (layer 0)",
+        None,
+        ("what the attention gives differs, though all before it agrees",),
+    ),
+    "a mean square over a rank's own heads": Fault(
+        (("in zip(all_reduce(squares, group), sizes, strict=True)", "in zip(squares, sizes, strict=True)"),),
+        "--tensor-model-parallel-size 2 --normalization RMSNorm --qk-layernorm --qk-layernorm-all-heads",
+        "forward",
+        "layers.0.attention (layer 0)",
+        None,
+        ("what the attention gives differs, though all before it agrees",),
+    ),
     "a bucket reduced before its last gradient": Fault(
         (
             (

@@ -17,7 +17,15 @@ from tests.proof.test_layouts_packing import ALL_RULES, EOD, SEQ, VOCAB, documen
 from tests.support.covering import covering, product
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
-from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, loss_of_documents_apart, random_batches, train
+from tests.support.reference_runs import (
+    ReferenceRun,
+    gpt2_like,
+    llama_like,
+    loss_of_documents_apart,
+    mean_loss,
+    random_batches,
+    train,
+)
 
 LAYERS = 4
 SIZES: dict[str, Any] = {"num_layers": LAYERS, "hidden": 16, "ffn": 24, "head_size": 4, "vocab": VOCAB, "seq": SEQ, "kv_heads": 2}
@@ -67,8 +75,8 @@ def recipe(style: str, samples: str) -> Recipe:
 @functools.cache
 def reference(style: str, samples: str) -> ReferenceRun:
     r = recipe(style, samples)
-    loss = {"loss": functools.partial(loss_of_documents_apart, eod=EOD)} if samples == "documents" else {}
-    return train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip, **loss)
+    loss = functools.partial(loss_of_documents_apart, eod=EOD) if samples == "documents" else mean_loss
+    return train(r.shape, r.weights, r.batches, loss=loss, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
 
 
 def name(case: dict[str, Any]) -> str:

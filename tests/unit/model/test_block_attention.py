@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.config.model import SoftmaxType
 from megatron.model import block_attention as blocks
 from megatron.model.attention import core_attention
 from megatron.model.block_attention import Call, Reach
@@ -55,15 +56,15 @@ def dense(
 def test_it_equals_a_dense_mask(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and every gradient; the last block is shorter than the others, or the only one."""
     monkeypatch.setattr(blocks, "_MOST_QUERIES", size)
-    cases = itertools.product(
-        (None, 0, 1, 4, 11), (None, 0.7), ("vanilla", "off-by-one", "learnable"), (None, 0.3), (None, documents_of(ROWS)), (1, 3)
-    )
+    softmaxes: tuple[SoftmaxType, ...] = ("vanilla", "off-by-one", "learnable")
+    cases = itertools.product((None, 0, 1, 4, 11), (None, 0.7), softmaxes, (None, 0.3), (None, documents_of(ROWS)), (1, 3))
     for window, cap, softmax, scale, documents, r in cases:
         spec = ScoreSpec(scale, cap, window, softmax)
         sinks = torch.randn(G * r, dtype=torch.float64, requires_grad=True) if softmax == "learnable" else None
-        inputs = [*heads(r), *([] if sinks is None else [sinks])]
-        found = core_attention(*inputs[:3], documents, scores=spec, sinks=sinks)
-        expected = dense(*inputs[:3], spec, documents, sinks)
+        q, k, v = heads(r)
+        inputs = [q, k, v, *([] if sinks is None else [sinks])]
+        found = core_attention(q, k, v, documents, scores=spec, sinks=sinks)
+        expected = dense(q, k, v, spec, documents, sinks)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, msg=str(spec))
         weights = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         gradients = (torch.autograd.grad((out * weights).sum(), inputs) for out in (found, expected))
@@ -88,9 +89,9 @@ def test_narrow_numbers_are_summed_in_wide_ones(dtype: torch.dtype) -> None:
     """The result is that of float64, but for rounding of the inputs' own dtype."""
     spec, sinks = ScoreSpec(0.2, 3.0, 5, "learnable"), torch.randn(G * 2, generator=torch.Generator().manual_seed(2)).to(dtype)
     inputs = heads(2, dtype=dtype)
-    exact = tuple(x.detach().double().requires_grad_() for x in inputs)
+    q, k, v = exact = [x.detach().double().requires_grad_() for x in inputs]
     found = core_attention(*inputs, scores=spec, sinks=sinks)
-    expected = core_attention(*exact, scores=spec, sinks=sinks.double())
+    expected = core_attention(q, k, v, scores=spec, sinks=sinks.double())
     assert found.dtype == dtype
     close = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(found.double(), expected, rtol=close, atol=close)
@@ -180,7 +181,7 @@ def test_a_token_after_all_others_sees_what_the_last_query_sees() -> None:
         keys, values = (x.permute(1, 2, 0, 3) for x in (k, v))
         found = blocks.attention_of_a_token(q[-1], keys, values, None, spec, own)
         torch.testing.assert_close(found.flatten(1), expected, rtol=0, atol=1e-12)
-        padded = [F.pad(x, (0, 0, 0, 2), value=7.0) for x in (keys, values)]
+        keys, values = (F.pad(x, (0, 0, 0, 2), value=7.0) for x in (keys, values))
         visible = (torch.arange(S + 2) < S).expand(B, 1, 1, -1)
-        found = blocks.attention_of_a_token(q[-1], *padded, visible, spec, own)
+        found = blocks.attention_of_a_token(q[-1], keys, values, visible, spec, own)
         torch.testing.assert_close(found.flatten(1), expected, rtol=0, atol=1e-12)

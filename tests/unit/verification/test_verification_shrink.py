@@ -250,6 +250,29 @@ def test_layers_of_every_kind_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
             assert each.config.model.num_layers <= 12, (case, each.changed)
 
 
+@pytest.mark.parametrize(
+    ("flags", "window", "windowed", "rotated"),
+    [
+        ("--window-size 511,0 --window-attn-skip-freq 6", "7,0", "111110", "111111"),
+        ("--window-size 1,0 --window-attn-skip-freq ([0]*2+[1])*8", "1,0", "001001", "111111"),
+        ("--window-size 1022,0 --window-attn-skip-freq [1]+[0]*23 --no-rope-freq 4", "14,0", "100000", "111011"),
+        ("--window-size 1023,0 --no-rope-freq [1]+[0]*23", "1023,0", "111111", "011111"),
+    ],
+)
+def test_layers_attend_to_as_much_of_the_sequence(flags: str, window: str, windowed: str, rotated: str) -> None:
+    """And all kinds of layers are left, in the same order."""
+    text = f"--num-layers 24 --seq-length 1024 --position-embedding-type rope {flags}"
+    for world_size, layout in ((1, ""), (8, "--pipeline-model-parallel-size 8")):
+        for each in shrunk(world_size, f"{text} {layout}"):
+            model = each.config.model
+            assert model.window_size == window and model.seq_length == 16
+            kinds = [(spec.attention.scores.reach(16), spec.attention.rotary) for spec in layers(model)]
+            assert len(set(kinds)) == len(set(zip(windowed, rotated, strict=True)))
+            for (reach, rotary), has_window, has_rotary in zip(kinds, windowed, rotated, strict=False):
+                assert (reach is not None) == (has_window == "1" and window != "1023,0")
+                assert (rotary is not None) == (has_rotary == "1")
+
+
 @pytest.mark.parametrize("case", [case for case, (_, flags) in CASES.items() if "pipeline-model" in flags])
 def test_small_settings_make_the_pattern_in_the_given_way(case: str) -> None:
     world_size, flags = CASES[case]
