@@ -44,7 +44,10 @@ _OTHER_MODELS: dict[str, tuple[Any, ...]] = {
 """Arguments that make another model, with the values at which they do not."""
 
 _OF_LATENT_ATTENTION = frozenset(
-    {"rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+    {
+        *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
+        *("mscale_all_dim", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    }
 )
 
 

@@ -112,7 +112,6 @@ inprocess-*: A run that dies is started again by the launcher and resumes from -
 error-injection-*: Iterations are never run twice.
 rl-* grpo-* langrl-* inference-* sft*: Only pretraining is built.
 mtp-*: Predicting several tokens at once is not built yet; the model predicts the next token.
-q-lora-* kv-lora-* multi-latent-attention: Latent attention is not built yet; use --group-query-attention for fewer key-value heads.
 retro-* mamba-* hybrid-* vision-* dino-* biencoder-*: Only GPT- and Llama-style models are built.
 heterogeneous-*: All layers have the same shape.
 one-logger-* app-tag-*: Nothing is ever sent to one-logger.
@@ -183,7 +182,7 @@ tokenizer-type=MultimodalTokenizer,SFTTokenizer,BertWordPieceLowerCase,BertWordP
     and sentencepiece files, bytes and NullTokenizer are
 recompute-modules=moe,moe_act,shared_experts: is not built yet, as there are no mixtures of experts; core_attn, layernorm, mlp_act
     and mlp are
-recompute-modules=mla_up_proj: is not built yet, as latent attention is not; core_attn, layernorm, mlp_act and mlp are
+recompute-modules=mla_up_proj: is not built yet; core_attn, layernorm, mlp_act and mlp are
 fp8-recipe=delayed: is refused: its scales follow from what earlier steps saw, a state that no layout, resume or recompute could
     do without, and that a first step does not have; tensorwise is the same with the scales of the numbers at hand
 fp8-recipe=mxfp8: is not built yet (blocks of 32 numbers with scales that are powers of two); blockwise has blocks of 128

@@ -41,6 +41,7 @@ _LLAMA3 = acts_with(use_rope_scaling=True)
 _QUICK_GEGLU = acts_with(quick_geglu=True)
 _WINDOW = acts_with(window_size=GIVEN)
 _WITH_BIASES = idle_with("all linear layers have biases", disable_bias_linear=False)
+_LATENT = acts_with(multi_latent_attention=True, fix={"multi_latent_attention": True, "position_embedding_type": "rope"})
 
 _MOST_LAYERS = 100_000  # more are refused, because each is a spec, and an entry of the layer table
 
@@ -57,12 +58,29 @@ class ModelConfig:
     """Width of the MLP; by default 4 x hidden, of a gated MLP floor(8 x hidden / 3) rounded down to a multiple of 64."""
     num_attention_heads: int = setting(0, at_least=1, unit="heads", required=True)
     """Number of query heads. Required."""
-    kv_channels: int | None = setting(None, at_least=1, unit="channels")
+    kv_channels: int | None = setting(
+        None,
+        at_least=1,
+        unit="channels",
+        idle=idle_with("heads of latent attention have sizes of their own (--qk-head-dim)", multi_latent_attention=True),
+    )
     """Size of one attention head; by default hidden / heads."""
     group_query_attention: bool = False
     """Share key and value heads between groups of query heads (see --num-query-groups)."""
     num_query_groups: int = setting(1, at_least=1, unit="heads", acts=acts_with(group_query_attention=True))
     """Number of key-value heads; acts with --group-query-attention."""
+    multi_latent_attention: bool = False
+    """Make keys and values of a latent, a few channels for each token that all heads share (DeepSeek-V2)."""
+    q_lora_rank: int | None = setting(None, at_least=1, unit="channels", acts=_LATENT)
+    """Size of the latent that queries are made of; by default they are made of the hidden state."""
+    kv_lora_rank: int = setting(32, at_least=1, unit="channels", acts=_LATENT)
+    """Size of the latent that keys and values are made of."""
+    qk_head_dim: int = setting(128, at_least=1, unit="channels", acts=_LATENT)
+    """Channels of a query or key head that are not rotated."""
+    qk_pos_emb_head_dim: int = setting(64, at_least=2, unit="channels", acts=_LATENT)
+    """Rotated channels of a query or key head, beside those; all key heads share them."""
+    v_head_dim: int = setting(128, at_least=1, unit="channels", acts=_LATENT)
+    """Size of a value head."""
     seq_length: int = setting(0, at_least=1, unit="tokens", required=True)
     """Tokens in a training sequence. Required."""
     max_position_embeddings: int | None = setting(
@@ -76,12 +94,19 @@ class ModelConfig:
     """How positions enter: a learned table, rotary embeddings, or not at all."""
     rotary_base: float = setting(10000.0, above=0, unit="plain number", acts=_ROPE)
     """Base of the rotary frequencies (theta)."""
-    rotary_percent: float = setting(1.0, above=0, at_most=1, unit="share, 1 for all", acts=_ROPE)
+    rotary_percent: float = setting(
+        1.0,
+        above=0,
+        at_most=1,
+        unit="share, 1 for all",
+        acts=_ROPE,
+        idle=idle_with("latent attention rotates the channels of --qk-pos-emb-head-dim", multi_latent_attention=True),
+    )
     """Share of each head that is rotated."""
     rotary_seq_len_interpolation_factor: float = setting(1.0, above=0, unit="factor", acts=_ROPE)
     """Divide rotary positions by this (linear scaling, Chen et al. 2023), to stretch a model to longer sequences."""
     rotary_interleaved: bool = setting(False, acts=_ROPE)
-    """Rotate neighbouring channels as pairs, instead of channels half a head apart."""
+    """Rotate neighbouring channels as pairs, as DeepSeek does, instead of channels half a head apart."""
     use_rope_scaling: bool = setting(False, acts=_ROPE)
     """Stretch low rotary frequencies as Llama 3.1 does."""
     rope_scaling_factor: float = setting(8.0, above=0, unit="factor", acts=_LLAMA3)
@@ -181,14 +206,16 @@ class ModelConfig:
     """Give the output layer a weight of its own instead of the word embedding's."""
     disable_bias_linear: bool = False
     """Leave out the biases of all linear layers."""
-    add_qkv_bias: bool = setting(False, idle=_WITH_BIASES)
+    add_qkv_bias: bool = setting(
+        False, idle=(_WITH_BIASES, idle_with("products before latent attention have no biases", multi_latent_attention=True))
+    )
     """Keep a bias on the query-key-value projection even with --disable-bias-linear."""
     add_attn_output_bias: bool = setting(False, idle=_WITH_BIASES)
     """Keep a bias on attention's output projection even with --disable-bias-linear."""
     add_mlp_bias: bool = setting(False, idle=_WITH_BIASES)
     """Keep biases on the MLP's projections even with --disable-bias-linear."""
     qk_layernorm: bool = False
-    """Normalise each query and key head before attention."""
+    """Normalise each query and key head before attention; in latent attention the latents."""
     qk_layernorm_all_heads: bool = setting(False, acts=acts_with(qk_layernorm=True))
     """Normalise all query heads together, and all key heads, as OLMo 2 does."""
     attention_dropout: float = setting(0.1, at_least=0, below=1, unit="probability")
@@ -209,8 +236,15 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """Channels of one attention head."""
+        """Channels of one query and key head."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_size(self) -> int:
+        """Channels of one value head."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_size
 
     @property
     def num_key_value_heads(self) -> int:

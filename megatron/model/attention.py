@@ -162,58 +162,24 @@ def _traced_split(
     return q, k.squeeze(3), v.squeeze(3)
 
 
-class Attention(nn.Module):
-    """Query, key and value from one column-parallel layer, grouped by key-value head; a row-parallel layer joins the heads.
+class CoreAttention(nn.Module):
+    """What all kinds of attention have between the layers before it and the one behind it.
 
     Args:
+        scores: how products of queries and keys become probabilities.
+        queries_per_group: query heads that share a key-value head.
         recomputes_core: probabilities are computed again in backward, where the kernel would keep them.
     """
 
     sinks: nn.Parameter | None
 
     def __init__(
-        self, scope: Scope, spec: AttentionSpec, norm: NormSpec, layer: int, dropout: float, *, recomputes_core: bool = False
+        self, scope: Scope, scores: ScoreSpec, queries_per_group: int, layer: int, dropout: float, *, recomputes_core: bool
     ) -> None:
         super().__init__()
-        self.scores, self.sequence_ranks = spec.scores, scope.tp.size if scope.sequence_parallel else 1
-        self.recomputes_core = recomputes_core
-        self.head_size, self.queries_per_group = spec.head_size, spec.heads // spec.kv_heads
-        self.interleaved = spec.rotary is not None and spec.rotary.interleaved
+        self.scores, self.sequence_ranks = scores, scope.tp.size if scope.sequence_parallel else 1
+        self.recomputes_core, self.queries_per_group = recomputes_core, queries_per_group
         self.layer, self.dropout, self.tensor_rank = layer, dropout, scope.tp.index
-        self.qkv = ColumnParallelLinear(scope.child("qkv"))
-        sizes = [heads * spec.head_size if spec.qk_norm == "all_heads" else spec.head_size for heads in (spec.heads, spec.kv_heads)]
-        self.q_norm = Norm(scope.child("q_norm"), norm, sizes[0]) if spec.qk_norm is not None else None
-        self.k_norm = Norm(scope.child("k_norm"), norm, sizes[1]) if spec.qk_norm is not None else None
-        self.group_of_heads = scope.tp if spec.qk_norm == "all_heads" else None
-        scope.optional(self, "sinks")
-        self.output = RowParallelLinear(scope.child("output"))
-
-    def forward(
-        self,
-        x: torch.Tensor | Remade,
-        rotary: torch.Tensor | None,
-        key: DropoutKey | None,
-        documents: Documents | None,
-        cache: KeyValueCache | None,
-    ) -> torch.Tensor:
-        """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the same shape."""
-        return self.output(self.attend(*self.split(x, rotary), key, documents, cache))
-
-    def split(self, x: torch.Tensor | Remade, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [s, b, g, r, d], keys and values [s, b, g, d] of hidden states."""
-        qkv = self.qkv(x)
-        qkv = qkv.view(*qkv.shape[:2], -1, self.queries_per_group + 2, self.head_size)  # [s, b, g, r + 2, d]
-        normed = self.q_norm is not None and self.k_norm is not None
-        split = _traced_split if torch.compiler.is_compiling() else _Split.apply
-        q, k, v = split(qkv, None if normed else rotary, self.interleaved)  # [s, b, g, r, d] and [s, b, g, d]
-        if self.q_norm is not None and self.k_norm is not None:
-            if self.group_of_heads is None:  # each on this rank's heads only
-                q, k = self.q_norm(q), self.k_norm(k)
-            else:
-                q, k = norm_all_heads(q, k, self.q_norm, self.k_norm, self.group_of_heads)
-            if rotary is not None:
-                q, k = (rotate(part, rotary, self.interleaved) for part in (q, k))
-        return q, k, v
 
     def attend(
         self,
@@ -238,6 +204,51 @@ class Attention(nn.Module):
             return core_attention(q, k, v, documents, probability, scores=self.scores, sinks=sinks, seed=seed)
 
         plain = one_kernel(self.scores, len(q) if documents is None else documents.longest)
-        if self.recomputes_core and plain and keeps_probabilities(q, grouped=self.queries_per_group > 1, dropout=probability):
+        if self.recomputes_core and plain and keeps_probabilities(q, v, grouped=self.queries_per_group > 1, dropout=probability):
             return recomputed(core, q, k, v)
         return core(q, k, v)
+
+
+class Attention(CoreAttention):
+    """Query, key and value from one column-parallel layer, grouped by key-value head; a row-parallel layer joins the heads."""
+
+    def __init__(
+        self, scope: Scope, spec: AttentionSpec, norm: NormSpec, layer: int, dropout: float, *, recomputes_core: bool = False
+    ) -> None:
+        super().__init__(scope, spec.scores, spec.heads // spec.kv_heads, layer, dropout, recomputes_core=recomputes_core)
+        self.head_size = spec.head_size
+        self.interleaved = spec.rotary is not None and spec.rotary.interleaved
+        self.qkv = ColumnParallelLinear(scope.child("qkv"))
+        sizes = [heads * spec.head_size if spec.qk_norm == "all_heads" else spec.head_size for heads in (spec.heads, spec.kv_heads)]
+        self.q_norm = Norm(scope.child("q_norm"), norm, sizes[0]) if spec.qk_norm is not None else None
+        self.k_norm = Norm(scope.child("k_norm"), norm, sizes[1]) if spec.qk_norm is not None else None
+        self.group_of_heads = scope.tp if spec.qk_norm == "all_heads" else None
+        scope.optional(self, "sinks")
+        self.output = RowParallelLinear(scope.child("output"))
+
+    def mixed(
+        self,
+        x: torch.Tensor | Remade,
+        rotary: torch.Tensor | None,
+        key: DropoutKey | None,
+        documents: Documents | None,
+        cache: KeyValueCache | None,
+    ) -> torch.Tensor:
+        """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the output layer's input, [s, b, n * d]."""
+        return self.attend(*self.split(x, rotary), key, documents, cache)
+
+    def split(self, x: torch.Tensor | Remade, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [s, b, g, r, d], keys and values [s, b, g, d] of hidden states."""
+        qkv = self.qkv(x)
+        qkv = qkv.view(*qkv.shape[:2], -1, self.queries_per_group + 2, self.head_size)  # [s, b, g, r + 2, d]
+        normed = self.q_norm is not None and self.k_norm is not None
+        split = _traced_split if torch.compiler.is_compiling() else _Split.apply
+        q, k, v = split(qkv, None if normed else rotary, self.interleaved)  # [s, b, g, r, d] and [s, b, g, d]
+        if self.q_norm is not None and self.k_norm is not None:
+            if self.group_of_heads is None:  # each on this rank's heads only
+                q, k = self.q_norm(q), self.k_norm(k)
+            else:
+                q, k = norm_all_heads(q, k, self.q_norm, self.k_norm, self.group_of_heads)
+            if rotary is not None:
+                q, k = (rotate(part, rotary, self.interleaved) for part in (q, k))
+        return q, k, v

@@ -74,23 +74,30 @@ def attention_kernel(call: AttentionCall, *, flash: bool = True) -> AttentionKer
     return "math"
 
 
-def keeps_probabilities(q: torch.Tensor, *, grouped: bool, dropout: float) -> bool:
-    """Whether attention of these queries [..., d] keeps its probabilities."""
+def keeps_probabilities(q: torch.Tensor, v: torch.Tensor, *, grouped: bool, dropout: float) -> bool:
+    """Whether attention of these queries [..., d] and values [..., e] keeps its probabilities."""
     flash = not q.is_cuda or flash_runs_on(q.device)
-    return attention_kernel(AttentionCall(8 * q.itemsize, q.shape[-1], grouped, q.is_cuda, dropout), flash=flash) == "math"
+    call = AttentionCall(8 * q.itemsize, q.shape[-1], grouped, q.is_cuda, dropout, value_size=v.shape[-1])
+    return attention_kernel(call, flash=flash) == "math"
 
 
-def chosen_kernel(q: torch.Size, kv_heads: int, dtype: torch.dtype, device: torch.device, dropout: float) -> str | None:
+def chosen_kernel(
+    q: torch.Size, kv_heads: int, dtype: torch.dtype, device: torch.device, dropout: float, value_size: int | None = None
+) -> str | None:
     """The kernel, in words, that torch chooses on this device for causal attention; None if none that is switched on takes it.
 
     Args:
         q: shape of the queries, [b, n, s, d].
+        value_size: channels of a value head, if others than d.
     """
     # Without memory of their own: all rows are one.
-    query, key = (torch.empty(q[3], dtype=dtype, device=device).expand(q[0], heads, *q[2:]) for heads in (q[1], kv_heads))
+    query, key, value = (
+        torch.empty(size, dtype=dtype, device=device).expand(q[0], heads, q[2], size)
+        for heads, size in ((q[1], q[3]), (kv_heads, q[3]), (kv_heads, value_size or q[3]))
+    )
     query.requires_grad_()
     try:
-        number = torch._fused_sdp_choice(query, key, key, dropout_p=dropout, is_causal=True, enable_gqa=q[1] != kv_heads)
+        number = torch._fused_sdp_choice(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=q[1] != kv_heads)
     except RuntimeError:  # on CUDA, where a CPU gives a number for it
         return None
     return _IN_WORDS.get(number)

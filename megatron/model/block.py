@@ -15,11 +15,12 @@ from megatron.model.compiled import CompiledBlock
 from megatron.model.document_attention import Documents
 from megatron.model.dropout import Seeds, dropout
 from megatron.model.key_value_cache import KeyValueCache
+from megatron.model.latent_attention import LatentAttention
 from megatron.model.mlp import MLP
 from megatron.model.norms import Norm
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
-from megatron.spec.layers import LayerSpec
+from megatron.spec.layers import LatentAttentionSpec, LayerSpec
 from megatron.tensor_parallel.linear import Remade
 
 _SITES = ("attention_output", "mlp_output")
@@ -45,14 +46,7 @@ class Block(nn.Module):
             return Norm(scope.child(name), spec.norm, config.hidden_size) if name in spec.norms else None
 
         self.attention_norm = norm("attention_norm")
-        self.attention = Attention(
-            scope.child("attention"),
-            spec.attention,
-            spec.norm,
-            layer,
-            config.attention_dropout,
-            recomputes_core="core_attn" in selective,
-        )
+        self.attention = _attention_of(scope.child("attention"), config, spec, layer, selective)
         self.attention_post_norm = norm("attention_post_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = MLP(scope.child("mlp"), spec.mlp, remakes_activation="mlp_act" in selective)
@@ -72,7 +66,8 @@ class Block(nn.Module):
         seeds = None if key is None or self.probability == 0.0 else [key.site(self.layer, site, self.coordinate) for site in _SITES]
         if self.compiled is not None and torch.is_grad_enabled():
             return self.compiled(x, rotary, key, documents, seeds)
-        return self.after(x, self.attention.attend(*self.before(x, rotary), key, documents, cache), seeds)
+        attended = self.attention.mixed(self._normed(self.attention_norm, x), rotary, key, documents, cache)
+        return self.after(x, attended, seeds)
 
     def before(self, x: torch.Tensor, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What comes before attention: its queries, keys and values."""
@@ -103,3 +98,14 @@ class Block(nn.Module):
         """The residual stream with what attention or MLP gives."""
         dropped = dropout(given if norm is None else norm(given), self.probability, seeds, number)
         return x + dropped if self.multiplier == 1.0 else torch.add(x, dropped, alpha=self.multiplier)
+
+
+def _attention_of(
+    scope: Scope, config: ModelConfig, spec: LayerSpec, layer: int, selective: Collection[RecomputeModule]
+) -> Attention | LatentAttention:
+    """The kind of attention that the spec says."""
+    core, dropout = "core_attn" in selective, config.attention_dropout
+    if isinstance(spec.attention, LatentAttentionSpec):
+        remakes = "layernorm" in selective
+        return LatentAttention(scope, spec.attention, spec.norm, layer, dropout, recomputes_core=core, remakes_norms=remakes)
+    return Attention(scope, spec.attention, spec.norm, layer, dropout, recomputes_core=core)

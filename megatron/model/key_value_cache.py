@@ -32,7 +32,7 @@ class KeyValueCache:
         self.capacity = capacity
         self.empty = True
         """Whether the prompts are still to come, or are being read."""
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._layers: dict[int, tuple[torch.Tensor, ...]] = {}
         self._lengths = self._rows = torch.empty(0)
         self._shortest = self._longest = 0
         self._masks: dict[int, torch.Tensor] = {}
@@ -59,8 +59,8 @@ class KeyValueCache:
         self.empty = False
         if copies > 1:
             self._lengths = self._lengths.repeat_interleave(copies)
-            for layer, (k, v) in self._layers.items():
-                self._layers[layer] = (k.repeat_interleave(copies, 0), v.repeat_interleave(copies, 0))
+            for layer, stored in self._layers.items():
+                self._layers[layer] = tuple(one.repeat_interleave(copies, 0) for one in stored)
         self._rows = torch.arange(len(self._lengths), device=self._lengths.device)
 
     def advance(self) -> None:
@@ -69,33 +69,45 @@ class KeyValueCache:
         self._shortest, self._longest = self._shortest + 1, self._longest + 1
         self._masks.clear()
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> None:
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor | None, window: int | None = None) -> None:
         """Store a layer's keys and values, [s, b, g, d] each: those of the prompts, or with s = 1 of the next token.
 
         Args:
+            v: None where the values are channels of the keys (see `attend`).
             window: tokens before its own to which a token attends; None for all.
         """
         if self.empty:
             room = self.capacity if window is None else min(self.capacity, window + 1)
-            self._layers[layer] = (self._with_room(k, room), self._with_room(v, room))
+            self._layers[layer] = tuple(self._with_room(new, room) for new in (k, v) if new is not None)
             return
         assert len(k) == 1, "after the prompts comes one token at a time"
         assert self._longest < self.capacity, f"no room for more than {self.capacity} tokens"
-        for stored, new in zip(self._layers[layer], (k, v), strict=True):
+        for stored, new in zip(self._layers[layer], (k, v), strict=False):
+            assert new is not None, "as much as for the prompts"
             room = stored.shape[2]
             if self._shortest == self._longest:
                 stored[:, :, self._longest % room] = new[0]
             else:
                 stored[self._rows, :, self._lengths % room] = new[0]
 
-    def attend(self, layer: int, q: torch.Tensor, scores: ScoreSpec = PLAIN, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        scores: ScoreSpec = PLAIN,
+        sinks: torch.Tensor | None = None,
+        *,
+        value_size: int | None = None,
+    ) -> torch.Tensor:
         """softmax(score(q k^T)) v over everything stored: q [1, b, g, r, d] to [1, b, g * r * d].
 
         Args:
             sinks: [g * r], where the softmax has learnable ones.
+            value_size: where no values are stored, how many leading channels of the keys are the values.
         """
         filled = min(self._longest + 1, self._layers[layer][0].shape[2])
-        k, v = (stored[:, :, :filled] for stored in self._layers[layer])
+        k, *values = (stored[:, :, :filled] for stored in self._layers[layer])
+        v = values[0] if values else k[..., :value_size]
         mask, dtype = self._mask(filled), q.dtype
         q = q[0]  # [b, g, r, d]: r query heads share the keys, as r positions would
         if slow_half(q):

@@ -116,7 +116,9 @@ def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> torch.Tensor:
     aten, head_size = torch.ops.aten, q.shape[-1]
-    kernel = attention_kernel(AttentionCall(8 * q.itemsize, head_size, enable_gqa, on_cuda=True, dropout=dropout_p))
+    kernel = attention_kernel(
+        AttentionCall(8 * q.itemsize, head_size, enable_gqa, on_cuda=True, dropout=dropout_p, value_size=v.shape[-1])
+    )
     if kernel == "flash":
         if head_size % 8:
             q, k, v = (F.pad(x, (0, 8 - head_size % 8)) for x in (q, k, v))

@@ -6,7 +6,7 @@ Shapes: x [..., in], w [out, in], dy [..., out]; `n` tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from megatron.parallel.products import input_product, linear, weight_product
 from megatron.precision.formats import E4M3, E5M2, Format
 from megatron.precision.scaled_product import scaled_product, scaled_product_into
 from megatron.precision.scaling import Grain, Quantised, magnitudes, quantised
+
+Split = Literal["nothing", "outputs", "inputs", "tokens"]
+"""What of a product a tensor group divides."""
 
 
 class Products(Protocol):
@@ -82,14 +85,16 @@ class Fp8Products:
 
     Args:
         group: the tensor ranks.
-        outputs_split: whether they divide the weight's rows; otherwise, if there are several, its columns.
+        split: what they divide: the weight's rows, its columns, or the tokens.
     """
 
-    def __init__(self, fp8: Fp8, group: Group, *, outputs_split: bool) -> None:
+    def __init__(self, fp8: Fp8, group: Group, split: Split) -> None:
         self.group = group
         self._of_tokens, self._of_weight = _GRAINS[fp8.recipe]
         self._gradients = E5M2 if fp8.format == "hybrid" else E4M3
-        self._outputs_split, self._inputs_split = group.size > 1 and outputs_split, group.size > 1 and not outputs_split
+        self._outputs_split, self._inputs_split, self._tokens_split = (
+            group.size > 1 and split == which for which in ("outputs", "inputs", "tokens")
+        )
         # Hopper sums fast in fewer digits; gradients are summed in all of them. Kernels with blocks have no such choice.
         self._fast = fp8.recipe != "blockwise"
 
@@ -97,7 +102,7 @@ class Fp8Products:
         """See `Products`."""
         out_split, in_split = self._outputs_split, self._inputs_split
         a, b = self._quantised(
-            _Factor(x.flatten(0, -2), E4M3, self._of_tokens, in_split, rows_split=False),
+            _Factor(x.flatten(0, -2), E4M3, self._of_tokens, in_split, rows_split=self._tokens_split),
             _Factor(weight, E4M3, self._of_weight, in_split, rows_split=out_split),
         )
         return scaled_product(a, b, x.dtype, bias, fast=self._fast).view(*x.shape[:-1], -1)
@@ -106,7 +111,7 @@ class Fp8Products:
         """See `Products`."""
         out_split, in_split = self._outputs_split, self._inputs_split
         a, b = self._quantised(
-            _Factor(grad_output.flatten(0, -2), self._gradients, self._of_tokens, out_split, rows_split=False),
+            _Factor(grad_output.flatten(0, -2), self._gradients, self._of_tokens, out_split, rows_split=self._tokens_split),
             _Factor(weight.t(), E4M3, self._of_weight, out_split, rows_split=in_split),
         )
         return scaled_product(a, b, grad_output.dtype).view(*grad_output.shape[:-1], -1)
@@ -115,8 +120,8 @@ class Fp8Products:
         """See `Products`."""
         out_split, in_split = self._outputs_split, self._inputs_split
         a, b = self._quantised(
-            _Factor(grad_output.t(), self._gradients, self._of_tokens, k_split=False, rows_split=out_split),
-            _Factor(x.t(), E4M3, self._of_tokens, k_split=False, rows_split=in_split),
+            _Factor(grad_output.t(), self._gradients, self._of_tokens, self._tokens_split, rows_split=out_split),
+            _Factor(x.t(), E4M3, self._of_tokens, self._tokens_split, rows_split=in_split),
         )
         scaled_product_into(into, a, b, add=add)
 
@@ -137,6 +142,6 @@ class Fp8Products:
         return [next(parts).view_as(numbers) if one else numbers for numbers, one in zip(largest, shared, strict=True)]
 
 
-def products_of(fp8: Fp8 | None, group: Group, *, outputs_split: bool) -> Products:
+def products_of(fp8: Fp8 | None, group: Group, split: Split) -> Products:
     """The products of a layer; see `Fp8Products`."""
-    return PLAIN if fp8 is None else Fp8Products(fp8, group, outputs_split=outputs_split)
+    return PLAIN if fp8 is None else Fp8Products(fp8, group, split)

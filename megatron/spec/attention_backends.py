@@ -42,6 +42,8 @@ class AttentionCall:
     within_documents: bool = False
     window: bool = False
     """A token attends to some of those before it."""
+    value_size: int | None = None
+    """Channels of a value head, if others than a query head has."""
     shaped: bool = False
     """Scores are capped, or the softmax has sinks."""
 
@@ -53,6 +55,8 @@ class AttentionCall:
             return "takes neither capped scores nor sinks"
         if kernel != "math" and self.window and (obstacle := self._obstacle_of_window(kernel)) is not None:
             return obstacle
+        if kernel == "flash" and self.value_size not in (None, self.head_size):
+            return f"takes values of as many channels as queries, not {self.value_size} beside {self.head_size}"
         if not self.on_cuda:
             return "has no dropout on a CPU" if kernel == "flash" and self.dropout else None
         size = self.head_size
@@ -68,7 +72,8 @@ class AttentionCall:
                 return "does not compute in 64 bits"
             if self.grouped:
                 return "takes as many key-value heads as query heads"
-            return f"takes heads of a multiple of {multiple} channels, not {size}" if size % multiple else None
+            odd = [size for size in self._sizes if size % multiple]
+            return f"takes heads of a multiple of {multiple} channels, not {odd[0]}" if odd else None
         return None
 
     def _obstacle_of_window(self, kernel: AttentionKernel) -> str | None:
@@ -83,10 +88,15 @@ class AttentionCall:
     def _wide(self) -> str | None:
         return None if self.bits == 16 else f"computes in 16 bits, not in {self.bits}"
 
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Channels of a query and of a value head."""
+        return self.head_size, self.value_size or self.head_size
+
     def _obstacle_of_cudnn(self) -> str | None:
-        size = self.head_size
-        if size % 8 or size > LARGEST_CUDNN_HEAD:
-            return f"takes heads of a multiple of 8 channels up to {LARGEST_CUDNN_HEAD}, not {size}"
+        odd = [size for size in self._sizes if size % 8 or size > LARGEST_CUDNN_HEAD]
+        if odd:
+            return f"takes heads of a multiple of 8 channels up to {LARGEST_CUDNN_HEAD}, not {odd[0]}"
         if self.dropout * _CUDNN_DROPOUT_STEPS % 1:
             return f"drops multiples of 1/{_CUDNN_DROPOUT_STEPS}, not {self.dropout:g}"
         if self.deterministic:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.spec.layers import LayerSpec, alike, layers
+from megatron.spec.layers import AttentionSpec, LatentAttentionSpec, LayerSpec, alike, layers
 from megatron.spec.segments import Segment
 from megatron.spec.weights import Weight, layer_weights, model_weights, output_matrix
 
@@ -52,7 +52,7 @@ def attention_flops(model: ModelConfig) -> tuple[int, ...]:
         model,
         lambda layer: (
             2
-            * (2 * layer.attention.heads * layer.attention.head_size * attended(length, layer.attention.scores.window))
+            * (layer.attention.heads * _channels(layer.attention) * attended(length, layer.attention.scores.window))
             // length
             // 2
         ),
@@ -73,6 +73,12 @@ def attention_shares(model: ModelConfig) -> dict[int | None, float]:
         window = layer.attention.scores.reach(model.seq_length)
         each[window] = each.get(window, 0) + flops
     return {window: flops / sum(each.values()) for window, flops in each.items()}
+
+
+def _channels(attention: AttentionSpec | LatentAttentionSpec) -> int:
+    """Channels of a query and a value head together."""
+    values = attention.value_size if isinstance(attention, LatentAttentionSpec) else attention.head_size
+    return attention.head_size + values
 
 
 def flops_in_8_bits(model: ModelConfig, precision: PrecisionConfig) -> int:
@@ -126,7 +132,7 @@ def kept_per_token(model: ModelConfig, numbers: Iterable[int], *, tensor_size: i
     """Elements that one rank keeps for each token of a microbatch between a chunk's input gradient and its weight gradient.
 
     A linear layer keeps its input and the gradient of its output. Of what is split over the tensor ranks it keeps a part; under
-    sequence parallelism also of the residual width, because what is gathered is gathered again.
+    sequence parallelism also of the rest (the residual width, latents), because what is gathered is gathered again.
 
     Args:
         numbers: the chunk's layers. The output layer keeps nothing: its weight gradient is not deferred.
@@ -136,6 +142,9 @@ def kept_per_token(model: ModelConfig, numbers: Iterable[int], *, tensor_size: i
         residual = split = 0
         for weight in weights:
             inputs, outputs = weight.shape[-1], weight.numel // weight.shape[-1]
+            if not weight.splits:
+                residual += inputs + outputs
+                continue
             by_input = (len(weight.shape) - 1, "tp") in weight.splits
             residual += outputs if by_input else inputs
             split += inputs if by_input else outputs

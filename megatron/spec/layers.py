@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 from megatron.config.model import ModelConfig, Normalization, NormPlacement, SoftmaxType
 from megatron.spec.activations import Activation, activation_of
 from megatron.spec.layer_pattern import marked, read_pattern, read_window
-from megatron.spec.rotary import RotarySpec, rotary_of
+from megatron.spec.rotary import RotarySpec, rotary_of, score_factor
 
 Kind = TypeVar("Kind", bound=Hashable)
 
@@ -78,6 +78,37 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Causal self-attention whose keys and values are made of a latent that all heads share (DeepSeek-V2, section 2.1).
+
+    Rotary positions do not go through the products that make keys, so each query head has rotated channels beside the others, and
+    one key, of the hidden state, has those of all heads.
+    """
+
+    heads: int
+    query_rank: int | None
+    """Size of the latent that queries are made of; None where they are made of the hidden state."""
+    rank: int
+    """Size of the latent that keys and values are made of."""
+    plain_size: int
+    """Channels of a query or key head that are not rotated."""
+    rotary_size: int
+    """Channels behind them that are."""
+    value_size: int
+    """Channels of a value head."""
+    rotary: RotarySpec | None
+    output_bias: bool
+    latent_norm: bool
+    """Whether latents are normalised."""
+    scores: ScoreSpec
+
+    @property
+    def head_size(self) -> int:
+        """Channels of a query or key head."""
+        return self.plain_size + self.rotary_size
+
+
+@dataclass(frozen=True)
 class MLPSpec:
     """Two products with an activation between them."""
 
@@ -95,8 +126,8 @@ class LayerSpec:
     """Attention and an MLP, each with norms before, behind or on both sides of it, added to the residual stream."""
 
     norm: NormSpec
-    """All norms of the layer, and those of query and key heads."""
-    attention: AttentionSpec
+    """All norms of the layer, and those of query and key heads or of latents."""
+    attention: AttentionSpec | LatentAttentionSpec
     mlp: MLPSpec
     placement: NormPlacement = "pre"
     parallel: bool = False
@@ -124,16 +155,7 @@ def _layer(model: ModelConfig, window: bool, rotated: bool) -> LayerSpec:
     bias = not model.disable_bias_linear
     return LayerSpec(
         norm_of(model),
-        AttentionSpec(
-            model.num_attention_heads,
-            model.num_key_value_heads,
-            model.head_size,
-            rotary_of(model, local=window) if rotated else None,
-            qkv_bias=bias or model.add_qkv_bias,
-            output_bias=bias or model.add_attn_output_bias,
-            qk_norm=("all_heads" if model.qk_layernorm_all_heads else "each_head") if model.qk_layernorm else None,
-            scores=scores_of(model, window=window),
-        ),
+        _attention(model, window, rotated),
         MLPSpec(
             model.ffn_size,
             activation_of(model),
@@ -147,10 +169,42 @@ def _layer(model: ModelConfig, window: bool, rotated: bool) -> LayerSpec:
     )
 
 
+def _attention(model: ModelConfig, window: bool, rotated: bool) -> AttentionSpec | LatentAttentionSpec:
+    """The attention of such a layer."""
+    rotary = rotary_of(model, local=window) if rotated else None
+    bias, scores = not model.disable_bias_linear, scores_of(model, window=window)
+    if model.multi_latent_attention:
+        return LatentAttentionSpec(
+            model.num_attention_heads,
+            model.q_lora_rank,
+            model.kv_lora_rank,
+            plain_size=model.qk_head_dim,
+            rotary_size=model.qk_pos_emb_head_dim,
+            value_size=model.v_head_dim,
+            rotary=rotary,
+            output_bias=bias or model.add_attn_output_bias,
+            latent_norm=model.qk_layernorm,
+            scores=scores,
+        )
+    return AttentionSpec(
+        model.num_attention_heads,
+        model.num_key_value_heads,
+        model.head_size,
+        rotary,
+        qkv_bias=bias or model.add_qkv_bias,
+        output_bias=bias or model.add_attn_output_bias,
+        qk_norm=("all_heads" if model.qk_layernorm_all_heads else "each_head") if model.qk_layernorm else None,
+        scores=scores,
+    )
+
+
 def scores_of(model: ModelConfig, *, window: bool) -> ScoreSpec:
     """How a layer with or without the window makes probabilities."""
+    scale = model.softmax_scale
+    if scale is None and model.multi_latent_attention and (factor := score_factor(model)) != 1.0:
+        scale = factor * model.head_size**-0.5
     return ScoreSpec(
-        model.softmax_scale,
+        scale,
         model.attn_logit_softcapping,
         read_window(model.window_size) if window else None,
         model.softmax_type,

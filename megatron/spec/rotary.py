@@ -100,7 +100,9 @@ class RotarySpec:
 
 
 def rotated_channels(model: ModelConfig) -> int:
-    """Channels of a head that are rotated, by --rotary-percent. A rule asks for an even number."""
+    """Channels of a head that are rotated, by --rotary-percent or those of latent attention. A rule asks for an even number."""
+    if model.multi_latent_attention:
+        return model.qk_pos_emb_head_dim
     return int(model.head_size * model.rotary_percent)
 
 
@@ -149,6 +151,11 @@ def magnitude_of(model: ModelConfig) -> float:
     if model.rope_type == "longrope":
         return math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original_context(model)))
     return yarn_magnitude(factor, model.mscale) / yarn_magnitude(factor, model.mscale_all_dim)
+
+
+def score_factor(model: ModelConfig) -> float:
+    """By what YaRN enlarges the scores of latent attention, beside what it does to rotated channels (DeepSeek-V2)."""
+    return yarn_magnitude(model.rotary_scaling_factor, model.mscale_all_dim) ** 2 if model.rope_type == "yarn" else 1.0
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:

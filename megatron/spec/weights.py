@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron.config.model import ModelConfig
-from megatron.spec.layers import LayerSpec, NormSpec, layers, norm_of
+from megatron.spec.layers import AttentionSpec, LatentAttentionSpec, LayerSpec, NormSpec, layers, norm_of
 
 WORD_EMBEDDING = "embedding.word.weight"
 OUTPUT = "output.weight"
@@ -163,21 +163,54 @@ def layer_weights(model: ModelConfig, layer: LayerSpec, number: int) -> Iterator
     output_std = std / (2 * model.num_layers) ** 0.5
     norms = {which: list(norm(f"{name}.{which}", layer.norm, hidden)) for which in layer.norms}
     yield from norms.get("attention_norm", ())
-    yield from column(f"{name}.attention.qkv", hidden, attention.qkv_rows, bias=attention.qkv_bias, std=std)
-    for which, heads in (("q_norm", attention.heads), ("k_norm", attention.kv_heads)):
-        if attention.qk_norm == "each_head":
-            yield from norm(f"{name}.attention.{which}", layer.norm, attention.head_size, on_own_heads=True)
-        elif attention.qk_norm == "all_heads":
-            yield from norm(f"{name}.attention.{which}", layer.norm, heads * attention.head_size, splits=((0, "tp"),))
+    if isinstance(attention, LatentAttentionSpec):
+        yield from _latent_attention(f"{name}.attention", attention, layer.norm, hidden, std)
+        inputs = attention.heads * attention.value_size
+    else:
+        yield from _attention(f"{name}.attention", attention, layer.norm, hidden, std)
+        inputs = attention.heads * attention.head_size
     if attention.scores.softmax == "learnable":
         yield Weight(f"{name}.attention.sinks", (attention.heads,), ((0, "tp"),), kind="vector")
-    inputs = attention.heads * attention.head_size
     yield from row(f"{name}.attention.output", inputs, hidden, bias=attention.output_bias, std=output_std)
     yield from (*norms.get("attention_post_norm", ()), *norms.get("mlp_norm", ()))
     halves = 2 if mlp.activation.gated else 1
     yield from column(f"{name}.mlp.up", hidden, mlp.width, bias=mlp.bias, std=std, halves=halves)
     yield from row(f"{name}.mlp.down", mlp.width, hidden, bias=mlp.bias, std=output_std)
     yield from norms.get("mlp_post_norm", ())
+
+
+def _attention(name: str, attention: AttentionSpec, kind: NormSpec, hidden: int, std: float) -> Iterator[Weight]:
+    """What comes before attention."""
+    yield from column(f"{name}.qkv", hidden, attention.qkv_rows, bias=attention.qkv_bias, std=std)
+    for which, heads in (("q_norm", attention.heads), ("k_norm", attention.kv_heads)):
+        if attention.qk_norm == "each_head":
+            yield from norm(f"{name}.{which}", kind, attention.head_size, on_own_heads=True)
+        elif attention.qk_norm == "all_heads":
+            yield from norm(f"{name}.{which}", kind, heads * attention.head_size, splits=((0, "tp"),))
+
+
+def _latent_attention(name: str, attention: LatentAttentionSpec, kind: NormSpec, hidden: int, std: float) -> Iterator[Weight]:
+    """What comes before latent attention: queries of the hidden state, or of a latent of it; the latent of keys and values; the
+    rotated channels that all keys share. Rows of a head are in `q` and `q_up` its plain channels, then its rotated ones, in `kv_up`
+    the plain channels of its key, then its value."""
+    if attention.query_rank is None:
+        yield from column(f"{name}.q", hidden, attention.heads * attention.head_size, bias=False, std=std)
+    else:
+        yield whole(f"{name}.q_down", hidden, attention.query_rank, std=std)
+        if attention.latent_norm:
+            yield from norm(f"{name}.q_latent_norm", kind, attention.query_rank)
+        yield from column(f"{name}.q_up", attention.query_rank, attention.heads * attention.head_size, bias=False, std=std)
+    yield whole(f"{name}.kv_down", hidden, attention.rank, std=std)
+    yield whole(f"{name}.k_rotary", hidden, attention.rotary_size, std=std)
+    if attention.latent_norm:
+        yield from norm(f"{name}.kv_latent_norm", kind, attention.rank)
+    rows = attention.heads * (attention.plain_size + attention.value_size)
+    yield from column(f"{name}.kv_up", attention.rank, rows, bias=False, std=std)
+
+
+def whole(name: str, inputs: int, outputs: int, *, std: float) -> Weight:
+    """A linear layer without bias that every tensor rank holds as a whole: [out, in]."""
+    return Weight(f"{name}.weight", (outputs, inputs), init=Init(std))
 
 
 def column(name: str, inputs: int, outputs: int, *, bias: bool, std: float, halves: int = 1) -> Iterator[Weight]:

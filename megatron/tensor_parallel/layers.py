@@ -28,7 +28,7 @@ class LinearLayer(VectorUser):
         scope.parameter(self, "weight")
         scope.optional(self, "bias")
         self.handle = handle_of(self)
-        self.gather = form.group.size if form.input_mode == "gather" else 1
+        self.gather = form.group.size if "gather" in (form.input_mode, form.output_mode) else 1
         self.scatter = form.group.size if form.output_mode == "scatter" else 1
 
     @property
@@ -56,7 +56,7 @@ class ColumnParallelLinear(LinearLayer):
     """
 
     def __init__(self, scope: Scope) -> None:
-        products = products_of(scope.fp8, scope.tp, outputs_split=True)
+        products = products_of(scope.fp8, scope.tp, "outputs")
         input_mode: InputMode = "gather" if scope.sequence_parallel else "copy"
         super().__init__(scope, Form(scope.tp, input_mode, overlap=scope.overlap, products=products))
         self.halves = len(self.weight) if self.weight.dim() == 3 else 1
@@ -73,7 +73,7 @@ class RowParallelLinear(LinearLayer):
     def __init__(self, scope: Scope) -> None:
         over_ranks: OutputMode = "scatter" if scope.sequence_parallel else "sum"
         output_mode: OutputMode = "plain" if scope.tp.size == 1 else over_ranks
-        products = products_of(scope.fp8, scope.tp, outputs_split=False)
+        products = products_of(scope.fp8, scope.tp, "inputs")
         super().__init__(scope, Form(scope.tp, output_mode=output_mode, overlap=scope.overlap, products=products))
 
     def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
@@ -84,3 +84,22 @@ class RowParallelLinear(LinearLayer):
         (bias,) = self.entering()
         assert bias is not None
         return y + bias
+
+
+class ReplicatedLinear(LinearLayer):
+    """Every rank holds the whole weight and applies it to what it has: the whole sequence, or its part of it.
+
+    Args:
+        for_heads: what comes out is the same for all heads, and each rank uses it for its own. So its gradient is summed over the
+            ranks, and under sequence parallelism the whole sequence comes out.
+    """
+
+    def __init__(self, scope: Scope, *, for_heads: bool = False) -> None:
+        split = scope.sequence_parallel
+        output_mode: OutputMode = ("gather" if split else "share") if for_heads and scope.tp.size > 1 else "plain"
+        products = products_of(scope.fp8, scope.tp, "tokens" if split else "nothing")
+        super().__init__(scope, Form(scope.tp, output_mode=output_mode, products=products))
+
+    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
+        """Map x [s, b, in] (or [s/n, b, in]) to [s, b, out] (or, if not for heads, [s/n, b, out])."""
+        return self.product(x)

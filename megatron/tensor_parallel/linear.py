@@ -20,10 +20,13 @@ output     forward                        backward
 plain      y                              dy
 sum        all-reduce(y)                  dy
 scatter    reduce-scatter(y) [s] to [s/n] all-gather(dy)
+share      y                              all-reduce(dy)
+gather     all-gather(y) [s/n] to [s]     reduce-scatter(dy)
 ========== ============================== ====================================================
 
-A column-parallel layer has input copy (or gather under sequence parallelism), a row-parallel layer output sum (or scatter). Only
-the local part of a gathered input is kept for backward; it is gathered again there, while the input gradient is computed
+A column-parallel layer has input copy (or gather under sequence parallelism), a row-parallel layer output sum (or scatter). A layer
+that every rank holds as a whole has input plain, and output share (or gather) where each rank uses the result for its own heads.
+Only the local part of a gathered input is kept for backward; it is gathered again there, while the input gradient is computed
 (Korthikanti et al. 2022, section 4.2.2). Where the weight gradient is deferred, nothing hides the communication of dx, and what was
 gathered is gathered again when the weight gradient runs, while the one before it is computed.
 
@@ -69,7 +72,7 @@ from megatron.parallel.overlap import Overlap
 from megatron.precision.products import PLAIN, Products
 
 InputMode = Literal["plain", "copy", "gather"]
-OutputMode = Literal["plain", "sum", "scatter"]
+OutputMode = Literal["plain", "sum", "scatter", "share", "gather"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def _forward(form: Form, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
         return all_reduce(y, form.group)
     if form.output_mode == "scatter":
         return reduce_scatter(y, form.group)
-    return y
+    return all_gather(y, form.group) if form.output_mode == "gather" else y
 
 
 def _backward(
@@ -141,6 +144,10 @@ def _backward(
     deferring = form.defers and is_deferring()
     if deferring and source_is_larger:
         kept, make = make(kept), _as_it_is
+    if form.output_mode == "share":
+        grad_output = all_reduce(grad_output.clone(), group)
+    elif form.output_mode == "gather":
+        grad_output = reduce_scatter(grad_output, group)
     gathers_dy, gathers_x = form.output_mode == "scatter", form.input_mode == "gather"
     # A deferred weight gradient keeps only the local part of a gathered input, and gathers it again.
     local, pending = grad_output, None
@@ -257,7 +264,7 @@ def linear_by_handle(
     """The forward of the layer that the handle names.
 
     Args:
-        gather, scatter: number of ranks over which the sequence is joined before the product, or cut after it.
+        gather, scatter: number of ranks over which the sequence is joined before or after the product, or cut after it.
     """
     return _forward(_holder(handle).form, x, weight, bias)
 

@@ -87,7 +87,7 @@ def describe_attention(config: Config, model: Model, context: ParallelContext) -
     heads, kv_heads = (count // context.topology.tp for count in (sizes.num_attention_heads, sizes.num_key_value_heads))
     queries = torch.Size((batch, heads, sizes.seq_length, sizes.head_size))
     backend = config.speed.attention_backend
-    kernel = chosen_kernel(queries, kv_heads, model.dtype, context.device, sizes.attention_dropout)
+    kernel = chosen_kernel(queries, kv_heads, model.dtype, context.device, sizes.attention_dropout, sizes.value_size)
     if kernel is None:
         raise ValueError(f"--attention-backend {backend} has no kernel that runs on this {context.device.type} device. Use auto.")
     head = torch.empty(sizes.head_size, dtype=model.dtype, device=context.device)

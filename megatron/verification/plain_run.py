@@ -21,7 +21,7 @@ from megatron.verification.random_samples import RandomSamples
 from megatron.verification.reference.eight_bits import EightBits
 from megatron.verification.reference.model import Batch, Rules, Seen, by_nobody, losses_with_rules
 from megatron.verification.reference.rotary import RotaryStretch
-from megatron.verification.reference.shape import ReferenceShape, Weights
+from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights
 from megatron.verification.reference.training import Course, Rule, State, batch_size, update
 from megatron.verification.reference.update_rules import Numbers
 
@@ -170,9 +170,10 @@ def reference_shape(
         windows=windows(model),
         unrotated=tuple(_marks(model.no_rope_freq, model.num_layers)) if model.no_rope_freq else (),
         local_base=model.rotary_base_local,
-        score_scale=model.softmax_scale,
+        score_scale=score_scale(model),
         score_cap=model.attn_logit_softcapping,
         sink=_SINKS[model.softmax_type],
+        latent=latent_shape(model) if model.multi_latent_attention else None,
         tied=not model.untie_embeddings_and_output_weights,
         z_loss=training.z_loss_coeff,
         smoothing=training.label_smoothing,
@@ -208,6 +209,20 @@ def _marks(text: str, count: int) -> list[bool]:
         return ast.literal_eval(node)
 
     return [bool(entry) for entry in values(ast.parse(text.strip(), mode="eval").body)]
+
+
+def latent_shape(model: ModelConfig) -> LatentShape:
+    """The sizes of latent attention."""
+    sizes = model.q_lora_rank, model.kv_lora_rank, model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
+    return LatentShape(*sizes)
+
+
+def score_scale(model: ModelConfig) -> float | None:
+    """Factor of the scores; None for 1 / sqrt(channels of a head). In latent attention YaRN enlarges it."""
+    if model.softmax_scale is not None or not model.multi_latent_attention:
+        return model.softmax_scale
+    growth = math.log(max(model.rotary_scaling_factor, 1.0)) if model.rope_type == "yarn" else 0.0
+    return (1 + 0.1 * model.mscale_all_dim * growth) ** 2 / math.sqrt(model.qk_head_dim + model.qk_pos_emb_head_dim)
 
 
 def rotary_stretch(model: ModelConfig) -> RotaryStretch | None:

@@ -15,12 +15,12 @@ from megatron.inference.model_from_source import model_from
 from megatron.parallel.boxes import Box
 from megatron.verification.reference.model import logits as reference_logits
 from megatron.verification.reference.rotary import RotaryStretch
-from megatron.verification.reference.shape import ReferenceShape, random_weights
+from megatron.verification.reference.shape import LatentShape, ReferenceShape, random_weights
 from tests.support.huggingface_models import CASES, VOCAB, logits, opened, saved, some_ids
 from tests.support.layout import Layout, context_of
 from tests.support.lone_rank import lone_rank
 from tests.support.memory_source import MemorySource, reference_source
-from tests.support.reference_runs import gpt2_like, llama_like
+from tests.support.reference_runs import deepseek_like, gpt2_like, llama_like
 from tests.support.warm import run_forked_ranks
 from tools.checkpoints.huggingface_writer import export
 
@@ -45,6 +45,17 @@ SHAPES: dict[str, tuple[str, ReferenceShape]] = {
         llama_like(vocab=131, stretch=RotaryStretch("longrope", 2.0, 9, enlarged=1.1, short=(2.0,) * 4, long=(1.0, 1.5, 2.0, 4.0))),
     ),
     "smollm3": ("smollm3", llama_like(vocab=131, unrotated=(True, False), windows=(4, None), mlp_bias=True, tied=True)),
+    "deepseek-v2": ("deepseek_v2", deepseek_like(vocab=131, epsilon=1e-6, latent=LatentShape(10, 6, plain=6, rotated=4, value=3))),
+    "deepseek-v3-halves": (
+        "deepseek_v3",
+        deepseek_like(
+            vocab=131,
+            epsilon=1e-6,
+            rotary_interleaved=False,
+            latent=LatentShape(query_rank=None, rank=6, plain=5, rotated=4, value=8),
+            stretch=RotaryStretch("yarn", 4.0, 12, 0.05, 1.0, False, 1.2),
+        ),
+    ),
 }
 """Our models, and the architecture that each must become. Mistral's has heads that do not divide the hidden size."""
 

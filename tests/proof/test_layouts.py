@@ -18,14 +18,14 @@ from megatron.verification.reference.update_rules import Numbers
 from tests.support.covering import covering, product
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
-from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, random_batches, train
+from tests.support.reference_runs import ReferenceRun, deepseek_like, gpt2_like, llama_like, random_batches, train
 
 SIZES = [
     (tp, pp, dp) for n in (1, 2, 4, 8) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for dp in (1, 2, 4, 8) if tp * pp * dp == n
 ]
 AXES: dict[str, list[Any]] = {
     "sizes": SIZES,
-    "style": ["gpt2", "llama"],
+    "style": ["gpt2", "llama", "deepseek"],
     "tied": [True, False],
     "sequence_parallel": [False, True, "overlapping"],
     "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"],
@@ -48,6 +48,8 @@ def shape_for(style: str, tied: bool, chunks: int) -> ReferenceShape:
     layers = chunks + 1
     if style == "gpt2":
         return gpt2_like(num_layers=layers, hidden=16, ffn=24, heads=8, kv_heads=8, head_size=4, vocab=VOCAB, seq=8, tied=tied)
+    if style == "deepseek":
+        return deepseek_like(num_layers=layers, hidden=16, ffn=24, heads=8, kv_heads=8, vocab=VOCAB, seq=8, tied=tied)
     return llama_like(num_layers=layers, hidden=16, ffn=24, heads=8, kv_heads=4, head_size=4, vocab=VOCAB, seq=8, tied=tied)
 
 

@@ -50,6 +50,15 @@ _NEOX = {
     "rotary_pct": 0.25,
 }
 _SMALL = _LLAMA | {"vocab_size": 131}
+_DEEPSEEK = _SMALL | {
+    "num_key_value_heads": 6,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+}
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 64, "n_inner": 80}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,6 +100,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox-in-turn": ("gpt_neox", _NEOX | {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "relu"}),
     "phi3": ("phi3", _SMALL | {"pad_token_id": None, "sliding_window": 11}),
     "phi3-longrope": ("phi3", _SMALL | {"pad_token_id": None, "original_max_position_embeddings": 24, "rope_scaling": _LONGROPE}),
+    "deepseek-v2": ("deepseek_v2", _DEEPSEEK | {"q_lora_rank": None, "mlp_bias": True}),
+    "deepseek-v2-yarn": ("deepseek_v2", _DEEPSEEK | {"rope_scaling": _YARN}),
+    "deepseek-v3": ("deepseek_v3", _DEEPSEEK | {"rope_scaling": {name: _YARN[name] for name in _YARN if name != "mscale"}}),
+    "deepseek-v3-halves": ("deepseek_v3", _DEEPSEEK | {"rope_interleave": False, "tie_word_embeddings": True}),
 }
 """Name -> architecture and settings; grouped queries of 6 heads over 3 unless they say otherwise."""
 

@@ -35,7 +35,7 @@ from megatron.verification.prove import import_before_fork
 from megatron.verification.recording import parts_of_parameters, parts_of_shards, set_weights
 from megatron.verification.reference.model import Batch
 from megatron.verification.reference.rotary import RotaryStretch
-from megatron.verification.reference.shape import ReferenceShape, Weights
+from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights
 from tests.support.reference_runs import ReferenceRun
 from tests.support.warm import run_warm_ranks
 from tests.support.windows import Windows
@@ -154,11 +154,26 @@ def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
         softmax_scale=shape.score_scale,
         attn_logit_softcapping=shape.score_cap,
         softmax_type={"none": "vanilla", "one": "off-by-one", "learned": "learnable"}[shape.sink],
+        **latent_settings(shape.latent),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         make_vocab_size_divisible_by=1,
     )
     return ModelConfig(**{**settings, **changes})
+
+
+def latent_settings(latent: LatentShape | None) -> dict[str, Any]:
+    """The settings of latent attention."""
+    if latent is None:
+        return {}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.rank,
+        "qk_head_dim": latent.plain,
+        "qk_pos_emb_head_dim": latent.rotated,
+        "v_head_dim": latent.value,
+    }
 
 
 def stretch_settings(stretch: RotaryStretch | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.verification.reference.model import Batch, Rules, losses_with_rules, spans, token_losses
-from megatron.verification.reference.shape import ReferenceShape, Weights
+from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights
 from megatron.verification.reference.training import Rule, State, update
 from megatron.verification.reference.update_rules import Numbers
 
@@ -25,6 +25,12 @@ def llama_like(**changes: object) -> ReferenceShape:
     parts = {"positions": "rope", "norm": "RMSNorm", "activation": "swiglu", "bias": False, "tied": False}
     sizes = {"num_layers": 2, "hidden": 32, "ffn": 48, "heads": 4, "kv_heads": 2, "head_size": 8, "vocab": 64, "seq": 16}
     return ReferenceShape(**{**sizes, **parts, **changes})  # type: ignore[arg-type]
+
+
+def deepseek_like(**changes: object) -> ReferenceShape:
+    """A small dense DeepSeek: the same with latent attention. No two sizes are equal."""
+    latent = LatentShape(query_rank=10, rank=6, plain=5, rotated=4, value=3)
+    return llama_like(**{"kv_heads": 4, "qk_norm": True, "rotary_interleaved": True, "latent": latent, **changes})
 
 
 def random_batches(shape: ReferenceShape, steps: int, batch: int, microbatch: int, seed: int) -> list[Batch]:

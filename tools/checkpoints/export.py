@@ -13,7 +13,21 @@ from pathlib import Path
 from tools.checkpoints.text import size
 from tools.checkpoints.tokenizer_choice import add_choice, chosen_tokenizer, local_folder
 
-FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3", "stablelm", "olmo2", "olmo3", "gpt_neox")
+FAMILIES = (
+    "gpt2",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3",
+    "smollm3",
+    "stablelm",
+    "olmo2",
+    "olmo3",
+    "gpt_neox",
+    "deepseek_v2",
+    "deepseek_v3",
+)
 DTYPES = ("float32", "bfloat16", "float16")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -22,7 +22,7 @@ from megatron.checkpoint.global_tensor import bytes_of, dtype_name
 from megatron.checkpoint.huggingface.families import fitting
 from megatron.checkpoint.huggingface.family import Family
 from megatron.checkpoint.huggingface.fields import CONFIG
-from megatron.checkpoint.huggingface.layout import WeightLayout
+from megatron.checkpoint.huggingface.layout import WeightLayout, their_tensors
 from megatron.checkpoint.huggingface.weight_files import INDEX, SINGLE
 from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import Entry, header_bytes, in_files
@@ -147,8 +147,7 @@ def _check_weights(source: WeightSource, layouts: dict[str, WeightLayout]) -> No
 
 def _tensors(source: WeightSource, layouts: dict[str, WeightLayout], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in the order of the files, made one parameter at a time."""
-    for name, layout in layouts.items():
-        yield from layout.theirs(source.read(name).to(dtype))
+    yield from their_tensors(layouts, lambda name: source.read(name).to(dtype))
 
 
 def _write_shard(path: Path, entries: Sequence[Entry], stream: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -80,7 +80,7 @@ def products_in_8_bits(place: Place) -> str:
             if place.on_cuda and why_not(fp8, torch.cuda.get_device_capability(device), torch.version.cuda or "0.0"):
                 found.append(f"{recipe} {form}: not on this GPU")
                 continue
-            products = Fp8Products(fp8, Group("tp", (0,), 0), outputs_split=True)
+            products = Fp8Products(fp8, Group("tp", (0,), 0), "outputs")
             pairs = zip(results(products, device), results(products, torch.device("cpu")), strict=True)
             furthest = max(float((one.double() - other.double()).norm() / other.double().norm()) for one, other in pairs)
             found.append(within(furthest, 1e-2, f"{recipe} {form}: relative distance"))

@@ -9,6 +9,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.huggingface.family import Family, FieldGroup, Settings
 from megatron.checkpoint.huggingface.fields import Fields
 from megatron.checkpoint.huggingface.groups import ActivationField, Biases, Dropouts, NotBuilt, Number, Only, Sizes, Switch
+from megatron.checkpoint.huggingface.latent_fields import OF_EXPERTS, LatentSizes
 from megatron.checkpoint.huggingface.layer_fields import NoRotaryLayers, WindowFields
 from megatron.checkpoint.huggingface.rotary_fields import Rotary
 from megatron.config.model import ModelConfig
@@ -105,7 +106,7 @@ def _like_llama(
     name: str,
     architecture: str,
     *groups: FieldGroup,
-    sizes: Sizes,
+    sizes: Sizes | LatentSizes,
     tied: bool = False,
     epsilon: float = 1e-6,
     rotary: Rotary | None = None,
@@ -290,9 +291,58 @@ GPT_OSS = _like_llama(
     always={"softmax_type": "learnable"},
 )
 
+_LATENT_NAMES = {
+    "attention.q": "self_attn.q_proj",
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_latent_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.k_rotary": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+}
+_LATENT: Settings = {"multi_latent_attention": True, "qk_layernorm": True}
+_LATER_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Layers that predict tokens after the next, which change no logits; a file that holds their weights is refused for these."""
+
+DEEPSEEK_V2 = _like_llama(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    Biases(switches={"mlp_bias": ("mlp",)}),
+    sizes=LatentSizes(max_positions=2048, dense_layers=0),
+    always={**_LATENT, "rotary_interleaved": True},
+    names=_LATENT_NAMES,
+    without_effect=OF_EXPERTS,
+)
+DEEPSEEK_V3 = _like_llama(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    Biases(),
+    Switch("rope_interleave", "rotary_interleaved", True),
+    sizes=LatentSizes(max_positions=4096, dense_layers=3),
+    always=_LATENT,
+    names=_LATENT_NAMES,
+    without_effect=(*OF_EXPERTS, *_LATER_TOKENS),
+)
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, SMOLLM3, STABLELM, OLMO2, OLMO3, GPT_NEOX, GPT_OSS)
+    for family in (
+        GPT2,
+        LLAMA,
+        QWEN2,
+        QWEN3,
+        MISTRAL,
+        PHI3,
+        SMOLLM3,
+        STABLELM,
+        OLMO2,
+        OLMO3,
+        GPT_NEOX,
+        GPT_OSS,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+    )
 }
 """Architectures by their name in config.json. A model is written as the first that it fits."""
 

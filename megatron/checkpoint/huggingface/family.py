@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron.checkpoint.huggingface.fields import Fields
-from megatron.checkpoint.huggingface.layout import WeightLayout, projection_rows
+from megatron.checkpoint.huggingface.layout import WeightLayout, projection_rows, share_tensors
 from megatron.config.checks import model as model_rules
 from megatron.config.checks.finding import rules_in
 from megatron.config.config import Config
@@ -110,6 +110,7 @@ class Family:
                 counts = parts if len(theirs) == len(parts) else counts  # or one tensor with all three
             transposed = self.transposed and is_matrix and layer is not None
             found[name] = WeightLayout(record.shape, is_matrix, dict(zip(theirs, counts, strict=True)), order, transposed)
+        share_tensors(found)
         return found
 
     def is_buffer(self, name: str) -> bool:

@@ -11,7 +11,7 @@ from megatron.checkpoint.huggingface.family import Settings
 from megatron.checkpoint.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.spec.activations import activation_of, by_hugging_face_name
-from megatron.spec.layers import layers
+from megatron.spec.layers import AttentionSpec, layers
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Biases:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         layer = layers(model)[0]
         there: dict[BiasPlace, bool] = {
-            "qkv": layer.attention.qkv_bias,
+            "qkv": isinstance(layer.attention, AttentionSpec) and layer.attention.qkv_bias,
             "output": layer.attention.output_bias,
             "mlp": layer.mlp.bias,
         }

@@ -7,8 +7,8 @@ of fused, split and reordered projections, the rows of their tensors, laid end t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,7 +26,8 @@ class WeightLayout:
     rows: dict[str, int]
     """Number of rows of each of their tensors."""
     order: torch.Tensor | None = None
-    """Place of each of our rows among theirs, laid end to end: int64 [rows]. None: the same order."""
+    """Place of each of our rows among theirs, laid end to end: int64 [rows]. None: the same order. Where it names only some of
+    theirs, the others are those of other parameters of ours."""
     transposed: bool = False
     """Whether their tensors are stored [columns, rows], as in GPT-2."""
 
@@ -61,15 +62,46 @@ class WeightLayout:
         return out
 
     def theirs(self, ours: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Their tensors, one after the other, made of our whole parameter (parts of it, where the order is the same)."""
+        """Their tensors, one after the other, made of our whole parameter (parts of it, where the order is the same). Rows that are
+        not ours are zero."""
         rows = ours.reshape(-1, self.columns)
         if self.order is not None:
-            rows = torch.empty_like(rows).index_copy_(0, self.order, rows)
+            rows = rows.new_zeros((sum(self.rows.values()), self.columns)).index_copy_(0, self.order, rows)
         for (name, shape), part in zip(self.their_shapes().items(), rows.split([*self.rows.values()]), strict=True):
             yield name, (part.t() if self.transposed else part).contiguous().view(shape)
 
     def _matrix(self, theirs: torch.Tensor) -> torch.Tensor:
         return theirs.t() if self.transposed else theirs.view(-1, self.columns)
+
+
+def share_tensors(layouts: dict[str, WeightLayout]) -> None:
+    """Let parameters that are parts of one of their tensors have its rows one after the other, in the order of the forward."""
+    users: dict[str, list[str]] = {}
+    for name, layout in layouts.items():
+        for theirs in layout.rows:
+            users.setdefault(theirs, []).append(name)
+    for theirs, names in users.items():
+        counts, first = [layouts[name].rows[theirs] for name in names], 0
+        for name, count in zip(names, counts, strict=True) if len(names) > 1 else ():
+            layouts[name] = replace(layouts[name], rows={theirs: sum(counts)}, order=torch.arange(first, first + count))
+            first += count
+
+
+def their_tensors(layouts: Mapping[str, WeightLayout], ours: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All of their tensors, made one parameter at a time; of one that several neighbours are parts of, one after the other.
+
+    Args:
+        ours: gives our whole parameter of a name.
+    """
+    waiting: tuple[str, torch.Tensor] | None = None
+    for name, following in zip(layouts, [*layouts][1:] + [None], strict=True):
+        for theirs, tensor in layouts[name].theirs(ours(name)):
+            if waiting is not None:
+                assert waiting[0] == theirs, "its parts are neighbours"
+                tensor = tensor + waiting[1]  # each is zero where the other is not
+            waiting = (theirs, tensor) if following is not None and theirs in layouts[following].rows else None
+            if waiting is None:
+                yield theirs, tensor
 
 
 def projection_rows(model: ModelConfig) -> tuple[list[int], torch.Tensor]:

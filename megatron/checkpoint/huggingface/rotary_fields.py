@@ -25,6 +25,7 @@ from megatron.spec.rotary import (
     YarnScaling,
     original_context,
     rotary_of,
+    yarn_magnitude,
 )
 
 DEFAULT_THETA = 10000.0
@@ -146,7 +147,7 @@ def _dynamic(parameters: _Parameters, positions: int, original: Any) -> Settings
 
 def _yarn(parameters: _Parameters, positions: int, original: Any) -> Settings:
     original = parameters.length(original)
-    read = {
+    read: dict[str, Any] = {
         "rope_type": "yarn",
         "rotary_scaling_factor": parameters.number("factor", positions / original),
         _ORIGINAL: original,
@@ -156,9 +157,12 @@ def _yarn(parameters: _Parameters, positions: int, original: Any) -> Settings:
     }
     given = parameters.take("attention_factor", None)
     weights = [parameters.take(name, 0.0) for name in ("mscale", "mscale_all_dim")]
-    if given is not None:
-        return read | {"rope_attention_factor": float(given)}
-    return read | (dict(zip(("mscale", "mscale_all_dim"), map(float, weights), strict=True)) if all(weights) else {})
+    if given is None and all(weights):
+        return read | dict(zip(("mscale", "mscale_all_dim"), map(float, weights), strict=True))
+    if weights[1]:  # by itself it acts on the scores of latent attention alone
+        given = yarn_magnitude(read["rotary_scaling_factor"], 1.0) if given is None else given
+        read["mscale_all_dim"] = float(weights[1])
+    return read if given is None else read | {"rope_attention_factor": float(given)}
 
 
 def _longrope(parameters: _Parameters, positions: int, original: Any) -> Settings:
@@ -199,6 +203,7 @@ def _written(scaling: Scaling | None, model: ModelConfig) -> dict[str, Any]:
         case YarnScaling():
             weights = {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
             by_weights = model.rope_attention_factor is None and all(weights.values())
+            of_scores = {"mscale_all_dim": model.mscale_all_dim} if model.multi_latent_attention and model.mscale_all_dim else {}
             return {
                 "rope_type": "yarn",
                 "factor": scaling.factor,
@@ -206,7 +211,7 @@ def _written(scaling: Scaling | None, model: ModelConfig) -> dict[str, Any]:
                 "beta_fast": scaling.fast,
                 "beta_slow": scaling.slow,
                 "truncate": scaling.whole_pairs,
-                **(weights if by_weights else {"attention_factor": scaling.magnitude}),
+                **(weights if by_weights else {"attention_factor": scaling.magnitude, **of_scores}),
             }
         case LongScaling():
             return {

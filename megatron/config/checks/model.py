@@ -25,11 +25,14 @@ from megatron.spec.activations import FLAGS, activation_of, spelled
 from megatron.spec.layer_pattern import pattern_problem, read_pattern, read_window
 from megatron.spec.rotary import rotated_channels
 
+_OF_LATENT_HEADS = ("multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim")
+"""Settings from which the size of a head follows in latent attention."""
+
 hidden_divides_by_heads = divides(
     "hidden_size",
     "num_attention_heads",
     "The heads share the hidden size evenly, unless --kv-channels sets the size of a head.",
-    where=acts_with(kv_channels=None),
+    where=acts_with(kv_channels=None, multi_latent_attention=False, every=True),
 )
 
 
@@ -49,6 +52,28 @@ def mlp_has_width(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("multi_latent_attention", "position_embedding_type")
+def latent_attention_is_rotated(config: Config, world_size: int) -> Iterator[Finding]:
+    """Some channels of each head are there for rotary positions alone (--qk-pos-emb-head-dim)."""
+    if config.model.multi_latent_attention and config.model.position_embedding_type != "rope":
+        yield Finding(
+            f"--multi-latent-attention with {shown(config, 'position_embedding_type')}.", [change(position_embedding_type="rope")]
+        )
+
+
+latent_has_no_groups = exclude_each_other(
+    "multi_latent_attention",
+    "group_query_attention",
+    why="Each is a way to keep less of keys and values; a latent gives keys and values to every query head.",
+)
+latents_have_no_width = exclude_each_other(
+    "multi_latent_attention",
+    "mup_base_width",
+    why="muP scales by how many times wider a product is than that of a small model, and latents have sizes of their own.",
+)
+latent_norms_are_not_of_heads = exclude_each_other(
+    "multi_latent_attention", "qk_layernorm_all_heads", why="Latent attention normalises latents, not heads."
+)
 query_groups_divide_heads = divides(
     "num_attention_heads",
     "num_query_groups",
@@ -58,14 +83,21 @@ query_groups_divide_heads = divides(
 one_activation = exclude_each_other(*FLAGS, why="Each sets the MLP's activation.")
 
 
-@rule("rotary_percent", "kv_channels", "position_embedding_type", "hidden_size", "num_attention_heads")
+@rule(
+    *("rotary_percent", "kv_channels", "position_embedding_type", "hidden_size", "num_attention_heads", "qk_pos_emb_head_dim"),
+    reads=_OF_LATENT_HEADS,
+)
 def rotated_channels_pair_up(config: Config, world_size: int) -> Iterator[Finding]:
     """Rotary embeddings turn channels in pairs, so the number must be even and at least 2."""
     model = config.model
     if model.position_embedding_type != "rope" or model.head_size < 1:
         return
     rotated = rotated_channels(model)
-    if rotated < 2 or rotated % 2:
+    if model.multi_latent_attention:
+        if rotated % 2:
+            nearest = try_values("qk_pos_emb_head_dim", rotated, multiples_near(rotated, 2))
+            yield Finding(f"{shown(config, 'qk_pos_emb_head_dim')} is odd.", [nearest], fields=("qk_pos_emb_head_dim",))
+    elif rotated < 2 or rotated % 2:
         yield Finding(
             f"{shown(config, 'rotary_percent')} of a head of {model.head_size} channels rotates {rotated} of them.",
             [
@@ -115,7 +147,7 @@ def yarn_has_a_falling_course(config: Config, world_size: int) -> Iterator[Findi
         )
 
 
-@rule("rope_type", "kv_channels", reads=("rotary_percent", "hidden_size", "num_attention_heads"))
+@rule("rope_type", "kv_channels", reads=("rotary_percent", "hidden_size", "num_attention_heads", *_OF_LATENT_HEADS))
 def dynamic_base_has_pairs(config: Config, world_size: int) -> Iterator[Finding]:
     """The base grows so that the slowest pair of channels is stretched by the factor and the fastest not at all: there must be
     two."""
@@ -128,7 +160,7 @@ def dynamic_base_has_pairs(config: Config, world_size: int) -> Iterator[Finding]
     "rope_short_factors",
     "rope_long_factors",
     "rope_type",
-    reads=("kv_channels", "rotary_percent", "hidden_size", "num_attention_heads"),
+    reads=("kv_channels", "rotary_percent", "hidden_size", "num_attention_heads", *_OF_LATENT_HEADS),
 )
 def each_pair_has_its_factors(config: Config, world_size: int) -> Iterator[Finding]:
     """LongRoPE has a factor for each rotated pair of channels, in each of two lists."""

@@ -21,7 +21,8 @@ from megatron.spec.activations import FLAGS
 
 _SIZES = (
     *("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups", "tensor_model_parallel_size"),
-    *("group_query_attention", "seq_length", "micro_batch_size", *FLAGS),
+    *("group_query_attention", "seq_length", "micro_batch_size", "sequence_parallel", *FLAGS, "multi_latent_attention"),
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
 )
 
 
@@ -53,20 +54,54 @@ def _dimensions(config: Config) -> dict[str, tuple[int, tuple[str, ...]]]:
     model, ranks = config.model, config.parallel.tensor_model_parallel_size
     heads, tp = ("num_attention_heads", "kv_channels"), "tensor_model_parallel_size"
     tokens = model.seq_length * config.training.micro_batch_size
-    divided = {
-        "rows of queries, keys and values": ((model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_size, heads),
-        "channels of heads": (model.num_attention_heads * model.head_size, heads),
-        "channels of the MLP": (model.ffn_size, ("ffn_hidden_size",)),
-    }
-    return {
+    whole: dict[str, tuple[int, tuple[str, ...]]] = {
         "hidden channels": (model.hidden_size, ("hidden_size",)),
         "tokens of a microbatch": (tokens, ("micro_batch_size", "seq_length")),
+    }
+    if model.multi_latent_attention:
+        in_latents, divided = _dimensions_of_latents(config, tokens)
+        whole |= in_latents
+    else:
+        divided = {
+            "rows of queries, keys and values": (
+                (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_size,
+                heads,
+            ),
+            "channels of heads": (model.num_attention_heads * model.head_size, heads),
+        }
+    divided["channels of the MLP"] = (model.ffn_size, ("ffn_hidden_size",))
+    return {
+        **whole,
         **{
             f"{what} on a tensor rank": (size // ranks, (*named, tp))
             for what, (size, named) in divided.items()
             if size % ranks == 0
         },
     }
+
+
+def _dimensions_of_latents(
+    config: Config, tokens: int
+) -> tuple[dict[str, tuple[int, tuple[str, ...]]], dict[str, tuple[int, tuple[str, ...]]]]:
+    """The dimensions of products in latent attention: those that every tensor rank has whole, and those that the ranks divide."""
+    model, heads = config.model, config.model.num_attention_heads
+    whole: dict[str, tuple[int, tuple[str, ...]]] = {
+        "channels of the latent of keys and values": (model.kv_lora_rank, ("kv_lora_rank",)),
+        "rotated channels of a head": (model.qk_pos_emb_head_dim, ("qk_pos_emb_head_dim",)),
+    }
+    if model.q_lora_rank is not None:
+        whole["channels of the latent of queries"] = (model.q_lora_rank, ("q_lora_rank",))
+    divided = {
+        "rows of queries": (heads * model.head_size, ("num_attention_heads", "qk_head_dim", "qk_pos_emb_head_dim")),
+        "rows of keys and values": (
+            heads * (model.qk_head_dim + model.v_head_dim),
+            ("num_attention_heads", "qk_head_dim", "v_head_dim"),
+        ),
+        "channels of values": (heads * model.v_head_dim, ("num_attention_heads", "v_head_dim")),
+    }
+    if config.parallel.sequence_parallel:  # each rank makes the latents of its part of the sequence
+        divided["tokens of a microbatch"] = (tokens, ("micro_batch_size", "seq_length"))
+    return whole, divided
 
 
 @rule(

@@ -47,6 +47,7 @@ def attention_call(config: Config, *, on_cuda: bool) -> AttentionCall:
         config.training.deterministic_mode,
         config.data.reset_attention_mask,
         window=any(each.reach(model.seq_length) is not None for each in scores),
+        value_size=model.value_size,
         shaped=any(each.softcap is not None or each.softmax != "vanilla" for each in scores),
     )
 
@@ -78,7 +79,8 @@ def _refused(config: Config, *, on_cuda: bool) -> str | None:
     reads=(
         *("device", "fp16", "bf16", "fp64", "deterministic_mode", "reset_attention_mask", "attention_dropout"),
         *("hidden_size", "num_attention_heads", "kv_channels", "group_query_attention", "num_query_groups"),
-        *("seq_length", "window_size", "softmax_type", "softmax_scale", "attn_logit_softcapping"),
+        *("seq_length", "window_size", "softmax_type", "softmax_scale", "attn_logit_softcapping", "multi_latent_attention"),
+        *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     ),
 )
 def a_kernel_takes_the_shapes(config: Config, world_size: int) -> Iterator[Finding]:

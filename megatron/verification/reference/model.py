@@ -69,7 +69,8 @@ def logits(
         eight = shape.eight_bits_of(i)
         before, behind = shape.norms != "post", shape.norms != "pre"
         start = x
-        attended = attention(shape, i, layer, norm(shape, layer, "attention_norm", x) if before else x, positions, documents, eight)
+        attend = attention if shape.latent is None else latent_attention
+        attended = attend(shape, i, layer, norm(shape, layer, "attention_norm", x) if before else x, positions, documents, eight)
         x = x + shape.residual_multiplier * (norm(shape, layer, "attention_post_norm", attended) if behind else attended)
         source = start if shape.parallel else x
         fed = mlp(shape, layer, norm(shape, layer, "mlp_norm", source) if before else source, eight)
@@ -106,20 +107,66 @@ def attention(
         q, k = rotate(shape, q, positions, local=local), rotate(shape, k, positions, local=local)
     # Every query head of a group uses the same key and value head.
     k, v = k.repeat_interleave(n // g, dim=2), v.repeat_interleave(n // g, dim=2)
+    return mix(shape, number, layer, (q, k, v), documents, eight)
+
+
+def latent_attention(
+    shape: ReferenceShape,
+    number: int,
+    layer: Weights,
+    x: Tensor,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    eight: EightBits | None = None,
+) -> Tensor:
+    """The same with keys and values made of a latent (DeepSeek-V2). Each head has its own plain key beside the same rotated one."""
+    latent = shape.latent
+    assert latent is not None
+
+    def normed(name: str, values: Tensor) -> Tensor:
+        return norm(shape, layer, f"attention.{name}", values) if shape.qk_norm else values
+
+    if latent.query_rank is None:
+        q = linear(layer, "attention.q", x, eight)
+    else:
+        q = linear(layer, "attention.q_up", normed("q_latent_norm", linear(layer, "attention.q_down", x, eight)), eight)
+    q = q.unflatten(-1, (shape.heads, -1))
+    kv = linear(layer, "attention.kv_up", normed("kv_latent_norm", linear(layer, "attention.kv_down", x, eight)), eight)
+    kv = kv.unflatten(-1, (shape.heads, -1))
+    rotary = [q[..., latent.plain :], linear(layer, "attention.k_rotary", x, eight)[:, :, None]]
+    if shape.is_rotated(number):
+        local = shape.window_of(number) is not None and shape.local_base is not None
+        rotary = [rotate(shape, part, positions, local=local) for part in rotary]
+    q = torch.cat([q[..., : latent.plain], rotary[0]], dim=-1)
+    k = torch.cat([kv[..., : latent.plain], rotary[1].expand(-1, -1, shape.heads, -1)], dim=-1)
+    return mix(shape, number, layer, (q, k, kv[..., latent.plain :]), documents, eight)
+
+
+def mix(
+    shape: ReferenceShape,
+    number: int,
+    layer: Weights,
+    heads: tuple[Tensor, Tensor, Tensor],
+    documents: Tensor | None,
+    eight: EightBits | None,
+) -> Tensor:
+    """Mix values by scores, for queries, keys and values [B, s, n, ...] of as many heads, and multiply with the output matrix."""
+    q, k, v = heads
+    (batch, seq, n, d), window = q.shape, shape.window_of(number)
     scores = torch.einsum("bind,bjnd->bnij", q, k) * (1 / math.sqrt(d) if shape.score_scale is None else shape.score_scale)
     if shape.score_cap is not None:
         scores = shape.score_cap * torch.tanh(scores / shape.score_cap)
-    back = torch.arange(seq, device=x.device)[:, None] - torch.arange(seq, device=x.device)  # i - j
+    back = torch.arange(seq, device=q.device)[:, None] - torch.arange(seq, device=q.device)  # i - j
     hidden = back < 0 if window is None else (back < 0) | (back > window)
     if documents is not None:
         hidden = hidden | (documents[:, :, None] != documents[:, None, :])[:, None]
     scores = scores.masked_fill(hidden, -math.inf)
     if shape.sink != "none":  # one more column, of which nothing is mixed in
-        sinks = layer["attention.sinks"] if shape.sink == "learned" else x.new_zeros(n)
+        sinks = layer["attention.sinks"] if shape.sink == "learned" else q.new_zeros(n)
         scores = torch.cat([scores, sinks.view(1, n, 1, 1).expand(batch, n, seq, 1)], dim=-1)
     probabilities = scores.softmax(dim=-1)[..., :seq]
     mixed = torch.einsum("bnij,bjnd->bind", probabilities, v)
-    return linear(layer, "attention.output", mixed.reshape(batch, seq, n * d), eight)
+    return linear(layer, "attention.output", mixed.flatten(2), eight)
 
 
 def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None, *, local: bool = False) -> Tensor:
@@ -128,7 +175,7 @@ def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None, *,
     The first rotary_percent of the channels are rotated; channel c and channel c + half of them are a pair, as in GPT-NeoX and
     Llama, or with rotary_interleaved each channel and its neighbour. `local` is by local_base, without stretching.
     """
-    rotated = int(shape.head_size * shape.rotary_percent)
+    rotated = int(shape.head_size * shape.rotary_percent) if shape.latent is None else shape.latent.rotated
     base, stretch = (shape.local_base, None) if local else (shape.rotary_base, shape.stretch)
     assert base is not None
     found = rotary_frequencies(base, rotated, stretch, x.shape[1])

@@ -15,6 +15,20 @@ Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
+class LatentShape:
+    """Sizes of latent attention (DeepSeek-V2), which has heads of `plain` channels and `rotated` ones behind them."""
+
+    query_rank: int | None
+    """Size of the latent that queries are made of; None where they are made of the hidden state."""
+    rank: int
+    """Size of the latent that keys and values are made of."""
+    plain: int
+    rotated: int
+    value: int
+    """Size of a value head."""
+
+
+@dataclass(frozen=True)
 class ReferenceShape:
     """Sizes and parts of the model."""
 
@@ -62,6 +76,7 @@ class ReferenceShape:
     mlp_bias: bool = False
     """Whether the MLP's projections have biases even without the others."""
     qk_norm: bool = False
+    """Whether heads of queries and keys are normalised; in latent attention the latents."""
     qk_norm_all_heads: bool = False
     """Whether all query heads are normalised as one vector, and all key heads; else each head is."""
     windows: tuple[int | None, ...] = ()
@@ -76,6 +91,8 @@ class ReferenceShape:
     """Scores are capped softly by this."""
     sink: Literal["none", "one", "learned"] = "none"
     """What the softmax adds to its denominator: nothing, 1, or exp of a weight for each head."""
+    latent: LatentShape | None = None
+    """Latent attention in all layers; its sizes stand in place of head_size."""
     tied: bool = True
     z_loss: float = 0.0
     """Beside the cross entropy, this x (log Z)^2 of each token is minimised (but not reported)."""
@@ -106,7 +123,9 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
     """Shape of every weight by name, in the order of the forward pass. Matrices are [out, in].
 
     The query-key-value projection is grouped by key-value head: the rows of a group are its query heads, its key head and its
-    value head, each of head_size rows. A gated MLP's `up` is [2, ffn, hidden]: the gate, then the up projection.
+    value head, each of head_size rows. In latent attention the rows of a head of queries are its plain channels, then its rotated
+    ones; those of a head of `kv_up` the plain channels of its key, then its value. A gated MLP's `up` is [2, ffn, hidden]: the
+    gate, then the up projection.
     """
     h, d = shape.hidden, shape.head_size
     qkv_rows = (shape.heads + 2 * shape.kv_heads) * d
@@ -124,19 +143,42 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
         if bias:
             shapes[f"{name}.bias"] = out
 
+    def add_heads(name: str) -> None:
+        add_linear(f"{name}.qkv", (qkv_rows,), h, shape.bias or shape.qkv_bias)
+        if shape.qk_norm:
+            add_norm(f"{name}.q_norm", shape.heads * d if shape.qk_norm_all_heads else d)
+            add_norm(f"{name}.k_norm", shape.kv_heads * d if shape.qk_norm_all_heads else d)
+
+    def add_latent(name: str, latent: LatentShape) -> None:
+        query = h
+        if latent.query_rank is not None:
+            query = latent.query_rank
+            add_linear(f"{name}.q_down", (query,), h, False)
+            if shape.qk_norm:
+                add_norm(f"{name}.q_latent_norm", query)
+        add_linear(
+            f"{name}.{'q' if latent.query_rank is None else 'q_up'}", (shape.heads * (latent.plain + latent.rotated),), query, False
+        )
+        add_linear(f"{name}.kv_down", (latent.rank,), h, False)
+        add_linear(f"{name}.k_rotary", (latent.rotated,), h, False)
+        if shape.qk_norm:
+            add_norm(f"{name}.kv_latent_norm", latent.rank)
+        add_linear(f"{name}.kv_up", (shape.heads * (latent.plain + latent.value),), latent.rank, False)
+
     shapes["embedding.word.weight"] = (shape.vocab, h)
     if shape.positions == "learned":
         shapes["embedding.position.weight"] = (shape.num_positions or shape.seq, h)
     for i in range(shape.num_layers):
         if shape.norms != "post":
             add_norm(f"layers.{i}.attention_norm", h)
-        add_linear(f"layers.{i}.attention.qkv", (qkv_rows,), h, shape.bias or shape.qkv_bias)
-        if shape.qk_norm:
-            add_norm(f"layers.{i}.attention.q_norm", shape.heads * d if shape.qk_norm_all_heads else d)
-            add_norm(f"layers.{i}.attention.k_norm", shape.kv_heads * d if shape.qk_norm_all_heads else d)
+        if shape.latent is not None:
+            add_latent(f"layers.{i}.attention", shape.latent)
+        else:
+            add_heads(f"layers.{i}.attention")
         if shape.sink == "learned":
             shapes[f"layers.{i}.attention.sinks"] = (shape.heads,)
-        add_linear(f"layers.{i}.attention.output", (h,), shape.heads * d, shape.bias or shape.output_bias)
+        inner = shape.heads * (d if shape.latent is None else shape.latent.value)
+        add_linear(f"layers.{i}.attention.output", (h,), inner, shape.bias or shape.output_bias)
         if shape.norms != "pre":
             add_norm(f"layers.{i}.attention_post_norm", h)
         if shape.norms != "post":

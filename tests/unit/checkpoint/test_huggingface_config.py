@@ -24,7 +24,7 @@ from megatron.verification.reference.rotary import RotaryStretch
 from tests.support.huggingface_models import library
 from tests.support.layout import model_config
 from tests.support.lone_rank import CPU
-from tests.support.reference_runs import gpt2_like, llama_like
+from tests.support.reference_runs import deepseek_like, gpt2_like, llama_like
 
 LLAMA = {
     "model_type": "llama",
@@ -47,6 +47,8 @@ PHI3 = LLAMA | {"model_type": "phi3"}
 STABLELM = {k: v for k, v in LLAMA.items() if k != "rms_norm_eps"} | {"model_type": "stablelm", "hidden_size": 96}
 OLMO3 = LLAMA | {"model_type": "olmo3"}
 SMOLLM3 = LLAMA | {"model_type": "smollm3"}
+DEEPSEEK_V2 = LLAMA | {"model_type": "deepseek_v2", "num_key_value_heads": 6, "first_k_dense_replace": 3}
+DEEPSEEK_V3 = DEEPSEEK_V2 | {"model_type": "deepseek_v3"}
 GPT2 = {"model_type": "gpt2", "vocab_size": 128, "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 64}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -116,6 +118,17 @@ def read(config: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
         (STABLELM, {"use_parallel_residual": True}, "use_parallel_residual = True: its attention and MLP"),
         (STABLELM, {"qk_layernorm": True}, "qk_layernorm = True: it has a norm of its own"),
         (PHI3, {"partial_rotary_factor": 0.1}, "of a head of 8 channels rotates 0"),
+        (DEEPSEEK_V2, {"first_k_dense_replace": 2}, "first_k_dense_replace = 2: layers from number 2 on have experts"),
+        (DEEPSEEK_V2, {"first_k_dense_replace": None}, "first_k_dense_replace = None"),
+        (DEEPSEEK_V2, {"num_key_value_heads": 3}, "num_key_value_heads = 3"),
+        (DEEPSEEK_V2, {"attention_bias": True}, "attention_bias = True"),
+        (DEEPSEEK_V2, {"rope_interleave": True}, "rope_interleave = True: unknown"),
+        (DEEPSEEK_V2, {"qk_rope_head_dim": 7}, "--qk-pos-emb-head-dim 7 is odd"),
+        (DEEPSEEK_V2, {"head_dim": 32}, "head_dim = 32"),
+        (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05"),
+        (DEEPSEEK_V3, {"mlp_bias": True}, "mlp_bias = True: unknown"),
+        (DEEPSEEK_V3, {"q_lora_rank": 0}, "q_lora_rank = 0"),
+        (DEEPSEEK_V3, {"rope_interleave": 1}, "rope_interleave = 1"),
         (GPT2, {"activation_function": "silu"}, "activation_function = 'silu'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         (GPT2, {"scale_attn_weights": False}, "scale_attn_weights = False"),
@@ -214,6 +227,50 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936},
         {"qk_layernorm": True, "head_size": 128, "hidden_size": 1024, "tied": True},
     ),
+    "DeepSeek-V2-Lite with dense layers alone": (
+        {
+            "model_type": "deepseek_v2",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "aux_loss_alpha": 0.001,
+            "hidden_act": "silu",
+        }
+        | {
+            "first_k_dense_replace": 27,
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "kv_lora_rank": 512,
+            "n_routed_experts": 64,
+        }
+        | {
+            "max_position_embeddings": 163840,
+            "moe_intermediate_size": 1408,
+            "moe_layer_freq": 1,
+            "n_group": 1,
+            "n_shared_experts": 2,
+        }
+        | {
+            "norm_topk_prob": False,
+            "num_attention_heads": 16,
+            "num_experts_per_tok": 6,
+            "num_hidden_layers": 27,
+            "q_lora_rank": None,
+        }
+        | {"num_key_value_heads": 16, "pretraining_tp": 1, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06}
+        | {"rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True, "topk_group": 1}
+        | {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 40,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+                "beta_fast": 32,
+                "beta_slow": 1,
+            }
+        }
+        | {"original_max_position_embeddings": 4096, "topk_method": "greedy", "v_head_dim": 128, "vocab_size": 102400},
+        {"head_size": 192, "value_size": 128, "q_lora_rank": None, "mscale_all_dim": 0.707, "rotary_scaling_factor": 40.0},
+    ),
     "SmolLM2 135M": (
         {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True, "rope_interleaved": False}
         | {"max_position_embeddings": 8192, "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3}
@@ -265,6 +322,22 @@ def test_sizes_and_parts_of_a_llama() -> None:
         (MISTRAL, {}, {"seq_length": 64, "add_qkv_bias": False, "qk_layernorm": False}),
         (QWEN2, {}, {"add_qkv_bias": True, "disable_bias_linear": True, "seq_length": 64, "head_size": 8}),
         (QWEN3, {}, {"add_qkv_bias": False, "qk_layernorm": True, "head_size": 16}),
+        (
+            DEEPSEEK_V2,
+            {"q_lora_rank": None},
+            {"q_lora_rank": None, "kv_lora_rank": 512, "rotary_interleaved": True, "v_head_dim": 128},
+        ),
+        (
+            DEEPSEEK_V3,
+            {"n_routed_experts": 8, "num_nextn_predict_layers": 1, "head_dim": 64},
+            {"q_lora_rank": 1536, "head_size": 192},
+        ),
+        (DEEPSEEK_V3, {"rope_interleave": False}, {"rotary_interleaved": False, "qk_layernorm": True}),
+        (
+            DEEPSEEK_V3,
+            {"rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0, "attention_factor": 1.5}},
+            {"rope_attention_factor": 1.5, "mscale_all_dim": 1.0},
+        ),
         (GPT2, {}, {"tied": True, "disable_bias_linear": False, "ffn_size": 192, "num_positions": 64, "squared_relu": False}),
         (
             GPT2,
@@ -458,6 +531,7 @@ SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "yarn", "rotary_scaling_factor": 3.0, "mscale": 0.7, "yarn_correction_range_round_to_int": False},
     {"rope_type": "yarn", "rotary_scaling_factor": 3.0, "mscale": 0.7, "mscale_all_dim": 0.4},
     {"rope_type": "yarn", "rotary_scaling_factor": 3.0, "rope_attention_factor": 1.25},
+    {"rope_type": "yarn", "rotary_scaling_factor": 3.0, "rope_attention_factor": 1.25, "mscale_all_dim": 0.6},
     {"rope_type": "longrope", "rotary_scaling_factor": 3.0, "rope_short_factors": (1.0, 2.0), "rope_long_factors": (1.5, 4.0)},
 ]
 PARTS: dict[str, dict[str, Any]] = {
@@ -476,6 +550,8 @@ PARTS: dict[str, dict[str, Any]] = {
         "window_attn_skip_freq": "2",
         "rotary_base_local": 77.0,
     },
+    "deepseek_v2": {"add_mlp_bias": True},
+    "deepseek_v3": {"rotary_interleaved": False},
     "smollm3": {"no_rope_freq": "2", "window_size": "7,0", "window_attn_skip_freq": "[0,1]", "add_mlp_bias": True},
 }
 """Of each family, something that it has and Llama has not."""
@@ -541,6 +617,8 @@ def test_what_is_written_is_read_as_the_same_model(name: str) -> None:
     parts = PARTS.get(name, {})
     style: dict[str, Any] = {"rotary_base": 77.0, "epsilon": 1e-4, "head_size": 4 if parts.get("rotary_percent") is None else 8}
     base = gpt2_like(**style, positions="rope", tied=False) if name == "gpt_neox" else llama_like(**style)
+    if name.startswith("deepseek"):
+        base = deepseek_like(rotary_base=77.0, epsilon=1e-6)
     for scaling in SCALINGS:
         rotary = next((group for group in FAMILIES[name].groups if isinstance(group, Rotary)), None)
         kind = scaling.get("rope_type", "llama3" if "use_rope_scaling" in scaling else "linear")

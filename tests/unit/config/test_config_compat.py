@@ -20,6 +20,7 @@ SETTINGS = shlex.split("""
 num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels group-query-attention num-query-groups seq-length
 max-position-embeddings position-embedding-type rotary-base rotary-percent use-rope-scaling rope-scaling-factor normalization
 norm-epsilon swiglu squared-relu untie-embeddings-and-output-weights disable-bias-linear add-qkv-bias qk-layernorm
+multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
 attention-dropout hidden-dropout init-method-std make-vocab-size-divisible-by
 
 micro-batch-size global-batch-size rampup-batch-size train-iters train-samples seed optimizer lr min-lr lr-decay-style
@@ -59,7 +60,7 @@ checkpoint-activations checkpoint-num-layers activations-checkpoint-method distr
 no-pin-cpu-grads offload-optimizer-states suggested-communication-unit-size
 multiple-validation-sets full-validation
 fp8-param-gather fp8-margin fp8-interval fp8-amax-history-len no-fp8-wgrad fp4-format
-moe-router-topk moe-layer-freq moe-grouped-gemm num-experts multi-latent-attention
+moe-router-topk moe-layer-freq moe-grouped-gemm num-experts
 batch-size use-rotary-position-embeddings use-legacy-models init-method-xavier-uniform
 use-torch-fsdp2 tp-comm-overlap-cfg disable-tp-comm-overlap-ag cuda-graph-scope rl-prompts-per-eval retro-num-neighbors
 log-straggler no-check-for-nan-in-loss-and-grad grad-reduce-in-bf16 nccl-communicator-config-path local-rank

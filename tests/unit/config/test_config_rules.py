@@ -34,6 +34,7 @@ from tests.support.rule_cases import (
 DATA = "--no-mock-data --data-path corpus"
 
 
+LATENT = "--multi-latent-attention --position-embedding-type rope"
 CASES: list[Case] = [
     ("--num-layers 0", 1, {"--num-layers"}, ["--num-layers is missing"], []),
     ("--attention-dropout 1", 1, {"--attention-dropout"}, ["1.0 is out of range", "at least 0 and below 1"], []),
@@ -93,6 +94,41 @@ CASES: list[Case] = [
         {"--rotary-percent"},
         ["--rotary-percent 0.2 of a head of 8 channels rotates 1"],
         ["--rotary-percent 0.25", "--rotary-percent 0.5"],
+    ),
+    (
+        "--multi-latent-attention",
+        1,
+        {"--multi-latent-attention", "--position-embedding-type"},
+        ["--multi-latent-attention with --position-embedding-type learned_absolute"],
+        ["--position-embedding-type rope"],
+    ),
+    (
+        f"{LATENT} --group-query-attention",
+        1,
+        {"--multi-latent-attention", "--group-query-attention"},
+        ["exclude each other"],
+        ["--no-group-query-attention"],
+    ),
+    (
+        f"{LATENT} --qk-layernorm --qk-layernorm-all-heads --normalization RMSNorm",
+        1,
+        {"--multi-latent-attention", "--qk-layernorm-all-heads"},
+        ["exclude each other"],
+        ["--no-qk-layernorm-all-heads"],
+    ),
+    (
+        f"{LATENT} --mup-base-width 24",
+        1,
+        {"--multi-latent-attention", "--mup-base-width"},
+        ["exclude each other"],
+        ["--mup-base-width None"],
+    ),
+    (
+        f"{LATENT} --qk-pos-emb-head-dim 7",
+        1,
+        {"--qk-pos-emb-head-dim"},
+        ["--qk-pos-emb-head-dim 7 is odd"],
+        ["--qk-pos-emb-head-dim 6", "--qk-pos-emb-head-dim 8"],
     ),
     ("--window-size 7", 1, {"--window-size"}, ["--window-size 7 cannot be read", "N-1,0"], ["--window-size 7,0"]),
     ("--window-size 7,1", 1, {"--window-size"}, ["attention is causal"], ["--window-size 7,0"]),
@@ -482,6 +518,20 @@ CASES: list[Case] = [
         ["--num-attention-heads 16", "--fp8-format None"],
     ),
     (
+        f"--bf16 --fp8-format e4m3 {LATENT} --kv-lora-rank 24",
+        1,
+        {"--fp8-format", "--fp8-recipe", "--kv-lora-rank"},
+        ["with 24 channels of the latent of keys and values: no multiple of 16"],
+        ["--kv-lora-rank 16", "--kv-lora-rank 32"],
+    ),
+    (
+        f"--bf16 --fp8-format e4m3 {LATENT} --seq-length 16 --tensor-model-parallel-size 4 --sequence-parallel",
+        4,
+        {"--fp8-format", "--micro-batch-size", "--seq-length", "--tensor-model-parallel-size"},
+        ["with 8 tokens of a microbatch on a tensor rank: no multiple of 16"],
+        ["--micro-batch-size 4"],
+    ),
+    (
         "--bf16 --fp8-format hybrid --fp8-recipe blockwise",
         1,
         {"--fp8-format", "--fp8-recipe", "--hidden-size"},
@@ -510,6 +560,11 @@ CASES: list[Case] = [
         ["--no-tp-comm-overlap"],
     ),
     # settings that would do nothing
+    ("--q-lora-rank 8", 1, {"--q-lora-rank"}, ["only with --multi-latent-attention"], [LATENT]),
+    ("--kv-lora-rank 8", 1, {"--kv-lora-rank"}, ["only with --multi-latent-attention"], [LATENT]),
+    ("--qk-head-dim 8", 1, {"--qk-head-dim"}, ["only with --multi-latent-attention"], [LATENT]),
+    ("--qk-pos-emb-head-dim 8", 1, {"--qk-pos-emb-head-dim"}, ["only with --multi-latent-attention"], [LATENT]),
+    ("--v-head-dim 8", 1, {"--v-head-dim"}, ["only with --multi-latent-attention"], [LATENT]),
     ("--num-query-groups 4", 1, {"--num-query-groups"}, ["only with --group-query-attention"], ["--group-query-attention"]),
     ("--rotary-base 500", 1, {"--rotary-base"}, ["would have no effect"], ["--position-embedding-type rope"]),
     ("--rotary-percent 0.5", 1, {"--rotary-percent"}, ["would have no effect"], ["--position-embedding-type rope"]),
@@ -1000,6 +1055,7 @@ def test_each_setting_that_may_do_nothing_has_a_case() -> None:
 
 VALID = [
     ("", 1),
+    (f"{LATENT} --hidden-size 100 --q-lora-rank 7 --v-head-dim 5 --tensor-model-parallel-size 4 --sequence-parallel", 4),
     ("", 1_000_000),
     ("--tensor-model-parallel-size 4 --pipeline-model-parallel-size 3 --sequence-parallel --num-layers 7", 24),
     ("--pipeline-model-parallel-size 4", 4),
@@ -1162,6 +1218,8 @@ NOTES = [
     ("--use-tp-pp-dp-mapping --pipeline-model-parallel-size 4", 4, "--use-tp-pp-dp-mapping"),
     ("--fp32-residual-connection", 1, "--fp32-residual-connection"),
     ("--add-qkv-bias", 1, "--add-qkv-bias"),
+    ("--multi-latent-attention --position-embedding-type rope --kv-channels 8", 1, "--kv-channels 8"),
+    ("--multi-latent-attention --position-embedding-type rope --rotary-percent 0.5", 1, "--rotary-percent 0.5"),
     ("--position-embedding-type rope --max-position-embeddings 32", 1, "--max-position-embeddings 32"),
     ("--eval-iters 0 --eval-interval 10", 1, "--eval-interval 10"),
     ("--split 99,1,0", 1, "--split 99,1,0"),

@@ -29,7 +29,7 @@ def test_what_the_cpu_keeps_is_known() -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), backend_in_use(backend):  # type: ignore[arg-type]
             core_attention(q, k, v, dropout=dropout)
-            expected = keeps_probabilities(q, grouped=heads[0] != heads[1], dropout=dropout)
+            expected = keeps_probabilities(q, q, grouped=heads[0] != heads[1], dropout=dropout)
             words = chosen_kernel(torch.Size((B, heads[0], S, size)), heads[1], dtype, q.device, dropout)
         assert any(kept) == expected == (backend == "math" or dropout > 0), (backend, dtype, size, heads, dropout)
         assert words == ("plain products, which keep the probabilities" if expected else "flash attention")

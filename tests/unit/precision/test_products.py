@@ -22,7 +22,7 @@ ALL = [(recipe, format_) for recipe in get_args(Fp8Recipe) for format_ in get_ar
 
 
 def products_of(recipe: Fp8Recipe, format_: Fp8Format) -> Fp8Products:
-    return Fp8Products(Fp8(format_, recipe), lone_rank().group("tp"), outputs_split=True)
+    return Fp8Products(Fp8(format_, recipe), lone_rank().group("tp"), "outputs")
 
 
 def matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
