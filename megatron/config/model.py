@@ -202,6 +202,14 @@ class ModelConfig:
     """What --quick-geglu adds to up."""
     activation_func_clamp_value: float | None = setting(None, above=0, unit="plain number", acts=_QUICK_GEGLU)
     """Clamp the gate of --quick-geglu from above to this, and up to this and minus this."""
+    embedding_multiplier: float = setting(1.0, above=0, unit="factor")
+    """Multiply the word embedding's rows by this, as Gemma does by sqrt(hidden size)."""
+    embedding_layernorm: bool = False
+    """Normalise what the embedding gives."""
+    output_multiplier: float = setting(1.0, above=0, unit="factor")
+    """Multiply the logits by this (Granite's logits_scaling is its reciprocal)."""
+    final_logit_softcapping: float | None = setting(None, above=0, unit="plain number")
+    """Cap the logits softly: cap x tanh(logit / cap), as Gemma 2 does."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer a weight of its own instead of the word embedding's."""
     disable_bias_linear: bool = False

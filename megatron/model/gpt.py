@@ -56,7 +56,7 @@ class ModelInputs:
 
 
 class Embedding(nn.Module):
-    """Maps tokens to vectors, and adds learned positions if there are any."""
+    """Maps tokens to vectors, scaled, with learned positions added, and normalised where the model says so."""
 
     def __init__(self, scope: Scope, config: ModelConfig) -> None:
         super().__init__()
@@ -64,13 +64,19 @@ class Embedding(nn.Module):
         self.word = VocabParallelEmbedding(scope.child("word"))
         learned = config.position_embedding_type == "learned_absolute"
         self.position = PositionTable(scope.child("position")) if learned else None
+        self.multiplier = config.embedding_multiplier
+        self.norm = Norm(scope.child("norm"), norm_of(config), config.hidden_size) if config.embedding_layernorm else None
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Map tokens and positions [s, b] to hidden states [s, b, h] (or [s/n, b, h])."""
         assert inputs.tokens is not None
         x = self.word(inputs.tokens)
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
         if self.position is not None:
             x = x + self.position(own_part(inputs.positions, self.group) if self.split else inputs.positions)
+        if self.norm is not None:
+            x = self.norm(x)
         key = inputs.dropout_key
         seeds = None if key is None else [key.site(0, "embedding", self.group.index if self.split else 0)]
         return dropout(x, self.probability, seeds)

@@ -14,7 +14,7 @@ from megatron.parallel.collectives import all_gather
 from megatron.parallel.scope import Scope
 from megatron.spec.weights import WORD_EMBEDDING
 from megatron.tensor_parallel.chunked_loss import chosen_chunk, chunked_loss
-from megatron.tensor_parallel.cross_entropy import Columns, vocab_parallel_cross_entropy
+from megatron.tensor_parallel.cross_entropy import Columns, capped, vocab_parallel_cross_entropy
 from megatron.tensor_parallel.linear import InputMode, parallel_linear
 
 
@@ -61,13 +61,14 @@ class OutputLayer(nn.Module):
         else:
             scope.parameter(self, "weight", weight)
         self.overlap = scope.overlap
-        self.input_factor = 1.0 / config.mup_width
-        """Factor on the hidden states: muP's multiplier of the output (Yang et al. 2022, table 8)."""
+        self.input_factor = config.output_multiplier / config.mup_width
+        """Factor on the hidden states: that of the logits, and muP's multiplier of the output (Yang et al. 2022, table 8)."""
         self.gather, self.vocab_size, self.form = scope.sequence_parallel, weight.shape[0], form
         self.rows = len(self.weight)
         first = scope.tp.index * self.rows
         valid = max(0, min(self.rows, self.vocab_size - first))
-        self.columns = Columns(scope.tp, first, valid, form.z_coeff, form.smoothing, self.vocab_size)
+        cap = config.final_logit_softcapping
+        self.columns = Columns(scope.tp, first, valid, form.z_coeff, form.smoothing, self.vocab_size, cap)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Map hidden states [s, b, h] (or [s/n, b, h]), labels and mask [s, b] to the sum over tokens of mask x loss.
@@ -81,7 +82,7 @@ class OutputLayer(nn.Module):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Map hidden states [s, b, h] (or [s/n, b, h]) to logits [s, b, v], without padding, whole on every tensor rank."""
-        columns = self._logits(self._scaled(x)).permute(2, 0, 1)  # the gather joins dimension 0
+        columns = capped(self._logits(self._scaled(x)), self.columns.cap).permute(2, 0, 1)  # the gather joins dimension 0
         return all_gather(columns, self.columns.group)[: self.vocab_size].permute(1, 2, 0)
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:

@@ -126,12 +126,14 @@ def _in_order(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
 
 
 def outside_layers(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
-    """The word embedding [v, h], perhaps tied; learned positions [positions, h] if any; the final norm; the output layer [v, h]
-    where it has a weight of its own."""
+    """The word embedding [v, h], perhaps tied; learned positions [positions, h] and a norm of both, if there are any; the final
+    norm; the output layer [v, h] where it has a weight of its own."""
     yield vocabulary(WORD_EMBEDDING, model, vocab_size, "table")
     if model.position_embedding_type == "learned_absolute":
         shape = (model.num_positions, model.hidden_size)
         yield Weight("embedding.position.weight", shape, kind="table", init=Init(model.init_method_std))
+    if model.embedding_layernorm:
+        yield from norm("embedding.norm", norm_of(model), model.hidden_size)
     yield from norm("final_norm", norm_of(model), model.hidden_size)
     if not model.tied:
         yield output_matrix(model, vocab_size)

@@ -52,6 +52,8 @@ class Columns:
     """Share of each target that is spread over the vocabulary; 0 for none."""
     vocab_size: int = 0
     """Columns of all ranks that are no padding (read where the target is smoothed)."""
+    cap: float | None = None
+    """A logit x counts as cap x tanh(x / cap)."""
 
 
 class RowGradients(NamedTuple):
@@ -98,10 +100,13 @@ class Targets:
         """Take what the loss needs from logits [t, v/n] of the tokens at `place`, and destroy them.
 
         Args:
-            keeps: they become their softmax over the rank's columns (in float16 times `_HALF_HEADROOM`).
+            keeps: they become their softmax over the rank's columns (in float16 times `_HALF_HEADROOM`); with a cap they become
+                what they are capped to, which the gradient needs too.
         """
+        _cap(logits, self._columns)
         _lower_padding(logits, self._columns)
         torch.gather(logits, -1, self._local[place].unsqueeze(-1), out=self._at_local[place].unsqueeze(-1))
+        keeps_logits, keeps = keeps and self._columns.cap is not None, keeps and self._columns.cap is None
         largest, probability, on_cpu = self._largest[place], self._probability[place], logits.device.type == "cpu"
         if not on_cpu:
             torch.amax(logits, -1, out=largest)
@@ -110,7 +115,8 @@ class Targets:
             if on_cpu:  # while the block is in a cache
                 wide = part.to(self.dtype)
                 torch.amax(wide, -1, out=largest[block])
-            softmax = _softmax(wide if on_cpu else part, self.dtype)
+            source = wide if on_cpu else part
+            softmax = _softmax(source.clone() if keeps_logits and part.dtype == self.dtype else source, self.dtype)
             torch.amax(softmax, -1, out=probability[block])
             if keeps and part.dtype == torch.float16:
                 softmax.mul_(_HALF_HEADROOM)
@@ -141,17 +147,48 @@ class Targets:
         return RowGradients(factor, self._local, at_local - own, spread)
 
 
-def write_gradient(logits: torch.Tensor, columns: Columns, of_rows: RowGradients) -> None:
+def write_gradient(logits: torch.Tensor, columns: Columns, of_rows: RowGradients, *, are_capped: bool = False) -> None:
     """Overwrite logits [t, v/n] by the gradient of the losses of these tokens, in their dtype.
 
     Args:
         of_rows: from `for_gradient`, times what a backward begins with.
+        are_capped: the cap is in the logits.
     """
+    if columns.cap is not None:
+        if not are_capped:
+            _cap(logits, columns)
+        at_label = logits.gather(-1, of_rows.local.unsqueeze(-1)).squeeze(-1)
+        of_rows = of_rows._replace(at_local=of_rows.at_local * _slope(at_label.to(of_rows.at_local.dtype), columns.cap))
     _lower_padding(logits, columns)
     for block in _blocks(logits):
-        part = logits[block]
-        _multiply(_softmax(part, of_rows.factor.dtype), of_rows.at(block), part)
+        part, dtype = logits[block], of_rows.factor.dtype
+        if columns.cap is None:
+            _multiply(_softmax(part, dtype), of_rows.at(block), part)
+        else:
+            slope = _slope(part.to(dtype), columns.cap)  # 0 in the padding
+            wide = _softmax(part, dtype)
+            _multiply(wide, of_rows.at(block), wide)
+            part.copy_(wide.mul_(slope))
     _write_targets(logits, columns, of_rows)
+
+
+def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Logits as they count: cap x tanh(logit / cap), computed in at least float32."""
+    if cap is None:
+        return logits
+    return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap).tanh_().mul_(cap).to(logits.dtype)
+
+
+def _cap(logits: torch.Tensor, columns: Columns) -> None:
+    """The same in place."""
+    if columns.cap is not None:
+        for block in _blocks(logits):
+            logits[block] = capped(logits[block], columns.cap)
+
+
+def _slope(counted: torch.Tensor, cap: float) -> torch.Tensor:
+    """Derivative of what logits count as, where they count so."""
+    return 1.0 - (counted.clamp(-cap, cap) / cap).square()
 
 
 def _scale(softmax: torch.Tensor, columns: Columns, of_rows: RowGradients) -> None:
@@ -255,7 +292,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         softmax, *of_rows = ctx.saved_tensors
         # In place, since nobody else reads it: the logits were an intermediate result of ours.
-        _scale(softmax.view(-1, softmax.shape[-1]), ctx.columns, RowGradients(*of_rows).times(one_factor(grad)))
+        rows, found = softmax.view(-1, softmax.shape[-1]), RowGradients(*of_rows).times(one_factor(grad))
+        if ctx.columns.cap is None:
+            _scale(rows, ctx.columns, found)
+        else:
+            write_gradient(rows, ctx.columns, found, are_capped=True)
         return softmax, None, None, None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -42,10 +43,12 @@ def plain(
     scale: float = SCALE,
     z_coeff: float = 0.0,
     smoothing: float = 0.0,
+    cap: float | None = None,
 ) -> tuple[float, torch.Tensor]:
     """Loss (with the z-loss, without smoothing) and gradient (with both) by torch in float64."""
     leaf = logits.double().detach().requires_grad_()
     rows, weights = leaf.flatten(0, 1), mask.flatten().double()
+    rows = rows if cap is None else cap * torch.tanh(rows / cap)
     z_losses = z_coeff * rows.exp().sum(-1).log() ** 2 if z_coeff else torch.zeros_like(weights)
 
     def loss(smoothing: float) -> torch.Tensor:
@@ -69,11 +72,12 @@ def ours(
     z_coeff: float = 0.0,
     smoothing: float = 0.0,
     vocab: int | None = None,
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss (with the z-loss) and gradient of this rank's columns; `vocab` has those of all ranks, by default this one's."""
     leaf = logits.detach().clone().requires_grad_()
     num_valid = logits.shape[-1] if num_valid is None else num_valid
-    columns = Columns(group, first, num_valid, z_coeff, smoothing, num_valid if vocab is None else vocab)
+    columns = Columns(group, first, num_valid, z_coeff, smoothing, num_valid if vocab is None else vocab, cap)
     loss = minimised(vocab_parallel_cross_entropy(leaf.clone(), labels, mask, columns))
     loss.backward(torch.tensor(scale, dtype=loss.dtype))
     assert leaf.grad is not None and leaf.grad.dtype == logits.dtype
@@ -134,9 +138,9 @@ def test_one_rank_equals_torch(rows_in_a_block: int, monkeypatch: pytest.MonkeyP
     logits, labels, mask = example(61)
     padded = torch.cat([logits, torch.full((SEQ, BATCH, 3), 1e3, dtype=torch.float64)], -1)
     monkeypatch.setattr(cross_entropy, "_BLOCK_ELEMENTS", rows_in_a_block * 64)
-    for z_coeff, smoothing in ((0.0, 0.0), (Z_COEFF, 0.0), (Z_COEFF, SMOOTHING), (0.0, SMOOTHING)):
-        loss, gradient = ours(padded, labels, mask, num_valid=61, z_coeff=z_coeff, smoothing=smoothing)
-        exact, exact_gradient = plain(logits, labels, mask, z_coeff=z_coeff, smoothing=smoothing)
+    for z_coeff, smoothing, cap in itertools.product((0.0, Z_COEFF), (0.0, SMOOTHING), (None, 1.5)):
+        loss, gradient = ours(padded, labels, mask, num_valid=61, z_coeff=z_coeff, smoothing=smoothing, cap=cap)
+        exact, exact_gradient = plain(logits, labels, mask, z_coeff=z_coeff, smoothing=smoothing, cap=cap)
         assert loss.item() == pytest.approx(exact, rel=1e-13)
         torch.testing.assert_close(gradient[..., :61], exact_gradient, rtol=1e-12, atol=1e-15)
         assert not gradient[..., 61:].any()
@@ -272,3 +276,15 @@ def test_the_logits_memory_is_the_only_memory_of_its_size(monkeypatch: pytest.Mo
             (gradient,) = torch.autograd.grad(loss, given)
         assert gradient.untyped_storage().data_ptr() == memory
     assert 0 < largest <= 4 * 600
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_cap_in_few_bits(dtype: torch.dtype) -> None:
+    """Only what is stored is rounded: the capped logits, then the gradient."""
+    logits, labels, mask = example(61)
+    rounded = logits.to(dtype)
+    loss, gradient = ours(rounded, labels, mask, cap=1.5)
+    exact, exact_gradient = plain(rounded, labels, mask, cap=1.5)
+    rounding = 4 * torch.finfo(dtype).eps
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact, rel=rounding)
+    assert (gradient.double() - exact_gradient).norm() <= rounding * exact_gradient.norm()

@@ -31,7 +31,7 @@ AXES: dict[str, list[Any]] = {
     "chunk": [0, 1, 3, 4, 1000],  # of the 6 tokens of a microbatch
     "z_loss": [0.0, 0.05],
     "smoothing": [0.0, 0.3],
-    "style": ["gpt2 tied", "llama"],
+    "style": ["gpt2 tied", "llama", "llama capped"],
     "sequence_parallel": [False, True, "overlapping"],
     "schedule": sorted(SCHEDULES),
     "sharding": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
@@ -60,7 +60,7 @@ def recipe(style: str, layers: int, batch: int, steps: int, z_loss: float, docum
     """One sample a microbatch; of documents, some end in each sample."""
     like = llama_like if "llama" in style else gpt2_like
     sizes = dict(num_layers=layers, hidden=12, ffn=12, heads=6, kv_heads=6, head_size=2, vocab=29, seq=6, tied="tied" in style)
-    shape = replace(like(**sizes), z_loss=z_loss, smoothing=smoothing)
+    shape = replace(like(**sizes), z_loss=z_loss, smoothing=smoothing, logit_cap=0.6 if "capped" in style else None)
     batches = random_batches(shape, steps, batch, 1, seed=6)
     if documents:
         batches = [_ended(batch) for batch in batches]

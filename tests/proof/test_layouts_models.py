@@ -18,14 +18,40 @@ VOCAB = 61  # divides by no tensor size: the last rank holds padding
 SMALL: dict[str, Any] = dict(num_layers=4, hidden=16, ffn=24, heads=4, head_size=4, vocab=VOCAB, seq=8)
 SHAPES: dict[str, ReferenceShape] = {
     # Each has several parts that are new together; between them every part is there.
-    "sandwich": llama_like(**SMALL, norms="sandwich", zero_centred=True, tied=True, qk_norm=True, activation="geglu"),
-    "post": llama_like(**SMALL, norms="post", residual_multiplier=0.3, activation="geglu_exact"),
+    "sandwich": llama_like(
+        **SMALL,
+        norms="sandwich",
+        zero_centred=True,
+        tied=True,
+        qk_norm=True,
+        activation="geglu",
+        embedding_multiplier=4.0,
+        logit_cap=0.5,
+    ),
+    "post": llama_like(**SMALL, norms="post", residual_multiplier=0.3, activation="geglu_exact", output_multiplier=0.25),
     "parallel": gpt2_like(
         **SMALL, kv_heads=4, positions="rope", rotary_percent=0.5, parallel=True, tied=False, activation="gelu_exact"
     ),
-    "bare": gpt2_like(**SMALL, kv_heads=4, norm_weight=False, positions="rope", activation="quick_geglu", offset=1.0, clamp=0.3),
+    "bare": gpt2_like(
+        **SMALL,
+        kv_heads=4,
+        norm_weight=False,
+        positions="rope",
+        activation="quick_geglu",
+        offset=1.0,
+        clamp=0.3,
+        embedding_norm=True,
+    ),
     "parallel-sandwich": gpt2_like(
-        **SMALL, kv_heads=2, norms="sandwich", parallel=True, norm_bias=False, zero_centred=True, activation="relu"
+        **SMALL,
+        kv_heads=2,
+        norms="sandwich",
+        parallel=True,
+        norm_bias=False,
+        zero_centred=True,
+        activation="relu",
+        logit_cap=1.0,
+        embedding_norm=True,
     ),
 }
 AXES: dict[str, list[Any]] = {

@@ -124,6 +124,9 @@ def _draw_vocabulary(draw: Draw) -> dict[str, Any]:
     """Rows of the embedding (one more than --vocab-size), their padding, and whether the output layer shares them."""
     settings: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": number(draw, 2, 70)}
     settings |= switches(draw, "untie_embeddings_and_output_weights")
+    settings |= switches(draw, "embedding_layernorm", one_in=6)
+    for field, value in (("embedding_multiplier", 3.0), ("output_multiplier", 0.5), ("final_logit_softcapping", 0.4)):
+        settings |= {field: value} if chance(draw, 6) else {}
     if chance(draw, 2):
         settings["make_vocab_size_divisible_by"] = one_of(draw, 1, 2, 5)
     return settings

@@ -59,10 +59,12 @@ def logits(
     seen: Seen = by_nobody,
 ) -> Tensor:
     """Logits of the next token [B, s, V] for tokens [B, s]."""
-    x = weights["embedding.word.weight"][tokens]
+    x = shape.embedding_multiplier * weights["embedding.word.weight"][tokens]
     if shape.positions == "learned":
         table = weights["embedding.position.weight"]
         x = x + (table[: tokens.shape[1]] if positions is None else table[positions])
+    if shape.embedding_norm:
+        x = norm(shape, weights, "embedding.norm", x)
     seen("embedding", x)
     for i in range(shape.num_layers):
         layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
@@ -78,7 +80,8 @@ def logits(
         for name, values in ((f"layers.{i}.attention", attended), (f"layers.{i}.mlp", fed), (f"layers.{i}", x)):
             seen(name, values)
     x = norm(shape, weights, "final_norm", x)
-    return x @ weights["embedding.word.weight" if shape.tied else "output.weight"].T / shape.width
+    scores = shape.output_multiplier * (x @ weights["embedding.word.weight" if shape.tied else "output.weight"].T) / shape.width
+    return scores if shape.logit_cap is None else shape.logit_cap * torch.tanh(scores / shape.logit_cap)
 
 
 def attention(

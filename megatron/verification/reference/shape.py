@@ -93,6 +93,12 @@ class ReferenceShape:
     """What the softmax adds to its denominator: nothing, 1, or exp of a weight for each head."""
     latent: LatentShape | None = None
     """Latent attention in all layers; its sizes stand in place of head_size."""
+    embedding_multiplier: float = 1.0
+    embedding_norm: bool = False
+    output_multiplier: float = 1.0
+    """Factor of the logits."""
+    logit_cap: float | None = None
+    """Logits are capped softly by this."""
     tied: bool = True
     z_loss: float = 0.0
     """Beside the cross entropy, this x (log Z)^2 of each token is minimised (but not reported)."""
@@ -168,6 +174,8 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
     shapes["embedding.word.weight"] = (shape.vocab, h)
     if shape.positions == "learned":
         shapes["embedding.position.weight"] = (shape.num_positions or shape.seq, h)
+    if shape.embedding_norm:
+        add_norm("embedding.norm", h)
     for i in range(shape.num_layers):
         if shape.norms != "post":
             add_norm(f"layers.{i}.attention_norm", h)
