@@ -105,8 +105,8 @@ FAULTS = {
     "a group's factor applied to its neighbour": Fault(
         (
             (
-                "seen_moments, shard.record, group_of(shard.record))",
-                "seen_moments, shard.record, group_of(shards[span.index - 1].record))",
+                "                group_of(shard.record),\n",
+                "                group_of(shards[span.index - 1].record),\n",
             ),
         ),
         "--world-size 2 --param-groups '*.mlp.up.weight lr-mult=0.25'",
@@ -114,6 +114,23 @@ FAULTS = {
         "layers.0.attention.output.weight (layer 0)",
         None,
         ("the change is 0.25x what it should be", "likewise layers.1.attention.output.weight"),
+    ),
+    "sums over the rows of a slice for those of the matrix": Fault(
+        (("all_reduce(buffer.numbers, group, buffer.op)", 'all_reduce(buffer.numbers, self._context.group("tp"), buffer.op)'),),
+        "--world-size 2 --use-distributed-optimizer --optimizer adafactor --disable-bias-linear --ddp-bucket-size 2000",
+        "update",
+        "embedding.word.weight",
+        None,
+        ("the gradient is right, the update is not",),
+    ),
+    "blocks of 8 bits that begin where a slice does": Fault(
+        (("head = min(length, -placed.box.offsets[-1] % self.blocks.size)", "head = 0"),),
+        "--world-size 3 --use-distributed-optimizer --optimizer adam8bit",
+        "update",
+        "layers.0.mlp.down.weight (layer 0)",
+        None,
+        ("the gradient is right, the update is not",),
+        step=2,
     ),
     "a layer dropped": Fault(
         (
