@@ -100,7 +100,10 @@ fp8-quantizer-factory *-fp8-* fp4-format fp4-recipe fp4-param-gather fp4-quantiz
     formats there are --fp8-format e4m3 and hybrid, for the products of linear layers.
 *fsdp*: Sharding of parameters is set by --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size,
     --fsdp-reshard-after-forward, --fsdp-reduce-once and --fsdp-params-cpu.
-muon-*: The optimizers are those of --optimizer; docs/optimizers.md compares them.
+muon-tp-mode: Muon sees every matrix whole at every layout; docs/optimizers.md says what that sends.
+muon-fp32-matmul-prec: Muon's products are in the format of --muon-dtype, bf16 by default.
+muon-scalar-optimizer: Muon leaves embeddings, the output layer and vectors to AdamW; --param-groups may name another for them.
+muon-coefficient-type muon-coefficients: Muon's polynomial is that of Jordan et al. 2024 in every step.
 tp-comm-overlap-cfg tp-comm-overlap-rs-dgrad tp-comm-bootstrap-backend disable-tp-comm-*: Use --tp-comm-overlap alone; how each
     product overlaps is not a setting.
 *cuda-graph*: CUDA graphs are not built yet.
@@ -187,7 +190,7 @@ fp8-recipe=delayed: is refused: its scales follow from what earlier steps saw, a
     do without, and that a first step does not have; tensorwise is the same with the scales of the numbers at hand
 fp8-recipe=mxfp8: is not built yet (blocks of 32 numbers with scales that are powers of two); blockwise has blocks of 128
 fp8-recipe=custom: is not supported; tensorwise, rowwise and blockwise are
-optimizer=muon,dist_muon: is not built yet; adam (AdamW), sgd, adam8bit, lion, ademamix, adafactor and lamb are
+optimizer=dist_muon: is muon here, which always divides its state and its work among the ranks
 position-embedding-type=mrope,relative: is not built yet; rope, learned_absolute and none are
 position-embedding-type=yarn: is --position-embedding-type rope with --rope-type yarn here
 attention-backend=local: is not built; unfused (math) computes the same

@@ -60,12 +60,14 @@ _SHARE_OF_WEIGHT = "share of a weight taken off in an update, in units of the ra
 _SHARE_KEPT = "share that is kept from one update to the next"
 ADAM_LIKE = ("adam", "ademamix", "lamb", "adam8bit")
 """Optimizers with Adam's two moments and eps."""
-_ADAM = acts_with(optimizer=ADAM_LIKE)
+_ADAM = acts_with(optimizer=(*ADAM_LIKE, "muon"))
 _EIGHT_BITS = acts_with(optimizer="adam8bit", param_groups=GIVEN)
 _LION = acts_with(optimizer="lion", param_groups=GIVEN)
 _ADEMAMIX = acts_with(optimizer="ademamix", param_groups=GIVEN)
 _ADAFACTOR = acts_with(optimizer="adafactor", param_groups=GIVEN)
 _RELATIVE = acts_with(adafactor_relative_step=True)
+_MUON = acts_with(optimizer="muon", param_groups=GIVEN)
+_NO_FUSED_HEADS = idle_with("latent attention's products are a matrix each", multi_latent_attention=True)
 _WSD = acts_with(lr_decay_style="WSD")
 _HAS_DECAY = acts_with(
     "with a --lr-decay-style other than constant, or with --lr-warmup-fraction",
@@ -85,9 +87,10 @@ _LOADS = acts_with(load=GIVEN)
 class OptimizerConfig:
     """Rule of update, its numbers, and schedules. All schedules count the samples of the updates that were made."""
 
-    optimizer: Literal["adam", "sgd", "lion", "ademamix", "adafactor", "lamb", "adam8bit"] = "adam"
-    """Update rule: adam is AdamW, sgd has momentum. docs/optimizers.md compares them."""
-    use_apex: bool = setting(False, acts=acts_with(optimizer=("adam", "sgd")))
+    optimizer: Literal["adam", "sgd", "lion", "ademamix", "adafactor", "lamb", "adam8bit", "muon"] = "adam"
+    """Update rule: adam is AdamW, sgd has momentum, muon orthogonalises the updates of the layers' matrices and leaves the rest to
+    adam. docs/optimizers.md compares them."""
+    use_apex: bool = setting(False, acts=acts_with(optimizer=("adam", "sgd", "muon")))
     """Take FusedAdam or FusedSGD of NVIDIA apex, if it is installed, instead of torch's."""
     lr: float | None = setting(None, above=0, unit="step length of the update", required=True)
     """Highest learning rate. Required."""
@@ -170,6 +173,26 @@ class OptimizerConfig:
     """Multiply the learning rate by the root mean square of the matrix that is updated."""
     adafactor_least_scale: float = setting(1e-3, above=0, unit="root mean square of a matrix", acts=_RELATIVE)
     """Least factor of --adafactor-relative-step, so that what is zero can grow."""
+    muon_momentum: float = setting(0.95, at_least=0, below=1, unit=_SHARE_KEPT, acts=_MUON)
+    """Momentum of Muon."""
+    muon_use_nesterov: bool = setting(False, acts=_MUON)
+    """Look ahead by Nesterov's momentum, as Jordan et al. 2024 do."""
+    muon_num_ns_steps: int = setting(5, at_least=1, unit="steps of Newton and Schulz", acts=_MUON)
+    """Steps in which a matrix is orthogonalised."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = setting("spectral", acts=_MUON)
+    """Factor on an orthogonalised [m, n]: sqrt(max(m, n)), sqrt(m / n), or the latter but at least 1."""
+    muon_extra_scale_factor: float = setting(1.0, above=0, unit="plain number", acts=_MUON)
+    """One more factor: 0.2 with spectral makes updates about as large as AdamW's, so that its --lr fits (Liu et al. 2025)."""
+    muon_no_split_qkv: bool = setting(
+        False,
+        acts=_MUON,
+        idle=(_NO_FUSED_HEADS, idle_with("--muon-split-heads has each head by itself", muon_split_heads=True)),
+    )
+    """Orthogonalise queries, keys and values as the one matrix as which they are stored; by default they are a matrix each."""
+    muon_split_heads: bool = setting(False, acts=_MUON, idle=_NO_FUSED_HEADS)
+    """Orthogonalise each head of queries, keys and values by itself."""
+    muon_dtype: Literal["bf16", "fp32"] = setting("bf16", acts=_MUON, idle=idle_with("--fp64 has all in float64", fp64=True))
+    """In which format matrices travel between ranks and are orthogonalised."""
     ema_decay: float | None = setting(None, above=0, below=1, unit="share that is kept from one update to the next")
     """Keep, beside the weights, their exponential moving average with this decay, often 0.999 or 0.9999. It begins at the first
     weights and is saved; tools take it with --ema."""

@@ -2,8 +2,7 @@
 
 Parameters are packed in the reverse order of their declaration, which is about the order in which backward completes them. A bucket
 holds parameters of one pipeline chunk whose gradients are partial over the same axes. Vectors have buckets of their own, since some
-schedules defer the gradients of matrices; so have parameters that an update rule must see whole. The layout is the same whatever is
-sharded and scheduled, so that neither changes a sum.
+schedules defer the gradients of matrices. The layout is the same whatever is sharded and scheduled, so that neither changes a sum.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from megatron.parallel.boxes import FlatPiece, aligned
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
-from megatron.parallel.shards import DividedParam, Granularity, by_elements
+from megatron.parallel.shards import DividedParam
 
 
 def default_bucket_size(data_size: int) -> int:
@@ -71,8 +70,11 @@ class BucketPlan:
         found = []
         for placed in self.params:
             inside = range(placed.start // self.slice_size + 1, -(-(placed.start + placed.numel) // self.slice_size))
-            cuts = tuple(index * self.slice_size - placed.start for index in inside) if sharded else ()
-            found.append(DividedParam(placed.entry.record, main_dtype, cuts, self.tied))
+            if not sharded:
+                found.append(DividedParam(placed.entry.record, main_dtype, tied_apart=self.tied))
+                continue
+            cuts, first = tuple(index * self.slice_size - placed.start for index in inside), placed.start // self.slice_size
+            found.append(DividedParam(placed.entry.record, main_dtype, cuts, self.axes, self.num_slices, first, self.tied))
         return found
 
 
@@ -81,27 +83,24 @@ def plan_buckets(
     context: ParallelContext,
     *,
     bucket_size: int | None,
-    granularity: Granularity = by_elements,
 ) -> list[BucketPlan]:
     """Plan buckets, in the order in which backward completes them. Parameters may be on the meta device.
 
     Args:
         bucket_size: most elements in a bucket, unless one parameter has more; None for a default that grows with the data group.
-        granularity: which parameters a slice must hold whole. They lie in buckets of their own.
     """
     limit = bucket_size or default_bucket_size(context.topology.dp)
     open_buckets: dict[tuple[object, ...], list[ParamEntry]] = {}
     planned: list[list[ParamEntry]] = []
     for entry in reversed(list(entries)):
         record = entry.record
-        tied, vector = is_tied_apart(entry, context), record.kind == "vector"
-        kind = (context.group(*record.partial_over).ranks, entry.chunk, tied, vector, granularity(record))
+        kind = (context.group(*record.partial_over).ranks, entry.chunk, is_tied_apart(entry, context), record.kind == "vector")
         held = open_buckets.get(kind)
         if held is None or sum(e.param.numel() for e in held) + entry.param.numel() > limit:
             held = open_buckets[kind] = []
             planned.append(held)
         held.append(entry)
-    return [_lay_out(held, context, granularity) for held in planned]
+    return [_lay_out(held, context) for held in planned]
 
 
 def is_tied_apart(entry: ParamEntry, context: ParallelContext) -> bool:
@@ -109,10 +108,10 @@ def is_tied_apart(entry: ParamEntry, context: ParallelContext) -> bool:
     return entry.record.tied and len(entry.holders) == 1 and context.pipeline_ends.size > 1
 
 
-def _lay_out(entries: Sequence[ParamEntry], context: ParallelContext, granularity: Granularity) -> BucketPlan:
+def _lay_out(entries: Sequence[ParamEntry], context: ParallelContext) -> BucketPlan:
     axes = entries[0].record.partial_over
     ranks = context.group(*axes).size
-    placed, slice_size = (_whole if granularity(entries[0].record) else _in_a_row)(entries, ranks)
+    placed, slice_size = _in_a_row(entries, ranks)
     return BucketPlan(axes, ranks, is_tied_apart(entries[0], context), tuple(placed), slice_size)
 
 
@@ -124,16 +123,3 @@ def _in_a_row(entries: Sequence[ParamEntry], ranks: int) -> tuple[list[Placed], 
         end = start + entry.param.numel()
         placed.append(Placed(entry, start, entry.param.numel()))
     return placed, aligned(-(-end // ranks))
-
-
-def _whole(entries: Sequence[ParamEntry], ranks: int) -> tuple[list[Placed], int]:
-    """Place each parameter whole in one slice: the largest first, always into the emptiest slice (Graham 1969). All get the
-    fullest's length."""
-    ends = [0] * ranks
-    where: list[tuple[ParamEntry, int, int]] = []
-    for entry in sorted(entries, key=lambda entry: -entry.param.numel()):
-        index = ends.index(min(ends))
-        where.append((entry, index, ends[index]))
-        ends[index] += aligned(entry.param.numel())
-    size = max(ends)
-    return [Placed(entry, index * size + at, entry.param.numel()) for entry, index, at in where], size

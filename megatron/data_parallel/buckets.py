@@ -20,7 +20,7 @@ from megatron.data_parallel.provider import HeldTensors, Inspect, Provider
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord
-from megatron.parallel.shards import Granularity, ShardGroup, by_elements
+from megatron.parallel.shards import ShardGroup
 
 
 class Buckets(Provider):
@@ -31,7 +31,6 @@ class Buckets(Provider):
         units: modules that use parameters, in the order of the forward; with --overlap-param-gather each waits for its own.
         fill: initial values of parameters on the meta device.
         sharding: no_shard, optim or optim_grads.
-        granularity: which parameters the optimizer must see whole.
     """
 
     def __init__(
@@ -43,10 +42,9 @@ class Buckets(Provider):
         fill: Fill,
         *,
         sharding: str,
-        granularity: Granularity = by_elements,
     ) -> None:
         entries = list(entries)
-        plans = plan_buckets(entries, context, bucket_size=config.ddp_bucket_size, granularity=granularity)
+        plans = plan_buckets(entries, context, bucket_size=config.ddp_bucket_size)
         self._overlap_reduce, self._overlap_gather = config.overlap_grad_reduce, config.overlap_param_gather
         self._pools: dict[Any, BufferPool] = {}
         self.buckets = [self._make(plan, context, fill, sharding) for plan in plans]

@@ -12,7 +12,8 @@ from megatron.config.parallel import FsdpReshard, ParallelConfig
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry
-from megatron.parallel.shards import DividedParam, Granularity, by_elements
+from megatron.parallel.shards import DividedParam
+from megatron.parallel.topology import GRADIENT_AXES
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,15 @@ class FsdpPolicy:
         return cls(config.fsdp_reshard_after_forward, config.fsdp_reduce_once, config.fsdp_params_cpu)
 
 
-def is_fully_sharded(entry: ParamEntry, context: ParallelContext, granularity: Granularity = by_elements) -> bool:
+def is_fully_sharded(entry: ParamEntry, context: ParallelContext) -> bool:
     """Whether `fully_shard` takes the parameter. It does not take:
 
     - tied parameters: one that two modules share would silently become two when they are wrapped separately;
     - those whose gradient is also partial over the tensor ranks (under sequence parallelism norms, learned positions and some
       biases), because FSDP reduces over the data ranks alone;
-    - those that the optimizer must see whole;
     - any parameter, if there is only one data rank.
     """
-    apart = entry.record.tied or "tp" in entry.record.partial_over or granularity(entry.record)
+    apart = entry.record.tied or "tp" in entry.record.partial_over
     return context.fsdp_shard.size > 1 and not apart
 
 
@@ -92,7 +92,8 @@ def own_piece(entry: ParamEntry, group: Group) -> FlatPiece:
 def divided_param(entry: ParamEntry, group: Group, main_dtype: torch.dtype) -> DividedParam:
     """A parameter as the ranks of a group divide it."""
     ends = {own_piece(entry, replace(group, index=index)).stop for index in range(group.size)}
-    return DividedParam(entry.record, main_dtype, tuple(sorted(ends - {entry.param.numel()})))
+    cuts = tuple(sorted(ends - {entry.param.numel()}))
+    return DividedParam(entry.record, main_dtype, cuts, GRADIENT_AXES, group.size)
 
 
 def padded_part(entry: ParamEntry, ranks: int) -> int:

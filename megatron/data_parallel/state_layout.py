@@ -43,7 +43,7 @@ from megatron.data_parallel.provider import WriteCount
 from megatron.data_parallel.traffic import Sent, bucket_traffic, fsdp_traffic, joined
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord
-from megatron.parallel.shards import DividedParam, Granularity
+from megatron.parallel.shards import DividedParam
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,6 @@ def state_layout(
     dtype: torch.dtype,
     num_microbatches: int,
     writes: Iterable[str],
-    granularity: Granularity,
 ) -> StateLayout:
     """Compute how the settings' sharding strategy cuts the state of a pipeline stage.
 
@@ -292,21 +291,20 @@ def state_layout(
         dtype: dtype of the parameters where they are used.
         num_microbatches: microbatches of one data rank in a step.
         writes: names of parameters in the order in which the backwards of a step write their gradients.
-        granularity: which parameters the optimizer must see whole.
     """
     entries, sharding, policy = list(entries), config.sharding, FsdpPolicy.of(config)
     parts: list[StatePart] = []
     sent: list[Sent] = []
     if sharding == "optim_grads_params":
         sharding = "optim_grads"  # what is left
-        inside = [entry for entry in entries if is_fully_sharded(entry, context, granularity)]
-        entries = [entry for entry in entries if not is_fully_sharded(entry, context, granularity)]
+        inside = [entry for entry in entries if is_fully_sharded(entry, context)]
+        entries = [entry for entry in entries if not is_fully_sharded(entry, context)]
         units = [plan_units(some, [e for e in inside if e.chunk == number]) for number, some in modules.items()]
         again = [_places(some, recomputed[number]) for some, number in zip(units, modules, strict=True)]
         accumulates = policy.reduce_once and num_microbatches > 1
         parts.append(UnitsPart(units, again, context.fsdp_shard, context.fsdp_replica.size, policy, accumulates, dtype))
         sent += fsdp_traffic([unit for some in units for unit in some], context, policy, dtype, num_microbatches)
-    plans = plan_buckets(entries, context, bucket_size=config.ddp_bucket_size, granularity=granularity)
+    plans = plan_buckets(entries, context, bucket_size=config.ddp_bucket_size)
     reductions, buffers = [1] * len(plans), Bytes()
     if sharding == "optim_grads":
         main = main_grad_dtype(dtype)

@@ -34,7 +34,8 @@ from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, padded_part
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
 
-Kind = Literal["gradients", "parameters"]
+Kind = Literal["gradients", "parameters", "matrices"]
+"""matrices: what an update rule that sees whole matrices exchanges; of the rank that sends most."""
 
 
 class StepSums(NamedTuple):

@@ -2,7 +2,7 @@
 
 It makes the main parameters and moments of each group of shards, on the device or in host memory, by the rule of each parameter. It
 updates one group after the other, so that gathering the parameters of one group overlaps the update of the next. (Rules that need
-numbers of whole parameters begin with all groups, since these numbers travel together: see `statistics.py`.) Unscaling and
+numbers of whole parameters, see `statistics.py`, or whole matrices, see `matrix_exchange.py`, begin with all groups.) Unscaling and
 clipping are one factor on the gradient, which torch's fused kernels apply while they update, so it costs no pass over memory.
 """
 
@@ -20,7 +20,7 @@ from megatron.optimizer.rule import Update, UpdateRule
 from megatron.optimizer.rules import rules_of
 from megatron.optimizer.statistics import WholeNumbers
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import Shard, ShardGroup
+from megatron.parallel.shards import DividedParam, Shard, ShardGroup
 from megatron.spec.groups import RUN_ENDS, RateEnds, groups_of
 
 
@@ -72,6 +72,16 @@ class ShardedOptimizer:
                 ]
             )
 
+        placed = list(itertools.chain(*self._placements))
+        together_by: dict[UpdateRule, list[DividedParam]] = {}
+        for param in params:
+            together_by.setdefault(rule_of(param.record), []).append(param)
+        self._stage_works = [
+            rule.stage_work([target for one in placed if one.rule is rule for target in one.targets], some, context)
+            for rule, some in together_by.items()
+            if rule.works_with_stage
+        ]
+        """What the ranks of a stage do together, in an order that is the same on all of them."""
         self.averages = config.ema_decay is not None
         """Whether the shards have an average of the weights."""
         self.begin_averages()
@@ -96,8 +106,8 @@ class ShardedOptimizer:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Memory of the numbers of whole parameters."""
-        return self._numbers.buffers
+        """Memory of the numbers of whole parameters, and of what the ranks of a stage do together."""
+        return [*self._numbers.buffers, *(buffer for work in self._stage_works for buffer in work.buffers)]
 
     @torch.no_grad()
     def step(
@@ -112,11 +122,14 @@ class ShardedOptimizer:
         update = Update(learning_rate, weight_decay, factor, self.num_updates + 1, own_rates)
         running = [[placement.update(update) for placement in placements] for placements in self._placements]
         self._numbers.begin()
-        for number in range(self._numbers.num_rounds):
+        for number in range(max(self._numbers.num_rounds, int(bool(self._stage_works)))):
             for placement, one in zip(itertools.chain(*self._placements), itertools.chain(*running), strict=True):
                 if placement.num_rounds > number:
                     next(one, None)
-            self._numbers.put_together(number)
+            if number < self._numbers.num_rounds:
+                self._numbers.put_together(number)
+            for work in self._stage_works if number == 0 else ():
+                work.run(update)
         for group, updates in zip(self.groups, running, strict=True):
             for one in updates:
                 assert next(one, True), "a rule has more rounds than statistics"

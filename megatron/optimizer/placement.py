@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.optimizer.rule import KeptState, Target, Update, UpdateRule, as_seen
+from megatron.optimizer.rule import KeptState, Target, Update, UpdateRule
 from megatron.optimizer.statistics import WholeNumbers
 from megatron.parallel.boxes import FlatPiece, aligned
 from megatron.parallel.collectives import Pending
@@ -80,21 +80,18 @@ class StatePlacement(ABC):
             for shard, average in zip(self.shards, flat_views(room, self.main_params), strict=True):
                 shard.average = average
         rounds_here = self.main_params[0] is not self.shards[0].weights and device.type == "cpu"
-        limit = _BATCH * torch.get_num_threads() if rounds_here and rule.elementwise and not rule.sees_whole else math.inf
+        limit = _BATCH * torch.get_num_threads() if rounds_here and rule.elementwise else math.inf
 
         def target(span: MainSpan) -> Target:
             shard = self.shards[span.index]
 
-            def seen(tensor: torch.Tensor) -> torch.Tensor:
-                return as_seen(span.of(tensor), rule, shard, context)
-
             elementwise = {name for name in shard.moments if shard.state_shape(name) is ELEMENTS}
-            seen_moments = {name: seen(one) if name in elementwise else one for name, one in shard.moments.items()}
+            moments = {name: span.of(one) if name in elementwise else one for name, one in shard.moments.items()}
             counted = range(max(shard.counted.start, span.start) - span.start, min(shard.counted.stop, span.stop) - span.start)
-            return Target(
-                seen(shard.main),
-                seen(grads[span.index]),
-                seen_moments,
+            made = Target(
+                span.of(shard.main),
+                span.of(grads[span.index]),
+                moments,
                 shard.record,
                 group_of(shard.record),
                 FlatPiece(shard.piece.start + span.start, shard.piece.start + span.stop),
@@ -102,13 +99,18 @@ class StatePlacement(ABC):
                 numbers.cuts_of(shard.record.name),
                 numbers.of(shard.record.name),
             )
+            self.targets.append(made)
+            return made
 
+        self.rule = rule
+        self.targets: list[Target] = []
+        """What the rule is given."""
         self._batches = [
             (rule.make([target(span) for span in spans], context), self._averager(spans, ema_decay), self.writer(spans))
             for spans in batches([main.numel() for main in self.main_params], limit)
         ]
         """Targets that are updated together, averaged, and then written to the weights."""
-        self.num_rounds = numbers.rounds_of(shard.record.name for shard in self.shards)
+        self.num_rounds = max(numbers.rounds_of(shard.record.name for shard in self.shards), int(rule.works_with_stage))
         """In how many rounds the rule asks for numbers of whole parameters."""
 
     def update(self, update: Update) -> Iterator[None]:

@@ -7,10 +7,8 @@ cut over the data ranks, reduced, published, saved or kept in host memory; and t
 rule. To add one, write a subclass of UpdateRule and enter in `rules.py` which parameters it gets.
 
 A target is a view of the main parameter with a view of its gradient. It is flat and any part of the parameter, and may be cut
-further unless the rule says that it is not `elementwise`. What a rule must know of whole parameters it asks for as statistics.
-If the rule `sees_whole`, a target is this rank's whole tensor in its shape instead, and the matrix, or matrices, are its last two
-dimensions (see `record.kind`). Tensor parallelism has cut the parameter before that, see `record.splits`; there, rows of padding
-may follow, whose gradient is zero.
+further unless the rule says that it is not `elementwise`. What a rule must know of whole parameters it asks for as statistics. One
+that needs whole matrices has work for all ranks of a stage together (`StageWork`), as Muon has.
 
 torch's fused kernels are called directly because an update in host memory calls them for a few hundred thousand elements at a time:
 there the bookkeeping of `torch.optim.AdamW.step`, driven out of the cache by the data, takes a third as long as the kernel.
@@ -18,7 +16,6 @@ there the bookkeeping of `torch.optim.AdamW.step`, driven out of the cache by th
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +27,7 @@ from megatron.optimizer.statistics import Rounds
 from megatron.parallel.boxes import FlatPiece, aligned
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import DividedParam, Shard
+from megatron.parallel.shards import DividedParam
 from megatron.parallel.state_shape import ELEMENTS, StateShape
 from megatron.spec.groups import RUN_ENDS, ParamGroup, RateEnds
 
@@ -111,11 +108,35 @@ class KeptState:
         return aligned(room) * each, (aligned(room) - room) * each
 
 
+class StageWork(ABC):
+    """What all ranks of a stage do together in an update, once each has taken its gradients into its states."""
+
+    @property
+    @abstractmethod
+    def buffers(self) -> list[torch.Tensor]:
+        """The memory that it keeps."""
+
+    @abstractmethod
+    def run(self, update: Update) -> None:
+        """Do it. All ranks of the stage call it together, and all targets are updated then."""
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """The size of such work, the same on all ranks of a stage."""
+
+    buffers: int = 0
+    """Bytes of memory on the device."""
+    sent: int = 0
+    """Bytes that the rank which sends most sends in an update."""
+
+
 class UpdateRule(ABC):
     """One way to update parameters."""
 
-    sees_whole = False
-    """Whether a target must be all of this rank's tensor. If not, it may be any of its elements."""
+    works_with_stage = False
+    """Whether the ranks of a stage work together in an update. Then an updater is a generator that yields before that."""
+
     elementwise = True
     """Whether the update of an element depends on no other: then a target may be cut further."""
     moments: tuple[str, ...] = ()
@@ -129,6 +150,19 @@ class UpdateRule(ABC):
         """Numbers of a whole parameter that an update needs, round by round. It may look at nothing but the layout's facts."""
         return ()
 
+    def stage_work(self, targets: Sequence[Target], params: Sequence[DividedParam], context: ParallelContext) -> StageWork:
+        """What the ranks of a stage do together.
+
+        Args:
+            targets: this rank's, each all of its piece of a parameter.
+            params: the stage's that the rule updates, in an order that is the same on all its ranks.
+        """
+        raise NotImplementedError
+
+    def stage_size(self, params: Sequence[DividedParam], context: ParallelContext) -> StageSize:
+        """The size of this."""
+        return StageSize()
+
     @abstractmethod
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
         """Make the updater of these targets.
@@ -136,15 +170,6 @@ class UpdateRule(ABC):
         Raises:
             ValueError: a package that the settings need is not installed.
         """
-
-
-def as_seen(tensor: torch.Tensor, rule: UpdateRule, shard: Shard, context: ParallelContext) -> torch.Tensor:
-    """A shard's flat tensor in the shape in which the rule sees it."""
-    if not rule.sees_whole:
-        return tensor
-    shape = shard.record.local_shape(context.axis_sizes)
-    assert tensor.numel() == math.prod(shape), f"{shard.piece} of {shard.record.name} {shape} is not the whole"
-    return tensor.view(shape)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from megatron.optimizer.adafactor import Adafactor
 from megatron.optimizer.eight_bits import EightBitAdamW
 from megatron.optimizer.elementwise import SGD, AdamW, AdEMAMix, Lion
 from megatron.optimizer.lamb import Lamb
+from megatron.optimizer.muon import Muon
 from megatron.optimizer.rule import UpdateRule
 from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import Granularity
 from megatron.spec.groups import groups_of
 
 RuleOf = Callable[[ParamRecord], UpdateRule]
@@ -36,6 +36,7 @@ RULES: dict[str, Callable[[OptimizerConfig], RuleOf]] = {
     "adafactor": lambda config: for_all(Adafactor(config)),
     "adam8bit": lambda config: vectors_by(AdamW(config), EightBitAdamW(config)),
     "lamb": lambda config: vectors_by(AdamW(config), Lamb()),
+    "muon": lambda config: for_all(Muon(config)),
 }
 """The rules by the value of --optimizer, or of a group's."""
 
@@ -52,9 +53,3 @@ def rules_of(config: OptimizerConfig) -> RuleOf:
         return made[optimizer](record)
 
     return rule_of
-
-
-def granularity_of(config: OptimizerConfig) -> Granularity:
-    """How finely the state of each parameter may be cut in a run with these settings."""
-    rule_of = rules_of(config)
-    return lambda record: rule_of(record).sees_whole

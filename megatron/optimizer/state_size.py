@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.state_layout import Bytes, ShardSize, StateMemory
 from megatron.optimizer.placement import choose_offloaded
+from megatron.optimizer.rule import StageSize, UpdateRule
 from megatron.optimizer.rules import rules_of
 from megatron.optimizer.statistics import statistics_bytes
 from megatron.parallel.boxes import aligned
@@ -60,10 +61,14 @@ class OptimizerState:
         return _buffer(shard.numel, shard.main_dtype.itemsize, on_host=on_host) if self._averages else Bytes()
 
 
-def numbers_memory(params: Sequence[DividedParam], config: OptimizerConfig, context: ParallelContext) -> Bytes:
-    """Memory of the numbers of whole parameters that the rules of a stage ask for, the same on all its ranks."""
-    rule_of = rules_of(config)
-    return Bytes(statistics_bytes(params, lambda param: rule_of(param.record).statistics(param, context)))
+def stage_size(params: Sequence[DividedParam], config: OptimizerConfig, context: ParallelContext) -> StageSize:
+    """What the ranks of a stage take, and send, for what rules ask of all ranks: numbers of whole parameters, work together."""
+    rule_of, by_rule = rules_of(config), dict[UpdateRule, list[DividedParam]]()
+    for param in params:
+        by_rule.setdefault(rule_of(param.record), []).append(param)
+    works = [rule.stage_size(some, context) for rule, some in by_rule.items()]
+    numbers = statistics_bytes(params, lambda param: rule_of(param.record).statistics(param, context))
+    return StageSize(numbers + sum(one.buffers for one in works), sum(one.sent for one in works))
 
 
 def _buffer(numel: int, each: int, *, on_host: bool) -> Bytes:

@@ -70,6 +70,23 @@ def start_reduce_scatter(tensor: torch.Tensor, group: Group, out: torch.Tensor |
     return Pending(part, _reduce_scatter(part, tensor, group=group.process_group, async_op=True), tensor)
 
 
+def start_exchange(
+    received: torch.Tensor, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]], group: Group
+) -> Pending:
+    """Begin to give each rank its part of `sent`, and to receive each rank's part into `received`. Both are flat.
+
+    Args:
+        counts: the elements that come from each rank, and those that go to each.
+    """
+    if group.size == 1:
+        if received.data_ptr() != sent.data_ptr():
+            received.copy_(sent)
+        return Pending(received)
+    come, go = map(list, counts)
+    work = dist.all_to_all_single(received, sent, come, go, group=group.process_group, async_op=True)
+    return Pending(received, work, sent)
+
+
 class _Works:
     """Several works that are waited for as one."""
 

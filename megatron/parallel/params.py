@@ -59,6 +59,7 @@ class ParamRecord(ParamFacts):
             init=weight.init,
             tied=weight.tied,
             width=weight.width,
+            heads=weight.heads,
         )
 
     @property

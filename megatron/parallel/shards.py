@@ -6,6 +6,7 @@ published together; the optimizer makes their main parameters, and decides where
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,15 +17,6 @@ from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.state_shape import ELEMENTS, StateShape
-
-Granularity = Callable[[ParamRecord], bool]
-"""Whether the rule that updates a parameter must see all of this rank's tensor at once, so that its state may not be cut among the
-data ranks (orthogonalised updates such as Muon's). If not (Adam, SGD), it may be cut at any element, and all slices are equal."""
-
-
-def by_elements(record: ParamRecord) -> bool:
-    """The granularity of rules that see each element by itself."""
-    return False
 
 
 @dataclass
@@ -101,8 +93,18 @@ class DividedParam:
     main_dtype: torch.dtype
     cuts: tuple[int, ...] = ()
     """Elements of a rank's flattened tensor at which another rank's piece begins."""
+    axes: tuple[str, ...] = ()
+    """Axes of the ranks that divide a rank's tensor; none if each updates all of it."""
+    num_ranks: int = 1
+    """How many divide it: all along these axes, or of `fully_shard` with replicas so many neighbours."""
+    first: int = 0
+    """The place among these of the rank that has the first piece; the next have the next pieces."""
     tied_apart: bool = False
     """Whether another stage holds it too."""
+
+    def pieces(self, numel: int) -> list[FlatPiece]:
+        """The pieces of a rank's flattened tensor of so many elements, in order."""
+        return [FlatPiece(start, stop) for start, stop in itertools.pairwise((0, *self.cuts, numel))]
 
 
 def _nothing() -> None: ...

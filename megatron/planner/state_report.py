@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.data_parallel.state_layout import StateLayout, StateMemory, StateReport, state_layout
+from megatron.data_parallel.state_layout import Bytes, StateLayout, StateMemory, StateReport, state_layout
+from megatron.data_parallel.traffic import Sent, axes_in_words
 from megatron.model.build import Model
-from megatron.optimizer.rules import granularity_of
-from megatron.optimizer.state_size import OptimizerState, numbers_memory
+from megatron.optimizer.matrix_plan import STAGE_AXES
+from megatron.optimizer.state_size import OptimizerState, stage_size
 from megatron.parallel.context import ParallelContext
 from megatron.spec.operations import Op, OpKind, Schedule
 
@@ -52,9 +53,11 @@ def layout_of(
         dtype=model.dtype,
         num_microbatches=num_microbatches,
         writes=writes(model, ops),
-        granularity=granularity_of(optimizer),
     )
-    return replace(layout, buffers=layout.buffers + numbers_memory(layout.params(), optimizer, context))
+    params = layout.params()
+    work = stage_size(params, optimizer, context)
+    sent = Sent(axes_in_words(STAGE_AXES, context), "matrices", work.sent)
+    return replace(layout, buffers=layout.buffers + Bytes(work.buffers), sent=(*layout.sent, sent) if sent.bytes else layout.sent)
 
 
 def writes(model: Model, ops: Iterable[Op]) -> Iterator[str]:

@@ -29,7 +29,7 @@ class ParamGroup:
     """What parameters of one group have in common."""
 
     optimizer: str
-    """The value of --optimizer that updates them; it may leave some to another rule, as Muon does."""
+    """The value of --optimizer that updates them: adam too for what muon leaves to it."""
     lr_mult: float = 1.0
     """Factor on the learning rate."""
     ends: RateEnds = RUN_ENDS
@@ -92,6 +92,12 @@ def describe_groups(config: OptimizerConfig, weights: Iterable[Weight]) -> list[
     return ["parameter groups:", *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
 
 
+def is_hidden_matrix(facts: ParamFacts) -> bool:
+    """Whether Muon updates a parameter: a matrix of a layer. Embeddings, the output layer and vectors are left to AdamW (Jordan et
+    al. 2024)."""
+    return facts.kind == "matrix" and facts.name != OUTPUT
+
+
 def _in_any_layer(name: str) -> str:
     layer, part = in_layer(name)
     return name if layer is None else f"layers.*.{part}"
@@ -103,6 +109,8 @@ def _group(config: OptimizerConfig, facts: ParamFacts) -> ParamGroup:
     ends = RateEnds(config.decoupled_lr, config.decoupled_min_lr) if decoupled else RUN_ENDS
     decays = facts.decay and (config.decay_embeddings or facts.kind != "table")
     optimizer = own.get("optimizer", config.optimizer)
+    if optimizer == "muon" and not is_hidden_matrix(facts):
+        optimizer = "adam"
     mup = 1.0 if facts.width == 1.0 else mup_factor(MUP_RULES[optimizer], facts.role, facts.width)
     return ParamGroup(
         optimizer,

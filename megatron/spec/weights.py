@@ -40,6 +40,16 @@ ParamKind = Literal["matrix", "table", "vector"]
 
 
 @dataclass(frozen=True)
+class FusedHeads:
+    """Heads whose rows are fused into one matrix, in groups, one for each key-value head: its query heads, its key, its value."""
+
+    queries: int
+    """Query heads of a group."""
+    size: int
+    """Rows of a head."""
+
+
+@dataclass(frozen=True)
 class ParamFacts:
     """What is true of one parameter of the whole model, whoever holds it."""
 
@@ -55,6 +65,8 @@ class ParamFacts:
     """Whether both the embedding and the output layer use it."""
     width: float = field(default=1.0, kw_only=True)
     """How many times as wide as the base of muP the model is; 1 without muP."""
+    heads: FusedHeads | None = field(default=None, kw_only=True)
+    """The heads that its rows are, where it projects to queries, keys and values at once."""
 
     @property
     def role(self) -> Role:
@@ -183,12 +195,13 @@ def layer_weights(model: ModelConfig, layer: LayerSpec, number: int) -> Iterator
 
 def _attention(name: str, attention: AttentionSpec, kind: NormSpec, hidden: int, std: float) -> Iterator[Weight]:
     """What comes before attention."""
-    yield from column(f"{name}.qkv", hidden, attention.qkv_rows, bias=attention.qkv_bias, std=std)
-    for which, heads in (("q_norm", attention.heads), ("k_norm", attention.kv_heads)):
+    heads = FusedHeads(attention.heads // attention.kv_heads, attention.head_size)
+    yield from column(f"{name}.qkv", hidden, attention.qkv_rows, bias=attention.qkv_bias, std=std, heads=heads)
+    for which, count in (("q_norm", attention.heads), ("k_norm", attention.kv_heads)):
         if attention.qk_norm == "each_head":
             yield from norm(f"{name}.{which}", kind, attention.head_size, on_own_heads=True)
         elif attention.qk_norm == "all_heads":
-            yield from norm(f"{name}.{which}", kind, heads * attention.head_size, splits=((0, "tp"),))
+            yield from norm(f"{name}.{which}", kind, count * attention.head_size, splits=((0, "tp"),))
 
 
 def _latent_attention(name: str, attention: LatentAttentionSpec, kind: NormSpec, hidden: int, std: float) -> Iterator[Weight]:
@@ -215,12 +228,14 @@ def whole(name: str, inputs: int, outputs: int, *, std: float) -> Weight:
     return Weight(f"{name}.weight", (outputs, inputs), init=Init(std))
 
 
-def column(name: str, inputs: int, outputs: int, *, bias: bool, std: float, halves: int = 1) -> Iterator[Weight]:
+def column(
+    name: str, inputs: int, outputs: int, *, bias: bool, std: float, halves: int = 1, heads: FusedHeads | None = None
+) -> Iterator[Weight]:
     """A column-parallel linear layer, whose outputs are split: [out, in]. For the two halves of a gated MLP it is [halves, out,
     in], each half split by itself, so that a tensor rank's part is one slice of one dimension."""
     lead = (halves,) if halves > 1 else ()
     splits = ((len(lead), "tp"),)
-    yield Weight(f"{name}.weight", (*lead, outputs, inputs), splits, init=Init(std))
+    yield Weight(f"{name}.weight", (*lead, outputs, inputs), splits, init=Init(std), heads=heads)
     if bias:
         yield Weight(f"{name}.bias", (*lead, outputs), splits, kind="vector")
 

@@ -25,11 +25,9 @@ from megatron.model.init import fill
 from megatron.optimizer.grad_scaler import GradScaler, make_grad_scaler
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.optimizer.rules import granularity_of
 from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
-from megatron.parallel.shards import Granularity
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors
 from megatron.pipeline_parallel.partition import recomputed_chunks
@@ -105,7 +103,7 @@ class TrainStep:
         """Called before each update, when the gradients of the shards are complete but neither unscaled nor clipped."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._attention_shares = attention_shares(model.config)
-        self.providers = make_providers(model, context, parallel, granularity=granularity_of(optimizer))
+        self.providers = make_providers(model, context, parallel)
         groups = [group for provider in self.providers for group in provider.groups]
         self.optimizer = ShardedOptimizer(groups, optimizer, context)
         self.executor = Executor(
@@ -356,24 +354,21 @@ class TrainStep:
         return total
 
 
-def make_providers(model: Model, context: ParallelContext, config: ParallelConfig, *, granularity: Granularity) -> list[Provider]:
+def make_providers(model: Model, context: ParallelContext, config: ParallelConfig) -> list[Provider]:
     """Make the providers that divide the model's state under the sharding strategy.
 
     Each gives its parameters memory, of which this rank keeps its part, and initial values where they have none.
-
-    Args:
-        granularity: which parameters the optimizer must see whole.
     """
     values = partial(fill, seed=model.seed)
     units = [unit for chunk in model.chunks.values() for unit in chunk.units()]
 
     def buckets(entries: Sequence[ParamEntry], sharding: str) -> Buckets:
-        return Buckets(entries, units, context, config, values, sharding=sharding, granularity=granularity)
+        return Buckets(entries, units, context, config, values, sharding=sharding)
 
     if config.sharding != "optim_grads_params":
         return [buckets(list(model.params), config.sharding)]
-    inside = [entry for entry in model.params if is_fully_sharded(entry, context, granularity)]
-    outside = [entry for entry in model.params if not is_fully_sharded(entry, context, granularity)]
+    inside = [entry for entry in model.params if is_fully_sharded(entry, context)]
+    outside = [entry for entry in model.params if not is_fully_sharded(entry, context)]
     providers: list[Provider] = [buckets(outside, "optim_grads")] if outside else []
     if inside:
         from megatron.data_parallel.fsdp import FullyShardedParams  # a second of imports, only for those who need it

@@ -20,6 +20,7 @@ from megatron.verification.plain_groups import own_updates
 from megatron.verification.random_samples import RandomSamples
 from megatron.verification.reference.eight_bits import EightBits
 from megatron.verification.reference.model import Batch, Rules, Seen, by_nobody, losses_with_rules
+from megatron.verification.reference.muon import MuonUpdate
 from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights
 from megatron.verification.reference.training import Course, Rule, State, batch_size, update
@@ -43,7 +44,7 @@ class _Reference:
         task, training = self.task, self.config.training
         total = training.train_samples or sum(self._batch_sizes())
         rates, decays = learning_rate_course(self.config, self._samples_of, total), decay_course(self.config.optimizer, total)
-        rule = update_rule(self.config.optimizer)
+        rule = update_rule(self.config.optimizer, self.config.model)
         own = own_updates(self.state.weights, self.config.optimizer, rule, rates, decays, self.shape.width)
         found = PlainRun([], [self._evaluate()], {}, [], [], {})
         consumed = updated = 0
@@ -252,16 +253,19 @@ def rotary_stretch(model: ModelConfig) -> RotaryStretch | None:
     return RotaryStretch("dynamic", factor, context)
 
 
-def update_rule(optimizer: OptimizerConfig) -> Rule:
+def update_rule(optimizer: OptimizerConfig, model: ModelConfig) -> Rule:
     """The reference's update rule for these settings."""
     betas = optimizer.adam_beta1, optimizer.adam_beta2
-    return Rule(
-        optimizer.optimizer, optimizer.clip_grad or None, betas, optimizer.adam_eps, rule_numbers(optimizer), optimizer.ema_decay
-    )
+    numbers = rule_numbers(optimizer, (model.num_attention_heads // model.num_key_value_heads, model.head_size))
+    return Rule(optimizer.optimizer, optimizer.clip_grad or None, betas, optimizer.adam_eps, numbers, optimizer.ema_decay)
 
 
-def rule_numbers(optimizer: OptimizerConfig) -> Numbers:
-    """What the settings give to single rules."""
+def rule_numbers(optimizer: OptimizerConfig, heads: tuple[int, int] = (1, 1)) -> Numbers:
+    """What the settings give to single rules.
+
+    Args:
+        heads: query heads to each key head, and the size of a head.
+    """
     return Numbers(
         momentum=optimizer.sgd_momentum,
         lion_betas=(optimizer.lion_beta1, optimizer.lion_beta2),
@@ -274,6 +278,15 @@ def rule_numbers(optimizer: OptimizerConfig) -> Numbers:
         factor_eps=optimizer.adafactor_eps,
         factor_beta1=optimizer.adafactor_beta1,
         least_scale=optimizer.adafactor_least_scale if optimizer.adafactor_relative_step else None,
+        muon=MuonUpdate(
+            *heads,
+            fused="heads" if optimizer.muon_split_heads else "one" if optimizer.muon_no_split_qkv else "three",
+            momentum=optimizer.muon_momentum,
+            nesterov=optimizer.muon_use_nesterov,
+            steps=optimizer.muon_num_ns_steps,
+            scale=optimizer.muon_scale_mode,
+            extra=optimizer.muon_extra_scale_factor,
+        ),
     )
 
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from megatron.config.cli import LoadedConfig
 from megatron.model.build import Model
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.optimizer.rules import granularity_of
-from megatron.optimizer.state_size import numbers_memory
+from megatron.optimizer.state_size import stage_size
 from megatron.parallel.context import ParallelContext
 from megatron.planner.plan import Plan
 from megatron.planner.state_report import layout_of
@@ -51,7 +50,7 @@ AXES = {
     "style": tuple(STYLES),
     "data_parallel_sharding_strategy": STRATEGIES,
     "dtype": ("bf16", "fp64", None),
-    "optimizer": ("adam", "sgd", "adafactor", "adam8bit"),
+    "optimizer": ("adam", "sgd", "adafactor", "adam8bit", "muon"),
     "offload": (None, 0.4, 1.0),
     "ema_decay": (None, 0.9),
     "ddp_bucket_size": (None, 1500),
@@ -92,14 +91,14 @@ def kept(context: ParallelContext, one: LoadedConfig, *, staged: bool) -> dict[s
     """
     if staged:
         model, optimizer = real_model(one.config, context), one.config.optimizer
-        providers = make_providers(model, context, one.config.parallel, granularity=granularity_of(optimizer))
+        providers = make_providers(model, context, one.config.parallel)
         made = ShardedOptimizer([group for p in providers for group in p.groups], optimizer, context, staged=True)
     else:
         step = real_step(one.config, context)
         model, providers, made = step.model, step.providers, step.optimizer
     layout = layout_of(model, context, one.config.parallel, one.config.optimizer, [], 1)
-    numbers = numbers_memory(layout.params(), one.config.optimizer, context)
-    assert sum(buffer.nbytes for buffer in made.buffers) == numbers.device, "numbers of whole parameters"
+    size = stage_size(layout.params(), one.config.optimizer, context)
+    assert sum(buffer.nbytes for buffer in made.buffers) == size.buffers, "numbers of whole parameters, and matrices"
     device, host = state_held_by(made, one.config.optimizer)
     held = [held_by(provider) for provider in providers]
     places = (False, True)

@@ -21,8 +21,8 @@ from tests.support.warm import run_forked_ranks
 from tests.support.windows import Windows
 
 
-def counted(context: ParallelContext, one: LoadedConfig) -> tuple[dict[tuple[int, ...], int], int]:
-    """In a step behind the first: by the ranks of collectives, and in messages."""
+def counted(context: ParallelContext, one: LoadedConfig) -> tuple[dict[tuple[int, ...], int], int, int]:
+    """In a step behind the first: by the ranks of collectives, in messages, and of matrices."""
     step = real_step(one.config, context)
     batch = random_batch(step, context, one)
     step.run(batch, iteration=1, learning_rate=0.1, weight_decay=0.1)
@@ -33,9 +33,10 @@ def counted(context: ParallelContext, one: LoadedConfig) -> tuple[dict[tuple[int
     collectives: Counter[tuple[int, ...]] = Counter()
     for call in calls:
         to_a_stage = call.what == "send" and call.ranks == context.group("pp").ranks
-        collectives[() if to_a_stage else call.ranks] += call.sent * call.itemsize  # type: ignore[assignment]
-    messages = collectives.pop((), 0)
-    return dict(collectives), messages
+        key = () if to_a_stage else (-1,) if call.what == "all-to-all" else call.ranks
+        collectives[key] += call.sent * call.itemsize  # type: ignore[assignment]
+    messages, matrices = collectives.pop((), 0), collectives.pop((-1,), 0)
+    return dict(collectives), messages, matrices
 
 
 def random_batch(step: TrainStep, context: ParallelContext, one: LoadedConfig) -> list[ModelInputs]:
@@ -86,14 +87,24 @@ CASES: dict[str, dict[str, Any]] = {
         "fsdp_params_cpu": True,
         "log_num_zeros_in_grad": True,
     },
+    "muon, optim": {**GRID, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim", "optimizer": "muon"},
+    "muon, no_shard": {**GRID, "num_layers": 4, "optimizer": "muon", "swiglu": True},
+    "muon, replicas": {
+        "tensor_model_parallel_size": 2,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "fsdp_shard_size": 2,
+        "optimizer": "muon",
+        "muon_dtype": "fp32",
+    },
 }
 
 
 def test_every_rank_sends_what_is_planned() -> None:
-    """By the ranks that take part: gradients, parameters, activations over tensor groups and between stages, scalars."""
+    """By the ranks that take part: gradients, parameters, activations over tensor groups and between stages, scalars. Of matrices
+    the plan says what the rank of a stage sends that sends most."""
     cases = [settings(8, **case) for case in CASES.values()]
 
-    def rank_run(rank: int) -> list[tuple[dict[tuple[int, ...], int], int, dict[str, tuple[int, ...]]]]:
+    def rank_run(rank: int) -> list[tuple[dict[tuple[int, ...], int], int, int, dict[str, tuple[int, ...]]]]:
         found = []
         for one in cases:
             context = real_context(one.config, rank, 8)
@@ -103,14 +114,23 @@ def test_every_rank_sends_what_is_planned() -> None:
     plans = plans_of(cases)
     ranks = run_forked_ranks(8, rank_run)
     for number, (name, plan) in enumerate(zip(CASES, plans, strict=True)):
+        most: dict[int, list[tuple[int, int]]] = {}
         for rank in range(8):
-            collectives, messages, groups = ranks[rank][number]
+            collectives, messages, matrices, groups = ranks[rank][number]
             planned: Counter[tuple[int, ...]] = Counter()
             sent = kind_of(plan, topology_of(cases[number].config, 8), rank).sent
             for one in sent:
-                if one.over != "pipeline":
+                if one.what == "matrices":
+                    stage = topology_of(cases[number].config, 8).coordinates(rank)["pp"]
+                    most.setdefault(stage, []).append((matrices, one.bytes))
+                elif one.over != "pipeline":
                     planned[groups[one.over]] += one.bytes
                     assert one.group_size == len(groups[one.over])
             assert collectives == dict(planned), (name, rank)
             assert messages == sum(one.bytes for one in sent if one.over == "pipeline"), (name, rank)
+            assert bool(matrices) <= ("muon" in name)
             assert {"world"} < {one.over for one in sent}, "there is something to compare"
+        assert bool(most) == ("muon" in name)
+        for of_stage in most.values():
+            (planned_most,) = {planned for _, planned in of_stage}
+            assert max(sent for sent, _ in of_stage) == planned_most > 0, name

@@ -8,10 +8,6 @@ from dataclasses import replace
 import pytest
 import torch._dynamo  # noqa: F401  FSDP's hooks import it at their first call: here once, not in every rank
 
-from megatron.config.training import OptimizerConfig
-from megatron.optimizer.elementwise import AdamW
-from megatron.optimizer.rules import RULES, RuleOf
-from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, LayoutRun, Recipe, run_layout
@@ -76,20 +72,3 @@ def test_training_equals_one_plain_process(case: str) -> None:
     found, expected = run(name, replace(layout, sharding="optim_grads_params", micro_batch_size=1, bucket_size=500))
     assert_equal_runs(found, expected)
     assert found.evaluations[-2] == pytest.approx(expected.losses[-1], rel=1e-10), "evaluated in front of the last step"
-
-
-def test_what_the_optimizer_must_see_whole_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that sees matrices whole and updates them as AdamW does, so that the reference stays."""
-
-    class WholeAdamW(AdamW):
-        sees_whole = True
-
-    def rules(config: OptimizerConfig) -> RuleOf:
-        whole, cut = WholeAdamW(config), AdamW(config)
-        return lambda record: whole if record.kind != "vector" and record.name.startswith("layers.") else cut
-
-    monkeypatch.setitem(RULES, "adam", rules)
-    monkeypatch.setattr("tests.support.layout.run_warm_ranks", run_ranks)  # ranks that are forked now know the rules
-    layout = Layout(dp=2, sharding="optim_grads_params", micro_batch_size=1, bucket_size=500)
-    found, expected = run("gpt2", layout)
-    assert_equal_runs(found, expected)

@@ -31,13 +31,6 @@ def test_tied_parameters_stay_outside_on_either_end() -> None:
         assert outside == ["embedding.word.weight"]
 
 
-def test_what_the_optimizer_must_see_whole_stays_outside() -> None:
-    context = lone_rank(Topology(dp=2))
-    params = build(context).params
-    inside = [entry for entry in params if is_fully_sharded(entry, context, lambda record: record.kind != "vector")]
-    assert inside and all(entry.record.kind == "vector" for entry in inside)
-
-
 def test_with_nobody_to_share_with_nothing_is_sharded() -> None:
     context = lone_rank(Topology(tp=4))
     assert not any(is_fully_sharded(entry, context) for entry in build(context).params)

@@ -172,13 +172,13 @@ class GroupCall(NamedTuple):
     ranks: tuple[int, ...]
     """Of the group."""
     elements: int
-    """Of the whole tensor."""
+    """Of the whole tensor; of an all-to-all those for other ranks."""
     itemsize: int
 
     @property
     def sent(self) -> Fraction:
         """Elements that this rank sends, as in a ring: of n ranks (n - 1)/n of the whole, and twice that where all is reduced."""
-        if self.what == "send":
+        if self.what in ("send", "all-to-all"):
             return Fraction(self.elements)
         return Fraction(len(self.ranks) - 1, len(self.ranks)) * self.elements * (2 if self.what == "all-reduce" else 1)
 
@@ -246,7 +246,26 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._call("reduce-scatter", input, finish)
 
+    def all_to_all_single(self, output: Any, input: Any, came: Any, went: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """The output's parts are what each rank gives to this one: this rank's part of its input. Both are flat."""
+        given = torch.cat([_bytes(torch.tensor(went)), _bytes(input)])
+
+        def finish(each: Sequence[torch.Tensor]) -> None:
+            for part, found in zip(output.split(came), each, strict=True):
+                counts, values = found.split([8 * self._size, found.numel() - 8 * self._size])
+                sizes = (counts.clone().view(torch.int64) * output.element_size()).tolist()
+                part.copy_(_as(part, values.split(sizes)[self._rank]))
+
+        call = self._call("all-to-all", given, finish)
+        if self.calls is not None:
+            ranks = tuple(dist.get_process_group_ranks(self))
+            self.calls[-1] = GroupCall("all-to-all", ranks, input.numel() - went[self._rank], input.element_size())
+        header = _bytes(torch.tensor(went)).numel()
+        call._given = [(input, call._given[0][1][header:])] if input.numel() else []  # type: ignore[attr-defined]
+        return call
+
     # As torch before 2.13 calls them.
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
@@ -320,7 +339,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self.calls.append(GroupCall(what, ranks, times * tensor.numel(), tensor.element_size()))
 
 
-_KINDS = ["all-reduce", "all-gather", "all-gather of a list", "reduce-scatter", "broadcast", "gather", "scatter", "barrier"]
+_KINDS = [
+    "all-reduce",
+    "all-gather",
+    "all-gather of a list",
+    "reduce-scatter",
+    "all-to-all",
+    "broadcast",
+    "gather",
+    "scatter",
+    "barrier",
+]
 
 
 def _reduction(opts: Any) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:

@@ -79,7 +79,8 @@ def update(
     for name, w in state.weights.items():
         g = gradients[name] * factor
         rule, rate, decay = own.get(name, plain[name])
-        one = One(w, g, state.kept[name], state.updates, rate, decay, rule.betas, rule.eps, is_vector=not decays(name))
+        vector = not decays(name)
+        one = One(w, g, state.kept[name], state.updates, rate, decay, rule.betas, rule.eps, is_vector=vector, name=name)
         state.weights[name] = updated(one, rule.optimizer, rule.numbers)
     if decay_of_average is not None:
         for name, w in state.weights.items():

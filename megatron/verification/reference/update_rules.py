@@ -7,10 +7,12 @@ several vectors.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from megatron.verification.reference.muon import MuonUpdate
 
 Kept = dict[str, Tensor]
 """What is kept of one parameter; empty before the first update."""
@@ -35,6 +37,7 @@ class Numbers:
     factor_beta1: float = 0.0
     least_scale: float | None = None
     """For a relative step. This and the four before are adafactor's."""
+    muon: MuonUpdate = field(default_factory=MuonUpdate)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class One:
     betas: tuple[float, float]
     eps: float
     is_vector: bool
+    name: str = ""
 
     def average(self, name: str, of: Tensor, beta: float) -> Tensor:
         """Take something into an average that begins at zero."""
@@ -173,4 +177,23 @@ def lamb(one: One, numbers: Numbers) -> Tensor:
     return one.weights - one.rate * ratio * u
 
 
-_RULES = {"adam": adam, "sgd": sgd, "lion": lion, "ademamix": ademamix, "adafactor": adafactor, "adam8bit": adam8bit, "lamb": lamb}
+def muon(one: One, numbers: Numbers) -> Tensor:
+    """The momentum of a layer's matrices is brought near to orthogonality; the rest is left to adam."""
+    rule = numbers.muon
+    if not rule.updates(one.name):
+        return adam(one, numbers)
+    m = one.average("m", one.grad, rule.momentum)
+    u = rule.momentum * m + (1 - rule.momentum) * one.grad if rule.nesterov else m
+    return one.weights * (1 - one.rate * one.decay) - one.rate * rule.direction(one.name, u)
+
+
+_RULES = {
+    "adam": adam,
+    "sgd": sgd,
+    "lion": lion,
+    "ademamix": ademamix,
+    "adafactor": adafactor,
+    "adam8bit": adam8bit,
+    "lamb": lamb,
+    "muon": muon,
+}

@@ -124,7 +124,7 @@ def test_a_value_that_changes_nothing_is_named() -> None:
     ("words", "parts"),
     [
         (["--tokenizer-type", "MultimodalTokenizer"], ["MultimodalTokenizer is not built yet", "sentencepiece"]),
-        (["--optimizer", "dist_muon"], ["dist_muon is not built yet", "adam"]),
+        (["--optimizer", "dist_muon"], ["dist_muon is muon here"]),
         (["--position-embedding-type", "mrope"], ["mrope is not built yet", "rope"]),
         (["--dataloader-type", "cyclic"], ["cyclic is refused", "already shuffled"]),
         (["--ckpt-format", "torch"], ["--ckpt-format torch", "torch_dist or fsdp_dtensor only"]),

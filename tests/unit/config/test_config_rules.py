@@ -616,6 +616,16 @@ CASES: list[Case] = [
                 "adafactor-beta1 0.5",
                 "adafactor-relative-step",
             ),
+            "muon": (
+                "muon-momentum 0.8",
+                "muon-use-nesterov",
+                "muon-num-ns-steps 4",
+                "muon-scale-mode shape_scaling",
+                "muon-extra-scale-factor 0.2",
+                "muon-no-split-qkv",
+                "muon-split-heads",
+                "muon-dtype fp32",
+            ),
         }.items()
         for flag in flags
     ),

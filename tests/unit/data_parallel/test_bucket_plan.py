@@ -11,8 +11,6 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.data_parallel.bucket_plan import BucketPlan, default_bucket_size, plan_buckets
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import Granularity, by_elements
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.counts import count_parameters
 from tests.support.bucket_examples import MODEL, UNTIED, VOCAB, WORD, buckets_of, build
@@ -29,43 +27,27 @@ TOPOLOGIES = [
 ]
 
 
-def whole(record: ParamRecord) -> bool:
-    """Every parameter is seen whole."""
-    return True
-
-
-def whole_matrices(record: ParamRecord) -> bool:
-    return record.kind != "vector"
-
-
-GRANULARITIES = pytest.mark.parametrize("granularity", [by_elements, whole, whole_matrices])
-
-
 def plans(
     context: ParallelContext,
     size: int | None = 1000,
-    granularity: Granularity = by_elements,
     *,
     sequence_parallel: bool = False,
 ) -> list[BucketPlan]:
     model = build(context, materialized=False, sequence_parallel=sequence_parallel)
-    return plan_buckets(model.params, context, bucket_size=size, granularity=granularity)
+    return plan_buckets(model.params, context, bucket_size=size)
 
 
-@GRANULARITIES
 @pytest.mark.parametrize("ranks", [1, 2, 3, 100])
 @pytest.mark.parametrize("size", [1, 500, 3000, None])
-def test_every_parameter_lies_in_one_bucket_aligned_and_apart(size: int | None, ranks: int, granularity: Granularity) -> None:
+def test_every_parameter_lies_in_one_bucket_aligned_and_apart(size: int | None, ranks: int) -> None:
     context = lone_rank(Topology(dp=ranks))
-    found = plans(context, size, granularity)
+    found = plans(context, size)
     names = [placed.entry.record.name for plan in found for placed in plan.params]
-    assert all(len({granularity(placed.entry.record) for placed in plan.params}) == 1 for plan in found)
-    if granularity is by_elements:
-        entries = list(reversed(list(build(context, materialized=False).params)))
-        for vectors in (True, False):
-            order = [entry.record.name for entry in entries if (len(entry.record.shape) == 1) == vectors]
-            mine = [name for name in names if name in order]
-            assert mine == order, "about the order in which backward completes them"
+    entries = list(reversed(list(build(context, materialized=False).params)))
+    for vectors in (True, False):
+        order = [entry.record.name for entry in entries if (len(entry.record.shape) == 1) == vectors]
+        mine = [name for name in names if name in order]
+        assert mine == order, "about the order in which backward completes them"
     assert len(names) == len(set(names)) == len(build(context, materialized=False).params)
     for plan in found:
         taken = torch.zeros(plan.size)
@@ -84,19 +66,15 @@ def test_buckets_are_no_fuller_than_they_have_to_be() -> None:
     assert len(plans(lone_rank(), 1)) == len(build(lone_rank()).params), "larger than the size, each alone"
 
 
-@GRANULARITIES
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 100])
-def test_slices_are_equal_and_hold_every_element_once(ranks: int, granularity: Granularity) -> None:
-    """And each parameter that an update rule must see whole in one piece."""
-    for plan in plans(lone_rank(Topology(dp=ranks)), 3000, granularity):
+def test_slices_are_equal_and_hold_every_element_once(ranks: int) -> None:
+    for plan in plans(lone_rank(Topology(dp=ranks)), 3000):
         taken = {placed.entry.record.name: torch.zeros(placed.numel) for placed in plan.params}
         for index in range(ranks):
             for placed, piece in plan.pieces(index):
                 taken[placed.entry.record.name][piece.start : piece.stop] += 1
                 start = placed.start + piece.start
                 assert index * plan.slice_size <= start < start + piece.stop - piece.start <= (index + 1) * plan.slice_size
-                if granularity(placed.entry.record):
-                    assert (piece.start, piece.stop) == (0, placed.numel)
         assert all(torch.equal(times, torch.ones_like(times)) for times in taken.values())
 
 
@@ -104,14 +82,6 @@ def test_flat_slices_waste_less_than_their_alignment() -> None:
     for ranks in (2, 8, 64):
         for plan in plans(lone_rank(Topology(dp=ranks)), None):
             assert plan.size - sum(placed.numel for placed in plan.params) < 64 * (len(plan.params) + ranks)
-
-
-def test_whole_matrices_are_spread_evenly() -> None:
-    """Within a third of the best, and never further apart than one parameter (Graham 1969)."""
-    _, plan = plans(lone_rank(Topology(dp=3)), None, whole)
-    loads = [sum(piece.stop for _, piece in plan.pieces(index)) for index in range(3)]
-    assert max(loads) - min(loads) <= max(placed.numel for placed in plan.params)
-    assert plan.slice_size < 4 / 3 * sum(loads) / 3 + 64 * len(plan.params)
 
 
 def test_the_default_size_grows_with_the_data_ranks() -> None:

@@ -1,10 +1,9 @@
-"""Every update rule does the same to slices as to whole parameters, if slices are cut as finely as it says and no finer."""
+"""Every update rule that sees each element by itself does the same to slices as to whole parameters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,8 @@ from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.optimizer import placement
 from megatron.optimizer.elementwise import SGD, AdamW
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.optimizer.rule import Target, Updater, UpdateRule, as_seen, by_torch, param_groups
-from megatron.optimizer.rules import RULES, RuleOf, for_all, granularity_of
-from megatron.parallel.boxes import FlatPiece
+from megatron.optimizer.rule import Target, Update, Updater, UpdateRule, by_torch, param_groups
+from megatron.optimizer.rules import RULES, RuleOf, for_all
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord, Split
 from megatron.parallel.shards import Shard, ShardGroup
@@ -36,48 +34,40 @@ RECORDS = [
 STEPS = 4
 
 
-# ---- rules that must see more than elements
+# ---- rules beside those of --optimizer
 
 
-class MatricesOptimizer(torch.optim.Optimizer):
-    """Momentum, divided by its norm and, for matrices, brought nearer to orthogonality by a step of Newton and Schulz."""
+class MomentumRule(UpdateRule):
+    """By a torch optimizer, as those of apex are."""
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for tensor in group["params"]:
-                momentum = self.state[tensor]["momentum"]
-                momentum.mul_(0.9).add_(tensor.grad)
-                tensor.mul_(1.0 - group["lr"] * group["weight_decay"])
-                x = momentum / momentum.norm().clamp(min=1e-300)
-                tensor.sub_(group["lr"] * (1.5 * x - 0.5 * x @ x.mT @ x if x.dim() > 1 else x))
-
-
-class MatricesRule(UpdateRule):
-    moments = ("momentum",)
-
-    def __init__(self, *, sees_whole: bool = True) -> None:
-        self.sees_whole = sees_whole
-        self.given: list[Target] = []
+    moments = ("momentum_buffer",)
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        self.given.extend(targets)
-        return by_torch(targets, MatricesOptimizer(param_groups(targets)))
+        return by_torch(targets, torch.optim.SGD(param_groups(targets), lr=0.0, momentum=0.9))
+
+
+class GreedyRule(UpdateRule):
+    """Divides a gradient by its norm, though it may see any part of it."""
+
+    def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
+        def step(update: Update) -> None:
+            for target in targets:
+                target.main.sub_(target.grad / target.grad.norm().clamp(min=1e-300), alpha=update.rate(target.group))
+
+        return step
 
 
 def mixed(config: OptimizerConfig) -> RuleOf:
-    """Whole matrices for hidden ones, SGD for the embedding, AdamW for vectors: two of them share buckets."""
-    whole, table, vector = MatricesRule(), SGD(config), AdamW(config)
-    return lambda record: table if record.name == "embedding" else vector if record.kind == "vector" else whole
+    """A rule for each kind of parameter: two of them share buckets."""
+    matrix, table, vector = MomentumRule(), SGD(config), AdamW(config)
+    return lambda record: table if record.name == "embedding" else vector if record.kind == "vector" else matrix
 
 
-ACROSS_RANKS = ("adafactor", "lamb", "adam8bit")
-"""Rules that put numbers of all ranks together, which are not there here: tests/proof/test_layouts_optimizers.py is about them."""
+ACROSS_RANKS = ("adafactor", "lamb", "adam8bit", "muon")
+"""Rules that put together what all ranks have, which are not there here: tests/proof/test_layouts_optimizers.py and
+test_layouts_muon.py are about them."""
 ALL = {name: rule for name, rule in RULES.items() if name not in ACROSS_RANKS} | {
-    "matrices": lambda config: for_all(MatricesRule()),
+    "momentum": lambda config: for_all(MomentumRule()),
     "mixed": mixed,
 }
 
@@ -110,7 +100,7 @@ def train(
     for data_rank in range(topology.dp):
         context = lone_rank(topology, data_rank * topology.tp + tensor_rank)
         groups = []
-        for plan in plan_buckets(entries(context), context, bucket_size=bucket_size, granularity=granularity_of(config)):
+        for plan in plan_buckets(entries(context), context, bucket_size=bucket_size):
             shards = []
             for placed, piece in plan.pieces(context.group(*plan.axes).index):
                 record = placed.entry.record
@@ -169,20 +159,16 @@ def test_offloaded_slices_are_no_other(monkeypatch: pytest.MonkeyPatch, rule: st
     prove(rule, dp=3, offload=0.5)
 
 
-@pytest.mark.parametrize("rule", ALL)
-def test_the_proof_is_about_something(rule: str) -> None:
-    """Each rank has some; parameters lie on several ranks where their rule lets them, the others on one."""
-    context, config = lone_rank(Topology(dp=3)), OptimizerConfig(optimizer=rule)  # type: ignore[arg-type]
-    sees_whole = granularity_of(config)
-    plans = plan_buckets(entries(context), context, bucket_size=None, granularity=sees_whole)
+def test_the_proof_is_about_something() -> None:
+    """Each rank has some; parameters lie on several ranks."""
+    context = lone_rank(Topology(dp=3))
+    plans = plan_buckets(entries(context), context, bucket_size=None)
     holders = [{placed.entry.record.name for plan in plans for placed, _ in plan.pieces(index)} for index in range(3)]
-    cut = {record.name for record in RECORDS if sum(record.name in held for held in holders) > 1}
-    assert all(holders) and not any(sees_whole(record) for record in RECORDS if record.name in cut)
-    assert bool(cut) == (rule != "matrices")
+    assert all(holders) and any(sum(record.name in held for held in holders) > 1 for record in RECORDS)
 
 
 def test_the_proof_fails_for_a_rule_that_asks_for_less_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, "greedy", lambda config: for_all(MatricesRule(sees_whole=False)))
+    monkeypatch.setitem(RULES, "greedy", lambda config: for_all(GreedyRule()))
     with pytest.raises(AssertionError, match="differs"):
         prove("greedy", dp=3)
 
@@ -197,30 +183,4 @@ def test_each_parameter_has_the_moments_of_its_rule() -> None:
         kinds = {record.name: {key.partition(".")[0] for key in found if key.endswith(f".{record.name}")} for record in RECORDS}
         assert kinds.pop("embedding") == {"weights", "momentum_buffer"}
         assert kinds.pop("norm") == kinds.pop("bias") == {"weights", "exp_avg", "exp_avg_sq"}
-        assert all(names == {"weights", "momentum"} for names in kinds.values()), kinds
-
-
-@pytest.mark.parametrize("dp", [2, 3, 5])
-def test_targets_have_the_shape_that_was_promised(monkeypatch: pytest.MonkeyPatch, dp: int) -> None:
-    """Each whole, on one rank."""
-    rule = MatricesRule()
-    monkeypatch.setitem(RULES, "recording", lambda config: for_all(rule))
-    train("recording", Topology(dp=dp), 0, OptimizerConfig(optimizer="recording"), None)  # type: ignore[arg-type]
-    for target in rule.given:
-        assert target.main.shape == target.record.local_shape({})
-        assert all(tensor.shape == target.main.shape for tensor in (target.grad, *target.moments.values()))
-    assert sorted(target.record.name for target in rule.given) == sorted(record.name for record in RECORDS)
-
-
-def test_pieces_that_cut_too_finely_are_refused() -> None:
-    record, context = ParamRecord("w", (6, 4)), lone_rank()
-
-    def seen(rule: UpdateRule, piece: FlatPiece) -> tuple[int, ...]:
-        flat = torch.zeros(piece.stop - piece.start)
-        return tuple(as_seen(flat, rule, Shard(record, piece, flat, flat, range(0)), context).shape)
-
-    assert seen(AdamW(OptimizerConfig()), FlatPiece(3, 9)) == (6,)
-    assert seen(MatricesRule(), FlatPiece(0, 24)) == (6, 4)
-    for piece in (FlatPiece(0, 20), FlatPiece(4, 24)):
-        with pytest.raises(AssertionError, match="is not the whole"):
-            seen(MatricesRule(), piece)
+        assert all(names == {"weights", "momentum_buffer"} for names in kinds.values()), kinds
