@@ -41,9 +41,11 @@ def test_the_flags_of_a_family_make_a_model_that_fits_it() -> None:
     block = re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)
     assert block is not None
     llama = shlex.split(block[1])
+    own: dict[str, list[str]] = {}
     for name, _, flags in found:
         (family,) = spelled(name)
-        words = [] if family == "gpt2" else [*llama, *shlex.split(" ".join(spelled(flags)))]
+        own[family] = [word for part in spelled(flags) for word in (shlex.split(part) if part.startswith("--") else own[part])]
+        words = [] if family == "gpt2" else [*llama, *own[family]]
         assert fitting(parse([*SIZES.split(), *words]).model, family).model_type == family
         if family not in ("gpt2", "llama"):
             assert FAMILIES["llama"].misfits(parse([*SIZES.split(), *words]).model), "the flags make no difference"

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.huggingface.families import FAMILIES, GPT_OSS
+from megatron.checkpoint.huggingface.expert_families import GPT_OSS
+from megatron.checkpoint.huggingface.families import FAMILIES
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 from megatron.checkpoint.huggingface.groups import NotBuilt
 from megatron.config.parallel import ParallelConfig

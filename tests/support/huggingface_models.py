@@ -49,6 +49,7 @@ _NEOX = {
     "rotary_emb_base": 5000,
     "rotary_pct": 0.25,
 }
+_GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "pad_token_id": None}
 _SMALL = _LLAMA | {"vocab_size": 131}
 _DEEPSEEK = _SMALL | {
     "num_key_value_heads": 6,
@@ -95,6 +96,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _SMALL
         | {"pad_token_id": None, "sliding_window": 6, "layer_types": _WINDOW_LAST, "rope_theta": 5e5}
         | {"rope_parameters": {"full_attention": _YARN, "sliding_attention": {"rope_type": "default"}}},
+    ),
+    "granite": (
+        "granite",
+        _SMALL
+        | {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 0.4}
+        | {"mlp_bias": True},
+    ),
+    "gemma": ("gemma", _SMALL | {"head_dim": 10, "pad_token_id": None}),
+    "gemma2": (
+        "gemma2",
+        _SMALL | _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "num_hidden_layers": 4},
+    ),
+    "gemma3": ("gemma3_text", _SMALL | _GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 100.0}),
+    "gemma3-linear": (
+        "gemma3_text",
+        _SMALL | _GEMMA | {"layer_types": _WINDOW_LAST, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ),
     "gpt-neox": ("gpt_neox", _NEOX),
     "gpt-neox-in-turn": ("gpt_neox", _NEOX | {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "relu"}),

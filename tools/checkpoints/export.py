@@ -27,6 +27,10 @@ FAMILIES = (
     "gpt_neox",
     "deepseek_v2",
     "deepseek_v3",
+    "granite",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
 )
 DTYPES = ("float32", "bfloat16", "float16")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.checkpoint.huggingface.family import Settings
@@ -32,6 +32,33 @@ class Number:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         return {self.theirs: getattr(model, self.ours)}
+
+
+@dataclass(frozen=True)
+class Reciprocal:
+    """A number whose reciprocal is a setting of ours."""
+
+    theirs: str
+    ours: str
+
+    def read(self, fields: Fields) -> Settings:
+        given = fields.number(self.theirs, 1.0)
+        if not given:
+            fields.refuse(self.theirs, "must be above 0")
+        return {self.ours: 1 / given if given else 1.0}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {self.theirs: _whole(1 / getattr(model, self.ours))}
+
+
+class EmbeddingTimesRoot:
+    """The embedding multiplied by the root of the hidden size, for which there is no field."""
+
+    def read(self, fields: Fields) -> Settings:
+        return {"embedding_multiplier": fields.size("hidden_size") ** 0.5}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -81,6 +108,11 @@ class Switch:
         return {self.theirs: getattr(model, self.ours) is not self.opposite}
 
 
+def untied(default: bool) -> Switch:
+    """Whether the output layer shares the embedding's matrix, by the name and the sense that all architectures have."""
+    return Switch("tie_word_embeddings", "untie_embeddings_and_output_weights", default, opposite=True)
+
+
 @dataclass(frozen=True)
 class Only:
     """A field that must have one value: with another the architecture computes what cannot be computed here."""
@@ -88,14 +120,15 @@ class Only:
     theirs: str
     value: Any
     why: str = ""
-    written: bool = True
+    also: tuple[Any, ...] = ()
+    """Values that mean the same."""
 
     def read(self, fields: Fields) -> Settings:
-        fields.expect(self.theirs, (self.value,), self.value, self.why)
+        fields.expect(self.theirs, (self.value, *self.also), self.value, self.why)
         return {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.theirs: self.value} if self.written else {}
+        return {self.theirs: self.value}
 
 
 @dataclass(frozen=True)
@@ -105,9 +138,12 @@ class ActivationField:
     theirs: str
     gated: bool
     default: str
+    means: Mapping[str, str] = field(default_factory=dict)
+    """Names that mean another function in this architecture."""
 
     def read(self, fields: Fields) -> Settings:
         known = by_hugging_face_name(gated=self.gated)
+        known |= {name: known[other] for name, other in self.means.items()}
         flag = known[fields.expect(self.theirs, tuple(known), self.default)].flag
         return {} if flag is None else {flag: True}
 

@@ -46,6 +46,7 @@ QWEN3 = QWEN2 | {"model_type": "qwen3", "head_dim": 16}
 PHI3 = LLAMA | {"model_type": "phi3"}
 STABLELM = {k: v for k, v in LLAMA.items() if k != "rms_norm_eps"} | {"model_type": "stablelm", "hidden_size": 96}
 OLMO3 = LLAMA | {"model_type": "olmo3"}
+GEMMA3 = {k: v for k, v in LLAMA.items() if k != "hidden_act"} | {"model_type": "gemma3_text", "num_key_value_heads": 2}
 SMOLLM3 = LLAMA | {"model_type": "smollm3"}
 DEEPSEEK_V2 = LLAMA | {"model_type": "deepseek_v2", "num_key_value_heads": 6, "first_k_dense_replace": 3}
 DEEPSEEK_V3 = DEEPSEEK_V2 | {"model_type": "deepseek_v3"}
@@ -115,6 +116,9 @@ def read(config: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
         (QWEN2, {"attention_bias": False}, "attention_bias = False: unknown"),
         (MISTRAL, {"sliding_window": 0}, "sliding_window = 0"),
         (SMOLLM3, {"no_rope_layers": [1, 0]}, "no_rope_layers = [1, 0]"),
+        (GEMMA3, {"use_bidirectional_attention": True}, "attention is causal here"),
+        (GEMMA3, {"hidden_activation": "relu"}, "hidden_activation = 'relu'"),
+        (GEMMA3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0"),
         (STABLELM, {"use_parallel_residual": True}, "use_parallel_residual = True: its attention and MLP"),
         (STABLELM, {"qk_layernorm": True}, "qk_layernorm = True: it has a norm of its own"),
         (PHI3, {"partial_rotary_factor": 0.1}, "of a head of 8 channels rotates 0"),
@@ -429,6 +433,8 @@ def test_llama3_scaling_keeps_its_factor() -> None:
         (SMOLLM3, {"use_sliding_window": True, "sliding_window": 32, "no_rope_layer_interval": 2}, "010"),
         (SMOLLM3, {"use_sliding_window": True, "sliding_window": 32, "no_rope_layers": [0, 1, 0]}, "101"),
         (OLMO3, {"num_hidden_layers": 5, "sliding_window": 32}, "11101"),
+        (GEMMA3, {"num_hidden_layers": 7, "sliding_window": 32}, "1111101"),
+        (GEMMA3, {"sliding_window_pattern": 2, "sliding_window": 32}, "101"),
         (OLMO3, {"sliding_window": 32, "layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "001"),
     ],
 )
@@ -534,12 +540,26 @@ SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "yarn", "rotary_scaling_factor": 3.0, "rope_attention_factor": 1.25, "mscale_all_dim": 0.6},
     {"rope_type": "longrope", "rotary_scaling_factor": 3.0, "rope_short_factors": (1.0, 2.0), "rope_long_factors": (1.5, 4.0)},
 ]
+GEMMA: dict[str, Any] = {"swiglu": False, "geglu": True, "apply_layernorm_1p": True, "embedding_multiplier": 32**0.5}
 PARTS: dict[str, dict[str, Any]] = {
     "qwen2": {"add_qkv_bias": True, "window_size": "7,0", "window_attn_skip_freq": "2"},
     "qwen3": {"qk_layernorm": True, "add_qkv_bias": True, "add_attn_output_bias": True},
     "mistral": {"window_size": "7,0"},
     "phi3": {"window_size": "7,0", "rotary_percent": 0.5},
     "stablelm": {"normalization": "LayerNorm", "add_qkv_bias": True, "rotary_percent": 0.5},
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.3,
+        "softmax_scale": 0.2,
+        "output_multiplier": 1 / 3,
+        "add_mlp_bias": True,
+    },
+    "gemma": GEMMA,
+    "gemma2": GEMMA
+    | {"norm_placement": "sandwich", "softmax_scale": 20**-0.5, "attn_logit_softcapping": 5.0, "window_size": "7,0"},
+    "gemma3_text": GEMMA
+    | {"norm_placement": "sandwich", "qk_layernorm": True, "final_logit_softcapping": 6.0, "window_size": "7,0"}
+    | {"window_attn_skip_freq": "2", "rotary_base_local": 5.0},
     "gpt_neox": {"rotary_percent": 0.5, "parallel_residual": True, "gelu_exact": True},
     "olmo2": {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_all_heads": True},
     "olmo3": {

@@ -1,0 +1,78 @@
+"""GPT-OSS and DeepSeek: their attention, and no experts yet.
+
+The defaults of fields that a file leaves out are those of the configuration classes of transformers.
+"""
+
+from __future__ import annotations
+
+from megatron.checkpoint.huggingface.family import Settings
+from megatron.checkpoint.huggingface.groups import (
+    Biases,
+    NotBuilt,
+    Sizes,
+    Switch,
+)
+from megatron.checkpoint.huggingface.latent_fields import OF_EXPERTS, LatentSizes
+from megatron.checkpoint.huggingface.layer_fields import WindowFields
+from megatron.checkpoint.huggingface.llama_families import like_llama
+from megatron.checkpoint.huggingface.rotary_fields import Rotary
+
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+GPT_OSS = like_llama(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    Biases(switches={"attention_bias": ("qkv", "output")}, default=True),
+    WindowFields(default=128, where="layer_types", every=2),
+    NotBuilt(
+        (
+            *("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits", "swiglu_alpha"),
+            *("swiglu_limit", "experts_per_token", "initial_context_length"),
+        ),
+        "its MLPs are mixtures of experts, which are not built yet; its attention is",
+    ),
+    sizes=Sizes(max_positions=131072, kv_heads=8, head_size=64),
+    rotary=Rotary(max_positions=131072, theta=150000.0, default=_GPT_OSS_YARN),
+    epsilon=1e-5,
+    always={"softmax_type": "learnable"},
+)
+
+_LATENT_NAMES = {
+    "attention.q": "self_attn.q_proj",
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_latent_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.k_rotary": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+}
+_LATENT: Settings = {"multi_latent_attention": True, "qk_layernorm": True}
+_LATER_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Layers that predict tokens after the next, which change no logits; a file that holds their weights is refused for these."""
+
+DEEPSEEK_V2 = like_llama(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    Biases(switches={"mlp_bias": ("mlp",)}),
+    sizes=LatentSizes(max_positions=2048, dense_layers=0),
+    always={**_LATENT, "rotary_interleaved": True},
+    names=_LATENT_NAMES,
+    without_effect=OF_EXPERTS,
+)
+DEEPSEEK_V3 = like_llama(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    Biases(),
+    Switch("rope_interleave", "rotary_interleaved", True),
+    sizes=LatentSizes(max_positions=4096, dense_layers=3),
+    always=_LATENT,
+    names=_LATENT_NAMES,
+    without_effect=(*OF_EXPERTS, *_LATER_TOKENS),
+)
