@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.model.document_attention import Documents
+from megatron.parallel.products import writes_wide_products
 from megatron.parallel.random import seed_device
 from megatron.spec.layers import ScoreSpec
 
@@ -237,7 +238,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     narrow = {a.dtype, b.dtype} & {torch.float16, torch.bfloat16}
     if not narrow:
         return torch.bmm(a, b)
-    if not a.is_cuda:
-        return torch.bmm(a.float(), b.float())
     (dtype,) = narrow
+    if not (a.is_cuda and writes_wide_products(a.device, dtype)):
+        return torch.bmm(a.float(), b.float())
     return torch.bmm(a.to(dtype), b.to(dtype), out_dtype=torch.float32)

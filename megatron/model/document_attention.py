@@ -166,9 +166,11 @@ def varlen_attention(
     if grouped and not takes_groups:
         k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [T, heads, d], sample after sample
-    options = {"enable_gqa": True} if grouped and takes_groups else {}
+    options: dict[str, Any] = {"enable_gqa": True} if grouped and takes_groups else {}
+    if scale is not None:
+        options["scale"] = scale
     reach = (_ALL if window is None else window, 0)
-    out = attend(q, k, v, bounds, bounds, longest, longest, window_size=reach, scale=scale, **options)
+    out = attend(q, k, v, bounds, bounds, longest, longest, window_size=reach, **options)
     return out.reshape(batch, length, -1).transpose(0, 1).contiguous()
 
 

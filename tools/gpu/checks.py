@@ -45,7 +45,7 @@ CHECKS = (
     Check("memory", "planned memory is what is measured (on CPU: of the model's state)", "runs.memory"),
     Check(
         "varlen",
-        "attention within documents: one call of flash attention equals the grouped calls",
+        "attention within documents and windows: one call of flash attention equals grouped calls and products block by block",
         "kernels.varlen",
         needs_cuda=True,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, get_args
 
 import numpy as np
@@ -139,8 +140,10 @@ def _place_of(error: BaseException) -> str:
 
 
 def varlen(place: Place) -> str:
-    """Outputs and gradients in bfloat16, for grouped queries."""
+    """Outputs and gradients in bfloat16, for grouped queries: within documents, and within windows in them."""
+    from megatron.model.block_attention import Call, Reach, block_attention
     from megatron.model.document_attention import Documents, flash_attention, grouped_attention
+    from megatron.spec.layers import ScoreSpec
 
     device, draws = device_of(place), torch.Generator().manual_seed(1)
     length, batch = 512, 2
@@ -148,13 +151,18 @@ def varlen(place: Place) -> str:
     documents = Documents(bounds, torch.from_numpy(bounds).to(device), batch)
     start = [torch.randn(length, batch, n, 64, generator=draws).to(device, torch.bfloat16) for n in (8, 2, 2)]
     weights = torch.randn(length, batch, 8 * 64, generator=draws).to(device, torch.bfloat16)
-    found = []
-    for attend in (
+    in_blocks = Call(ScoreSpec(window=50), Reach(50, documents))
+    ways: list[Callable[..., torch.Tensor]] = [
         lambda q, k, v: flash_attention(q, k, v, documents.on_device, documents.longest),
         lambda q, k, v: grouped_attention(q, k, v, documents, 0.0),
-    ):
+        lambda q, k, v: flash_attention(q, k, v, documents.on_device, documents.longest, window=50),
+        lambda q, k, v: block_attention(q.unflatten(2, (2, 4)), k, v, None, in_blocks),
+    ]
+    found = []
+    for attend in ways:
         leaves = [one.clone().requires_grad_() for one in start]
         out = attend(*leaves)
         found.append([out.detach().float(), *(grad.float() for grad in torch.autograd.grad((out * weights).sum(), leaves))])
-    far = max(float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
+    pairs = [*zip(*found[:2], strict=True), *zip(*found[2:], strict=True)]
+    far = max(float((a - b).norm() / b.norm()) for a, b in pairs)
     return within(far, 2e-2, "relative distance of output and gradients")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 
 from megatron.config.model import ModelConfig
+from megatron.model.document_attention import Documents
 from megatron.spec.counts import attended, attention_flops, attention_shares
 from megatron.spec.layer_pattern import marked, pattern_problem, pattern_text, read_pattern, read_window
 from megatron.spec.layers import layers
@@ -97,3 +100,15 @@ def test_windows_do_less_work() -> None:
     assert flops[2] == 2 * 16 * 8 and flops[0] * 8 * 8 == flops[2] * attended(8, 3)
     assert attention_shares(model) == {3: 4 * flops[0] / sum(flops), None: 2 * flops[2] / sum(flops)}
     assert attention_shares(MODEL) == {None: 1.0}
+
+
+def test_documents_in_windows_do_less_work() -> None:
+    """Of two samples, one is documents of 5 and 3 tokens; windows of 3 tokens before the own in four of six layers."""
+    model = dataclasses.replace(MODEL, window_size="3,0", window_attn_skip_freq="3")
+    bounds = np.array([0, 5, 8, 16], dtype=np.int32)
+    documents = Documents(bounds, torch.from_numpy(bounds), 2)
+    found = documents.attended_sequences(attention_shares(model))
+    full, windowed = (8**2 + 5**2 + 3**2) / 8**2, (attended(8, 3) + attended(5, 3) + attended(3, 3)) / attended(8, 3)
+    shares = 2 * 8**2, 4 * attended(8, 3)
+    assert found == pytest.approx((shares[0] * full + shares[1] * windowed) / sum(shares), rel=1e-12)
+    assert documents.attended_sequences({None: 1.0}) == full
