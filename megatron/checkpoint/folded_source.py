@@ -7,15 +7,27 @@ from collections.abc import Mapping
 
 import torch
 
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.source import TensorInfo, WeightSource
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
+from megatron.spec.layers import norm_of
 
 
 def folded(source: WeightSource) -> WeightSource:
-    """The weights of a model that computes the same without --mup-base-width; a source without it as it is."""
-    return source if source.model.mup_width == 1.0 else _Folded(source)
+    """The weights of a model that computes the same without --mup-base-width; a source without it as it is.
+
+    Raises:
+        CheckpointError: the final norm has no weight.
+    """
+    if source.model.mup_width == 1.0:
+        return source
+    if not any(name.startswith("final_norm.") for name in source.weights):
+        raise CheckpointError(
+            f"{source.name}: its logits are divided (--mup-base-width), and its final norm has no weight to take that"
+        )
+    return _Folded(source)
 
 
 class _Folded:
@@ -48,4 +60,7 @@ class _Folded:
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         found = self._source.read(name, box)
-        return found / self._width if name.startswith("final_norm.") else found
+        if not name.startswith("final_norm."):
+            return found
+        centre = float(norm_of(self.model).zero_centred and name.endswith(".weight"))
+        return (found + centre) / self._width - centre

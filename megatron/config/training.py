@@ -125,6 +125,19 @@ class OptimizerConfig:
     """Steps of the final decay of WSD."""
     lr_wsd_decay_samples: int | None = setting(None, at_least=1, unit="sequences", acts=_WSD)
     """Samples of the final decay of WSD, instead of --lr-wsd-decay-iters."""
+    lr_rewarm_start_iters: int | None = setting(None, at_least=1, unit="steps")
+    """Where the learning rate begins a second course: it rises from what it then is, linearly over --lr-rewarm-iters, and decays
+    again to the end of the run. The first course goes on to there as without; give its length by --lr-decay-iters."""
+    lr_rewarm_start_samples: int | None = setting(None, at_least=1, unit="sequences")
+    """The same place in samples, instead of --lr-rewarm-start-iters."""
+    lr_rewarm_iters: int = setting(0, at_least=0, unit="steps", acts=acts_with(lr_rewarm_start_iters=GIVEN))
+    """Steps over which the learning rate rises again."""
+    lr_rewarm_samples: int = setting(0, at_least=0, unit="sequences", acts=acts_with(lr_rewarm_start_samples=GIVEN))
+    """Samples over which the learning rate rises again, instead of --lr-rewarm-iters."""
+    lr_rewarm_factor: float = setting(
+        1.0, above=0, unit="factor", acts=acts_with(lr_rewarm_start_iters=GIVEN, lr_rewarm_start_samples=GIVEN)
+    )
+    """Highest rate of the second course, in units of --lr."""
     weight_decay: float = setting(0.01, at_least=0, unit=_SHARE_OF_WEIGHT, acts=_STAYS)
     """Decoupled weight decay (not on biases and norms)."""
     start_weight_decay: float | None = setting(None, at_least=0, unit=_SHARE_OF_WEIGHT, acts=_CHANGES)

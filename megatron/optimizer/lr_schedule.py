@@ -26,6 +26,10 @@ class ScheduleLengths:
     """Length of the final decay of WSD, which ends at `decay_samples`; 0 for other styles."""
     total_samples: int
     """Length of the whole run, over which weight decay grows."""
+    rewarm_start: int | None = None
+    """Where a second course of the learning rate begins, if there is one. It ends with the run."""
+    rewarm_samples: int = 0
+    """Length of the linear rise at its begin."""
 
 
 def schedule_lengths(
@@ -54,6 +58,10 @@ def schedule_lengths(
         decay = total_samples if optimizer.lr_decay_samples is None else optimizer.lr_decay_samples
     if optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay
+    start, rise = optimizer.lr_rewarm_start_samples, optimizer.lr_rewarm_samples
+    if optimizer.lr_rewarm_start_iters is not None:
+        start = samples_after(optimizer.lr_rewarm_start_iters)
+        rise = samples_after(optimizer.lr_rewarm_start_iters + optimizer.lr_rewarm_iters) - start
 
     if optimizer.lr_decay_style == "WSD" and wsd_decay is None:
         raise ValueError(
@@ -66,7 +74,7 @@ def schedule_lengths(
             f"Lower --lr-warmup-{unit} (or --lr-warmup-fraction) so that it is shorter than the decay, "
             f"raise --lr-decay-{unit}, or take --lr-decay-style constant."
         )
-    return ScheduleLengths(warmup, decay, wsd_decay or 0, total_samples)
+    return ScheduleLengths(warmup, decay, wsd_decay or 0, total_samples, start, rise)
 
 
 def learning_rate(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
@@ -77,8 +85,21 @@ def learning_rate(samples: int, config: OptimizerConfig, lengths: ScheduleLength
         config: Rates and styles; `lr` must be set.
         lengths: Where warm-up and decay end, from `schedule_lengths`.
 
-    Source: Megatron-Core OptimizerParamScheduler.
+    Source: Megatron-Core OptimizerParamScheduler. A second course is one more of the same kind, counted from where it begins: it
+    warms up from the rate there, and decays to the end of the run (Ibrahim et al. 2024).
     """
+    start = lengths.rewarm_start
+    if start is None or samples <= start:
+        return _course(samples, config, lengths)
+    assert config.lr is not None, "the learning rate is required and checked with the configuration"
+    again = replace(config, lr=config.lr_rewarm_factor * config.lr, lr_warmup_init=_course(start, config, lengths))
+    rest = lengths.total_samples - start
+    final = min(lengths.wsd_decay_samples, rest - lengths.rewarm_samples)
+    return _course(samples - start, again, ScheduleLengths(lengths.rewarm_samples, rest, final, rest))
+
+
+def _course(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
+    """Learning rate after so many samples of a course without a second one."""
     assert config.lr is not None, "the learning rate is required and checked with the configuration"
     peak, floor = config.lr, config.min_lr
     if lengths.warmup_samples > 0 and samples <= lengths.warmup_samples:

@@ -21,7 +21,7 @@ from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import together
 from megatron.training.progress import Progress
-from megatron.training.saver import LearningSchedule, global_tensors
+from megatron.training.saver import LearningSchedule, global_tensors, with_defaults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,7 +317,7 @@ def agreed_schedule(here: LearningSchedule, saved: dict[str, Any], path: Place) 
     """
     if here.optimizer.use_checkpoint_opt_param_scheduler:
         return here.with_saved(saved)
-    mine = here.to_json()
+    mine, saved = here.to_json(), with_defaults(saved)
     if here.optimizer.override_opt_param_scheduler or mine == saved:
         return here
     flat_mine, flat_saved = ({**d, **d["lengths"]} for d in (mine, saved))
@@ -326,6 +326,8 @@ def agreed_schedule(here: LearningSchedule, saved: dict[str, Any], path: Place) 
         idle.add("total_samples")
     if here.optimizer.lr_decay_style == "constant":
         idle.add("decay_samples")
+    elif here.lengths.rewarm_start is not None:
+        idle.discard("total_samples")  # at which the second course ends
     differing = [
         f"{name}: {flat_saved[name]} there, {flat_mine[name]} here"
         for name in flat_mine

@@ -34,6 +34,9 @@ _SCHEDULE_FIELDS = (
     "start_weight_decay",
     "end_weight_decay",
     "weight_decay_incr_style",
+    "decoupled_lr",
+    "decoupled_min_lr",
+    "lr_rewarm_factor",
 )
 
 
@@ -68,8 +71,16 @@ class LearningSchedule:
 
     def with_saved(self, saved: dict[str, Any]) -> LearningSchedule:
         """The schedules with which a checkpoint was trained."""
+        saved = with_defaults(saved)
         fields = {name: saved[name] for name in _SCHEDULE_FIELDS}
         return LearningSchedule(dataclasses.replace(self.optimizer, **fields), ScheduleLengths(**saved["lengths"]))
+
+
+def with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
+    """The schedules of a checkpoint, in one of an older version too: what it does not name did not exist."""
+    plain = {name: getattr(OptimizerConfig(), name) for name in _SCHEDULE_FIELDS}
+    lengths = {"rewarm_start": None, "rewarm_samples": 0}
+    return {**plain, **saved, "lengths": {**lengths, **saved["lengths"]}}
 
 
 class Saver:

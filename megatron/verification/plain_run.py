@@ -23,7 +23,7 @@ from megatron.verification.reference.model import Batch, Rules, Seen, by_nobody,
 from megatron.verification.reference.muon import MuonUpdate
 from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights
-from megatron.verification.reference.training import Course, Rule, State, batch_size, update
+from megatron.verification.reference.training import Again, Course, Rule, State, batch_size, update
 from megatron.verification.reference.update_rules import Numbers
 
 
@@ -311,7 +311,14 @@ def learning_rate_course(config: Config, samples_of: Callable[[int], int], total
     if settings.lr_warmup_fraction is not None:
         warmup = settings.lr_warmup_fraction * end
     rates = settings.lr, settings.min_lr, settings.lr_warmup_init
-    return Course(*rates, warmup, settings.lr_decay_style, end, final, settings.lr_wsd_decay_style)
+    again = None
+    if settings.lr_rewarm_start_iters is not None:
+        begin = samples_of(settings.lr_rewarm_start_iters)
+        rise = samples_of(settings.lr_rewarm_start_iters + settings.lr_rewarm_iters) - begin
+        again = Again(begin, rise, settings.lr_rewarm_factor, total_samples)
+    elif settings.lr_rewarm_start_samples is not None:
+        again = Again(settings.lr_rewarm_start_samples, settings.lr_rewarm_samples, settings.lr_rewarm_factor, total_samples)
+    return Course(*rates, warmup, settings.lr_decay_style, end, final, settings.lr_wsd_decay_style, again)
 
 
 def decay_course(settings: OptimizerConfig, total_samples: int) -> Course:

@@ -157,6 +157,9 @@ def _draw_rates(draw: Draw, settings: dict[str, Any], batch: int) -> dict[str, A
     if style != "constant":
         found["min_lr"] = one_of(draw, None, 1e-4)
         found[f"lr_decay_{unit}"] = one_of(draw, None, length, 2 * length)
+    if length > each + each and chance(draw, 5):
+        found |= {f"lr_rewarm_start_{unit}": each, f"lr_rewarm_{unit}": one_of(draw, None, each)}
+        found["lr_rewarm_factor"] = one_of(draw, None, 0.5, 2.0)
     change = one_of(draw, None, None, "linear", "cosine")
     if change:
         return found | {"weight_decay_incr_style": change, "start_weight_decay": 0.0, "end_weight_decay": 0.2}

@@ -263,6 +263,12 @@ def reduced_rates(config: Config, training: TrainingConfig, steps: int) -> Optim
         changed[f"lr_decay_{kind}"] = unit * max(2, steps + (decay > run) - (decay < run))
     if getattr(settings, f"lr_wsd_decay_{kind}") is not None:
         changed[f"lr_wsd_decay_{kind}"] = unit
+    if getattr(settings, f"lr_rewarm_start_{kind}") is not None:
+        begins = max(1, steps // 2) if warms_up else None
+        changed[f"lr_rewarm_start_{kind}"] = None if begins is None else unit * begins
+        rises = begins is not None and begins + 1 < steps and getattr(settings, f"lr_rewarm_{kind}") > 0
+        changed[f"lr_rewarm_{kind}"] = unit if rises else 0
+        changed["lr_rewarm_factor"] = settings.lr_rewarm_factor if warms_up else 1.0
     factor = max(1.0, _LEAST_RATE / settings.lr)
 
     def raised(rate: float) -> float:

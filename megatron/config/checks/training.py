@@ -169,7 +169,7 @@ one_beginning = exclude_each_other(
     _BASE, "exit_on_missing_checkpoint", why="One begins a run where --load holds no checkpoint, the other ends it."
 )
 
-_UNITS = ("lr_decay", "lr_warmup", "lr_wsd_decay")
+_UNITS = ("lr_decay", "lr_warmup", "lr_wsd_decay", "lr_rewarm_start", "lr_rewarm")
 _LENGTHS = tuple(f"{schedule}_{unit}" for schedule in _UNITS for unit in ("iters", "samples"))
 _RUN = ("train_iters", "train_samples")
 
@@ -231,6 +231,26 @@ def phases_fit_decay(config: Config, world_size: int) -> Iterator[Finding]:
                 "The final decay of WSD is the last part of the decay's length.",
                 (*fields, f"lr_wsd_decay_{unit}", "lr_warmup_fraction"),
             )
+
+
+@rule(reads=(*_RUN, *_LENGTHS))
+def second_course_fits_run(config: Config, world_size: int) -> Iterator[Finding]:
+    """A second course of the learning rate begins within the run, and its rise leaves something to decay over."""
+    optimizer, training = config.optimizer, config.training
+    for unit, run in (("iters", training.train_iters), ("samples", training.train_samples)):
+        start, rise = getattr(optimizer, f"lr_rewarm_start_{unit}"), getattr(optimizer, f"lr_rewarm_{unit}")
+        if run is None or start is None:
+            continue
+        if start + rise >= run:
+            shorter = [change(**{f"lr_rewarm_{unit}": run - start - 1})] if 0 < run - start - 1 < rise else []
+            yield Finding(
+                f"{shown(config, f'lr_rewarm_start_{unit}')} and a rise of {rise} leave nothing of the {run} {unit} of the run.",
+                [*shorter, change(**{f"train_{unit}": start + rise + 1})],
+                fields=(f"lr_rewarm_start_{unit}", f"lr_rewarm_{unit}", f"train_{unit}"),
+            )
+
+
+rewarm_begins_once = exclude_each_other("lr_rewarm_start_iters", "lr_rewarm_start_samples", why=_ONE_LENGTH)
 
 
 @rule("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")

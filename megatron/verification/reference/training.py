@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -88,6 +88,15 @@ def update(
     return norm
 
 
+class Again(NamedTuple):
+    """A second course: where it begins, how long it rises, to how many times the value of the first, and where it ends."""
+
+    begin: int
+    warmup: int
+    factor: float
+    end: int
+
+
 @dataclass(frozen=True)
 class Course:
     """A value that goes from `start` over a warm-up to `high`, and from there to `low`. Places are counted in samples."""
@@ -104,9 +113,22 @@ class Course:
     """Length of the final decay of WSD, which ends at `end`."""
     final_style: str = "exponential"
     """exponential (halves from 1 to 1/2, stretched to reach 0), linear, cosine or minus_sqrt."""
+    again: Again | None = None
+    """What comes after this course."""
 
     def at(self, samples: int) -> float:
         """The value of the next update, after updates with so many samples."""
+        if self.again is not None and samples > self.again.begin:
+            first, rest = replace(self, again=None), self.again.end - self.again.begin
+            second = replace(
+                first,
+                high=self.again.factor * self.high,
+                start=first.at(self.again.begin),
+                warmup=self.again.warmup,
+                end=rest,
+                final=min(self.final, rest - self.again.warmup),
+            )
+            return second.at(samples - self.again.begin)
         if 0 < self.warmup and samples <= self.warmup:
             return self.start + (self.high - self.start) * (samples / self.warmup)
         if self.style == "constant":

@@ -362,6 +362,23 @@ CASES: list[Case] = [
         ["is below --min-lr 0.0001, at which its course ends"],
         ["--decoupled-min-lr 1e-05"],
     ),
+    ("--lr-rewarm-iters 5", 1, {"--lr-rewarm-iters"}, ["acts only with --lr-rewarm-start-iters"], []),
+    ("--lr-rewarm-samples 5", 1, {"--lr-rewarm-samples"}, ["acts only with --lr-rewarm-start-samples"], []),
+    ("--lr-rewarm-factor 2", 1, {"--lr-rewarm-factor"}, ["acts only with --lr-rewarm-start-iters or"], []),
+    (
+        "--lr-rewarm-start-iters 90 --lr-rewarm-iters 20",
+        1,
+        {"--lr-rewarm-start-iters", "--train-iters"},
+        ["and a rise of 20 leave nothing of the 100 iters of the run"],
+        ["--lr-rewarm-iters 9", "--train-iters 111"],
+    ),
+    (
+        "--lr-rewarm-start-iters 9 --lr-rewarm-start-samples 20",
+        1,
+        {"--lr-rewarm-start-iters", "--lr-rewarm-start-samples"},
+        ["exclude each other"],
+        ["--lr-rewarm-start-samples None"],
+    ),
     (
         "--log-gradient-noise",
         1,

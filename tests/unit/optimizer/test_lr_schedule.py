@@ -99,6 +99,33 @@ def test_rate_rises_to_the_peak_then_never_rises(
         assert second >= floor - slack
 
 
+def test_a_second_course_rises_from_where_it_begins_and_decays_to_the_end_of_the_run() -> None:
+    """The first is as without it, also where it has ended."""
+    lengths = ScheduleLengths(100, 500, 0, 1600, rewarm_start=600, rewarm_samples=200)
+    before = ScheduleLengths(100, 500, 0, 1600)
+    for samples in (0, 50, 100, 300, 500, 600):
+        assert rate(samples, lengths, lr_decay_style="cosine") == rate(samples, before, lr_decay_style="cosine")
+    values = {601: 0.2 + 0.3 / 200, 700: 0.35, 800: 0.5, 1200: 0.35, 1600: 0.2, 2000: 0.2}
+    for samples, value in values.items():
+        assert rate(samples, lengths, lr_decay_style="cosine", lr_rewarm_factor=0.5) == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize(("style", "middle"), [("constant", 2.0), ("linear", 1.1), ("inverse-square-root", 2 * (100 / 500) ** 0.5)])
+def test_a_second_course_has_the_form_of_the_first(style: str, middle: float) -> None:
+    """Counted from where it begins. In the middle of a course, at its highest rate: it may be higher than the first's."""
+    lengths = ScheduleLengths(0, 1000, 0, 1900, rewarm_start=1000, rewarm_samples=100)
+    assert rate(1100, lengths, lr_decay_style=style, lr_rewarm_factor=2.0) == pytest.approx(2.0, rel=1e-12)
+    assert rate(1500, lengths, lr_decay_style=style, lr_rewarm_factor=2.0) == pytest.approx(middle, rel=1e-12)
+
+
+def test_wsd_holds_the_second_course_too_and_decays_as_long() -> None:
+    lengths = ScheduleLengths(0, 1000, 100, 2000, rewarm_start=900, rewarm_samples=100)
+    shares = {900: 1.0, 950: 1.0, 1900: 1.0, 1950: 0.5, 2000: 0.0}
+    for samples, share in shares.items():
+        value = rate(samples, lengths, lr_decay_style="WSD", lr_wsd_decay_style="linear")
+        assert value == pytest.approx(0.2 + 0.8 * share, rel=1e-12)
+
+
 def batches_of(size: int) -> Callable[[int], int]:
     return lambda iterations: iterations * size
 

@@ -1,0 +1,31 @@
+"""A second course of the learning rate: begun with a resume, gone on with after another, and the same as in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import arguments, launch, read_metrics, report, run
+
+FIRST = {"train_iters": 3, "lr_decay_style": "cosine", "min_lr": 1e-3, "global_batch_size": 4, "eval_iters": 0}
+AGAIN = {**FIRST, "train_iters": 7, "lr_decay_iters": 3, "lr_rewarm_start_iters": 3, "lr_rewarm_iters": 1, "lr_rewarm_factor": 0.5}
+
+
+def rates(path: Path) -> dict[int, float]:
+    return {line["iteration"]: line["learning_rate"] for line in read_metrics(path) if "learning_rate" in line}
+
+
+def test_a_run_goes_on_with_a_second_course(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    run(arguments(**AGAIN, metrics_file=whole))
+    run(arguments(**FIRST, save=tmp_path / "run", metrics_file=parts))
+    going_on = {**AGAIN, "load": tmp_path / "run", "save": tmp_path / "run", "metrics_file": parts}
+    ended = launch(arguments(**going_on), 1)
+    assert ended[0].code == 1 and "rewarm_start: None there, 12 here" in ended[0].stderr, report(ended)
+    run(arguments(**going_on, override_opt_param_scheduler=True, exit_interval=5))
+    run(arguments(**going_on))
+    assert rates(parts) == pytest.approx(rates(whole), rel=1e-14)
+    found = rates(whole)  # the rate of an update is that of the samples before it
+    assert [found[number] for number in (1, 4, 5)] == pytest.approx([1e-2, 1e-3, 5e-3], rel=1e-12)
+    assert found[5] > found[6] > found[7] > 1e-3
