@@ -45,7 +45,7 @@ GroupOf = Callable[[ParamFacts], ParamGroup]
 """Gives the group of a parameter."""
 
 
-MUP_RULES = {"adam": "adam", "lion": "adam", "ademamix": "adam", "sgd": "sgd"}
+MUP_RULES = {"adam": "adam", "adam8bit": "adam", "lion": "adam", "ademamix": "adam", "sgd": "sgd"}
 """The optimizers whose learning rates muP is known to scale, each with its column of table 8 in Yang et al. 2022: that of Adam
 where every element moves by about the rate, however large the gradient is."""
 

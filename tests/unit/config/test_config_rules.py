@@ -390,7 +390,7 @@ CASES: list[Case] = [
         "--mup-base-width 24 --optimizer lamb",
         1,
         {"--mup-base-width", "--optimizer"},
-        ["how the learning rates of lamb are scaled is not known", "It is built for adam, lion, ademamix, sgd"],
+        ["how the learning rates of lamb are scaled is not known", "It is built for adam, adam8bit, lion, ademamix, sgd"],
         ["--mup-base-width None"],
     ),
     ("--param-groups 'norm.* lr-mult=2'", 1, {"--param-groups"}, ["no parameter has a name like norm.*"], []),
