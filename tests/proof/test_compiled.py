@@ -99,8 +99,8 @@ CASES: dict[str, tuple[ModelConfig, torch.dtype, dict[str, Any]]] = {
         torch.bfloat16,
         {"fp8_format": "hybrid", "first_last_layers_bf16": True},
     ),
-    "squared relu, half of the channels turned": (
-        replace(GPT, squared_relu=True, position_embedding_type="rope", rotary_percent=0.5),
+    "squared relu, half of the channels turned, in neighbours": (
+        replace(GPT, squared_relu=True, position_embedding_type="rope", rotary_percent=0.5, rotary_interleaved=True),
         torch.bfloat16,
         {},
     ),

@@ -27,6 +27,13 @@ from tools.checkpoints.huggingface_writer import export
 CLOSE = 1e-5
 """Of logits of about 5 in float32."""
 
+_GEMMA: dict[str, Any] = {
+    "vocab": 131,
+    "activation": "geglu",
+    "zero_centred": True,
+    "tied": True,
+    "embedding_multiplier": 32**0.5,
+}
 SHAPES: dict[str, tuple[str, ReferenceShape]] = {
     "gpt2": ("gpt2", gpt2_like(vocab=VOCAB, heads=6, kv_heads=6, hidden=48, ffn=56)),
     "llama": ("llama", llama_like(vocab=VOCAB, heads=6, kv_heads=3, hidden=48)),
@@ -43,6 +50,34 @@ SHAPES: dict[str, tuple[str, ReferenceShape]] = {
     "llama-longrope": (
         "llama",
         llama_like(vocab=131, stretch=RotaryStretch("longrope", 2.0, 9, enlarged=1.1, short=(2.0,) * 4, long=(1.0, 1.5, 2.0, 4.0))),
+    ),
+    "stablelm": ("stablelm", llama_like(vocab=131, norm="LayerNorm", rotary_percent=0.5, qkv_bias=True)),
+    "olmo2": ("olmo2", llama_like(vocab=131, norms="post", qk_norm=True, qk_norm_all_heads=True)),
+    "olmo3": (
+        "olmo3",
+        llama_like(
+            vocab=131,
+            norms="post",
+            qk_norm=True,
+            qk_norm_all_heads=True,
+            windows=(4, None),
+            local_base=9.0,
+            stretch=RotaryStretch("yarn", 4.0, 12, 0.05, 1.0, enlarged=1.2),
+        ),
+    ),
+    "granite": (
+        "granite",
+        llama_like(vocab=131, embedding_multiplier=6.0, score_scale=0.2, residual_multiplier=0.4, output_multiplier=2.5),
+    ),
+    "gemma": ("gemma", llama_like(**_GEMMA)),
+    "gemma2": (
+        "gemma2",
+        llama_like(**_GEMMA, norms="sandwich", windows=(4, None), score_scale=20**-0.5, score_cap=2.0, logit_cap=3.0),
+    ),
+    "gemma3": ("gemma3_text", llama_like(**_GEMMA, norms="sandwich", windows=(4, None), local_base=9.0, qk_norm=True)),
+    "gpt-neox": (
+        "gpt_neox",
+        gpt2_like(vocab=131, positions="rope", rotary_percent=0.5, activation="gelu_exact", parallel=True, tied=False),
     ),
     "smollm3": ("smollm3", llama_like(vocab=131, unrotated=(True, False), windows=(4, None), mlp_bias=True, tied=True)),
     "deepseek-v2": ("deepseek_v2", deepseek_like(vocab=131, epsilon=1e-6, latent=LatentShape(10, 6, plain=6, rotated=4, value=3))),
