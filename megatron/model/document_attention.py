@@ -63,7 +63,12 @@ class Documents:
 
     def lowest_start(self, place: int) -> int:
         """The first place at which, in any sample, the document of a place begins."""
-        return int(self._starts[place].min())
+        return self._lowest_starts[place]
+
+    @functools.cached_property
+    def _lowest_starts(self) -> list[int]:
+        """That of every place: each layer asks for each of its blocks."""
+        return self._starts.min(axis=1).tolist()  # type: ignore[no-any-return]
 
     @functools.cached_property
     def _starts(self) -> NDArray[np.int32]:

@@ -110,6 +110,36 @@ def test_model_solved_by_hand() -> None:
     assert_close(token_losses(shape, weights, tokens, torch.tensor([[1, 1]])), torch.tensor([losses], dtype=torch.float64))
 
 
+def test_windows_caps_and_sinks_by_the_sums_of_their_definition() -> None:
+    """Score by score, for each token and head: what is out of reach has no share, and a sink takes one without giving a value."""
+    n, d, seq, window = 4, 3, 7, 2
+    sizes: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden": n * d,
+        "ffn": 8,
+        "heads": n,
+        "kv_heads": 2,
+        "head_size": d,
+        "vocab": 9,
+        "seq": seq,
+    }
+    shape = ReferenceShape(**sizes, positions="none", windows=(None, window), score_cap=0.7, score_scale=0.4, sink="learned")
+    layer = {name[9:]: w for name, w in random_weights(shape, 1, std=0.5).items() if name.startswith("layers.1.")}
+    layer["attention.output.weight"], layer["attention.output.bias"] = torch.eye(n * d).double(), torch.zeros(n * d).double()
+    x = randn(1, seq, n * d)
+    heads = F.linear(x[0], layer["attention.qkv.weight"], layer["attention.qkv.bias"]).view(seq, 2, 4, d)
+    for number, reach in ((0, seq), (1, window)):
+        found = attention(shape, number, layer, x)[0].view(seq, n, d)
+        for i in range(seq):
+            for head in range(n):
+                group = heads[:, head // 2]
+                seen = range(max(0, i - reach), i + 1)
+                scores = [0.7 * math.tanh(0.4 * float(group[i, head % 2] @ group[j, 2]) / 0.7) for j in seen]
+                total = sum(map(math.exp, scores)) + math.exp(float(layer["attention.sinks"][head]))
+                shares = torch.tensor([math.exp(score) / total for score in scores], dtype=torch.float64)
+                assert_close(found[i, head], shares @ group[seen.start : seen.stop, 3])
+
+
 def test_attention_is_that_of_torch(shape: ReferenceShape) -> None:
     n, g, d = shape.heads, shape.kv_heads, shape.head_size
     layer = {name[9:]: w for name, w in random_weights(shape, 1, std=0.5).items() if name.startswith("layers.0.")}
