@@ -38,7 +38,38 @@ def selective(*modules: str) -> dict[str, Any]:
 
 SHARDING = "data_parallel_sharding_strategy"
 
+GEMMA = {
+    **LLAMA,
+    "swiglu": False,
+    "geglu": True,
+    "norm_placement": "sandwich",
+    "apply_layernorm_1p": True,
+    "embedding_multiplier": 8.0,
+    "final_logit_softcapping": 30.0,
+}
+
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "gemma, bf16": (1, {"bf16": True, **GEMMA}),
+    "gemma, loss in chunks, sequence parallel, zb-h1": (
+        4,
+        {"loss_chunk_tokens": 100, "sequence_parallel": True, "pipeline_schedule": "zb-h1", **TP2, **PP2, **GEMMA},
+    ),
+    "olmo, fp16, float32 residual": (1, {**LLAMA, "norm_placement": "post", "fp16": True, "fp32_residual_connection": True}),
+    "parallel residual, clamped gate, selective, bf16": (
+        1,
+        {
+            **LLAMA,
+            "swiglu": False,
+            "quick_geglu": True,
+            "activation_func_clamp_value": 7.0,
+            "embedding_layernorm": True,
+            "parallel_residual": True,
+            "residual_multiplier": 0.5,
+            "no_norm_weight": True,
+            **selective("layernorm", "mlp_act"),
+            "bf16": True,
+        },
+    ),
     "gpt": (1, {}),
     "gpt, bf16, small vocabulary": (1, {"bf16": True, "vocab_size": 19, "make_vocab_size_divisible_by": 1, "hidden_size": 128}),
     "gpt, untied, bf16, dropout": (1, {"bf16": True, "untie_embeddings_and_output_weights": True, **DROPOUT}),
