@@ -34,7 +34,7 @@ def test_a_line_is_refused_or_trains_as_one_process_does(number: int) -> None:
 def test_most_lines_can_be_run_and_everything_is_drawn() -> None:
     """Or the proof above would be of little."""
     drawn: list[Config] = []
-    lines = [line_of(number) for number in range(120)]
+    lines = [line_of(number) for number in range(160)]
     for line in lines:
         with contextlib.suppress(ConfigError):
             drawn.append(load(line.argv, line.world_size).config)
@@ -66,6 +66,7 @@ _WANTED = [
     *("learned_absolute", "group_query_attention", "kv_channels", "use_rope_scaling", "disable_bias_linear", "add_qkv_bias"),
     *("window_size", "window_attn_skip_freq", "no_rope_freq", "rotary_base_local", "softmax_scale", "attn_logit_softcapping"),
     *("learnable", "off-by-one", "qk_layernorm_all_heads", "add_attn_output_bias", "add_mlp_bias"),
+    *("multi_latent_attention", "q_lora_rank"),
     *("untie_embeddings_and_output_weights", "rampup_batch_size", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
     *(
         "sgd",

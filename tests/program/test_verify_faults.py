@@ -21,6 +21,12 @@ FLAGS = (
 )
 
 
+LATENT = (
+    "--position-embedding-type rope --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 5"
+)
+
+
 @dataclass(frozen=True)
 class Fault:
     """Texts that are replaced in the source, and what the first finding then is."""
@@ -195,6 +201,35 @@ FAULTS = {
         "--tensor-model-parallel-size 2 --normalization RMSNorm --qk-layernorm --qk-layernorm-all-heads",
         "forward",
         "layers.0.attention (layer 0)",
+        None,
+        ("what the attention gives differs, though all before it agrees",),
+    ),
+    "the gradient of a latent's norm, not summed over the parts of the sequence": Fault(
+        (
+            (
+                "return not self.splits and (sequence_parallel",
+                'return not self.splits and (sequence_parallel and "latent" not in self.name',
+            ),
+        ),
+        f"--tensor-model-parallel-size 2 --sequence-parallel {LATENT} --qk-layernorm",
+        "gradient",
+        "layers.1.attention.kv_latent_norm.bias (layer 1)",
+        "tensor",
+        ("the sum over the tensor group is missing",),
+    ),
+    "the rotated key that all heads share, with the gradient of a rank's own": Fault(
+        (("grad_output = all_reduce(grad_output.clone(), group)", "pass"),),
+        f"--tensor-model-parallel-size 2 {LATENT} --q-lora-rank 12",
+        "gradient",
+        "layers.1.attention.k_rotary.weight (layer 1)",
+        "tensor",
+        ("the sum over the tensor group is missing",),
+    ),
+    "the rotated key of another sample": Fault(
+        (("k[..., plain:] = shared", "k[..., plain:] = shared.roll(1, 1)"),),
+        f"--pipeline-model-parallel-size 2 {LATENT}",
+        "forward",
+        "layers.0.attention (layer 0, stage 0)",
         None,
         ("what the attention gives differs, though all before it agrees",),
     ),

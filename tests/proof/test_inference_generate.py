@@ -16,10 +16,10 @@ from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.verification.reference.model import logits
 from megatron.verification.reference.rotary import RotaryStretch
-from megatron.verification.reference.shape import ReferenceShape, Weights, random_weights
+from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights, random_weights
 from tests.support.layout import Layout, context_of
 from tests.support.memory_source import reference_source
-from tests.support.reference_runs import gpt2_like, llama_like
+from tests.support.reference_runs import deepseek_like, gpt2_like, llama_like
 from tests.support.warm import run_forked_ranks
 
 VOCAB = 61
@@ -40,6 +40,10 @@ SHAPES = {
     ),
     "windows-sinks": llama_like(num_layers=2, vocab=VOCAB, windows=(7, None), sink="learned", score_scale=0.3, output_bias=True),
     "windows-caps": gpt2_like(num_layers=2, vocab=VOCAB, num_positions=32, windows=(None, 1), score_cap=0.5, sink="one"),
+    "latents": deepseek_like(num_layers=2, vocab=VOCAB),
+    "latents-windows-sinks": deepseek_like(
+        num_layers=2, vocab=VOCAB, windows=(7, None), sink="learned", latent=LatentShape(None, 6, plain=5, rotated=4, value=3)
+    ),
     "norms-over-all-heads": llama_like(num_layers=2, vocab=VOCAB, qk_norm=True, qk_norm_all_heads=True, windows=(0, None)),
 }
 PROMPTS = [[5, 9, 2, 60, 7], [1], [3, 3, 8, 0, 12, 44, 2, 19, 23]]

@@ -12,13 +12,15 @@ import pytest
 
 from megatron.config.memory import MemoryConfig
 from megatron.model.compiled import BlockCompiler
-from megatron.verification.reference.shape import ReferenceShape, random_weights
+from megatron.verification.reference.rotary import RotaryStretch
+from megatron.verification.reference.shape import LatentShape, ReferenceShape, random_weights
 from tests.proof.test_layouts_packing import ALL_RULES, EOD, SEQ, VOCAB, documents
 from tests.support.covering import covering, product
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
 from tests.support.reference_runs import (
     ReferenceRun,
+    deepseek_like,
     gpt2_like,
     llama_like,
     loss_of_documents_apart,
@@ -29,11 +31,17 @@ from tests.support.reference_runs import (
 
 LAYERS = 4
 SIZES: dict[str, Any] = {"num_layers": LAYERS, "hidden": 16, "ffn": 24, "head_size": 4, "vocab": VOCAB, "seq": SEQ, "kv_heads": 2}
+YARN = RotaryStretch("yarn", 4.0, 12, 0.05, 1.0, whole=False, enlarged=1.2)
+LATENT = LatentShape(query_rank=None, rank=6, plain=3, rotated=2, value=5)  # values of the size of queries
 STYLES: dict[str, ReferenceShape] = {
     "two bases": llama_like(**SIZES, windows=(3, 3, None, 3), local_base=20.0, unrotated=(False,) * 3 + (True,)),
     "sinks": llama_like(**SIZES, windows=(2, None) * 2, sink="learned", qkv_bias=True, output_bias=True),
     "capped": gpt2_like(**SIZES, windows=(None, 4) * 2, score_cap=0.5, score_scale=0.4, sink="one"),
     "norms over all heads": llama_like(**SIZES, qk_norm=True, qk_norm_all_heads=True, windows=(None, None, 1, 1)),
+    "latents": deepseek_like(**SIZES | {"kv_heads": 4}, stretch=YARN, score_scale=0.3),
+    "latents, windows": deepseek_like(
+        **SIZES | {"kv_heads": 4}, windows=(3, None) * 2, sink="learned", latent=LATENT, qk_norm=False
+    ),
 }
 """Layers of several kinds, which lie otherwise on stages."""
 MEMORIES = {
@@ -109,7 +117,14 @@ def test_layers_that_attend_differently_train_as_one_plain_process(case: dict[st
 
 
 @pytest.mark.parametrize(
-    ("style", "samples", "tp"), [("sinks", "whole", 1), ("two bases", "documents", 1), ("norms over all heads", "whole", 2)]
+    ("style", "samples", "tp"),
+    [
+        ("sinks", "whole", 1),
+        ("two bases", "documents", 1),
+        ("norms over all heads", "whole", 2),
+        ("latents", "whole", 2),
+        ("latents, windows", "documents", 1),
+    ],
 )
 def test_compiled_layers_do_the_same(style: str, samples: str, tp: int) -> None:
     """What torch has no kernel for stands between two graphs; sums over tensor ranks within one are summed both ways."""

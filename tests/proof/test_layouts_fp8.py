@@ -16,17 +16,17 @@ from torch import Tensor
 from megatron.config.memory import MemoryConfig
 from megatron.verification.reference.eight_bits import EightBits
 from megatron.verification.reference.model import Batch, token_losses
-from megatron.verification.reference.shape import ReferenceShape, Weights, random_weights
+from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights, random_weights
 from tests.support.covering import covering, product
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
-from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, random_batches, train
+from tests.support.reference_runs import ReferenceRun, deepseek_like, gpt2_like, llama_like, random_batches, train
 
 STEPS, MICRO = 2, 2
 AXES: dict[str, list[Any]] = {
     "sizes": [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2)],
     "recipe": ["tensorwise", "rowwise", "blockwise"],
-    "style": ["gpt2", "llama"],
+    "style": ["gpt2", "llama", "deepseek"],
     "hybrid": [True, False],
     "ends": [(0, 0), (1, 1)],
     "sequence_parallel": [False, True],
@@ -57,12 +57,18 @@ def fits(case: dict[str, Any]) -> bool:
 @functools.cache
 def recipe(style: str, eight: EightBits, ends: tuple[int, int], batch: int) -> Recipe:
     like, gated = (gpt2_like, 1) if style == "gpt2" else (llama_like, 2)
+    latent = {}
+    if style == "deepseek":
+        like, unit = deepseek_like, 128 if eight.recipe == "blockwise" else 4
+        latent = {"latent": LatentShape(None, unit, plain=unit // 2, rotated=unit, value=unit)}
     if eight.recipe == "blockwise":  # on two tensor ranks whole blocks everywhere; 128 tokens in a microbatch
         # 768 rows of queries, keys and values, or 512: two query heads for each key-value head
         sizes = {"hidden": 256, "ffn": 256, "heads": 4, "kv_heads": 4 // gated, "head_size": 64, "seq": 64}
     else:
         sizes = {"hidden": 32, "ffn": 48, "heads": 4, "kv_heads": 4, "head_size": 8, "seq": 8}
-    shape = like(num_layers=3, vocab=61, eight_bits=eight, in_64_bits=ends, **sizes)
+    if eight.recipe == "blockwise" and style == "deepseek":
+        sizes |= {"kv_heads": 4, "seq": 128}  # tensor ranks divide the tokens of latents
+    shape = like(**latent, num_layers=3, vocab=61, eight_bits=eight, in_64_bits=ends, **sizes)
     return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, STEPS, batch, MICRO, seed=2))
 
 

@@ -19,6 +19,16 @@ LLAMA = {
     "group_query_attention": True,
     "num_query_groups": 2,
 }
+DEEPSEEK = {
+    **{name: value for name, value in LLAMA.items() if "group" not in name},
+    "multi_latent_attention": True,
+    "kv_lora_rank": 24,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 12,
+    "rotary_interleaved": True,
+    "qk_layernorm": True,
+}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 PACKED = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -137,6 +147,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"sequence_parallel": True, "bf16": True, **selective("layernorm", "mlp"), **TP2, **LLAMA},
     ),
+    "deepseek, bf16": (1, {"bf16": True, "q_lora_rank": 20, **DEEPSEEK}),
+    "deepseek, sequence parallel, packed, zb-h1": (
+        4,
+        {"q_lora_rank": 20, "sequence_parallel": True, "pipeline_schedule": "zb-h1", **PACKED, **TP2, **PP2, **DEEPSEEK},
+    ),
+    "deepseek, selective, tensor parallel, dropout": (2, {**selective("core_attn", "layernorm"), **TP2, **DEEPSEEK, **DROPOUT}),
     "gpt, loss in chunks, z-loss": (1, {"loss_chunk_tokens": 300, "z_loss_coeff": 0.1, "vocab_size": 4000}),
     "gpt, whole loss, smoothed": (1, {"loss_chunk_tokens": 0, "label_smoothing": 0.1, "vocab_size": 4000}),
     "gpt, whole loss, z-loss, fp16": (1, {"loss_chunk_tokens": 0, "z_loss_coeff": 0.1, "fp16": True, "vocab_size": 4000}),

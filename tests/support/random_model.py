@@ -20,14 +20,15 @@ def draw_model(draw: Draw, tp: int, sequence_parallel: bool) -> dict[str, Any]:
     """
     settings = _draw_attention(draw, tp)
     settings |= _draw_mlp(draw, tp, settings["hidden_size"])
-    settings |= _draw_positions(draw, tp, settings.pop("head"), sequence_parallel)
+    latent = "multi_latent_attention" in settings
+    settings |= _draw_positions(draw, tp, settings.pop("head"), sequence_parallel, latent=latent)
     settings |= _draw_vocabulary(draw)
     if chance(draw, 2) or settings["hidden_size"] == _FEW:
         settings["normalization"] = "RMSNorm"
     if chance(draw, 4):
         settings["norm_epsilon"] = 1e-2
     settings |= _draw_norms(draw, settings)
-    if "qk_layernorm" in settings and settings.get("normalization") == "RMSNorm":
+    if "qk_layernorm" in settings and not latent and settings.get("normalization") == "RMSNorm":
         settings |= switches(draw, "qk_layernorm_all_heads")
     settings |= switches(draw, "disable_bias_linear")
     if "disable_bias_linear" in settings or chance(draw, 8):
@@ -37,7 +38,7 @@ def draw_model(draw: Draw, tp: int, sequence_parallel: bool) -> dict[str, Any]:
         settings[field] = one_of(draw, 0.0, 0.0, 0.0, 0.2, None)
     if chance(draw, 4):
         settings["init_method_std"] = 0.1
-    if chance(draw, 6):
+    if not latent and chance(draw, 6):
         settings["mup_base_width"] = one_of(draw, 2, 8, 24)
     return settings
 
@@ -47,12 +48,29 @@ def _draw_attention(draw: Draw, tp: int) -> dict[str, Any]:
     heads = tp * number(draw, 1, 3)
     head = 2 * number(draw, 1, 3)
     settings: dict[str, Any] = {"hidden_size": heads * head, "num_attention_heads": heads, "head": head}
+    if chance(draw, 7):
+        return settings | _draw_latents(draw)
     if chance(draw, 4):
         settings |= {"hidden_size": number(draw, 2, 12), "kv_channels": head}
     if chance(draw, 2):
         settings["group_query_attention"] = True
         settings["num_query_groups"] = one_of(draw, *(tp * n for n in range(1, heads // tp + 1) if heads % (tp * n) == 0))
     return settings | (switches(draw, "qk_layernorm", one_in=3) if head > _FEW else {})
+
+
+def _draw_latents(draw: Draw) -> dict[str, Any]:
+    """Latent attention; `head` are the channels that are rotated."""
+    rotated = 2 * number(draw, 1, 3)
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": one_of(draw, None, number(draw, 3, 9)),
+        "kv_lora_rank": number(draw, 3, 9),
+        "qk_head_dim": number(draw, 1, 5),
+        "qk_pos_emb_head_dim": rotated,
+        "v_head_dim": number(draw, 1, 6),
+        "head": rotated,
+        **switches(draw, "qk_layernorm"),
+    }
 
 
 def _draw_mlp(draw: Draw, tp: int, hidden: int) -> dict[str, Any]:
@@ -67,16 +85,21 @@ def _draw_mlp(draw: Draw, tp: int, hidden: int) -> dict[str, Any]:
     return settings
 
 
-def _draw_positions(draw: Draw, tp: int, head: int, sequence_parallel: bool) -> dict[str, Any]:
+def _draw_positions(draw: Draw, tp: int, head: int, sequence_parallel: bool, *, latent: bool) -> dict[str, Any]:
     """The sequence, and how positions enter."""
     kind = one_of(draw, None, "rope", "rope", "none")
+    kind = "rope" if latent else kind
     unit = tp if sequence_parallel else 1
     settings: dict[str, Any] = {"seq_length": unit * number(draw, max(1, 4 // unit), max(2, 16 // unit))}
     settings["position_embedding_type"] = kind
     if kind is None and chance(draw, 3):
         settings["max_position_embeddings"] = settings["seq_length"] + number(draw, 1, 3)
     if kind == "rope":
-        shares = [share for share in (1.0, 0.75, 0.5, 0.25) if int(share * head) >= 2 and int(share * head) % 2 == 0]
+        shares = [
+            share
+            for share in ((1.0,) if latent else (1.0, 0.75, 0.5, 0.25))
+            if int(share * head) >= 2 and int(share * head) % 2 == 0
+        ]
         settings["rotary_percent"] = one_of(draw, None, *shares)
         settings["rotary_base"] = one_of(draw, None, 50.0)
         settings |= switches(draw, "rotary_interleaved", one_in=4)

@@ -69,7 +69,13 @@ def draw_eight_bits(draw: Draw, settings: Mapping[str, Any], tp: int) -> dict[st
         found |= {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0}
     width = -(-settings.get("ffn_hidden_size", 1) // (16 * tp)) * 16 * tp
     sizes = {"hidden_size": 16 * number(draw, 1, 2), "kv_channels": 16, "ffn_hidden_size": width}
-    length = settings["seq_length"] * 16 // math.gcd(settings["seq_length"], 16)
+    unit = 16
+    if "multi_latent_attention" in settings:
+        del sizes["kv_channels"]
+        sizes |= dict.fromkeys(("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 16)
+        sizes["q_lora_rank"] = settings["q_lora_rank"] and 16
+        unit = 16 * tp  # tensor ranks may divide the tokens of latents
+    length = settings["seq_length"] * unit // math.gcd(settings["seq_length"], unit)
     positions = settings.get("max_position_embeddings")
     return found | sizes | {"seq_length": length, "max_position_embeddings": positions and length}
 

@@ -92,12 +92,15 @@ def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, c
     """
     groups = min(2, model.num_key_value_heads // tp) * cuts.tp
     queries = min(_MOST_QUERIES, model.num_attention_heads // model.num_key_value_heads)
+    latents = _latents(model, cuts)
     heads, size = groups * queries, _head_size(model, groups, queries, cuts)
     hidden = heads * size
     wider = model.head_size * model.num_attention_heads
-    if model.hidden_size != wider:  # heads that do not make up the hidden size
+    if model.hidden_size != wider and not latents:  # heads that do not make up the hidden size
         hidden = _up(hidden * 3 // 2, 2 * cuts.multiple) if model.hidden_size > wider else _up(hidden // 2 + 1, 2 * cuts.multiple)
     sequence = _up(_SEQUENCE, math.lcm(cuts.tp if cuts.sequence else 1, cuts.multiple))
+    if latents and cuts.sequence:  # latents are products of a rank's tokens
+        sequence = _up(sequence, cuts.tp * cuts.blocks)
     positions = None if model.max_position_embeddings is None else sequence
     if model.num_positions > model.seq_length:
         positions = sequence + _up(_SPARE_POSITIONS, cuts.parts)
@@ -110,22 +113,33 @@ def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, c
         hidden_size=hidden,
         ffn_hidden_size=_width(model, tp, cuts),
         num_attention_heads=heads,
-        kv_channels=None if hidden == heads * size else size,
+        kv_channels=None if hidden == heads * size or latents else size,
         num_query_groups=groups if model.group_query_attention else model.num_query_groups,
         seq_length=sequence,
         mup_base_width=None if model.mup_base_width is None else max(1, round(hidden / model.mup_width)),
         max_position_embeddings=positions,
         make_vocab_size_divisible_by=multiple,
-        **_stretching(model, size, sequence),
+        **_stretching(model, latents.get("qk_pos_emb_head_dim", int(size * model.rotary_percent)) // 2, sequence),
+        **latents,
     )
 
 
-def _stretching(model: ModelConfig, head_size: int, sequence: int) -> dict[str, Any]:
+def _latents(model: ModelConfig, cuts: Cuts) -> dict[str, Any]:
+    """Sizes of latent attention: no two are equal that were not, as far as they can be cut."""
+    if not model.multi_latent_attention:
+        return {}
+    rotated = _up(4, math.lcm(2, cuts.multiple))
+    sizes = {"qk_head_dim": _up(5, cuts.multiple), "qk_pos_emb_head_dim": rotated, "kv_lora_rank": _up(6, cuts.multiple)}
+    value = sizes["qk_head_dim"] + rotated if model.value_size == model.head_size else _up(3, cuts.multiple)
+    return {**sizes, "v_head_dim": value, "q_lora_rank": None if model.q_lora_rank is None else _up(10, cuts.multiple)}
+
+
+def _stretching(model: ModelConfig, pairs: int, sequence: int) -> dict[str, Any]:
     """Settings of rotary frequencies that depend on the length of the sequence: it exceeds the original context where it did, and
     each small pair of channels has the factor of one of the large ones."""
     if model.rope_type not in ("dynamic", "longrope"):
         return {}
-    context, pairs = original_context(model), int(head_size * model.rotary_percent) // 2
+    context = original_context(model)
     small = max(2, context * sequence // model.seq_length) if model.seq_length > context else sequence
     lists = {name: getattr(model, name) for name in ("rope_short_factors", "rope_long_factors")}
     picked = {
@@ -152,7 +166,7 @@ def _pattern(text: str | None, num_layers: int) -> str | None:
 
 def _head_size(model: ModelConfig, groups: int, queries: int, cuts: Cuts) -> int:
     """The smallest head size, from 4 channels on (8 where they are rotated), that can be rotated and cut."""
-    rope = model.position_embedding_type == "rope"
+    rope = model.position_embedding_type == "rope" and not model.multi_latent_attention
     for size in range(8 if rope else 4, 4 * max(model.head_size, 8 * cuts.multiple) + 1, 2):
         rotated = int(size * model.rotary_percent)
         rows, own = groups // cuts.tp * (queries + 2) * size, groups // cuts.tp * queries * size

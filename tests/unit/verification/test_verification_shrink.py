@@ -84,6 +84,16 @@ CASES = {
         "--lr-warmup-iters 0 --lr-warmup-samples 1000 --lr-decay-samples 90000 --rampup-batch-size 64 64 50000 "
         "--micro-batch-size 1",
     ),
+    "latents in 8 bits": (
+        64,
+        "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 --position-embedding-type rope --bf16 "
+        "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-layernorm --rope-type yarn --fp8-format e4m3",
+    ),
+    "latents, sharded": (
+        48,
+        "--data-parallel-sharding-strategy optim_grads_params --fsdp-shard-size 16 --position-embedding-type rope "
+        "--multi-latent-attention --v-head-dim 192 --rope-type dynamic",
+    ),
     "WSD": (
         16,
         "--lr-decay-style WSD --lr-wsd-decay-iters 10000 --lr-warmup-iters 0 --lr-warmup-fraction 0.8 --optimizer sgd "
