@@ -34,8 +34,9 @@ from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, padded_part
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
 
-Kind = Literal["gradients", "parameters", "matrices"]
-"""matrices: what an update rule that sees whole matrices exchanges; of the rank that sends most."""
+Kind = Literal["gradients", "parameters", "matrices", "numbers"]
+"""matrices: what an update rule that sees whole matrices exchanges; of the rank that sends most. numbers: what one puts together of
+whole parameters, such as sums over rows."""
 
 
 class StepSums(NamedTuple):

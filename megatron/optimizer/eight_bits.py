@@ -77,6 +77,10 @@ class EightBitAdamW(UpdateRule):
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
         """See `UpdateRule`."""
+        for signed in (True, False):  # now, since the device's copy of a list waits
+            for target in targets[:1]:
+                _bounds(target.main.dtype, target.main.device, signed=signed)
+                _table(target.main.dtype, target.main.device, signed=signed)
         runs = [run for target in targets for run in self._runs(target, context)]
         rounds = any(target.whole for target in targets)
 

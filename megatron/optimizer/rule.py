@@ -16,6 +16,8 @@ there the bookkeeping of `torch.optim.AdamW.step`, driven out of the cache by th
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,6 +131,14 @@ class StageSize:
     """Bytes of memory on the device."""
     sent: int = 0
     """Bytes that the rank which sends most sends in an update."""
+    numbers: int = 0
+    """Bytes that each rank sends, over the ranks of the stage, for numbers of whole parameters."""
+    numbers_of_tied: int = 0
+    """The same between first and last stage."""
+
+    def plus(self, other: StageSize) -> StageSize:
+        """Both together."""
+        return StageSize(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 class UpdateRule(ABC):

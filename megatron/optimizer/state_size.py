@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable, Sequence
 
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.state_layout import Bytes, ShardSize, StateMemory
+from megatron.optimizer.matrix_plan import STAGE_AXES
 from megatron.optimizer.placement import choose_offloaded
 from megatron.optimizer.rule import StageSize, UpdateRule
 from megatron.optimizer.rules import rules_of
-from megatron.optimizer.statistics import statistics_bytes
+from megatron.optimizer.statistics import plan_numbers
 from megatron.parallel.boxes import aligned
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import DividedParam
@@ -67,8 +70,12 @@ def stage_size(params: Sequence[DividedParam], config: OptimizerConfig, context:
     for param in params:
         by_rule.setdefault(rule_of(param.record), []).append(param)
     works = [rule.stage_size(some, context) for rule, some in by_rule.items()]
-    numbers = statistics_bytes(params, lambda param: rule_of(param.record).statistics(param, context))
-    return StageSize(numbers + sum(one.buffers for one in works), sum(one.sent for one in works))
+    plans = itertools.chain(*plan_numbers(params, lambda param: rule_of(param.record).statistics(param, context)))
+    group, ends = context.group(*STAGE_AXES), context.pipeline_ends
+    for plan in plans:
+        within, between = plan.sent(group.size)
+        works.append(StageSize(plan.num_bytes, numbers=within, numbers_of_tied=between if ends.size > 1 else 0))
+    return functools.reduce(StageSize.plus, works, StageSize())
 
 
 def _buffer(numel: int, each: int, *, on_host: bool) -> Bytes:

@@ -42,15 +42,52 @@ StatisticsOf = Callable[[DividedParam], Rounds]
 """Gives the numbers of a parameter that its rule needs, round by round."""
 
 
-def statistics_bytes(params: Sequence[DividedParam], statistics_of: StatisticsOf) -> int:
-    """Memory of the numbers of these parameters."""
-    sizes = (
-        aligned(math.prod(one.shape)) * param.main_dtype.itemsize
-        for param in params
-        for numbers in statistics_of(param)
-        for one in numbers
-    )
-    return sum(sizes)
+@dataclass(frozen=True)
+class NumbersPlan:
+    """Numbers of several parameters that are put together in one reduction, one after the other in a buffer."""
+
+    numbers: tuple[tuple[DividedParam, Statistic], ...]
+    dtype: torch.dtype
+    largest: bool
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each begins, and where the last ends."""
+        return list(itertools.accumulate((aligned(math.prod(one.shape)) for _, one in self.numbers), initial=0))
+
+    @property
+    def num_tied(self) -> int:
+        """Elements at the begin that belong to parameters that another stage holds too."""
+        return self.starts[sum(param.tied_apart for param, _ in self.numbers)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.starts[-1] * self.dtype.itemsize
+
+    def sent(self, ranks: int) -> tuple[int, int]:
+        """Bytes that a rank sends: of a ring over so many ranks, and between the first and the last stage."""
+        return 2 * (ranks - 1) * self.starts[-1] // ranks * self.dtype.itemsize, self.num_tied * self.dtype.itemsize
+
+
+def plan_numbers(params: Sequence[DividedParam], statistics_of: StatisticsOf) -> list[list[NumbersPlan]]:
+    """What is put together in each round."""
+    rounds = {param: statistics_of(param) for param in params}
+    planned: list[list[NumbersPlan]] = []
+    for number in range(max((len(of) for of in rounds.values()), default=0)):
+        plans = []
+        for largest, dtype in itertools.product((False, True), dict.fromkeys(param.main_dtype for param in params)):
+            chosen = [
+                (param, one)
+                for param, of in sorted(rounds.items(), key=lambda item: not item[0].tied_apart)
+                if param.main_dtype == dtype and number < len(of)
+                for one in of[number]
+                if one.largest is largest
+            ]
+            if chosen:
+                plans.append(NumbersPlan(tuple(chosen), dtype, largest))
+        planned.append(plans)
+    return planned
 
 
 class WholeNumbers:
@@ -62,24 +99,10 @@ class WholeNumbers:
 
     def __init__(self, params: Sequence[DividedParam], statistics_of: StatisticsOf, context: ParallelContext) -> None:
         self._context = context
-        rounds = {param: statistics_of(param) for param in params}
-        self._rounds_of = {param.record.name: of for param, of in rounds.items()}
+        self._rounds_of = {param.record.name: len(statistics_of(param)) for param in params}
         self._cuts = {param.record.name: param.cuts for param in params}
-        self._rounds: list[list[_Buffer]] = []
         self._found: dict[str, dict[str, torch.Tensor]] = {param.record.name: {} for param in params}
-        for number in range(max((len(of) for of in rounds.values()), default=0)):
-            buffers = []
-            for largest, dtype in itertools.product((False, True), dict.fromkeys(param.main_dtype for param in params)):
-                chosen = [
-                    (param, one)
-                    for param, of in sorted(rounds.items(), key=lambda item: not item[0].tied_apart)
-                    if param.main_dtype == dtype and number < len(of)
-                    for one in of[number]
-                    if one.largest is largest
-                ]
-                if chosen:
-                    buffers.append(self._make(chosen, dtype, largest=largest))
-            self._rounds.append(buffers)
+        self._rounds = [[self._make(plan) for plan in plans] for plans in plan_numbers(params, statistics_of)]
 
     @property
     def num_rounds(self) -> int:
@@ -88,7 +111,7 @@ class WholeNumbers:
 
     def rounds_of(self, names: Iterable[str]) -> int:
         """In how many rounds any of these parameters has numbers."""
-        return max((len(self._rounds_of[name]) for name in names if name in self._rounds_of), default=0)
+        return max((self._rounds_of[name] for name in names if name in self._rounds_of), default=0)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -116,13 +139,12 @@ class WholeNumbers:
             if buffer.num_tied:
                 all_reduce(buffer.numbers[: buffer.num_tied], ends, buffer.op)
 
-    def _make(self, chosen: Sequence[tuple[DividedParam, Statistic]], dtype: torch.dtype, *, largest: bool) -> _Buffer:
-        starts = list(itertools.accumulate((aligned(math.prod(one.shape)) for _, one in chosen), initial=0))
-        numbers = torch.zeros(starts[-1], dtype=dtype, device=self._context.device)
-        for (param, one), start in zip(chosen, starts, strict=False):
+    def _make(self, plan: NumbersPlan) -> _Buffer:
+        starts = plan.starts
+        numbers = torch.zeros(starts[-1], dtype=plan.dtype, device=self._context.device)
+        for (param, one), start in zip(plan.numbers, starts, strict=False):
             self._found[param.record.name][one.name] = numbers[start : start + math.prod(one.shape)].view(one.shape)
-        num_tied = starts[sum(param.tied_apart for param, _ in chosen)]
-        return _Buffer(numbers, num_tied, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        return _Buffer(numbers, plan.num_tied, dist.ReduceOp.MAX if plan.largest else dist.ReduceOp.SUM)
 
 
 @dataclass(frozen=True)
@@ -131,5 +153,4 @@ class _Buffer:
 
     numbers: torch.Tensor
     num_tied: int
-    """Elements at its begin that belong to parameters that another stage holds too."""
     op: dist.ReduceOp.RedOpType

@@ -56,8 +56,13 @@ def layout_of(
     )
     params = layout.params()
     work = stage_size(params, optimizer, context)
-    sent = Sent(axes_in_words(STAGE_AXES, context), "matrices", work.sent)
-    return replace(layout, buffers=layout.buffers + Bytes(work.buffers), sent=(*layout.sent, sent) if sent.bytes else layout.sent)
+    stage = axes_in_words(STAGE_AXES, context)
+    sent = (
+        Sent(stage, "matrices", work.sent),
+        Sent(stage, "numbers", work.numbers),
+        Sent("pipeline ends", "numbers", work.numbers_of_tied),
+    )
+    return replace(layout, buffers=layout.buffers + Bytes(work.buffers), sent=(*layout.sent, *(one for one in sent if one.bytes)))
 
 
 def writes(model: Model, ops: Iterable[Op]) -> Iterator[str]:

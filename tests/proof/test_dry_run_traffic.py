@@ -87,6 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
         "fsdp_params_cpu": True,
         "log_num_zeros_in_grad": True,
     },
+    "adafactor": {**GRID, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim", "optimizer": "adafactor"},
     "muon, optim": {**GRID, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim", "optimizer": "muon"},
     "muon, no_shard": {**GRID, "num_layers": 4, "optimizer": "muon", "swiglu": True},
     "muon, replicas": {
@@ -130,6 +131,7 @@ def test_every_rank_sends_what_is_planned() -> None:
             assert messages == sum(one.bytes for one in sent if one.over == "pipeline"), (name, rank)
             assert bool(matrices) <= ("muon" in name)
             assert {"world"} < {one.over for one in sent}, "there is something to compare"
+            assert any(one.what == "numbers" for one in sent) == (name == "adafactor")
         assert bool(most) == ("muon" in name)
         for of_stage in most.values():
             (planned_most,) = {planned for _, planned in of_stage}

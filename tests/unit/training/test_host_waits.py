@@ -52,6 +52,22 @@ CASES: dict[str, dict[str, Any]] = {
         "num_layers": 4,
         "num_virtual_stages_per_pipeline_rank": 2,
     },
+    "adafactor": {
+        "bf16": True,
+        "tensor_model_parallel_size": 2,
+        "use_distributed_optimizer": True,
+        "optimizer": "adafactor",
+        "adafactor_beta1": 0.9,
+        "adafactor_relative_step": True,
+    },
+    "moments in 8 bits": {"bf16": True, "use_distributed_optimizer": True, "optimizer": "adam8bit", "adam_8bit_block_size": 24},
+    "lamb": {"bf16": True, "optimizer": "lamb"},
+    "lion, ademamix": {
+        "bf16": True,
+        "optimizer": "lion",
+        "param_groups": ("embedding.* optimizer=ademamix",),
+        "ademamix_warmup_iters": 4,
+    },
     "gradients sharded, z-loss, zeros": {
         "bf16": True,
         "data_parallel_sharding_strategy": "optim_grads",
